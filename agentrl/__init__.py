@@ -1,9 +1,9 @@
-"""agentrl: reinforcement learning for tool-calling language models, over a trajectory database that forgets nothing.
+"""agentrl: reinforcement learning for tool-calling language models, with every token and reward in a database.
 
 Its packages are `agentrl.workflow` (the library), `agentrl.workers` (the processes), `agentrl.cli` (the commands) and
-`agentrl.migrations`. A checkout has a link to each at its top, for people who look for them there.
+`agentrl.migrations`. The top of a checkout has a link to each of them.
 
-What is public and stable is in `__all__`, and is loaded when it is first used: the import itself costs nothing.
+`__all__` lists the public, stable names. Each is loaded when it is first used, so `import agentrl` itself is cheap.
 """
 
 from importlib import import_module
@@ -108,7 +108,7 @@ _MODULES = {
     "agentrl.workflow.resources": ("Prompt",),
     "agentrl.workflow.trajectory": ("Episode", "Message", "Rollout", "Step", "Task", "ToolCall"),
 }
-"""The module that defines each public name."""
+"""The public names that each module defines."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Names and options of other frameworks, and their equivalents in agentrl."""
+"""Names and options of other frameworks, with their equivalents in agentrl."""
 
 _NO_ADAPTER = "leave it out: every call is a row with its messages and tokens, so that nothing is converted"
 _NO_TRACER = "leave it out: calls are recorded where the model is; an exporter may send spans to /v1/traces of the endpoint"
@@ -53,7 +53,7 @@ _ADVICE = {
     "ToolCallingAgent": "agentrl.RolloutWorker(policy, env).run_episode(task) is the loop of turns and calls",
 }
 ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
-"""Each name that another framework exports, and what to write here instead."""
+"""The advice for each name that another framework exports: what to write with agentrl instead."""
 
 OPTIONS = {
     "adapter": _NO_ADAPTER,
@@ -73,4 +73,4 @@ OPTIONS = {
     "triplet_exporter": _NO_ADAPTER,
     "val_batch_size": "write choose_tasks",
 }
-"""Each option of another framework's trainer or algorithm, and what to write here instead."""
+"""The advice for each option of another framework's trainer or algorithm: what to write with agentrl instead."""

@@ -39,7 +39,7 @@ class GRPO:
     NAME: ClassVar[str] = "grpo"
 
     def __init__(self, model: Any = None, tokenizer: Any = None, **options: Any) -> None:
-        """Check them; nothing is saved yet."""
+        """Check the arguments; save nothing yet."""
         if model is not None and not isinstance(model, str | Path):
             _check(model, tokenizer)
         self.model, self.tokenizer = model, tokenizer

@@ -1,4 +1,4 @@
-"""A run's rewards over its iterations: numbers, a line in a terminal, a drawing in a notebook."""
+"""A run's rewards over its iterations: as numbers, as a line of text, and as SVG in a notebook."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +17,13 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Curve:
-    """Finished iterations, each with its mean reward and, if it was evaluated, the held-out reward.
+    """The finished iterations of a run, each with its mean reward and, if it was evaluated, the held-out reward.
 
     Args:
-        iterations: their numbers, from 1.
-        rewards: one for each; None where no episode was scored.
-        evals: the held-out reward of the policy that each began with.
+        run: the run's name.
+        iterations: the numbers of the iterations, from 1.
+        rewards: the mean reward of each iteration; None if no episode was scored.
+        evals: the held-out reward of the policy with which each iteration began; None if it was not measured.
     """
 
     run: str
@@ -45,7 +46,7 @@ class Curve:
         return len(self.iterations)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return columns `reward` and `eval`, by iteration."""
+        """Return a DataFrame with the columns `reward` and `eval`, indexed by iteration."""
         import pandas
 
         values = {"reward": self.rewards, "eval": self.evals}

@@ -1,4 +1,4 @@
-"""Datasets passed as values. They are written once, to a JSON-lines file named by the hash of its content."""
+"""Datasets passed as values. Each is written once, to a JSON-lines file named by the hash of its content."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ def name_of(dataset: Any, what: str, where: Settings) -> str | None:
 
 
 def has_references(file: Path) -> bool:
-    """Return whether any written row has a reference answer."""
+    """Return whether a row of the file has a reference answer."""
     with file.open(encoding="utf-8") as lines:
         return any(json.loads(line).get(name) is not None for line in lines for name in REFERENCES)
 

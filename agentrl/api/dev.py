@@ -73,7 +73,7 @@ class Trial:
         """Run an episode of each task and print it. An agent's error ends only its own episode.
 
         Raises:
-            AgentRLError: there is no such dataset or model, or a reward raised.
+            AgentRLError: there is no such dataset or model, there are too many tasks, or a reward raised an error.
         """
         tasks = load_tasks(self.config.dataset).tasks
         if len(tasks) > MAX_TASKS:
@@ -163,10 +163,10 @@ class Trial:
 def try_agent(
     config: Mapping[str, Any], agent: Any, env: Any, rewards: Mapping[str, tuple[Any, float]], hooks: Sequence[Any]
 ) -> list[Episode]:
-    """Run a trial for `Trainer.dev`, with the keys of a config and with objects or their paths.
+    """Run a trial for `Trainer.dev`. The arguments are config keys, and objects or their import paths.
 
     Raises:
-        AgentRLError: as `Trial.run`; or a path leads to nothing.
+        AgentRLError: as `Trial.run`; or a path cannot be imported.
     """
     if isinstance(agent, str) and agent.startswith(PROGRAM):
         raise ConfigError("dev cannot run a program: it calls agents in this process.", "Submit it with one task.")

@@ -22,15 +22,15 @@ SHOWN_CALLS = 50
 
 @dataclass(frozen=True)
 class StoredEpisode:
-    """One episode of a store.
+    """An episode of a store.
 
     Args:
-        row: its columns, as in `v_episodes`: run, task, status, reward and so on.
-        value: the episode itself: every step with its exact token ids and logprobs, as rewards are given it.
+        row: its columns, as in `v_episodes`: run, task, status, reward and others.
+        value: the episode that rewards receive: every step with its exact token ids and logprobs.
         calls: the tool calls of its steps, with results and times.
-        rewards: reward set -> part -> value, summed over steps.
-        agent_error: what its agent said when it ended badly; empty where it did not, or where there is none.
-        agent_output: the last of what its agent printed.
+        rewards: the value of each part in each reward set, summed over the steps.
+        agent_error: the agent's error message; empty if the agent did not fail, or if there is none.
+        agent_output: the end of what the agent printed.
     """
 
     row: EpisodeRow
@@ -52,12 +52,12 @@ class StoredEpisode:
 
     @property
     def annotations(self) -> Sequence[Annotation]:
-        """The annotations of its agent, tools and hooks, in order."""
+        """The annotations of the agent, the tools and the hooks, in order."""
         return self.value.annotations
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation that led to its last turn, as chat messages."""
+        """The conversation that led to the last turn, as chat messages."""
         return chat_messages(_last_line(self.value))
 
     def __repr__(self) -> str:
@@ -87,12 +87,16 @@ class Episodes(Rows[EpisodeRow, EpisodeRow]):
     """A list of episode rows; `store.episode(row.id)` loads an episode with its steps."""
 
     def __init__(self, db: Reader, chosen: episode_rows.EpisodeFilter) -> None:
-        """Take the store and which of its episodes."""
+        """Take the reader of the store, and the filter of the episodes."""
         super().__init__(EpisodeRow, lambda paging: episode_rows.list_episodes(db, chosen, paging), lambda row: row)
         object.__setattr__(self, "_db", db)
 
     def to_dataset(self, messages: bool = True) -> "datasets.Dataset":
-        """Return the episodes as a dataset, with the `messages` of each, for example to train elsewhere."""
+        """Return the episodes as a dataset, for example to train with another framework.
+
+        Args:
+            messages: add the column `messages` with each episode's conversation.
+        """
         import datasets
         import pyarrow
 
@@ -115,10 +119,10 @@ class Episodes(Rows[EpisodeRow, EpisodeRow]):
 
 
 def find(db: Reader, number: int) -> StoredEpisode:
-    """Return the episode of that number.
+    """Return the episode with this number.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such episode.
     """
     record = episode_rows.find_episode(db, number)
     rewards: dict[str, dict[str, float]] = {}
@@ -129,7 +133,7 @@ def find(db: Reader, number: int) -> StoredEpisode:
 
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in the format of the chat API, with the arguments of calls as JSON text."""
+    """Return the messages in the format of the chat API. The arguments of calls are JSON text."""
     found = []
     for message in messages:
         row = message_row(message)

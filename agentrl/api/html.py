@@ -1,4 +1,4 @@
-"""HTML of values for notebooks. Texts of models, tools and users are escaped and cut."""
+"""HTML of values for notebooks. Texts of models, tools and users are escaped and shortened."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -6,12 +6,12 @@ from html import escape
 from typing import Any
 
 MAX_CHARS = 2000
-"""Characters of one text that are shown."""
+"""The most characters of a text that are shown."""
 CELL_CHARS = 120
 
 
 def text(value: object, most: int = MAX_CHARS) -> str:
-    """Return a value as escaped HTML text; a long value is cut."""
+    """Return a value as escaped HTML text of at most `most` characters."""
     if isinstance(value, float):
         said = f"{value:.4g}"
     elif isinstance(value, datetime):
@@ -23,7 +23,7 @@ def text(value: object, most: int = MAX_CHARS) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], more: bool = False) -> str:
-    """Return an HTML table, with a note if it is cut."""
+    """Return an HTML table, with a note if there are more rows."""
     head = "".join(f"<th>{text(column, CELL_CHARS)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{text(cell, CELL_CHARS)}</td>' for cell in row)}</tr>" for row in rows)
     rest = "<p>… and more</p>" if more else ""
@@ -31,7 +31,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], more: bool = Fa
 
 
 def folded(summary: str, body: str) -> str:
-    """Return HTML text that opens when the reader clicks its summary."""
+    """Return a collapsed HTML section, which opens when the reader clicks its summary."""
     return f"<details><summary>{text(summary, CELL_CHARS)}</summary>{body}</details>"
 
 

@@ -1,4 +1,4 @@
-"""Lists of rows that are read when iterated, with conversion to a DataFrame, an Arrow table or a dataset."""
+"""Lists of rows that are read when iterated, with exports to a DataFrame, an Arrow table or a dataset."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=ViewRow)
 V = TypeVar("V")
 PAGE = 1000
-"""Rows that are read at once."""
+"""The number of rows in a page."""
 SHOWN = 10
-"""Rows that a notebook shows."""
+"""The most rows that a notebook shows."""
 
 
 @dataclass(frozen=True)
 class Rows(Generic[R, V]):
-    """A list of rows, read page by page at each iteration; a running run may have more rows the next time.
+    """A list of rows. Each iteration reads it again, page by page, so a running run may return more rows the next time.
 
     Args:
-        kind: of the rows; its fields are the columns.
-        read: gives a page.
-        value: what a row is as a value.
+        kind: the class of the rows; its fields are the columns.
+        read: returns a page.
+        value: converts a row to the value that iteration yields.
     """
 
     kind: type[R]
@@ -42,7 +42,7 @@ class Rows(Generic[R, V]):
         return map(self.value, self.rows())
 
     def rows(self) -> Iterator[R]:
-        """Yield the rows as mappings of column to value."""
+        """Yield the rows, which are mappings from column to value."""
         for page in self._pages():
             yield from page
 
@@ -51,7 +51,7 @@ class Rows(Generic[R, V]):
         return list(islice(self, count))
 
     def to_arrow(self) -> "pyarrow.Table":
-        """Return all rows as an Arrow table. Column types do not depend on the values; documents are JSON text."""
+        """Return all rows as an Arrow table. The column types depend only on `kind`; nested values are JSON text."""
         import pyarrow
 
         schema = pyarrow.schema([(name, _arrow_type(hint)) for name, hint in self.kind.types().items()])
@@ -61,7 +61,7 @@ class Rows(Generic[R, V]):
         return pyarrow.Table.from_batches(batches, schema)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return all rows as a DataFrame; integers that may be missing are `Int64`."""
+        """Return all rows as a DataFrame. Integer columns that may have missing values have the dtype `Int64`."""
         import pandas
 
         table = self.to_arrow()
@@ -108,7 +108,7 @@ class Table:
         return len(self.rows)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """As a DataFrame."""
+        """Return the result as a DataFrame."""
         import pandas
 
         return pandas.DataFrame.from_records(list(self.rows), columns=list(self.columns))

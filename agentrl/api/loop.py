@@ -81,7 +81,7 @@ class RolloutWorker:
         return self._score(self.sample_episode(task_of(task), next(self._numbers)))
 
     def run_episodes(self, tasks: "Iterable[Task | Mapping[str, Any] | str]", group_size: int = 1) -> list[Episode]:
-        """Sample several episodes of each task together, and return them in the order of the tasks.
+        """Sample `group_size` episodes of each task, up to AT_ONCE at a time; return them in the order of the tasks.
 
         Raises:
             As `run_episode`.

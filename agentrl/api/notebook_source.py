@@ -139,10 +139,10 @@ class SourceModule:
             raise ConfigError(what, f"Create it inside {user!r}, or move both to a file; a script {guard}.")
 
     def add_instance(self, name: str, value: Any) -> None:
-        """Add an object: its class, and its attributes if they are constants.
+        """Add an instance: its class, and its attributes, which must be constants.
 
         Raises:
-            ConfigError: it holds something else.
+            ConfigError: an attribute is not a constant.
         """
         kind = type(value)
         self.add(kind.__name__, kind, name)

@@ -1,4 +1,4 @@
-"""Conversion of keyword options to the keys of a run's config."""
+"""Converts keyword options to the keys of a run's config."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -46,7 +46,7 @@ def keys_of_file(config: Any) -> dict[str, Any]:
     """Return the keys of a config file; empty without a file.
 
     Raises:
-        ConfigError: it is not a regular file's name, or the file cannot be read.
+        ConfigError: the value is not a path, or the file cannot be read.
     """
     if config is None:
         return {}

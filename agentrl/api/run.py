@@ -30,7 +30,7 @@ class Run:
     """A run of a store. Every access reads the current rows, so a running run may return more each time."""
 
     def __init__(self, db: Reader, row: RunRow) -> None:
-        """Take the store and the run's row."""
+        """Keep the store's reader, and the name and id from the run's row."""
         self._db = db
         self.name = row.run
         self.id = row.id
@@ -47,12 +47,12 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running, paused, done, failed or cancelled."""
+        """The status: running, paused, done, failed or cancelled."""
         return self.row.status
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The run's full config, as submitted."""
+        """The complete config, as submitted."""
         config: Mapping[str, Any] = run_names.find_run(self._db, self.name)["config"]
         return config
 
@@ -61,8 +61,10 @@ class Run:
         return Curve.of(self.name, list(self.iterations().rows()))
 
     def episodes(self, **chosen: Any) -> Episodes:
-        """Return the run's episodes that match the filter, with the fields of `EpisodeFilter` (`status`, `task`, `min_reward`,
-        ...).
+        """Return the run's episodes that match the filter.
+
+        Args:
+            chosen: fields of `EpisodeFilter`: `status`, `task`, `min_reward`, ...
 
         Raises:
             ConfigError: there is no such filter.
@@ -70,40 +72,42 @@ class Run:
         return Episodes(self._db, filter_of(EpisodeFilter, {"run": self.name, **chosen}))
 
     def episode(self, number: int) -> StoredEpisode:
-        """Return an episode of the store by its number.
+        """Return an episode of the store by its number; it may belong to another run.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: there is no such episode.
         """
         return episode.find(self._db, number)
 
     def iterations(self, **chosen: Any) -> Rows[IterationRow, IterationRow]:
-        """Return the run's iterations, with the metrics of their updates."""
+        """Return the run's iterations that match the filter, with the metrics of their updates."""
         return _rows(IterationRow, self._db, iteration_rows.list_iterations, IterationFilter, self.name, chosen)
 
     def updates(self, **chosen: Any) -> Rows[UpdateRow, UpdateRow]:
-        """Return its optimizer steps."""
+        """Return the run's optimizer steps that match the filter."""
         return _rows(UpdateRow, self._db, iteration_rows.list_updates, UpdateFilter, self.name, chosen)
 
     def groups(self, **chosen: Any) -> Rows[GroupRow, GroupRow]:
-        """Return its groups: the episodes of one task in one iteration."""
+        """Return the run's groups that match the filter. A group is the episodes of one task in one iteration."""
         return _rows(GroupRow, self._db, group_rows.list_groups, GroupFilter, self.name, chosen)
 
     def events(self, **chosen: Any) -> Rows[EventRow, EventRow]:
-        """Return the run's events."""
+        """Return the run's events that match the filter."""
         return _rows(EventRow, self._db, event_rows.list_events, EventFilter, self.name, chosen)
 
     def prompts(self, **chosen: Any) -> Rows[ResourceRow, ResourceRow]:
-        """Return the versions of the run's prompts: their origin and mean rewards."""
+        """Return the versions of the run's prompts, with their origin and mean rewards."""
         return _rows(ResourceRow, self._db, resource_rows.list_resources, ResourceFilter, self.name, chosen)
 
     def critic_calls(self) -> Rows[CriticCallRow, CriticCallRow]:
-        """Return the requests to the critic of the run's search, and the answers."""
+        """Return the requests to the critic of a prompt search, with the critic's answers."""
         return _rows(CriticCallRow, self._db, resource_rows.list_critic_calls, CriticCallFilter, self.name, {})
 
     @property
     def resources(self) -> dict[str, str]:
-        """The run's prompts by name, chosen by its search or from its config. Another run takes them as `resources`."""
+        """The run's prompts by name: the versions that its search chose, else those of its config. Pass them to another run as
+        `resources`.
+        """
         best = {row.name: row.text for row in self.prompts(chosen=True)}
         return {**self.config.get("resources", {}), **best}
 
@@ -117,7 +121,7 @@ class Run:
         """The policy with the highest held-out reward.
 
         Raises:
-            NotFoundError: none was measured (`eval.every`).
+            NotFoundError: no version was measured (`eval.every`).
         """
         return self._policy("best")
 
@@ -127,12 +131,12 @@ class Run:
         return self._policy(None)
 
     def policy(self, version: int | str) -> "StoredPolicy":
-        """Return the policy of a version: 3, "best", "epoch2".
+        """Return the policy of a version: 3, "best" or "epoch2".
 
         Raises:
-            NotFoundError: there is none.
-            ConfigError: it names none.
-            CheckpointError: its weights were collected.
+            NotFoundError: there is no such version.
+            ConfigError: the text is not a version.
+            CheckpointError: its weights were removed by `agentrl gc`.
         """
         return self._policy(run_names.parse_version(str(version)))
 
@@ -149,7 +153,7 @@ class Run:
 
 @dataclass
 class StoredPolicy:
-    """A policy that a run published. It is loaded at the first `generate`.
+    """A policy that a run published. The first `generate` loads it.
 
     Args:
         run: the run's name.
@@ -163,21 +167,26 @@ class StoredPolicy:
 
     @property
     def version(self) -> int:
-        """Its number in the run."""
+        """The version's number in the run."""
         return self.ref.version
 
     def open(self, **limits: Any) -> "OpenPolicy":
-        """Load the policy to generate, stream or compute logits; close it afterwards. `limits` are keys of `rollout`."""
+        """Load the policy, to generate, stream or compute logits. The caller closes it.
+
+        Args:
+            limits: keys of the section `rollout`.
+        """
         from agentrl.workflow.experiment import Experiment
         from agentrl.workflow.inference.open_policy import open_policy
 
         return open_policy(Experiment.load(run_names.find_run(self._db, self.run)["config"]).config, self.ref, **limits)
 
     def generate(self, messages: "str | Sequence[Message | Mapping[str, Any]]", **limits: Any) -> Message:
-        """Sample one turn in reply to a user's text or to messages in the format of the chat API.
+        """Sample one turn in reply to a user's text, or to messages in the format of the chat API.
 
         Args:
-            limits: `max_new_tokens`, `temperature` and the like, for this turn.
+            messages: the text, or the messages.
+            limits: `max_new_tokens`, `temperature` and other keys of `rollout`, for this turn.
         """
         self._opened = self._opened or self.open()
         prompt = [Message("user", messages)] if isinstance(messages, str) else [message_of(message) for message in messages]
@@ -212,7 +221,7 @@ def message_of(message: "Message | Mapping[str, Any]") -> Message:
     """Convert a message from the format of the chat API.
 
     Raises:
-        ConfigError: it has no role or no text.
+        ConfigError: it has no valid role, or no text.
     """
     if isinstance(message, Message):
         return message
@@ -224,10 +233,10 @@ def message_of(message: "Message | Mapping[str, Any]") -> Message:
 
 
 def filter_of(kind: type[Any], chosen: Mapping[str, Any]) -> Any:
-    """Return the filter with these fields.
+    """Return a filter of this class with the given fields.
 
     Raises:
-        ConfigError: it has no such field.
+        ConfigError: the class has no such field.
     """
     known = kind.__dataclass_fields__
     for name in chosen:

@@ -188,7 +188,7 @@ class Trainer:
     def config(
         self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None, **options: Unpack[RunOptions]
     ) -> dict[str, Any]:
-        """Return the config keys that `fit` submits, with import paths in place of objects.
+        """Return the config keys that `fit` submits. Objects are replaced by their import paths.
 
         Raises:
             ConfigError, DatasetError: as `fit`.
@@ -354,7 +354,7 @@ def _are_unanswered(train: Any, keys: Mapping[str, Any]) -> bool:
 
 
 def _env_of(keys: Mapping[str, Any]) -> str:
-    """The env of the dataset that the keys name."""
+    """Return the name of the env of the dataset in the keys."""
     config = DatasetConfig()
     split = {"split": keys["dataset.split"]} if "dataset.split" in keys else {}
     return env_of(config.model_copy(update={"name": str(keys.get("dataset.name", config.name))} | split))

@@ -37,7 +37,7 @@ class Store:
     """Read-only access to the runs and episodes of a store."""
 
     def __init__(self, where: Settings) -> None:
-        """Take the settings that name its database."""
+        """Take the settings that name the database. No connection is opened yet."""
         self._settings = where
         self._db = Reader(where.database, self._open_whole)
 
@@ -47,7 +47,10 @@ class Store:
         return self._settings.database
 
     def runs(self, **chosen: Any) -> Rows[RunRow, Run]:
-        """Return the matching runs, newest first (`status`, `kind`, `dataset`, `model`, `text` in the name).
+        """Return the runs that match the filter, newest first.
+
+        Args:
+            chosen: fields of the filter: `status`, `kind`, `dataset`, `model`, and `text`, which is a part of the name.
 
         Raises:
             ConfigError: there is no such filter.
@@ -56,10 +59,10 @@ class Store:
         return Rows(RunRow, lambda paging: run_rows.list_runs(self._db, asked, paging), lambda row: Run(self._db, row))
 
     def run(self, name: "str | int | None" = None) -> Run:
-        """Return a run by name or number; without one, the newest.
+        """Return a run by its name or number; by default the newest.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: there is no such run, or no run yet.
         """
         found = run_rows.find_newest_run(self._db) if name is None else str(name)
         if found is None:
@@ -67,23 +70,28 @@ class Store:
         return Run(self._db, run_rows.describe_run(self._db, found))
 
     def episodes(self, run: "str | int | None" = None, **chosen: Any) -> Episodes:
-        """Return the episodes of a run, by default the newest, that match the filter (see `Run.episodes`)."""
+        """Return the episodes that match the filter. The run is the newest by default; see `Run.episodes`."""
         return Episodes(self._db, filter_of(EpisodeFilter, {"run": self.run(run).name, **chosen}))
 
     def episode(self, number: int) -> StoredEpisode:
         """Return an episode by its number.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: there is no such episode.
         """
         return episode.find(self._db, number)
 
     def sql(self, query: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
-        """Return the result of one SELECT over the views (`agentrl sql --schema` describes them) and tables.
+        """Return the result of one SELECT over the views and tables. `agentrl sql --schema` describes the views.
+
+        Args:
+            query: the SELECT.
+            limit: the most rows.
+            seconds: the time limit.
 
         Raises:
-            AccessDenied: it is anything else, or takes longer than `seconds`.
-            ConfigError: the database does not understand it.
+            AccessDenied: it is not a SELECT, or takes longer than `seconds`.
+            ConfigError: it is not valid SQL for this database.
         """
         columns, rows = user_sql.run_query(self._settings, query, limit, seconds)
         return Table(tuple(columns), tuple(tuple(row) for row in rows))
@@ -104,12 +112,12 @@ def open_store(place: "str | PathLike[str] | None" = None) -> Store:
     """Open a store for reading.
 
     Args:
-        place: a data folder, a SQLite file, or the URL of a database (`sqlite:///runs.db`, `postgresql://...`), or an
-            `InMemoryStore`; None: the one that the commands use here.
+        place: a data folder, a SQLite file, the URL of a database (`sqlite:///runs.db`, `postgresql://...`), or an
+            `InMemoryStore`. None: the store that the commands use on this machine.
 
     Raises:
-        NotFoundError: there is none.
-        ConfigError: it is no place.
+        NotFoundError: there is no store.
+        ConfigError: `place` is not a folder, a file or a URL.
     """
     if not isinstance(place, str | PathLike | None):
         raise ConfigError(f"A store must be a folder, a file or a URL, not {place!r:.60}.")
@@ -121,10 +129,10 @@ def open_store(place: "str | PathLike[str] | None" = None) -> Store:
 
 
 class InMemoryStore:
-    """A store that is deleted with this process. It uses the models of the data folder."""
+    """A store in a temporary folder, which is deleted when this process ends. It uses the models of the data folder."""
 
     def __init__(self) -> None:
-        """Make its folder, which is removed when this process ends, after the workers in it were stopped."""
+        """Create the folder. At the end of this process its workers are stopped and the folder is removed."""
         self.folder = Path(tempfile.mkdtemp(prefix="agentrl-"))
         atexit.register(self.close)
         models = settings().models_dir
@@ -132,11 +140,11 @@ class InMemoryStore:
         (self.folder / "models").symlink_to(models)
 
     def __fspath__(self) -> str:
-        """Return its folder, for `agentrl.open`."""
+        """Return the folder, for `agentrl.open`."""
         return str(self.folder)
 
     def close(self) -> None:
-        """Stop its workers and remove it; repeatable."""
+        """Stop the store's workers and remove its folder. Further calls do nothing."""
         if self.folder.exists():
             atexit.unregister(self.close)
             if (self.folder / "stack").exists():
@@ -151,20 +159,20 @@ class InMemoryStore:
 
 @dataclass(frozen=True)
 class StoreLocation:
-    """The location of runs, as settings for commands.
+    """The location of runs, as environment variables for commands.
 
     Args:
-        variables: environment variables, empty where one of this process is to be left out.
+        variables: the environment variables; an empty value removes this process's variable.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, store: "str | Path | Store | InMemoryStore | None") -> "StoreLocation":
-        """Return the location for a folder, a SQLite file, a URL or a store; None: the default of the commands.
+        """Return the location for a folder, a SQLite file, a URL or a store. None: the default of the commands.
 
         Raises:
-            ConfigError: it is none of these.
+            ConfigError: the value is not one of these.
         """
         match store:
             case None:
@@ -232,7 +240,7 @@ def _database_url(place: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """The URL without a password."""
+    """Return the URL without its password."""
     head, at, tail = url.rpartition("@")
     scheme, marks, login = head.partition("://")
     return f"{scheme}{marks}{login.partition(':')[0]}{at}{tail}" if at else url

@@ -70,7 +70,7 @@ def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None
 
 
 def submit_here(file: Path) -> str:
-    """Submit the run of a config file, and return its name; the threads find the run by its rows.
+    """Submit the run of a config file, and return its name. The worker threads find the run in the database.
 
     Raises:
         AgentRLError: as `agentrl submit`.

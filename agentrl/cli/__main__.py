@@ -1,4 +1,4 @@
-"""`python -m agentrl.cli` is `agentrl`."""
+"""`python -m agentrl.cli` does the same as `agentrl`."""
 
 import sys
 

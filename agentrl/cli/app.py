@@ -1,4 +1,6 @@
-"""The application with all commands: turns every error into a sentence, the next command to type and an exit code."""
+"""The application with all commands. It prints each error as a sentence with the next command to type, and returns an exit
+code.
+"""
 
 import traceback
 from collections.abc import Sequence
@@ -54,7 +56,7 @@ def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit code.
 
     Raises:
-        BrokenPipeError: the reader of the output has closed it.
+        BrokenPipeError: the process that reads the output has closed the pipe.
     """
     debug = "--debug" in args
     try:

@@ -1,4 +1,4 @@
-"""`agentrl runs`, `episodes`, `replay`, `events`: the rows of the database, as lists and as transcripts."""
+"""`agentrl runs`, `episodes`, `replay` and `events`: database rows as lists and transcripts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, get_args
@@ -30,7 +30,7 @@ RUN_COLUMNS = (
     "best", "seconds", "tags",
 )  # fmt: skip
 RUN_MINOR_COLUMNS = ("best", "tags", "kind", "seconds", "dataset", "model", "episodes_done")
-"""Columns that a narrow terminal may leave out, the more important first."""
+"""Columns that are left out on a narrow terminal, the most important first."""
 EPISODE_COLUMNS = (
     "id", "iteration", "task", "sample", "status", "stop_reason", "reward", "advantage", "steps", "tool_calls=calls",
     "tool_errors=errors", "sampled_tokens=tokens", "seconds", "final_answer=answer",
@@ -39,7 +39,7 @@ EPISODE_MINOR_COLUMNS = (
     "iteration", "final_answer", "tool_calls", "tool_errors", "sampled_tokens", "steps", "seconds", "sample", "advantage",
 )  # fmt: skip
 ANSWER_CHARS = 18
-"""The most characters of an answer that a list shows; `replay` shows all."""
+"""The most characters of an answer in a list; `replay` shows the complete answer."""
 
 
 def _filter_option(text: str) -> Any:
@@ -71,7 +71,7 @@ def runs(
     tree: Annotated[bool, typer.Option("--tree", help="Indent each run under its parent run.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the newest runs; best: the highest mean reward on the held-out split, reached by the version RUN@best."""
+    """List the newest runs. `best` is the highest mean reward on the held-out split; the version RUN@best reached it."""
     from agentrl.workflow.store.reads import label_rows, run_rows
     from agentrl.workflow.store.reads.paging import Paging
 
@@ -171,10 +171,11 @@ def replay(
 ) -> None:
     """Show an episode's transcript, or verify it.
 
-    Messages, thoughts, tool calls with results and times, reward parts, logprobs, policy version. With --verify the tools
-    run again in this process, with its files and network (except tools that must run only once), the messages that the model
-    read are compared with the results, the tokens are scored and drawn again under the stored weights, the rewards are
-    computed again, and the first difference is named.
+    The transcript has messages, thoughts, tool calls with results and times, reward parts, logprobs and the policy version.
+
+    With --verify, the tools run again in this process, with its files and network (except tools that must run only once). The
+    messages that the model read are compared with the results. The tokens are scored and drawn again with the stored weights,
+    and the rewards are computed again. The report names the first difference.
     """
     if sum(option is not None for option in (step, verify, diff)) > 1:
         raise ConfigError("--step, --verify and --diff exclude each other.", "Pass one of them.")

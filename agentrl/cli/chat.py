@@ -1,4 +1,6 @@
-"""The loop of `agentrl chat`: at a terminal with history, commands and streamed answers; in a pipe one answer per line."""
+"""The loop of `agentrl chat`. At a terminal it has a history, commands and streamed answers; in a pipe it prints one answer per
+line.
+"""
 
 import errno
 import os
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Loading:
-    """A conversation that is loaded while a person types.
+    """A conversation that a thread loads while the user types.
 
     Args:
-        make: loads it.
+        make: the function that loads it.
         what: the name of what is loaded, for the spinner.
     """
 
@@ -35,7 +37,7 @@ class Loading:
         threading.Thread(target=self._run, args=(make,), name="loading", daemon=True).start()
 
     def talk(self) -> "Talk":
-        """Return the conversation; waits for it, behind a spinner, if it is not loaded yet.
+        """Return the conversation. Wait for it, behind a spinner, if it is not loaded yet.
 
         Raises:
             AgentRLError: loading failed.
@@ -45,7 +47,6 @@ class Loading:
 
     @property
     def has_failed(self) -> bool:
-        """Whether loading has failed."""
         return self._made.done() and self._made.exception() is not None
 
     def close(self) -> None:
@@ -61,7 +62,7 @@ class Loading:
 
 
 def chat_in_pipe(talk: "Talk") -> None:
-    """One line in, one answer out, until an empty line."""
+    """Read one message per line and print its answer, until an empty line."""
     for line in _read_lines():
         for text in talk.answer(line):
             show_lines([text])
@@ -69,7 +70,7 @@ def chat_in_pipe(talk: "Talk") -> None:
 
 
 def chat_at_terminal(loading: Loading, greeting: str, home: Path) -> None:
-    """Read messages and answer them until ctrl-D. Ctrl-C stops an answer, or discards the line being typed."""
+    """Read messages and answer them until Ctrl-D. Ctrl-C stops an answer, or discards the line being typed."""
     keyboard = Keyboard(home / "chat_history")
     say(greeting)
     while True:
@@ -194,7 +195,7 @@ def _save(loading: Loading, given: str) -> None:
 
 
 def _append_line(file: Path, line: bytes) -> None:
-    """Appends the line to the file, whole or not at all."""
+    """Append the complete line to the file, or leave the file unchanged and raise OSError."""
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file")
     with file.open("a+b", buffering=0) as lines:
@@ -242,7 +243,7 @@ KEYS = (
 
 
 def _read_lines() -> Iterator[str]:
-    """The lines of stdin up to an empty one.
+    """Yield the lines of stdin up to an empty one.
 
     Raises:
         ConfigError: a line is not UTF-8.

@@ -1,4 +1,4 @@
-"""The list of commands, in groups. Only the file of a command that is called or completed is imported."""
+"""The list of commands, in groups. Only the module of the command that is called or completed is imported."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A command: `module:object` of a function or a Typer, and one line of help."""
+    """A command: the `module:object` of its function or Typer, and one line of help."""
 
     where: str
     line: str
@@ -78,11 +78,11 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
 }
 COMMANDS: Mapping[str, Entry] = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 COMPLETION_VARIABLE = "_AGENTRL_COMPLETE"
-"""The environment variable by which a shell asks for completions."""
+"""The environment variable that a shell sets when it asks for completions."""
 
 
 class Command(TyperCommand):
-    """A command whose help lists the options of each group (`rich_help_panel`) after those without a group."""
+    """A command whose help shows the options of each group (`rich_help_panel`), then the options without a group."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then each group of options."""
@@ -100,14 +100,9 @@ class Command(TyperCommand):
 
 
 class LazyCommands(Mapping[str, Any]):
-    """The commands by name; each is imported at first access."""
+    """The commands by name. A command is imported when it is first accessed."""
 
     def __getitem__(self, name: str) -> Any:
-        """Return the command.
-
-        Raises:
-            KeyError: there is no command of that name.
-        """
         module, _, attribute = COMMANDS[name].where.partition(":")
         target = getattr(import_module(module), attribute)
         if isinstance(target, Typer):
@@ -122,45 +117,41 @@ class LazyCommands(Mapping[str, Any]):
         return get_command_from_info(wanted, pretty_exceptions_short=True, rich_markup_mode=None)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names, in the order of the groups."""
         return iter(COMMANDS)
 
     def __len__(self) -> int:
-        """Return the number of commands."""
         return len(COMMANDS)
 
 
 def with_hyphens(word: str) -> str:
-    """Return the word with `-` for `_`: options and commands may be spelled with either."""
+    """Replace `_` by `-` in the word, because options and commands may be spelled with either."""
     return word.replace("_", "-")
 
 
 class Commands(TyperGroup):
-    """`agentrl` itself: its help and completion use the list above and import no command."""
+    """The command `agentrl` itself. Its help and completion use `COMMANDS` and import no command."""
 
     def __init__(self, **attributes: Any) -> None:
-        """Take all commands of the list."""
         super().__init__(**attributes | {"commands": LazyCommands()})
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands."""
         return list(COMMANDS)
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write the purpose, and the first commands to type."""
+        """Write what agentrl is for, then example commands."""
         super().format_help_text(ctx, formatter)
         with formatter.section("Examples"):
             formatter.write_dl(EXAMPLES, col_max=44)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each group, with a whole line for each command."""
+        """Write a section for each group, with one line for each command; no line is shortened."""
         longest = max(map(len, COMMANDS))
         for title, group in GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(longest), entry.line) for name, entry in group.items()])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands before the options, for they are what a person looks for."""
+        """Write the commands before the global options, because most readers look for a command."""
         self.format_commands(ctx, formatter)
         records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
         with formatter.section("Options"):

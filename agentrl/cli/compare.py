@@ -1,4 +1,4 @@
-"""`agentrl compare`: two evaluations, task by task: which policy is better, and could the difference be chance?"""
+"""`agentrl compare`: compares two evaluations task by task, and tests whether chance explains the difference."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +40,7 @@ def compare(
 ) -> None:
     """Compare two policies on the tasks that both were measured on: B - A, with a paired sign-flip permutation test.
 
-    The p-value says how often chance alone would make a difference at least as large, if the two were alike.
+    The p-value is the probability of a difference at least this large if the two policies were equally good.
     """
     pair = find_pair(first, second, dataset, split)
     one, other = pair.one, pair.other
@@ -63,7 +63,7 @@ def compare(
 
 
 def _list_remarks(pair: EvaluationPair, document: Mapping[str, Any]) -> Iterator[str]:
-    """Remarks on other causes of a difference than the policies, a sentence each."""
+    """Yield a sentence for each cause of a difference other than the policies."""
     if pair.newest != "yes":
         evaluations = " and ".join(f"{row['run']} of {cell(row['created_at'])}" for row in (pair.one, pair.other))
         yield f"Their newest evaluations differ in {pair.newest}; compared are the newest that agree: {evaluations} (UTC)."
@@ -71,7 +71,11 @@ def _list_remarks(pair: EvaluationPair, document: Mapping[str, Any]) -> Iterator
 
 
 def _document(pair: EvaluationPair, rewards: "PairedComparison", rights: "PairedComparison", tasks: int) -> dict[str, Any]:
-    """The JSON document: `difference` and what follows is null if the rewards differ, `accuracy` if the parts behind it do."""
+    """Return the JSON document.
+
+    If the rewards differ, the measures of the difference are null. If the reward parts that decide correctness differ,
+    `accuracy` is null.
+    """
     accuracies = (rights.first, rights.second) if rights.tasks else (None, None)
     sides = {
         side: {

@@ -1,5 +1,6 @@
-"""Shell completion of runs, episodes, plug-ins, models and keys of the config. It imports no plug-in, writes nothing, and
-offers nothing if it cannot know.
+"""Shell completion of runs, episodes, plug-ins, models and config keys.
+
+It imports no plug-in and writes nothing. After an error it offers nothing.
 """
 
 import os
@@ -18,11 +19,11 @@ Choice = str | tuple[str, str]
 """A word, or a word with its description."""
 
 MAX_CHOICES = 100
-"""The most words offered at a time."""
+"""The most words that are offered at a time."""
 
 
 def complete(command: Callable[..., Any]) -> None:
-    """Set the completion of each parameter of a command."""
+    """Set the completion function of each parameter of a command."""
     for name, parameter in signature(command, eval_str=True).parameters.items():
         for metadata in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(metadata, ParameterInfo) and name in CHOICES:
@@ -39,7 +40,7 @@ def _without_errors(choices: Callable[[str], list[Choice]]) -> Callable[[str], l
 
 
 def _query_database(query: Callable[..., list[Any]], begin: str) -> list[Any]:
-    """The rows that begin with `begin`; none if the database would have to be made or upgraded first."""
+    """Return the rows that begin with `begin`; empty if no database exists yet."""
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.driver_reader import Reader
     from agentrl.workflow.store.reads.user_sql import sqlite_file
@@ -66,7 +67,7 @@ def _episode_choices(incomplete: str) -> list[Choice]:
 
 
 def _model_choices(incomplete: str) -> list[Choice]:
-    """The models that `agentrl sft` made here, and those in the hub's cache."""
+    """Return "tiny", the models that `agentrl sft` made on this machine, and the models in the hub's cache."""
     from agentrl.workflow.settings import settings
 
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub").expanduser()
@@ -92,7 +93,7 @@ def _dataset_choices(incomplete: str) -> list[Choice]:
 
 
 def _assignment_choices(incomplete: str) -> list[Choice]:
-    """`key=`, and after it the key's values, if it names a plug-in or has a fixed choice."""
+    """Return `key=` for each config key; after the `=`, the values of a key that names a plug-in or has fixed values."""
     from agentrl.workflow.config import DESCRIPTIONS, KEYS
 
     key, given, word = incomplete.partition("=")
@@ -120,7 +121,7 @@ def _stop_reason_choices(incomplete: str) -> list[Choice]:
 
 
 def _view_choices(incomplete: str) -> list[Choice]:
-    """The views, as `sql --schema` takes them."""
+    """Return the views that `sql --schema` accepts."""
     from agentrl.workflow.tables.views import VIEWS
 
     return [(view, kind.meaning()) for view, kind in VIEWS.items()]
@@ -137,4 +138,4 @@ CHOICES: Mapping[str, Callable[[str], list[Choice]]] = {
     "verify": _fixed_choices("tools", "tokens", "rewards", "all"), "query": _view_choices,
     "role": _fixed_choices("rollout", "tools", "train", "control", "rollout,train", "supervisor", "redis"),
 }  # fmt: skip
-"""Name of a command's parameter -> its completion."""
+"""The completion function of each parameter name."""

@@ -1,4 +1,4 @@
-"""The options of `submit`, which are made from the fields of `workflow.config`."""
+"""The options of `submit`, generated from the fields of `workflow.config`."""
 
 import inspect
 from collections.abc import Callable
@@ -10,12 +10,12 @@ import typer
 from agentrl.workflow.config import DESCRIPTIONS, FIELDS, FLAG_OF, FLAGS, RunConfig
 
 PANELS = ("What it trains on", "Learning", "The model", "Your own agent", "Sampling", "The run")
-"""The headings of `submit --help`, in their order."""
+"""The headings of `submit --help`, in order."""
 _DEFAULTS = RunConfig().flat()
 
 
 def config_option(key: str) -> Any:
-    """Return the option of a key of the config."""
+    """Return the Typer option of a config key."""
     flag, default = FLAG_OF[key], _DEFAULTS[key]
     text = DESCRIPTIONS[key] + ("; repeatable." if get_origin(type_of(key)) is list else "")
     if default not in (None, [], {}) and key != "dataset.name":
@@ -24,7 +24,7 @@ def config_option(key: str) -> Any:
 
 
 def type_of(key: str) -> Any:
-    """Return the type of what a person types for a key: a text, a number, a switch, or several texts."""
+    """Return the type of a config key on the command line: a text, a number, a switch, or a list of texts."""
     kind = FLAG_OF[key].type or FIELDS[key][1].annotation
     if get_origin(kind) in (Union, UnionType):
         kind = next(part for part in get_args(kind) if part is not type(None))
@@ -34,7 +34,7 @@ def type_of(key: str) -> Any:
 
 
 def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, whose last parameter is `**options`, an option for each key of the config that has one."""
+    """Add an option to the command for each config key that has a flag. The command's last parameter is `**options`."""
     keys = sorted(FLAGS.items(), key=lambda item: (PANELS.index(FLAG_OF[item[1]].panel or ""), "." not in item[1]))
     options = [
         inspect.Parameter(

@@ -1,7 +1,8 @@
-"""The output of commands: data on stdout, the rest on stderr; tables by rich on a terminal, plain aligned columns elsewhere.
+"""The output of commands: data on stdout, everything else on stderr. Tables are drawn by rich on a terminal, and are plain
+aligned columns elsewhere.
 
 Texts of models, tools, datasets and users go through `clean`: terminal escapes and control characters never reach a terminal,
-and rich's markup is never interpreted. `--json` is one document, in ASCII, so that nothing in it needs cleaning.
+and rich's markup is never interpreted. `--json` prints one document in ASCII, which needs no cleaning.
 """
 
 import csv
@@ -26,7 +27,7 @@ def say(text: str) -> None:
 
 
 def show(text: str) -> None:
-    """Print a line of data on stdout and flushe it."""
+    """Print a line of data on stdout and flush it."""
     print(clean(text), flush=True)
 
 
@@ -36,14 +37,14 @@ def show_json(value: Any) -> None:
 
 
 def show_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print comma-separated values on stdout, a header first."""
+    """Print the rows as comma-separated values on stdout, after a header."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(map(clean, columns))
     writer.writerows([clean(item) if isinstance(item, str) else item for item in map(plain, row)] for row in rows)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table on stdout; a narrow terminal wraps its lines, and nothing is left out."""
+    """Print a table on stdout. A narrow terminal wraps its lines; no column is left out."""
     titles = [one_line(column) for column in columns]
     cells = [[cell(value) for value in row] for row in rows]
     if sys.stdout.isatty() and max(map(len, _align_rows(titles, cells))) + len(titles) < console().width:
@@ -55,12 +56,13 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 def show_rows(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[str], least: Sequence[str] = (), below: Sequence[str] = ()
 ) -> None:
-    """Print a table of these columns of the rows, without empty columns.
+    """Print a table of the given columns, without the empty ones.
 
     Args:
-        columns: the keys; each may have a short name after a `=`: `sampled_tokens=tokens`.
-        least: keys that a narrow terminal may leave out, the more important first; a remark names those left out.
-        below: keys whose texts get lines of their own, under their row.
+        rows: the rows, by key.
+        columns: the keys; a key may be followed by `=` and a shorter title: `sampled_tokens=tokens`.
+        least: the keys that are left out on a narrow terminal, the most important first. A remark on stderr names them.
+        below: the keys whose values are printed on separate lines below their row.
     """
     columns_in_use = [column for column in columns if any(row[column.partition("=")[0]] not in (None, "") for row in rows)]
     width = _width()
@@ -84,7 +86,7 @@ def show_rows(
 
 
 def _width() -> int:
-    """The width of the output: the terminal's, or COLUMNS; unlimited for a file."""
+    """Return the width of the output in characters: the terminal's or COLUMNS; 100,000 for a file."""
     is_limited = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return shutil.get_terminal_size().columns if is_limited else 100_000
 
@@ -94,20 +96,20 @@ def _cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[li
 
 
 def _natural_width(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> int:
-    """The width of the table."""
+    """Return the width of the table in characters, without wrapping."""
     titles = [column.rpartition("=")[2] for column in columns]
     return max(len(line) for line in _align_rows(titles, _cells(rows, columns)))
 
 
 def _align_rows(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """The aligned lines: one for the titles and one for each row."""
+    """Return the aligned lines: the titles, then one line for each row."""
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in (titles, *cells)]
     return ["  ".join(row).rstrip() for row in padded]
 
 
 def show_lines(lines: Iterable[Line]) -> None:
-    """Print texts on stdout, with their styles on a terminal."""
+    """Print lines on stdout; on a terminal with their styles."""
     if not sys.stdout.isatty():
         for text, _ in lines:
             print(clean(text))
@@ -120,20 +122,22 @@ def show_lines(lines: Iterable[Line]) -> None:
 
 
 def console(stderr: bool = False) -> Any:
-    """rich's console, with all interpretation of markup off."""
+    """Return a rich console that does not interpret markup."""
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
 def format_interval(measures: Mapping[str, Any]) -> str:
-    """Return `95% Wilson [0.15, 0.85]`: from `low` to `high`, with the method, which older evaluations do not record."""
+    """Return an interval such as `95% Wilson [0.15, 0.85]`, from `low` to `high`. Older evaluations do not record the
+    method.
+    """
     whose = f"{measures['interval_by']} " if measures["interval_by"] else ""
     return f"95% {whose}[{cell(measures['low'])}, {cell(measures['high'])}]"
 
 
 def format_decimals(value: float) -> str:
-    """Return a number of a curve with three decimals, or as `cell` writes it if it has five digits or more."""
+    """Return the number with three decimals; from 10,000 on, as `cell` formats it."""
     return f"{value:.3f}" if abs(value) < 10_000 else cell(value)
 
 
@@ -156,7 +160,7 @@ def _is_number(text: str) -> bool:
 
 
 def format_duration(seconds: float) -> str:
-    """Return `75 s`, `12 min`, `3.4 h`."""
+    """Return the duration as `75 s`, `12 min` or `3.4 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

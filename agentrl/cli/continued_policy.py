@@ -1,4 +1,4 @@
-"""`--model RUN@N`: training continues from a run's policy, with its LoRA, or with a new one on the merged weights."""
+"""`--model RUN@N`: training continues from a run's policy, with its LoRA or with a new LoRA on the merged weights."""
 
 import json
 from collections.abc import Mapping
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 
 DEQUANTISED_NOTE = "The base was dequantised and the LoRA merged into it: the result is a full-precision model."
 FREE_KEYS = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "attn_implementation", "numerics")
-"""Keys of the section `model` that may differ from those of the weights' run."""
+"""Keys of the section `model` that may differ from the config of the run whose weights are continued."""
 
 
 def resolve_start(config: RunConfig, origins: Mapping[str, str]) -> "tuple[RunConfig, PolicyRef | None]":
-    """Return the config and the weights that `model.path` means if it names a run's policy; else the unchanged config, and
-    None.
+    """Return the config and the initial weights if `model.path` names a run's policy; else the unchanged config and None.
 
     Raises:
         NotFoundError: there is no such run or version.
-        ConfigError: an option was chosen that the continued LoRA fixes, or `model.lora` with a plain model.
+        ConfigError: an option contradicts the continued LoRA, or `model.lora` is "new" with a plain model.
     """
     from agentrl.workflow.trajectory import PolicyRef
 
@@ -47,8 +46,13 @@ def resolve_start(config: RunConfig, origins: Mapping[str, str]) -> "tuple[RunCo
 
 
 def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", merges: bool = False) -> "PreparedRun":
-    """Return the request with its origin, run and version, in the manifest's `from`; starts from the merged weights if it
-    `merges`.
+    """Return the prepared run with its origin (run, version, kind of LoRA) in `manifest["from"]`.
+
+    Args:
+        prepared: the prepared run.
+        policy: the policy's name, `RUN@N`.
+        lora: "continue" or "new".
+        merges: merge the policy's LoRA, and start from the merged weights.
 
     Raises:
         ModelError, CheckpointError: the weights cannot be merged.
@@ -64,10 +68,11 @@ def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", me
 
 
 def merge_base(run_config: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -> "PolicyRef":
-    """Return the policy merged into a model among agentrl's own, `RUN-vN`; made unless it is there already.
+    """Return the policy merged into the model `RUN-vN` in agentrl's models folder. Write the model only if it does not exist
+    yet.
 
     Raises:
-        ConflictError: another model is there.
+        ConflictError: another model has that name.
         ModelError, CheckpointError: the policy cannot be merged.
     """
     from agentrl.workflow.models.lookup import base_hash, refuse_existing
@@ -88,7 +93,7 @@ def merge_base(run_config: RunConfig, ref: "PolicyRef", manifest: Mapping[str, A
 
 
 def _is_made_of(target: Path, ref: "PolicyRef") -> bool:
-    """Whether the model was merged from exactly these weights."""
+    """Return whether the model in the folder was merged from exactly these weights."""
     from agentrl.workflow.checkpoints import RECORD
 
     try:

@@ -1,6 +1,6 @@
-"""A conversation with a policy in this process: the same chat template, sampler, parser and tools as an episode has.
+"""A conversation with a policy in this process. It uses the same chat template, sampler, parser and tools as an episode.
 
-Turns are kept as the sampled token ids, so that the next turn continues them exactly.
+Turns are kept as sampled token ids, and the next turn continues exactly these tokens.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,7 +24,7 @@ OTHER_TOOLS_NOTE = "the tools changed here"
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """The state of a conversation before a question."""
+    """The state of a conversation before a message of the user."""
 
     steps: tuple[Step, ...]
     row: tuple[Step, ...]
@@ -32,15 +32,16 @@ class _Checkpoint:
 
 
 class Talk:
-    """A conversation: `answer` takes the user's words and yields the answers of the policy and its tools, line by line.
+    """A conversation. `answer` takes a message of the user and yields the turns of the policy and the tool results, line by
+    line.
 
     Attributes:
-        steps: its turns, each with the messages that were new to it.
-        off: names of the tools that are not offered.
+        steps: the turns, each with the messages that were new to it.
+        off: the names of the tools that are not offered.
     """
 
     def __init__(self, policy: OpenPolicy, env: Env, tools: Mapping[str, Tool] | None = None) -> None:
-        """Begin a conversation; without `tools`, with those of the env."""
+        """Begin a conversation with these tools; by default with the env's."""
         self.policy = policy
         self.env = env
         self.tools = env.toolset() if tools is None else tools
@@ -59,23 +60,24 @@ class Talk:
 
     @property
     def offered_tools(self) -> dict[str, Tool]:
-        """The tools that the prompt offers."""
         return {name: tool for name, tool in self.tools.items() if name not in self.off}
 
     def set_tools_off(self, off: frozenset[str]) -> None:
-        """Offer all tools but these from now on; the conversation is rendered anew, as the template lists the tools first."""
+        """Set the tools that are not offered. The next turn renders the conversation again, because the template lists the
+        tools first.
+        """
         self.off = off
         self._row = ()
         self._draws += 1
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Delete all turns and the tools' sessions."""
         self.steps = self._row = self._unheard = ()
         self._draws += 1
         self._forget_names()
 
     def take_back(self) -> None:
-        """Forget the last question and its answer; the same question then draws another answer."""
+        """Remove the last message of the user and its answer. The same message then draws another answer."""
         self.steps, self._row, self._unheard = self._before.steps, self._before.row, self._before.unheard
         self._draws += 1
 
@@ -122,7 +124,7 @@ class Talk:
         return Demonstration(messages, tuple(tool.schema for tool in self.offered_tools.values()))
 
     def _sample_turn(self, new: tuple[Message, ...], voice: MakesVoice | None) -> Generator[Line, None, Step]:
-        """Samples the next turn and shows it."""
+        """Sample the next turn, show it and return its step."""
         again = bool(self.steps) and not self._row
         heard = (*(message for step in self.steps for message in (*step.prompt, step.message)), *new) if again else new
         stream = self.policy.stream(heard, tuple(self.offered_tools.values()), before=self._row, sample=self._draws)
@@ -143,7 +145,7 @@ class Talk:
         return numbered
 
     def _thinks_first(self, context: tuple[int, ...]) -> bool:
-        """Whether the template opens the policy's thought for it."""
+        """Return whether the template opens the thought, so that the turn begins inside it."""
         return self.policy.chat.decode(context[-8:]).rstrip().endswith(THINK)
 
     def _run_calls(self, calls: tuple[ToolCall, ...]) -> Generator[Line, None, tuple[ToolResult, ...]]:
@@ -154,7 +156,7 @@ class Talk:
         return tuple(results)
 
     def _cut_reason(self, step: Step) -> str:
-        """What cut a turn short; empty if it came to its end."""
+        """Return the limit that cut the turn short; empty if the turn ended by itself."""
         if step.finish_reason == "stop":
             return ""
         sampled = len(step.sampled_ids)

@@ -1,4 +1,4 @@
-"""`agentrl data show`, `check` and `split`: a dataset's rows before they are trained on."""
+"""`agentrl data show`, `check` and `split`: shows and checks a dataset's rows before training."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ EnvName = Annotated[
     str | None, typer.Option("--env", help="Env whose prompt the rows get [the dataset's].", show_default=False)
 ]
 MAX_LISTED = 5
-"""Rows of each kind of remark that are listed."""
+"""The most rows that are listed for each kind of remark."""
 
 
 @data.callback()
@@ -47,7 +47,7 @@ def show_rows(
     model: Annotated[str | None, typer.Option(help="Model or run whose template is rendered.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the first tasks of a dataset; with --model as that model reads them, with their tokens."""
+    """Show the first tasks of a dataset; with --model, the prompts and tokens that the model reads."""
     config, ref = _run_config(_rows_config(dataset, split, map, filter, n), env, model)
     loaded = _load(config.dataset)
     reader = _prompt_reader(config, loaded, ref) if model else None
@@ -94,8 +94,9 @@ def check(
 ) -> None:
     """Give each task's own reference as the answer; list the tasks for which that does not earn full marks.
 
-    It also counts repeated questions, those shared with the test split, missing references, the tokens of prompts (--model),
-    and what a model can learn from (--model M --samples 8): tasks that are solved sometimes, not always or never.
+    It also counts repeated questions, questions that are also in the test split, missing references, and the tokens of prompts
+    (--model). With --model M --samples 8 it counts the tasks from which the model can learn: those that it solves sometimes,
+    not always or never.
     """
     from agentrl.workflow.reference_check import reference_problems
 
@@ -157,7 +158,9 @@ def _rows_config(
 
 
 def _run_config(rows: "DatasetConfig", env: str | None, model: str | None) -> "tuple[RunConfig, PolicyRef | None]":
-    """The config of a run with the model, or the policy's own, on these rows; and the policy, None for an untrained model."""
+    """Return a run's config for these rows with the model (or the config of the policy's run), and the policy; None for an
+    untrained model.
+    """
     from agentrl.cli.resolve_targets import find_policy
     from agentrl.workflow.config import RunConfig
 
@@ -193,10 +196,10 @@ def _describe_task(task: "Task", reader: "PromptReader | None") -> dict[str, Any
 
 
 def _comparing_rewards(reward_names: Sequence[str] | None, env: str) -> tuple[str, ...]:
-    """The rewards that compare an answer with a reference, ready to be asked.
+    """Return the rewards that compare an answer with a reference, after a check that they can run here.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no reward compares with a reference.
     """
     from agentrl.workflow.plugins import find
     from agentrl.workflow.reference_check import comparing_rewards
@@ -233,7 +236,9 @@ def _compare_questions(loaded: "LoadedTasks", config: "DatasetConfig", against: 
 
 
 def _other_tasks(config: "DatasetConfig", against: str | None) -> tuple[str, Sequence["Task"]]:
-    """What the tasks are compared with, and its tasks: another dataset, or another split of this one if it has that."""
+    """Return the name and the tasks of the dataset or split to compare with. By default this is the split "test", if there is
+    one.
+    """
     from agentrl.workflow.dataset_rows.sources import kind_of_source
     from agentrl.workflow.datasets import is_file
 
@@ -258,7 +263,7 @@ def _measure_prompts(loaded: "LoadedTasks", config: "RunConfig", ref: "PolicyRef
 
 
 def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Sequence[str] | None) -> dict[str, Any]:
-    """Sample the first tasks in an evaluation of the model; return what its groups can teach."""
+    """Evaluate the model on the first tasks; return how many tasks are solved, and from how many groups it can learn."""
     from agentrl.cli.eval_run import eval_run_of, run_to_end, with_policy_name
     from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.requests.submit import prepare
@@ -312,7 +317,8 @@ def _divided_rows(config: "DatasetConfig", share: float, seed: int) -> Iterator[
     """Yield each row and whether it is held out.
 
     Raises:
-        DatasetError: a row is malformed; or the dataset has no rows of its own.
+        ConfigError: the dataset is generated and has no rows.
+        DatasetError: a row is malformed.
     """
     from agentrl.workflow.dataset_rows.questions import question_key
     from agentrl.workflow.dataset_rows.sources import read_source

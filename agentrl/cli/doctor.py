@@ -1,4 +1,6 @@
-"""`agentrl doctor`: checks whether everything is there that a run needs. One line per check: ok, warn or fail, and a fix."""
+"""`agentrl doctor`: checks whether this machine has everything that a run needs. It prints one line per check: ok, warn or
+fail, and how to fix it.
+"""
 
 import shutil
 import sys
@@ -22,7 +24,7 @@ LOW_DISK = 2 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: its name, its result, and what to do about a failure."""
+    """A check: its name, its result, and what to do if it failed."""
 
     name: str
     state: Literal["ok", "warn", "fail"]
@@ -102,7 +104,7 @@ def _torch(where: Any) -> Iterator[Check]:
 
 
 def _device(device: str, facts: dict[str, Any]) -> Check:
-    """Checks that the device that models use runs a kernel."""
+    """Check that the device that models use can run a kernel."""
     if "unusable" in facts:
         description = f"{facts['name']} (AGENTRL_DEVICE={device}) cannot be used: {facts['unusable']}"
         todo = "Set AGENTRL_DEVICE to auto, cpu, cuda or cuda:N."
@@ -118,7 +120,7 @@ def _device(device: str, facts: dict[str, Any]) -> Check:
 
 
 def _cpu(facts: dict[str, Any]) -> Check:
-    """Checks which dtypes a sampler on the CPU packs for its kernels; the others are multiplied unpacked."""
+    """Report for which dtypes the CPU sampler packs its weights. Weights of the other dtypes are multiplied unpacked."""
     roads = [f"{dtype} {f'plain ({why})' if why else 'packed'}" for dtype, why in facts["lacking"].items()]
     return Check("cpu", "ok", f"{facts['cpu']}: {', '.join(roads)}")
 
@@ -167,7 +169,11 @@ def _broker(where: Any) -> Iterator[Check]:
 
 
 def _workers(coming: str) -> Iterator[Check]:
-    """Checks which queues have workers; `coming` is the advice if a running stack starts the missing ones by itself."""
+    """Check which queues have workers.
+
+    Args:
+        coming: the advice if a running stack starts missing workers by itself; else empty.
+    """
     from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.stack import presence
     from agentrl.workers.stack.celery_app import AGENTS
@@ -239,7 +245,7 @@ def _sandbox(where: Any) -> Check:
 
 
 def _describe_sandbox(sandbox: Any) -> str:
-    """The interpreter inside the sandbox, and how memory is limited."""
+    """Return the interpreter inside the sandbox, and how its memory is limited."""
     from agentrl.workflow.sandbox.cgroups import parents
 
     program = "import sys; print(sys.executable, '.'.join(map(str, sys.version_info[:3])))"
@@ -263,7 +269,7 @@ def _disk(where: Any) -> Check:
 
 
 def _gsm8k(where: Any) -> Check:
-    """Reads the dataset from its folder; asks the hub for it, without fetching it."""
+    """Check that gsm8k can be read from its folder, or is on the hub. Do not download it."""
     from agentrl.workflow.datasets import gsm8k
     from agentrl.workflow.runtime import hub
 

@@ -1,4 +1,4 @@
-"""`agentrl dpo`: make a model that prefers the better of its stored episodes."""
+"""`agentrl dpo`: trains a model to prefer the better of its stored episodes."""
 
 from collections.abc import Mapping
 from functools import partial

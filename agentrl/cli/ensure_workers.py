@@ -1,5 +1,7 @@
-"""Checks before a command sends work: a stack or a broker, a worker for each queue, and everything that the run needs in each
-worker. An embedded stack that lacks something is restarted if no other run is using it.
+"""Checks before a command sends work: a stack or broker is running, each queue has a worker, and each worker has what the run
+needs.
+
+An embedded stack that lacks something is restarted if no other run uses it.
 """
 
 import time
@@ -17,30 +19,30 @@ if TYPE_CHECKING:
     from agentrl.workflow.store.planning import Submission, SubmittedRun
 
 UP_SECONDS = 10.0
-"""The longest wait for a worker of the embedded stack, which may have just been started."""
+"""The longest wait for a worker of the embedded stack, which may just have been started, in seconds."""
 
 START_SECONDS = 60.0
-"""The longest wait for services of a named broker, which may have just been started."""
+"""The longest wait for services of the broker in the settings, which may just have been started, in seconds."""
 PAUSE_SECONDS = 0.5
-"""The pause between two looks for them."""
+"""The pause between two checks for these services, in seconds."""
 
 _UNDECIDED = "has not reported whether it can run this"
 RESTART_HINT = "Type `agentrl down`. Unfinished runs continue in the new stack"
 
 
 def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, list[str]]":
-    """Start the services, write the run and send its first work; return the run, and remarks on its workers.
+    """Start the services, write the run and send its first messages; return the run, and remarks on its workers.
 
-    A run that no worker can run is stored as failed before it began, with the reason: `resume` sets it going.
+    If no worker can run it, the run is stored as failed, with the reason. `agentrl resume` then starts it.
 
     Args:
         prepared: the run.
-        required: a queue that no worker serves, or a worker that cannot run it, is an error.
+        required: raise an error if a queue has no worker, or if a worker cannot run it.
 
     Raises:
-        ServiceError: the broker or the database does not answer, the stack does not come up, a required worker is missing.
+        ServiceError: the broker or the database does not respond, the stack does not start, or a required worker is missing.
         WorkerError: a required worker lacks what the run needs.
-        ConfigError: a worker that must not do both rolls out and trains; nothing is written.
+        ConfigError: one worker both rolls out and trains, but the run does not allow it; nothing is written.
     """
     from agentrl.workers.requests import submit as submission
     from agentrl.workers.stack.process import database
@@ -57,21 +59,21 @@ def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, l
 
 
 def with_resume_hint(error: AgentRLError, run: str, options: str = "") -> AgentRLError:
-    """Return the error with `resume` as its hint, for a stored run; `options`: those of `resume` that were typed."""
+    """Return the error of a stored run with `agentrl resume` in its hint, followed by the `options` that the user typed."""
     return type(error)(f"{run}: {error.message}", f"{error.hint.rstrip('.')}, then: agentrl resume {run}{options}")
 
 
 def start_services(wanted: "Submission", required: bool) -> list[str]:
-    """Start the embedded stack, or check the broker of the settings; returns remarks on the workers.
+    """Start the embedded stack, or check the broker of the settings; return remarks on the workers.
 
     Args:
         wanted: the submission.
-        required: a queue that no worker serves, or a worker that cannot run it, is an error.
+        required: raise an error if a queue has no worker, or if a worker cannot run it.
 
     Raises:
-        ServiceError: the broker or the database does not answer, the stack does not come up, a required worker is missing.
+        ServiceError: the broker or the database does not respond, the stack does not start, or a required worker is missing.
         WorkerError: a required worker lacks what the run needs.
-        ConfigError: a worker that must not do both rolls out and trains.
+        ConfigError: one worker both rolls out and trains, but the run does not allow it.
     """
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workflow.store.iterations import staleness_of
@@ -110,11 +112,13 @@ def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, 
 
 
 def _start_embedded(needs: "Requirements", separate: bool) -> bool:
-    """Starts the embedded stack, and checks model and optimizer meanwhile; returns False if another command has started it.
+    """Start the embedded stack, and check the model and the optimizer meanwhile. Return False if another command has started
+    the stack.
 
     Raises:
-        ServiceError: the stack does not come up.
-        ModelError, ConfigError: a worker here could not load the model, or run the optimizer. The idle stack then ends.
+        ServiceError: the stack does not start.
+        ModelError, ConfigError: the model cannot be loaded here, or the optimizer cannot run here. The idle stack then ends by
+            itself.
     """
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -130,7 +134,7 @@ def _start_embedded(needs: "Requirements", separate: bool) -> bool:
 
 
 def check_separate(separate: bool) -> None:
-    """Refuse workers that both roll out and train, if these must be processes of their own.
+    """Raise ConfigError if a worker both rolls out and trains, but `separate` processes are required.
 
     Raises:
         ConfigError: there is such a worker; the hint says what to type.
@@ -162,7 +166,7 @@ def _check_named_broker(needs: "Requirements", there: bool, fit: bool) -> list[s
 
 
 def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[str], list[str]]":
-    """Return the workers' answers, hints for missing services, and remarks on workers that did not answer."""
+    """Return the workers' responses, hints for missing services, and remarks on workers that did not respond."""
     from agentrl.workers.requests.requirements import ask_workers
     from agentrl.workers.stack import presence
     from agentrl.workers.stack.celery_app import AGENTS
@@ -183,7 +187,7 @@ def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[s
 
 
 def _renew_embedded(needs: "Requirements", separate: bool, run: str) -> None:
-    """Restarts the stack with this command's environment if its workers lack what the run needs, or have a different one."""
+    """Restart the stack with this command's environment if its workers lack what the run needs, or differ from this command."""
     from agentrl.workers.requests.requirements import list_lacks
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -205,7 +209,7 @@ def _renew_embedded(needs: "Requirements", separate: bool, run: str) -> None:
 
 
 def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
-    """Raises WorkerError if other runs are at work in the stack."""
+    """Raise WorkerError if other runs use the stack."""
     from agentrl.workers.stack.process import database
     from agentrl.workflow.store import control_reads
 
@@ -217,7 +221,7 @@ def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
 
 
 def _list_unfit(needs: "Requirements") -> Iterator[str]:
-    """What the running stack lacks, or has in another version than this command, a sentence each."""
+    """Yield a sentence for each requirement that the running stack lacks, and for each difference from this command."""
     from agentrl.workers.stack import broker, embedded
     from agentrl.workflow.settings import settings
 
@@ -234,7 +238,7 @@ def _list_unfit(needs: "Requirements") -> Iterator[str]:
 
 
 def _ask_embedded(needs: "Requirements") -> "list[WorkerCheck]":
-    """The answers of the embedded stack's workers; waits for workers that are still starting."""
+    """Return the responses of the embedded stack's workers. Wait up to UP_SECONDS for workers that are still starting."""
     from agentrl.workers.requests import requirements
     from agentrl.workers.stack import embedded
     from agentrl.workers.stack.celery_app import AGENTS
@@ -263,12 +267,14 @@ def _difference_lines(worker: "WorkerCheck") -> Iterator[str]:
 
 
 def _join_lines(first: str, rest: Sequence[str]) -> str:
-    """The texts as lines, all but the first indented."""
+    """Join the texts as lines, and indent all but the first."""
     return "\n".join([first, *(f"  {line}" for line in rest)])
 
 
 def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
-    """Start the services, write the run, and follow it if asked to. Only a detached run may wait for later workers."""
+    """Start the services, write the run, and follow it if `wait` is True. Only a run with `wait` False (--detach) may start
+    without its workers.
+    """
     from agentrl.cli.follow import follow_to_end
     from agentrl.workers.stack.process import database
 

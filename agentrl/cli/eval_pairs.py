@@ -1,7 +1,7 @@
-"""The choice of two evaluations for `agentrl compare`: most alike in tasks, rewards and limits, best of the named runs.
+"""Selects the two evaluations that `agentrl compare` compares: the pair that is most alike in tasks, rewards and limits.
 
-Version 0 has the same weights in every run of a base, so that other runs evaluate the same policy too. Their evaluations are
-chosen only if the policy's own are less alike.
+All runs of a base share the weights of version 0, so evaluations of other runs may measure the same policy. These are used only
+if the policy's own evaluations are less alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class EvaluationPair:
-    """Two evaluations on one split of a dataset.
+    """Two evaluations on the same split of a dataset.
 
-    `newest`: "yes" if both are the newest of their policies; else what the newest two do not have in common.
+    Attributes:
+        one, other: the rows of the evaluations.
+        newest: "yes" if both are the newest of their policies; else what the two newest do not have in common.
     """
 
     one: Row
@@ -31,7 +33,7 @@ class EvaluationPair:
 
     @property
     def rewards(self) -> int:
-        """SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
+        """How similar the rewards are: SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
         return compare_rewards(self.one, self.other)
 
 
@@ -42,15 +44,18 @@ class _Candidate:
 
 
 def find_pair(first: str, second: str, dataset: str | None, split: str | None) -> EvaluationPair:
-    """Return the most alike pair: by tasks, rewards, sampling, then by not being another run's; among equals the newest.
+    """Return the pair of evaluations that is most alike.
+
+    Pairs are compared by tasks, then rewards, then sampling options. Next come pairs without an evaluation of another run, then
+    the newest.
 
     Args:
         first, second: an evaluation, or a policy as `find_policy` takes it.
-        dataset, split: only evaluations on these.
+        dataset, split: use only evaluations on these.
 
     Raises:
-        NotFoundError: one name has no evaluation.
-        ConfigError: they have none on the same split of the same dataset, or share a single one.
+        NotFoundError: a name has no evaluation.
+        ConfigError: the two have no evaluation on the same split of the same dataset, or only the same one.
     """
     from agentrl.workers.requests.eval_config import stored_sampling_values
     from agentrl.workflow.store.reads import eval_results
@@ -93,7 +98,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
 def _pairs_on_one_split(
     first: str, second: str, sides: Sequence[Sequence[_Candidate]], tasks: Callable[[int], frozenset[int]]
 ) -> list[tuple[_Candidate, _Candidate]]:
-    """The pairs of evaluations on the same split of a dataset. Raises as `find_pair` does."""
+    """Return the pairs of evaluations on the same split of a dataset; raise as `find_pair` does."""
     pairs = [(a, b) for a, b in product(*sides) if _dataset_and_split(a.row) == _dataset_and_split(b.row)]
     one, other = sides[0][0].row, sides[1][0].row
     if not pairs:
@@ -113,7 +118,7 @@ def _pairs_on_one_split(
 
 
 def _find_candidates(name: str, dataset: str | None) -> Sequence[_Candidate]:
-    """The evaluations that a name means, newest first."""
+    """Return the evaluations that a name refers to, newest first."""
     from agentrl.workflow.models.lookup import TINY, starting_policy
     from agentrl.workflow.store.reads import eval_results
 
@@ -131,7 +136,9 @@ def _find_candidates(name: str, dataset: str | None) -> Sequence[_Candidate]:
 
 
 def _tiny_candidates(datasets: Sequence[str]) -> list[_Candidate]:
-    """The evaluations of each dataset's tiny model on that dataset: each dataset has its own model of that name."""
+    """Return the evaluations of each dataset's tiny model on that dataset. Each dataset has its own model of the name
+    "tiny".
+    """
     from agentrl.workflow.models.lookup import TINY, sft_model_name, starting_policy
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.reads import eval_results
@@ -146,9 +153,11 @@ def _tiny_candidates(datasets: Sequence[str]) -> list[_Candidate]:
 
 
 def _is_foreign(row: Row, config: RunConfig) -> bool:
-    """Whether the evaluation belongs to another run than the config's (to any run, if a plain model's config has no name).
+    """Return whether the evaluation belongs to another run than the config's. For a plain model, whose config has no name, each
+    run is another.
 
-    An evaluation by hand records the run of the named policy; one older than that field is recognised by its rewards.
+    An evaluation that a user started records the run of the policy. Older ones without this field are recognised by their
+    rewards.
     """
     if row["measures"] is not None:
         return bool(row["measures"] != config.name)
@@ -166,5 +175,5 @@ def _split_name(row: Row) -> str:
 
 
 def _same_tasks_options(row: Row, tasks: int) -> str:
-    """The options of `agentrl eval` for the same tasks."""
+    """Return the options of `agentrl eval` for the same tasks."""
     return f" --dataset {row['dataset']} --split {row['split']} -n {tasks}"

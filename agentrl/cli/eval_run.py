@@ -1,4 +1,4 @@
-"""A run that measures a policy: its config, its end, its name."""
+"""A run that measures a policy: its config, its start, and the wait for its end."""
 
 import sys
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
-    """Start an evaluation and follow it to its end; exits with 1 where it does not end as done."""
+    """Start an evaluation, wait for its end and return the run. Exit with 1 if the run does not end as done."""
     from agentrl.cli.ensure_workers import start_run
     from agentrl.workers.stack.process import database
 
@@ -37,8 +37,8 @@ def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
 
 
 def with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
-    """Return the evaluation with the policy's run (empty: none) in its manifest, since several runs may have the same
-    weights.
+    """Return the prepared evaluation with the policy's run in its manifest (empty for a model), because several runs may have
+    the same weights.
     """
     manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
     return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
@@ -56,9 +56,10 @@ def eval_run_of(
     rewards: Mapping[str, float] = MappingProxyType({}),
     rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunConfig, Any]:
-    """Return the config of an eval run (one iteration with all tasks) and the policy to measure, None for an untrained model.
+    """Return the config of an evaluation (one iteration with all tasks) and the policy to measure; None for an untrained model.
 
-    Options that `rollout`, `agent` and `rewards` lack, or give as None, are the run's. `trust`: the model's own code may run.
+    Options that are missing or None in `rollout`, `agent` and `rewards` are taken from the policy's run. `trust` allows code
+    from the model's folder to run.
     """
     from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 
@@ -70,7 +71,7 @@ def eval_run_of(
 
 
 def _describe_scoring(measured: "Experiment") -> str:
-    """In which env and by which rewards: `env math (prompt 3f9a61c2), rewards numeric_answer x 1`."""
+    """Return the env and the rewards as text: `env math (prompt 3f9a61c2), rewards numeric_answer x 1`."""
     prompt = measured.env.system_prompt
     prompt_text = f"prompt {sha256(prompt.encode()).hexdigest()[:8]}" if prompt else "no prompt"
     return f"env {measured.config.env} ({prompt_text}), rewards {', '.join(describe_rewards(measured.weights)) or 'none'}"

@@ -1,4 +1,4 @@
-"""`agentrl eval`, `chat`: measure a model, talk to it."""
+"""`agentrl eval` and `agentrl chat`: measure a policy, and talk to it."""
 
 import sys
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ SCORE_COLUMNS = (
     "dataset",
     "split",
 )
-"""Fields of an evaluation in `eval --json`."""
+"""The fields of an evaluation in `eval --json`."""
 
 
 def evaluate(
@@ -94,9 +94,9 @@ def evaluate(
 ) -> None:
     """Measure a policy: n, mean reward with its 95% interval, accuracy, pass@k, errors apart.
 
-    The interval is Wilson's where every reward is 0 or 1, so that their mean is a share, else Student's.
+    The interval is Wilson's if every reward is 0 or 1, else Student's.
 
-    An episode is right if the part of its reward that decides it has its full value; pass@k is the chance that one of k
+    An episode is right if the reward part that decides correctness has its full value. pass@k is the probability that one of k
     episodes of a task is right, for k up to --group-size. Compare two policies: agentrl compare A B.
     """
     from agentrl.workers.requests import submit as submission
@@ -130,10 +130,10 @@ def evaluate(
 
 
 def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
-    """The options that take the likeliest token, the same for each policy whatever its run's options.
+    """Return the sampling options that take the most likely token. They do not depend on the policy's run.
 
     Raises:
-        ConfigError: an option about drawing, or more than one episode per task, was asked for as well.
+        ConfigError: another sampling option, or more than one episode per task, was given too.
     """
     also = [f"--{name.replace('_', '-')}" for name, value in drawn.items() if value is not None]
     if also:
@@ -178,8 +178,8 @@ def chat(
 ) -> None:
     """Talk to a policy that may call its tools; everything runs in this process.
 
-    At a terminal, /help lists the commands, ctrl-C stops an answer, Ctrl-D ends the chat. In a pipe each line of input is one
-    message, and an empty line ends the chat.
+    At a terminal, /help lists the commands, Ctrl-C stops an answer, and Ctrl-D ends the chat. In a pipe, each line of input is
+    one message, and an empty line ends the chat.
     """
     from contextlib import closing
 
@@ -216,10 +216,10 @@ def chat(
 
 
 def _check_model(name: str, trusted: bool) -> None:
-    """Checks, before a person types, that a local model exists.
+    """Check that a local model exists before the user begins to type.
 
     Raises:
-        ModelError: it does not.
+        ModelError: it does not exist.
     """
     from pathlib import Path
 
@@ -236,10 +236,11 @@ def _greeting(policy: str, tools: Mapping[str, Any]) -> str:
 
 
 def _env_at_hand(config: RunConfig, env_name: str | None) -> tuple[Any, Mapping[str, Any]]:
-    """The env of the chat and its tools: those named, else the run's, without the ones that cannot be loaded here.
+    """Return the env of the chat and its tools: the env that the user named, else the run's. Leave out what cannot be loaded
+    here.
 
     Raises:
-        ConfigError: the env that a person named cannot be loaded.
+        ConfigError: the env that the user named cannot be loaded.
     """
     from agentrl.workflow.envs import Env, offered_tools
     from agentrl.workflow.plugins import find

@@ -1,6 +1,6 @@
-"""Following a run: live on a terminal, else one line per finished iteration; a summary at the end.
+"""Follows a run: live on a terminal, else with one line per finished iteration. At the end it prints a summary.
 
-It only reads: after Ctrl-C the run continues.
+It only reads, so the run continues after Ctrl-C.
 """
 
 import sys
@@ -28,24 +28,28 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5
 LINE_EVERY, FEW_ITERATIONS, MAX_SILENCE_SECONDS = 8, 16, 15.0
-"""Without a terminal: a line for each Nth iteration (each one of a short run), and for one after this long a silence.
-After the same silence within an iteration: a line on its progress."""
+"""When a line is written without a terminal: for each iteration of a run with up to FEW_ITERATIONS, else for every
+LINE_EVERY-th, and for the first that ends after MAX_SILENCE_SECONDS without a line. After the same silence within an
+iteration, a line shows its progress.
+"""
 FLAT_ITERATIONS = 3
-"""After so many iterations without any difference of rewards within a group, a run says why."""
+"""The number of iterations in a row without different rewards in a group, after which a reason is shown."""
 ALONE_SECONDS = 10.0
-"""Seconds without a control loop after which a run is reported as stranded."""
+"""The time without a control loop, in seconds, after which a warning is shown."""
 ENDED_STATUSES = ("done", "cancelled")
 
 TOO_FEW_NOTE = " (trains on the episodes that exist)"
 SKIPPED_NOTE = " (skips the update of that iteration: none of its episodes can train)"
-"""What `resume` does with an open iteration none of whose episodes is left to run, and with one that cannot train."""
+"""What `resume` does with an open iteration that has no unfinished episodes: TOO_FEW_NOTE if some of its episodes are done,
+else this.
+"""
 
 RESUME_HINT = "After fixing that"
-"""When a failed run can go on: its cause does not go away by itself."""
+"""The hint for a failed run: it can be resumed after its cause was fixed."""
 
 
 def follow_to_end(db: Any, run: str) -> None:
-    """Follow a run as `watch` does, with everything on stderr, for `--wait`.
+    """Follow a run as `watch` does, with all output on stderr; for `--wait`.
 
     Raises:
         typer.Exit: with 1, unless the run ends as done.
@@ -58,7 +62,7 @@ def follow_to_end(db: Any, run: str) -> None:
 
 
 def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
-    """Return the run's state now; reads only iterations that `before` lacks."""
+    """Return the current state of the run. Read only the iterations that `before` does not have."""
     from agentrl.workflow.store.reads import run_rows
     from agentrl.workflow.store.reads.eval_results import EvalFilter, list_evals
     from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
@@ -89,7 +93,9 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
 
 
 def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
-    """Why the newest iterations of a training run taught nothing, if the rewards in all of their groups are equal."""
+    """Return why the newest iterations had no training signal, if all rewards are equal within each of their groups; else no
+    lines.
+    """
     newest = iterations[-FLAT_ITERATIONS:]
     flat = len(newest) == FLAT_ITERATIONS and all(0 < row["groups"] <= row["flat_groups"] for row in newest)
     if run["kind"] != "train" or not flat:
@@ -115,7 +121,7 @@ def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
 
 
 def _more_variance(parts: Sequence[Row]) -> str:
-    """What may make rewards differ, by what they are now."""
+    """Return advice on how to make rewards differ, from their present values."""
     if all(part["most"] <= 0 for part in parts):
         return "train on demonstrations first (agentrl sft), or try easier tasks or another model"
     return "harder tasks" if all(part["least"] >= 1 for part in parts) else "a reward with more levels"
@@ -129,7 +135,9 @@ def _gained(db: Any, row: Row) -> list[str]:
 
 
 def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
-    """Show the run until it is done, paused, failed or cancelled. Ctrl-C prints how to stop it, and exits with 130."""
+    """Show the run until it is done, paused, failed or cancelled. Ctrl-C prints the command that cancels the run, and exits
+    with 130.
+    """
     view, seen = None, time.monotonic()
     try:
         with _Live() if live else _Lines(write) as screen:
@@ -152,7 +160,9 @@ def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
 
 @dataclass
 class _Lines:
-    """Writes a line per finished iteration; of a long run every eighth, those without a step, and one after a long silence."""
+    """The display without a terminal: one line per finished iteration. Of a long run it shows every eighth iteration, those
+    without a step, and the first after a long silence.
+    """
 
     write: Any
     listed_count: int = 0
@@ -169,7 +179,7 @@ class _Lines:
         return None
 
     def show(self, view: RunView) -> None:
-        """Writes the lines that are new."""
+        """Write the new lines."""
         for row, seconds in list(zip(view.iterations, iteration_seconds(view.iterations), strict=True))[self.listed_count :]:
             if self._is_due(row, view.run["iterations"]):
                 self.write(iteration_line(row, view.run["iterations"], seconds))
@@ -201,7 +211,7 @@ class _Lines:
 
 
 class _Live:
-    """A screen on the terminal, updated in place."""
+    """The display on a terminal, updated in place."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -216,7 +226,6 @@ class _Live:
         self.live.__exit__(*ending)
 
     def show(self, view: RunView) -> None:
-        """Updates the lines."""
         from rich.text import Text
 
         size = self.live.console.size
@@ -224,7 +233,7 @@ class _Live:
 
 
 def progress_line(view: RunView) -> str:
-    """Return one line on the open iterations."""
+    """Return one line about the open iterations."""
     now = view.progress
     which = cell(now["iteration"]) + (f"-{now['through']}" if now["through"] > now["iteration"] else "")
     counted = f"{now['finished']} of {now['episodes']} episodes ended, {now['sampled_tokens']:,} tokens sampled"
@@ -232,7 +241,7 @@ def progress_line(view: RunView) -> str:
 
 
 def iteration_line(row: Row, iterations: int, seconds: float) -> str:
-    """Return one line on a finished iteration and its seconds."""
+    """Return one line about a finished iteration that took this many seconds."""
     if row["status"] == "cancelled":
         return f"iteration {row['iteration']}/{iterations}  cancelled"
     parts = [
@@ -252,7 +261,7 @@ def iteration_line(row: Row, iterations: int, seconds: float) -> str:
 
 
 def eval_line(row: Row, best: int | None) -> str:
-    """Return one line on a measured version."""
+    """Return one line about the evaluation of a version."""
     head = f"held out  version {row['policy_version']}"
     if row["mean_reward"] is None:
         return f"{head}  {row['status']}  {row['reason']}".rstrip()
@@ -261,7 +270,7 @@ def eval_line(row: Row, best: int | None) -> str:
 
 
 def summary(view: RunView) -> list[Line]:
-    """Return lines on the run's course, and the commands to look closer."""
+    """Return lines about the course of the run, and commands that show details."""
     run, name = view.run, view.run["run"]
     lines = [(f"{name}: {run['status']}" + (f" after {format_duration(run['seconds'])}" if run["seconds"] else ""), "bold")]
     if run["reason"]:
@@ -295,7 +304,7 @@ def summary(view: RunView) -> list[Line]:
 
 
 def trained_on_query(run: str) -> str:
-    """Return the command that lists the stored episodes of a run that samples none of its own."""
+    """Return the command that lists the stored episodes on which a run trained; for a run that samples none of its own."""
     return f"agentrl sql \"SELECT episode_id, task, advantage, fate FROM v_ledger WHERE run = '{run}' LIMIT 50\""
 
 
@@ -323,7 +332,9 @@ def _describe_rewards(rewards: Sequence[float]) -> str:
 
 
 def is_somebody_working(db: Any) -> bool:
-    """Return whether a control loop runs, or a supervisor that starts one, which takes a while on a slow machine."""
+    """Return whether a control loop is running, or a supervisor that will start one. Starting one takes a while on a slow
+    machine.
+    """
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import leases
@@ -349,7 +360,7 @@ def _no_control_loop_hint(run: str) -> str:
 
 
 def gain_of(db: Any, run: str) -> "PairedComparison | None":
-    """Return what a search gained, on tasks that no choice has read; None where it measured nothing."""
+    """Return the gain of a prompt search on held-out tasks, which no selection used; None if it measured none."""
     from agentrl.workflow.stats.paired_test import compare_paired
     from agentrl.workflow.store.reads.resource_rows import find_held_out
 
@@ -359,7 +370,7 @@ def gain_of(db: Any, run: str) -> "PairedComparison | None":
 
 
 def gain_lines(gain: "PairedComparison | None") -> Iterator[str]:
-    """Yield what a search gained, in words."""
+    """Yield lines about the gain of a prompt search."""
     if gain is None:
         return
     yield f"held out: {gain.tasks} tasks that no selection has used"

@@ -1,4 +1,6 @@
-"""`agentrl fork`, `rescore`, `why`: other continuations of an episode, other rewards for it, and the update that used it."""
+"""`agentrl fork`, `rescore` and `why`: continue an episode differently, score episodes with other rewards, and show the update
+that used an episode.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -56,7 +58,7 @@ def rescore(
     name: Annotated[str | None, typer.Option(help="Name of the reward set [the first reward's].", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """Score a run's episodes by other rewards; the scores they have stay as they are."""
+    """Score a run's episodes with other rewards; the existing scores stay as they are."""
     from agentrl.workers.requests.rescoring import rescore as score_again
 
     result = score_again(stored_database(), run, reward, name)
@@ -87,7 +89,7 @@ def why(episode: LastEpisode = None, as_json: Json = False) -> None:
 
 
 NEIGHBOURS = 3
-"""Iterations shown before and after the episode's, if the run is longer."""
+"""The number of iterations shown before and after the episode's, if the run has more."""
 
 COLUMNS = (
     "iteration", "planned", "trained", "no_variance=no variance", "strayed", "truncated", "too_few=too few", "surplus",
@@ -95,7 +97,7 @@ COLUMNS = (
     "no_reward=no reward", "failed", "infra_error", "cancelled", "evaluated", "forked", "searched", "served", "imported",
     "waiting", "open",
 )  # fmt: skip
-"""Fates as columns of the table; a fate without episodes is left out."""
+"""The columns of the table: the possible outcomes of an episode. A column without episodes is left out."""
 
 
 def _fate_lines(fate: Any) -> Iterator[Line]:
@@ -120,7 +122,7 @@ def _fate_lines(fate: Any) -> Iterator[Line]:
 
 
 def _iteration_rows(iterations: Sequence[Mapping[str, Any]], here: int) -> list[dict[str, Any]]:
-    """The iterations (of a long run, those around the episode's) and the sum over all."""
+    """Return a row for each iteration (of a long run only those near iteration `here`), and a row with the sums over all."""
     near = [row for row in iterations if abs(row["iteration"] - here) <= NEIGHBOURS]
     visible = iterations if len(iterations) <= 2 * len(near) else near
     marked = [{**row, "iteration": f"{row['iteration']}{' <-' if row['iteration'] == here else ''}"} for row in visible]

@@ -1,4 +1,6 @@
-"""`agentrl import otlp FILE`: traces from elsewhere become episodes, to imitate, to score, and where they can, to train on."""
+"""`agentrl import otlp FILE`: imports traces of other systems as episodes, for imitation and scoring, and for training if they
+are exact.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,8 +42,9 @@ def otlp(
 ) -> None:
     """Import OpenTelemetry traces as a run: each rollout, conversation or trace is an episode, its model's turns are steps.
 
-    --policy names what sampled them. Turns with token ids and logprobs are kept exactly and can be trained on; if any lacks
-    them, all are rendered by the model's template, to be imitated (sft) and scored. Rewards in the spans are the episodes'.
+    --policy names the policy that sampled them. Turns with token ids and logprobs are kept exactly and can be trained on. If
+    any turn lacks them, all turns are rendered with the model's template; they can then be imitated (sft) and scored. Rewards
+    in the spans become the episodes' rewards.
     """
     from agentrl.workers.requests.import_request import prepare_import
     from agentrl.workers.stack.process import database

@@ -22,7 +22,7 @@ BLOCK = '"""'
 MAX_MESSAGE_CHARS = 1_000_000
 HEADER = "agentrl chat history 1"
 MAX_MESSAGES = 1000
-"""The most messages that are remembered."""
+"""The most messages that are remembered; the newest are."""
 MAX_REMEMBERED_CHARS = 10_000
 """The most characters of a message that is remembered."""
 MAX_FILE_BYTES = 1 << 20
@@ -44,11 +44,11 @@ class Keyboard:
             self._readline.add_history(message)
 
     def message(self) -> str:
-        """Read the next message; empty if the line is empty.
+        """Read the next message; return an empty text if the line is empty.
 
         Raises:
-            EOFError: the input ended (ctrl-D).
-            KeyboardInterrupt: the message was discarded (ctrl-C).
+            EOFError: the input ended (Ctrl-D).
+            KeyboardInterrupt: the user discarded the message (Ctrl-C).
             UnicodeDecodeError: the message is not UTF-8.
             ConfigError: the message is too long.
         """
@@ -84,12 +84,12 @@ def read_message(line: Callable[[str], str]) -> str:
 
 
 def replace_invalid(line: str) -> str:
-    """Return the line with U+FFFD for bytes that were not UTF-8."""
+    """Replace the bytes of the line that are not UTF-8 by a replacement character."""
     return line.encode("utf-8", "replace").decode()
 
 
 def _find_readline() -> Any:
-    """The module readline, if this Python has it."""
+    """Return the module readline, or None if this Python was built without it."""
     try:
         import readline
     except ImportError:
@@ -117,7 +117,7 @@ class History:
         return []
 
     def add(self, message: str) -> None:
-        """Add a message."""
+        """Append a message to the file, unless it is too long or the file cannot be used."""
         if not self._is_usable or len(message) > MAX_REMEMBERED_CHARS:
             return
         try:

@@ -1,4 +1,4 @@
-"""`agentrl logs`: the last lines of the logs of this home's embedded stack, and those that follow."""
+"""`agentrl logs`: shows the last lines of the embedded stack's logs, and follows them."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from agentrl.workflow.runtime.shown_text import clean
 PAUSE_SECONDS = 0.3
 MAX_LINES = 10_000
 END_BYTES = 1_000_000
-"""Bytes read from the end of a log."""
+"""The number of bytes that are read from the end of a log."""
 MAX_LINE_CHARS = 2_000
 """The most characters of a line that are shown."""
 
@@ -46,7 +46,7 @@ def logs(
 
 
 def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
-    """Name -> log of each process, or of those with the role.
+    """Return the log file of each process by name; with `role`, only of the processes that have it.
 
     Raises:
         NotFoundError: there is no such log.
@@ -63,7 +63,7 @@ def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
 
 
 def _show_end(name: str, file: Path, lines: int, titled: bool) -> int:
-    """Shows the last lines; returns the position after them."""
+    """Show the last lines of a log; return the position after them, in bytes."""
     with file.open("rb") as log:
         end = log.seek(0, os.SEEK_END)
         log.seek(max(end - END_BYTES, 0))
@@ -84,7 +84,7 @@ def _show_new(files: Mapping[str, Path], places: dict[str, int]) -> None:
 
 
 def _read_whole_lines(log: BinaryIO) -> list[bytes]:
-    """Reads whole lines and leaves the file after them; a line longer than END_BYTES counts as whole."""
+    """Read the complete lines, and set the position after the last of them. A line longer than END_BYTES is split."""
     start = log.tell()
     data = log.read(END_BYTES)
     whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == END_BYTES else 0)

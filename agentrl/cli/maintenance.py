@@ -1,4 +1,4 @@
-"""`agentrl gc`, `agentrl vacuum`: remove files that no row needs, and return the database's unused space."""
+"""`agentrl gc` and `agentrl vacuum`: remove files that no row needs, and return the database's unused space to the disk."""
 
 from typing import Annotated, Any
 
@@ -24,8 +24,9 @@ def gc(
 ) -> None:
     """Remove the files from the checkpoint folders that no row needs.
 
-    These are leftovers of killed trainers, optimizer state of all but the last two checkpoints, adapters that no episode names.
-    """  # fmt: skip
+    These are leftovers of killed trainers, the optimizer state of all but the last two checkpoints, and adapters that no
+    episode refers to.
+    """
     from agentrl.workflow.checkpoints.checkpoint_gc import KINDS
     from agentrl.workflow.store import retention
 
@@ -45,7 +46,7 @@ def gc(
 
 
 def _collect_run(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[str, int]:
-    """Collects one run's garbage; returns bytes by kind."""
+    """Remove one run's unneeded files; return the freed bytes by kind."""
     from agentrl.workflow.checkpoints import checkpoint_gc
     from agentrl.workflow.checkpoints.epoch_links import unlink_epochs
     from agentrl.workflow.store import epoch_ends, retention
@@ -75,7 +76,7 @@ def vacuum(as_json: Json = False) -> None:
 
 
 def _format_bytes(count: int) -> str:
-    """Bytes in the unit that keeps the number short."""
+    """Return the number of bytes in the largest fitting unit."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count >= 1 << power:
             return f"{count / (1 << power):.1f} {unit}"

@@ -1,4 +1,4 @@
-"""`agentrl merge`: a stored policy becomes a plain model folder."""
+"""`agentrl merge`: writes a stored policy as a plain model folder."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Options that `agentrl sft` and `dpo` share: the model's place, the stored episodes, the recipe; and the progress."""
+"""Options that `agentrl sft` and `dpo` share (output folder, stored episodes, recipe), and the progress display."""
 
 import re
 import sys
@@ -34,7 +34,7 @@ StartPolicy = Annotated[
 
 
 def _read_options_file(ctx: typer.Context, file: Path | None) -> Path | None:
-    """Reads options from a YAML file by name, as defaults of those that are not typed."""
+    """Read options from a YAML file by name. They become the defaults of the options that are not typed."""
     if file is None:
         return None
     options = {spelling.lstrip("-").replace("-", "_"): option.name for option in ctx.command.params for spelling in option.opts}
@@ -83,7 +83,7 @@ OutputDir = Annotated[
 
 @dataclass(frozen=True)
 class OutputPlace:
-    """The options on the model's place, and on how often training writes a checkpoint."""
+    """The options about the model's folder, and how often training writes a checkpoint."""
 
     name: str | None
     output_dir: Path | None
@@ -92,7 +92,7 @@ class OutputPlace:
 
     @property
     def writing_options(self) -> dict[str, Any]:
-        """The training's keyword arguments for writing, beside the folder."""
+        """The training's keyword arguments about writing, except the folder."""
         return {"overwrite": self.force, "save_every": self.save_every}
 
     def of(self, default_name: str) -> Path:
@@ -105,7 +105,7 @@ class OutputPlace:
 
 
 def _named_folder(own_name: str | None, default_name: str) -> Path:
-    """The folder of a model of that name among agentrl's own."""
+    """Return the folder in agentrl's models folder for the given or the default name."""
     from agentrl.workflow.settings import settings
 
     if own_name is not None and not re.fullmatch(NAME_PATTERN, own_name):
@@ -119,7 +119,7 @@ def _named_folder(own_name: str | None, default_name: str) -> Path:
 def recipe_options(
     steps: int | None, batch_size: int | None, learning_rate: float | None, seed: int, pieces: int, optimizer: str | None
 ) -> dict[str, Any]:
-    """Return the recipe's options that were given."""
+    """Return the options of the recipe that were given, by the recipe's field names."""
     if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise ConfigError(f"--learning-rate must be above 0, not {learning_rate:g}.")
     wanted: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
@@ -129,7 +129,7 @@ def recipe_options(
 
 
 def refuse_options(options: Mapping[str, Any], why: str, hint: str) -> None:
-    """Raise ConfigError, with their names, if any of the options were given."""
+    """Raise ConfigError with the names of the options that were given; do nothing if none was."""
     given = [option for option, value in options.items() if value is not None]
     if given:
         raise ConfigError(f"{', '.join(given)}: {why}", hint)
@@ -137,7 +137,7 @@ def refuse_options(options: Mapping[str, Any], why: str, hint: str) -> None:
 
 @dataclass(frozen=True)
 class StoredEpisodes:
-    """Stored episodes to choose from, and the weights that learn from them."""
+    """Stored episodes to select from, and the weights that train on them."""
 
     db: "Database"
     groups: "StoredGroups"
@@ -150,7 +150,7 @@ class StoredEpisodes:
 
     @property
     def start(self) -> "Start":
-        """The weights that learn, with the config of their run."""
+        """The weights that training starts from, with the config of their run."""
         from agentrl.workflow.training.offline_training import Start
 
         config = self.groups.config
@@ -158,21 +158,22 @@ class StoredEpisodes:
         return Start(config.model, self.groups.start, config.rollout.temperature, manifest)
 
     def recipe(self, examples: int, passes: int, options: Mapping[str, Any]) -> "Recipe":
-        """Return the recipe for this many passes, at the run's learning rate unless another was asked for."""
+        """Return the recipe for this many examples and passes, with the options in `asked`. The learning rate is the run's by
+        default.
+        """
         from agentrl.workflow.training.offline_training import recipe_for
 
         rate = self.groups.config.update.learning_rate
         return replace(recipe_for(examples, passes, rate, options.get("batch_size")), **options)
 
     def episodes(self, chosen: "list[Candidate]") -> "list[Episode]":
-        """Return the chosen episodes with their tokens."""
         from agentrl.workflow.store import offline_data
 
         return offline_data.load_chosen_episodes(self.db, [one.id for one in chosen])
 
 
 def find_stored(runs: list[str], reward_set: str | None, policy: str | None, least: int) -> StoredEpisodes:
-    """Return the stored episodes of these runs, from groups with at least `least` done episodes."""
+    """Return the stored episodes of these runs from groups with at least `least` done episodes. Print remarks about them."""
     from agentrl.workers.requests.stored_groups import load_stored_groups
     from agentrl.workflow.store import offline_data
 
@@ -190,7 +191,7 @@ def find_stored(runs: list[str], reward_set: str | None, policy: str | None, lea
 
 
 def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -> "TrainedModel":
-    """Train with this machine's settings and show the progress; make the parent folder of the model first."""
+    """Create the parent folder of the model, then train with this machine's settings and show the progress."""
     from agentrl.workflow.settings import settings
 
     try:
@@ -208,7 +209,7 @@ def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -
 
 
 def model_name(target: Path) -> str:
-    """Return the model's name for commands: its path if it is not among agentrl's own models."""
+    """Return the name of the model for commands: its folder's name in agentrl's models folder, else its path."""
     from agentrl.workflow.settings import settings
 
     return target.name if target.parent == settings().models_dir else str(target)
@@ -222,7 +223,7 @@ def say_next_steps(stored: StoredEpisodes, target: Path) -> None:
 
 
 def show_made(model: "TrainedModel", learned: str, more: Mapping[str, Any], as_json: bool) -> None:
-    """Print the new model, and what it learned from."""
+    """Print the new model's folder and what it learned from."""
     left_out = "".join(f"; left out {count}: {why}" for why, count in model.left_out.items())
     say(f"Learned from {learned}{left_out}.")
     if not as_json:
@@ -233,7 +234,9 @@ def show_made(model: "TrainedModel", learned: str, more: Mapping[str, Any], as_j
 
 
 class ProgressBar:
-    """The progress of a training: a bar on a terminal, else a line for every tenth; with the speed and the time left."""
+    """The progress of a training, with its speed and the time left. It is a bar on a terminal, else a line for every tenth of
+    the steps.
+    """
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -253,14 +256,13 @@ class ProgressBar:
             self._bar.stop()
 
     def begins(self, parameters: object, steps: int, done: int) -> None:
-        """Say what trains and at which step it resumes; start the clock."""
+        """Print which parameters train and at which step training resumes; start the clock."""
         self._began, self._before = time.monotonic(), done
         say(str(parameters))
         if done:
             say(f"resuming at step {done} of {steps}")
 
     def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
-        """Show the progress."""
         self._tokens += tokens
         seconds = time.monotonic() - self._began
         text = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in metrics.items())

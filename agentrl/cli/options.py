@@ -1,4 +1,6 @@
-"""Options that several commands have. Importing them is cheap: `config_options` has those that are made from the config."""
+"""Options that several commands share. Importing this module is cheap; `config_options` has those that are generated from the
+config.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 MAX_INTEGER = 2**63 - 1
-"""The largest number of a row."""
+"""The largest id of a row."""
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name or number of the run.", show_default=False)]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A YAML file of the run.", show_default=False)
@@ -51,6 +53,6 @@ TemplateFile = Annotated[
 
 
 def chat_values(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
-    """Return the chosen chat options, as keys of the config."""
+    """Return the given chat options as config keys."""
     given = {"model.tool_format": tool_format, "model.chat_template": chat_template}
     return {key: value for key, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The plan of a run as `submit --dry-run` prints it, and descriptions of its parts."""
+"""The plan of a run that `submit --dry-run` prints, and descriptions of its parts."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,9 @@ def _describe_origin(origin: dict[str, Any]) -> str:
 
 
 def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
-    """The held-out tasks, and what measuring the first, every Nth and the last version costs; empty if nothing is measured."""
+    """Return the held-out tasks, and the number of episodes for measuring the first, every N-th and the last version; empty if
+    no version is measured.
+    """
     evaluation = submission.evaluation
     if evaluation is None or every is None:
         return {}
@@ -26,7 +28,9 @@ def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
 
 
 def _describe_roles(submission: Any) -> dict[str, str]:
-    """Of a search, what its tasks are for."""
+    """Return how many tasks of a prompt search are for edits, for selection and for the held-out measurement; empty for other
+    runs.
+    """
     roles = list(submission.roles.values())
     if not roles:
         return {}
@@ -35,21 +39,21 @@ def _describe_roles(submission: Any) -> dict[str, str]:
 
 
 def describe_agent(agent: AgentConfig) -> str:
-    """Return the agent, and where it runs."""
+    """Return the agent's name, and whether it runs in a sandbox."""
     if not agent.sandboxed:
         return f"{agent.name} (no sandbox)"
     return f"{agent.name} (in the sandbox, reaches {'all' if agent.network == 'all' else 'the endpoint only'})"
 
 
 def describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None = None) -> list[str]:
-    """Return the rewards with their weights; those that an agent gives itself too."""
+    """Return the rewards with their weights. With an agent, its own rewards are included."""
     rewards = [f"{name} x {cell(weight)}" for name, weight in weights.items()]
     own = [f"the agent's rewards x {cell(float(agent.own_rewards))}"] if agent is not None else []
     return [*rewards, *own]
 
 
 def _describe_update(prepared: Any) -> dict[str, Any]:
-    """The parts of an update that differ from the ordinary; of a search what it works on."""
+    """Return the parts of an update that are not the default; for a prompt search, its texts and its critic."""
     from agentrl.workflow.algorithms import searches
     from agentrl.workflow.plugins import find
 
@@ -64,13 +68,15 @@ def _describe_update(prepared: Any) -> dict[str, Any]:
 
 
 def _describe_calls(model: Any) -> str:
-    """Name the format of calls, and say if bare JSON does not count as one."""
+    """Return the format of tool calls, and "strict" if bare JSON does not count as a call."""
     tool_format = "the template's own" if model.tool_format == "auto" else model.tool_format or "auto"
     return f"{tool_format}, strict" if model.strict_calls else tool_format
 
 
 def _describe_time(submission: Any) -> dict[str, str]:
-    """The time to expect, if a stored run's iterations did the same work; a search and stored groups have none."""
+    """Return the expected time, if a stored run has similar iterations. A search and a run on stored groups have no
+    estimate.
+    """
     from statistics import median
 
     from agentrl.workflow.store.reads.run_rows import find_similar_iterations
@@ -93,7 +99,7 @@ def _hours(seconds: float) -> str:
 
 
 def _describe_model(facts: dict[str, Any], sampled_here: bool, model: ModelConfig) -> dict[str, str]:
-    """How the built-in sampler runs the model, the layers that LoRA trains, else the precision, and remarks."""
+    """Return how the built-in sampler runs the model, the layers that LoRA trains (else the precision), and remarks."""
     plan = {"sampler": facts["sampler"]} if sampled_here and "sampler" in facts else {}
     if layers := facts.get("lora_layers"):
         trained = facts["trained"]
@@ -105,7 +111,7 @@ def _describe_model(facts: dict[str, Any], sampled_here: bool, model: ModelConfi
 
 
 def show_plan(prepared: Any, facts: dict[str, Any], as_json: bool) -> None:
-    """Print what the run would do."""
+    """Print the plan of the run."""
     submission, config = prepared.submission, prepared.config
     tasks, more = len(submission.tasks), config.rollout.dynamic_sampling
     planned = submission.episodes

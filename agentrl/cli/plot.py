@@ -1,4 +1,4 @@
-"""Curves in text: a sparkline for a live line, a small plot for a summary."""
+"""Curves as text: a sparkline for one line, a small plot for a summary."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,7 +9,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def buckets(values: Sequence[float], width: int) -> list[float]:
-    """Return the values as at most `width` means of neighbours."""
+    """Return at most `width` numbers, each the mean of neighbouring values."""
     if len(values) <= width:
         return list(values)
     edges = [len(values) * i // width for i in range(width + 1)]
@@ -17,7 +17,7 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return one block per bucket, from the lowest value to the highest."""
+    """Return one block character for each bucket; the height of the blocks runs from the lowest value to the highest."""
     points = buckets(values, width)
     if not points:
         return ""
@@ -25,7 +25,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def plot(values: Sequence[float], width: int = 60, height: int = 8) -> list[str]:
-    """Return the curve as lines of ASCII, its highest and lowest value beside it; empty for fewer than two values."""
+    """Return the curve as lines of ASCII, with its highest and lowest value at the left. Fewer than two values give no
+    lines.
+    """
     points = buckets(values, width)
     if len(points) < 2:
         return []
@@ -43,13 +45,15 @@ def plot(values: Sequence[float], width: int = 60, height: int = 8) -> list[str]
 
 
 def _levels(points: Sequence[float], height: int) -> list[int]:
-    """Each point's row, from 0 for the lowest to height - 1 for the highest."""
+    """Return the row of each point, from 0 for the lowest value to height - 1 for the highest."""
     low, high = min(points), max(points)
     return [round((height - 1) * ((point - low) / (high - low))) if high > low else 0 for point in points]
 
 
 def histogram(values: Sequence[int], width: int = 40, bins: int = 10) -> list[str]:
-    """Whole numbers counted in at most `bins` equally wide ranges, a line each: its ends, how many, a bar."""
+    """Return a histogram of integers with at most `bins` ranges of equal width. Each line has the range's ends, its count and a
+    bar.
+    """
     low, high = min(values), max(values)
     step = max(1, -(-(high - low + 1) // bins))
     counts = {start: sum(start <= value < start + step for value in values) for start in range(low, high + 1, step)}

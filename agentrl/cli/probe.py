@@ -1,4 +1,5 @@
-"""Facts about torch and models as JSON, read in a separate process, so that commands import neither torch nor transformers.
+"""Facts about torch and models as JSON. This module runs in a separate process, so that commands import neither torch nor
+transformers.
 
 `python -m agentrl.cli.probe torch DEVICE`, `template FOLDER`, `model FOLDER|NAME CONFIG`, `sampler FOLDER|NAME CONFIG DEVICE`,
 `optimizer NAME DEVICE`; see `cli.probe_process`.
@@ -16,9 +17,10 @@ from agentrl.workflow.runtime.gc_pause import pause_gc
 
 
 def torch_facts(device: str) -> dict[str, Any]:
-    """Return version, threads, GPUs and CPU, and facts of the device that models use here (see `_device_facts`).
+    """Return torch's version, its threads, the GPUs, the CPU, and the facts of the device that models use (see
+    `_device_facts`).
 
-    `lacking`: for each dtype that the sampler packs on a CPU, why it does not here, empty if it does.
+    The key `lacking` has, for each dtype that the sampler can pack on a CPU, why this CPU cannot pack it; empty if it can.
     """
     import torch
 
@@ -36,7 +38,9 @@ def torch_facts(device: str) -> dict[str, Any]:
 
 
 def _device_facts(device_setting: str) -> dict[str, Any]:
-    """Return the device's name, the precision of LoRA on it, its GPU's name, memory and capability; or why it is `unusable`."""
+    """Return the device's name, the dtype of LoRA on it, and its GPU's name, memory in bytes and compute capability. If no
+    kernel runs on it, return why in `unusable`.
+    """
     import torch
 
     from agentrl.workflow.models.devices import auto_dtype, pick_device, try_kernel
@@ -58,8 +62,8 @@ def _device_facts(device_setting: str) -> dict[str, Any]:
 
 
 def template_facts(folder: str) -> dict[str, Any]:
-    """Return whether the model's chat template can be continued after a tool result, how it writes calls, and its padding
-    token.
+    """Return the format of tool calls, the padding token, and why the chat template cannot be continued after a tool result
+    (empty if it can).
     """
     from transformers import AutoTokenizer
 
@@ -78,8 +82,12 @@ def template_facts(folder: str) -> dict[str, Any]:
 
 
 def model_facts(path: str, config: str) -> dict[str, Any]:
-    """Return what a plan says of the model with the config (JSON), or why it cannot be loaded; empty for a hub model not
-    here.
+    """Return the model's facts for a plan, or why it cannot be loaded. Return nothing for a hub model that is not on this
+    machine.
+
+    Args:
+        path: the model's folder or name.
+        config: the section `model` of a config, as JSON.
     """
     from agentrl.workflow.config import ModelConfig
     from agentrl.workflow.errors import AgentRLError
@@ -94,7 +102,7 @@ def model_facts(path: str, config: str) -> dict[str, Any]:
 
 
 def sampler_facts(path: str, config: str, device: str) -> dict[str, Any]:
-    """Load the model and sample one token: how the sampler runs it, or why it cannot."""
+    """Load the model and sample one token; return how the sampler runs it, or the error."""
     from agentrl.workflow.config import ModelConfig
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.inference.model_rows import open_rows, sample_one

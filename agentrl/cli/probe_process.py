@@ -1,4 +1,4 @@
-"""Queries of `cli.probe` in a separate process, so that commands import neither torch nor transformers."""
+"""Calls `cli.probe` in a separate process, so that commands import neither torch nor transformers."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from agentrl.workflow.settings import settings
 
 PROBE_SECONDS = 120
 SAMPLER_SECONDS = 1800
-"""The longest load of a model with the first token."""
+"""The longest time for loading a model and sampling its first token, in seconds."""
 
 
 def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]:
@@ -28,10 +28,10 @@ def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]
 
 
 def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Check that a worker can load the model's files; a hub model is checked only if it is here.
+    """Check that a worker can load the model's files. A hub model is checked only if it is on this machine.
 
     Returns:
-        What a plan says of it (`models.loading.ModelFacts`), or nothing of a hub model that is not here.
+        The facts for a plan (`models.loading.ModelFacts`); empty for a hub model that is not on this machine.
 
     Raises:
         ModelError: the files are not a model, or do not fit the config.
@@ -40,10 +40,10 @@ def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
 
 
 def probe_sampler(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Load the model and samples one token with the built-in sampler; return how the sampler runs it.
+    """Load the model and sample one token with the built-in sampler; return how the sampler runs it.
 
     Raises:
-        ModelError: it cannot.
+        ModelError: the model cannot be loaded or sampled.
     """
     return _checked(probe_facts("sampler", base, config.model_dump_json(), settings().device, seconds=SAMPLER_SECONDS))
 

@@ -1,4 +1,4 @@
-"""`agentrl prompts`: the texts that a run works with, version by version, and what a search gained."""
+"""`agentrl prompts`: lists the texts that a run uses, version by version, and what a prompt search gained."""
 
 from collections.abc import Iterator
 from difflib import unified_diff
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from agentrl.workflow.tables.views import ResourceRow
 
 SHOWN = 60
-"""Characters of a text in the list."""
+"""The most characters of a text in the list."""
 QUESTIONS = """agentrl prompts RUN show VERSION
     agentrl prompts RUN diff A B"""
 
@@ -34,7 +34,7 @@ def prompts(
 ) -> None:
     """List the versions of a run's prompts and other texts: how they came about and what they earned.
 
-    A version is a number, or `best` for the one that a search chose. `show` prints a text and nothing else.
+    A version is a number, or `best` for the version that a search chose. `show` prints a text and nothing else.
     """
     from agentrl.workflow.store.reads.paging import iterate_rows
     from agentrl.workflow.store.reads.resource_rows import ResourceFilter, list_resources

@@ -1,4 +1,4 @@
-"""`agentrl report`: a run written to trackers, also long after its end, and where it is."""
+"""`agentrl report`: writes a run to trackers, also long after its end, and shows its pages there."""
 
 from contextlib import ExitStack
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ def report(
     samples: Annotated[int, typer.Option("--report-samples", min=0, max=100, help=f"{_SAMPLES}.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Write a run to trackers, or list those that it is written to. Steps that a tracker has are not written again."""
+    """Write a run to trackers, or list the trackers that have it. Steps that a tracker already has are not written again."""
     from agentrl.workflow.plugins import find
     from agentrl.workflow.store import run_names, run_reports
 
@@ -53,10 +53,10 @@ def report(
 
 
 def _check_written(run: str, rows: list[Any]) -> None:
-    """Say which reports another process writes.
+    """Print which reports another process is writing.
 
     Raises:
-        ServiceError: some could not be written.
+        ServiceError: a report could not be written.
     """
     if others := [row.tracker for row in rows if not (row.error or row.status)]:
         say(f"Another process is writing {', '.join(others)}. Check again later: agentrl report {run}")
@@ -65,7 +65,7 @@ def _check_written(run: str, rows: list[Any]) -> None:
 
 
 def _leave_to_control(db: Any, run: str) -> None:
-    """Say that the control loop writes the run while it runs."""
+    """Print that the control loop writes the reports while the run is running."""
     from agentrl.workers.stack.presence import missing_control_hints
 
     say(f"{run} is running: the control loop writes its steps. Show them: agentrl report {run}")
@@ -74,7 +74,7 @@ def _leave_to_control(db: Any, run: str) -> None:
 
 
 def _write(db: Any, chosen: list[Any]) -> None:
-    """Write the reports side by side, and wait for them."""
+    """Write the reports in parallel, each in a process, and wait for them."""
     from agentrl.workers.stack.embedded import log_file
     from agentrl.workers.stack.report_processes import ReportProcess
     from agentrl.workflow.settings import settings

@@ -1,4 +1,4 @@
-"""Targets of commands: the run, the episode and the policy that a person's words mean, and the database if there is one."""
+"""Finds the run, the episode and the policy that a command's arguments name, and the database if it exists."""
 
 import shlex
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code fro
 
 
 def pick_run(db: Any, run: str | None) -> str:
-    """Return the named run, or else the newest one, whose name is printed.
+    """Return the named run; by default the newest one, and print its name.
 
     Raises:
         NotFoundError: there is no run yet.
@@ -59,7 +59,7 @@ def pick_run(db: Any, run: str | None) -> str:
 
 
 def pick_episode(db: Any, episode: int | None) -> int:
-    """Return the named episode, or else the last done one, whose number is printed.
+    """Return the named episode; by default the last one that is done, and print its id.
 
     Raises:
         NotFoundError: no episode is done yet.
@@ -76,7 +76,7 @@ def pick_episode(db: Any, episode: int | None) -> int:
 
 
 def existing_database() -> Any:
-    """Return the database, or None if it would have to be made: a request is checked before anything is written."""
+    """Return the database, or None if it does not exist yet; so a request can be checked before anything is written."""
     from agentrl.workers.stack.process import database
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.reads.user_sql import sqlite_file
@@ -86,7 +86,7 @@ def existing_database() -> Any:
 
 
 def existing_reader() -> "Reader | None":
-    """Return the database for reading, opened quickly; None if it would have to be made."""
+    """Return a read-only database that opens quickly; None if the database does not exist yet."""
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.driver_reader import Reader
     from agentrl.workflow.store.reads.user_sql import sqlite_file
@@ -102,7 +102,7 @@ def _open_database() -> Any:
 
 
 def stored_reader() -> "Reader":
-    """Return the database for reading, for a command that shows stored rows.
+    """Return a read-only database for a command that shows stored rows.
 
     Raises:
         NotFoundError: there is no database yet.
@@ -111,7 +111,7 @@ def stored_reader() -> "Reader":
 
 
 def stored_database() -> Any:
-    """Return the database, for a command that shows or changes stored rows and so never makes one.
+    """Return the database for a command that shows or changes stored rows. The command never creates the database.
 
     Raises:
         NotFoundError: there is no database yet.
@@ -127,7 +127,7 @@ def _refuse_empty() -> NoReturn:
 
 
 def first_run_hint() -> str:
-    """Return the commands for a first run, which work everywhere."""
+    """Return the commands of a first run, which work on every machine."""
     from agentrl.workflow.settings import settings
 
     has_model = (settings().models_dir / "tiny-arithmetic" / "config.json").is_file()
@@ -136,9 +136,9 @@ def first_run_hint() -> str:
 
 
 def find_policy(policy: str) -> "tuple[RunConfig, Any]":
-    """Return the run's config and the policy, from `RUN[@VERSION|@best|@epochN]` or a checkpoint folder of a run.
+    """Return the run's config and the policy for `RUN[@VERSION|@best|@epochN]` or for a run's checkpoint folder.
 
-    For a model: the default config with it, and None.
+    For a model, return the default config with that model, and None.
 
     Raises:
         NotFoundError: there is no such run or version, and no model can have that name.
@@ -175,11 +175,15 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
 
 
 def find_trained_policy(policy: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
-    """Return the run's policy that the words mean, with the run's config and manifest.
+    """Return the run's config, the policy and the run's manifest for the words.
+
+    Args:
+        option: the name of a run's policy.
+        option: the option that has this value, for the error message.
 
     Raises:
         NotFoundError: there is no such run or version.
-        ConfigError: the words, a value of `option`, mean a model.
+        ConfigError: the words name a model.
     """
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.store import run_names
@@ -191,11 +195,10 @@ def find_trained_policy(policy: str, option: str) -> "tuple[RunConfig, Any, Mapp
 
 
 def is_stored_policy(text: str) -> bool:
-    """Return whether the words, which may also name a model, mean a run's policy: `RUN@N`, a checkpoint's folder, or only
-    `RUN`.
+    """Return whether the words name a run's policy (`RUN@N`, a checkpoint folder, or `RUN`) and not a model.
 
     Raises:
-        NotFoundError: they mean a checkpoint that belongs to no run here.
+        NotFoundError: they name a checkpoint that belongs to no run in this database.
     """
     from pathlib import Path
 
@@ -211,7 +214,7 @@ def is_stored_policy(text: str) -> bool:
 
 
 def find_stored_start(policy: str | None) -> tuple[Any, Any]:
-    """Return the database of the stored episodes, and the run's policy to start from; None for their own.
+    """Return the database, and the run's policy to start from; None to start from the policy of the stored episodes.
 
     Raises:
         NotFoundError: there is no database yet, or no such run.
@@ -226,7 +229,7 @@ def find_stored_start(policy: str | None) -> tuple[Any, Any]:
 
 
 def _may_be_a_model(name: str) -> bool:
-    """Whether a local folder, or possibly a hub model, has that name."""
+    """Return whether the name is that of a local model folder, or may be that of a hub model."""
     from pathlib import Path
 
     from agentrl.workflow.models.lookup import TINY
@@ -236,7 +239,7 @@ def _may_be_a_model(name: str) -> bool:
 
 
 def _link_again(db: Any, run_id: int) -> None:
-    """Makes missing links to the run's epochs."""
+    """Create the missing links to the checkpoints that ended the run's epochs."""
     from contextlib import suppress
 
     from agentrl.workflow.checkpoints.epoch_links import link_epochs
@@ -247,10 +250,10 @@ def _link_again(db: Any, run_id: int) -> None:
 
 
 def _policy_of_checkpoint(db: Any, policy: str) -> str:
-    """`RUN@VERSION` of the checkpoint at the path; empty if the words are not a checkpoint's path.
+    """Return `RUN@VERSION` of the checkpoint at the path; empty if the path is not a checkpoint's.
 
     Raises:
-        NotFoundError: the checkpoint belongs to no run here, or the words cannot be a file's name.
+        NotFoundError: the checkpoint belongs to no run in this database, or the text cannot be a file's name.
     """
     import os
     from pathlib import Path
@@ -283,17 +286,19 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
 
 
 def find_trusted_policy(policy: str, trust: bool) -> "tuple[RunConfig, Any]":
-    """Return the result of `find_policy`; the model's own code may run if a person allows it here, or did so in `submit`."""
+    """Return the result of `find_policy`. Code from the model's folder may run if `trust` is true, or if the run was submitted
+    with --trust-remote-code.
+    """
     config, ref = find_policy(policy)
     trusted = config.model.trust_remote_code or trust
     return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
 
 
 def check_model_is_there(policy: str, config: "RunConfig") -> None:
-    """Check that words which mean no run mean a model.
+    """Check that a name that is not a run's is a model's.
 
     Raises:
-        ModelError: they do not.
+        ModelError: there is no such model.
     """
     from agentrl.workflow.errors import ModelError
     from agentrl.workflow.models.lookup import existing_model

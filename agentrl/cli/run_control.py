@@ -1,6 +1,6 @@
-"""`agentrl resume`, `pause`, `cancel`: each may be repeated, and prints what is kept and what is redone.
+"""`agentrl resume`, `pause` and `cancel`. Each may be repeated; each prints what is kept and what is redone.
 
-Only `resume --epochs` and `--iterations` add up: each call makes the run that much longer.
+Only `resume --epochs` and `--iterations` add up: each call makes the run longer by that much.
 """
 
 from collections.abc import Mapping
@@ -99,10 +99,10 @@ def cancel(run: RunName, as_json: Json = False) -> None:
 
 
 def _set_going(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Resumes a run that could be resumed a moment ago; None where it is done since then.
+    """Resume the run; return its row, or None if the run is done by now.
 
     Raises:
-        StateError: somebody cancelled it meanwhile.
+        StateError: another command has cancelled it meanwhile.
     """
     from agentrl.workflow.store import planning
     from agentrl.workflow.store.reads import run_rows
@@ -116,7 +116,15 @@ def _set_going(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _show_run(run: str, status: str, before: str, as_json: bool, length: int | None = None) -> None:
-    """Prints the run's state; `length`: its iterations before, if it may be longer now."""
+    """Print the run's state.
+
+    Args:
+        run: the run's name.
+        status: its status now.
+        before: its status before the command.
+        as_json: print JSON.
+        length: its number of iterations before, if it may be longer now.
+    """
     from agentrl.workflow.store.reads import run_rows
 
     row, now = run_rows.describe_run(stored_database(), run), run_rows.count_progress(stored_database(), run)

@@ -1,4 +1,4 @@
-"""`agentrl runs --tree`: each run under the run that it comes from. Long lines are cut; `--json` has all."""
+"""`agentrl runs --tree`: shows each run under the run that it comes from. Long lines are cut; `--json` is complete."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from shutil import get_terminal_size
@@ -12,11 +12,11 @@ TITLES = ("run", "status", "done", "reward", "from")
 
 Relative = Any
 Children = Mapping[int, Sequence[Relative]]
-"""Number of a run -> the runs under it; 0: those that come from no run."""
+"""The runs under each run, by the parent's id. Key 0 has the runs without a parent."""
 
 
 def show_tree(db: Any, limit: int, as_json: bool) -> None:
-    """Print the newest runs and their origins, each under the first run that it comes from."""
+    """Print the newest runs and the runs that they come from. Each is printed under the first of these."""
     from agentrl.workflow.store.reads.lineage import load_family
 
     children: dict[int, list[Relative]] = {}
@@ -38,7 +38,14 @@ def _run_document(relative: Relative, children: Children) -> dict[str, Any]:
 
 
 def _tree_rows(relative: Relative, children: Children, first: str = "", rest: str = "") -> Iterator[tuple[str, ...]]:
-    """The cells of the run and of the runs under it; `first` is the prefix of its name, `rest` of theirs."""
+    """Yield the cells of the run and of the runs under it.
+
+    Args:
+        relative: the run.
+        children: the runs under each run.
+        first: the prefix of this run's name.
+        rest: the prefix of the names under it.
+    """
     row, sources = relative.row, relative.sources
     origins = [f"{source.run}: {source.what}" if index else source.what for index, source in enumerate(sources)]
     done = f"{row['iterations_done']}/{row['iterations']}"
@@ -52,7 +59,7 @@ def _tree_rows(relative: Relative, children: Children, first: str = "", rest: st
 
 
 def _tree_lines(cells: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """The lines, no wider than the screen: long names and sources are cut."""
+    """Yield the lines and their styles. Long names and sources are cut to the width of the screen."""
     width = max(MIN_WIDTH, get_terminal_size((80, 24)).columns)
     widths = [max(map(len, column)) for column in zip(TITLES, *cells, strict=True)][:-1]
     for index, (*columns, source) in enumerate((TITLES, *cells)):

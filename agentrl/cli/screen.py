@@ -1,4 +1,4 @@
-"""A run on one screen: its progress, its curves, its newest iterations. A larger screen shows more."""
+"""A run on one screen: its progress, its curves and its newest iterations. A larger screen shows more of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
@@ -10,9 +10,9 @@ from agentrl.workflow.runtime.shown_text import cell, clean, format_count
 
 LABEL, VALUES, BAR = 14, 24, 40
 MIN_CURVE_LINES = 6
-"""The height above which a blank line follows the head."""
+"""The height in lines above which a blank line follows the head."""
 TALL_SCREEN = 36
-"""Above this many lines a screen has room for every curve, and for the reward's as a plot."""
+"""The height in lines above which all curves are shown, and the reward also as a plot."""
 
 
 def _length(row: Row) -> float | None:
@@ -24,7 +24,7 @@ def _errors(row: Row) -> float | None:
 
 
 def _effective_samples(row: Row) -> float | None:
-    """The effective sample size; None where the weights of all tokens are 1 up to rounding."""
+    """Return the effective sample size as a share; None if all token weights are 1 up to rounding."""
     share = row["effective_sample_size"]
     return None if share is None or share > 0.9999 else share
 
@@ -45,11 +45,13 @@ CURVES: dict[str, Callable[[Row], float | None]] = {
     "MFU": lambda row: row["mfu"],
     "GPU memory, GiB": lambda row: row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**30,
 }
-"""Curves over the finished iterations, most important first for small screens; curves without values are left out."""
+"""The curves over the finished iterations, the most important first; a small screen shows only the first ones. A curve without
+values is left out.
+"""
 
 MAX_CURVES = 7
 MAX_REASON_LINES = 3
-"""The most lines on what a run waits for, or why more is sampled."""
+"""The most lines for one remark, such as what the run waits for."""
 
 COLUMNS: dict[str, Callable[[Row], float | None]] = {
     "iteration": lambda row: row["iteration"],
@@ -61,11 +63,11 @@ COLUMNS: dict[str, Callable[[Row], float | None]] = {
     "errors": lambda row: row["tool_errors"],
     "held out": lambda row: row["eval_reward"],
 }
-"""Columns of the table of the newest iterations; tokens are per episode."""
+"""The columns of the table of the newest iterations; tokens are per episode."""
 
 
 def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
-    """Return the run in at most `height` lines of `width` characters, one of them left for the cursor."""
+    """Return the run in at most `height - 1` lines of `width` characters; the last line is for the cursor."""
     tall = height > TALL_SCREEN
     lines = [*_head_lines(view), ""] if height > MIN_CURVE_LINES else list(_head_lines(view))
     lines += list(_curve_lines(view, width, len(CURVES) if tall else MAX_CURVES))
@@ -81,7 +83,7 @@ def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
 
 
 def _head_lines(view: RunView) -> Iterator[str]:
-    """The run's state, its bar, the open iterations and the pace."""
+    """Yield the run's state, its progress bar, the open iterations and the speed."""
     run, now = view.run, view.progress
     done, total = run["iterations_done"], run["iterations"]
     epoch = f"  epoch {view.iterations[-1]['epoch']} of {run['epochs']}" if view.iterations else ""
@@ -118,12 +120,12 @@ def _curve_line(label: str, values: Sequence[float], width: int) -> str:
 
 
 def _short_number(value: float) -> str:
-    """The number with three decimals, unless too few digits are left then."""
+    """Return the number with three decimals; below 0.01, as `cell` formats it."""
     return cell(value) if 0 < abs(value) < 0.01 else format_decimals(value)
 
 
 def _eval_line(view: RunView) -> str:
-    """The newest evaluation, the best version, and the number of those to come."""
+    """Return the newest evaluation, the best version, and the number of pending evaluations."""
     run, scored = view.run, [row for row in view.evals if row["mean_reward"] is not None]
     newest = scored[-1]
     parts = [f"version {newest['policy_version']}: {format_interval(newest)}"]
@@ -134,7 +136,7 @@ def _eval_line(view: RunView) -> str:
 
 
 def _newest_table(view: RunView, room: int) -> list[str]:
-    """A table of the newest iterations in at most this many lines; empty if there is no room."""
+    """Return a table of the newest iterations in at most `room` lines; empty if there is no room."""
     rows = view.iterations[-(room - 1) :] if room > 1 else []
     if not rows:
         return []

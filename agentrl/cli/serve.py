@@ -1,4 +1,4 @@
-"""`agentrl serve`: a policy for any client of the OpenAI API. Turns are recorded; nothing is trained."""
+"""`agentrl serve`: serves a policy to any client of the OpenAI API. Turns are recorded; nothing is trained."""
 
 import json
 from collections.abc import Iterator
@@ -53,10 +53,10 @@ def serve(
 ) -> None:
     """Serve a policy to any client of the OpenAI API, until Ctrl-C.
 
-    POST /v1/chat/completions, GET /v1/models. Each client's calls are an episode of a run of the kind serve, for `agentrl
-    episodes`, `replay` and `sql`. A client is who sends the same API key, or the same header X-Agentrl-Episode; its episode
-    ends by POST /v1/episode/end (which may give it rewards), after a silence, or with this process. temperature, top_p, top_k,
-    min_p and seed are the client's to choose.
+    The routes are POST /v1/chat/completions and GET /v1/models. Each client's requests are an episode of a run of the kind
+    serve, for `agentrl episodes`, `replay` and `sql`. Requests with the same API key, or the same header X-Agentrl-Episode,
+    belong to one client. Its episode ends by POST /v1/episode/end (which may give it rewards), after --idle-seconds without a
+    request, or with this process. The client chooses temperature, top_p, top_k, min_p and seed.
     """
     from secrets import randbelow
 
@@ -89,10 +89,10 @@ def serve(
 
 
 def _read_origins(text: str, key: str) -> frozenset[str]:
-    """Return the origins that AGENTRL_SERVE_ORIGINS names.
+    """Return the origins that AGENTRL_SERVE_ORIGINS lists.
 
     Raises:
-        ConfigError: it names something else, or no key is set.
+        ConfigError: a value is not an origin, or no key is set.
     """
     from agentrl.workers.serving.cors import read_origins
 
@@ -108,7 +108,7 @@ def _read_origins(text: str, key: str) -> frozenset[str]:
 def _served_config(
     policy: str, name: str | None, options: dict[str, Any], chat: dict[str, Any], trust: bool
 ) -> "tuple[RunConfig, Any, str]":
-    """The config to serve with, the policy's weights (None: the model as it is), and the name of the run that they are of."""
+    """Return the config to serve with, the policy's weights (None for an untrained model), and the name of their run."""
     from agentrl.workers.requests.serve_request import serve_config
     from agentrl.workflow import engines
     from agentrl.workflow.config import build
@@ -132,7 +132,7 @@ def _database(no_record: bool) -> "Iterator[Database]":
 
 
 def _serve(db: "Database", config: "RunConfig", ref: Any, of: str, listening: "socket.socket", how: "Serving") -> None:
-    """Loads the policy, says where it is, and serves it to the end."""
+    """Load the policy, print its address, and serve it until the end."""
     from agentrl.workers.requests.serve_request import serve_submission
     from agentrl.workers.serving.policy_server import open_run, serve_policy
     from agentrl.workers.stack.listening import url_of

@@ -46,7 +46,7 @@ def list_tools(ctx: typer.Context, as_json: Json = False) -> None:
 
 
 def _tool_row(tool: "Tool", envs: "Mapping[str, Mapping[str, Tool]]") -> dict[str, Any]:
-    """A tool as a row; `works_in`: the envs whose own tool of that name works here."""
+    """Return the tool as a row. `works_in` has the envs whose own tool of that name works here."""
     from dataclasses import asdict
 
     from agentrl.workers.requests.tool_selection import Description
@@ -88,9 +88,10 @@ def serve(
 ) -> None:
     """Serve tools over HTTP until SIGTERM, for agents of any kind.
 
-    GET /tools, GET /tools/NAME, POST /tools/NAME/call with {"arguments": {...}}, each with `Authorization: Bearer TOKEN`. The
-    token is AGENTRL_TOOLS_TOKEN, or a random one that is printed. POST /sessions opens a session, in which the variables of
-    python_session last: POST /sessions/SESSION/tools/NAME/call, until DELETE /sessions/SESSION. /openapi.json describes it all.
+    The routes are GET /tools, GET /tools/NAME and POST /tools/NAME/call with {"arguments": {...}}. Each request needs the
+    header `Authorization: Bearer TOKEN`. The token is AGENTRL_TOOLS_TOKEN, or a random one that is printed. POST /sessions
+    opens a session, which keeps the variables of python_session between calls: POST /sessions/SESSION/tools/NAME/call. DELETE
+    /sessions/SESSION ends it. /openapi.json describes all routes.
     """
     from agentrl.workers.requests.tool_selection import select_tools
     from agentrl.workers.serving import tool_server
@@ -116,7 +117,7 @@ def serve(
 
 
 def _read_token() -> tuple[str, bool]:
-    """Reads or makes the token; returns it and whether a person chose it."""
+    """Return the token of the settings or a new random one, and whether it is from the settings."""
     from secrets import token_urlsafe
 
     from agentrl.workflow.errors import ConfigError

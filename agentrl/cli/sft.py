@@ -1,4 +1,4 @@
-"""`agentrl sft`: make a model from demonstrations, or from the best stored episodes."""
+"""`agentrl sft`: fine-tunes a model on demonstrations, or on the best stored episodes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -131,7 +131,7 @@ def sft(
 ) -> None:
     """Fine-tune a model on demonstrations, or on stored episodes; prints its folder.
 
-    Without --min-reward and --best it learns from every finished episode, the bad ones too.
+    Without --min-reward and --best it learns from every finished episode, whatever its reward.
     """
     recipe = recipe_options(steps, batch_size, learning_rate, seed, gradient_accumulation_steps, optimizer)
     if min_reward is not None and not isfinite(min_reward):
@@ -174,7 +174,7 @@ class _LearningOptions:
 
     @property
     def of_model(self) -> dict[str, Any]:
-        """The options on what trains, None if not given."""
+        """The options about what trains, by flag; None if not given."""
         return _as_flags(self.parts)
 
     @property
@@ -183,10 +183,10 @@ class _LearningOptions:
         return _as_flags(self.chat)
 
     def model(self, path: str, trusted: bool) -> "ModelConfig":
-        """The config's section on the model.
+        """Return the config's section `model`.
 
         Raises:
-            ConfigError: the options do not fit the model, or each other.
+            ConfigError: the options do not fit the model, or contradict each other.
         """
         values = {**self.parts, **self.chat}
         given = {f"model.{name}": value for name, value in values.items() if value is not None}
@@ -248,7 +248,7 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
 
 
 def _has_references(rows: "DatasetConfig") -> bool:
-    """Return whether a run could train on the rows, since each of them has an answer."""
+    """Return whether a run could train on the rows: each row has an answer."""
     from agentrl.workflow.datasets import load_tasks
 
     try:
@@ -258,7 +258,8 @@ def _has_references(rows: "DatasetConfig") -> bool:
 
 
 def _find_named_policy(model: str, how: _LearningOptions) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
-    """The model section, policy and manifest of the run in `RUN@V`; no policy for any other name, or if it is merged.
+    """Return the section `model`, the policy and the manifest for `RUN@V`. The policy is None for other names, and if its LoRA
+    was merged.
 
     Raises:
         NotFoundError: there is no such run or version.

@@ -1,4 +1,4 @@
-"""`agentrl sql`: a researcher's own SELECT, read-only, with a deadline; `--schema` explains the views."""
+"""`agentrl sql`: runs a user's SELECT, read-only and with a time limit. `--schema` explains the views."""
 
 from typing import Annotated, Any
 
@@ -54,7 +54,7 @@ def sql(
 
 
 def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
-    """Prints the columns of a view with their meanings, or the views with their columns.
+    """Print the columns of a view with their meanings; without `view`, the views with their columns.
 
     Raises:
         NotFoundError: there is no view of that name.

@@ -1,4 +1,4 @@
-"""`agentrl up`, `down`, `worker`, `db`, `config`: the processes, the database's revision, the settings of a run."""
+"""`agentrl up`, `down`, `worker`, `db` and `config`: the processes, the database's revision, the config of a run."""
 
 import os
 from contextlib import closing
@@ -22,8 +22,8 @@ def up(
 ) -> None:
     """Start the embedded stack.
 
-    It has a private Redis (unless AGENTRL_BROKER_URL is set), a rollout+train worker, a tools worker and a control loop; for a
-    run with an agent, an endpoint and an agents worker too.
+    It has a private Redis (unless AGENTRL_BROKER_URL is set), a worker for rollouts and training, a tools worker and a control
+    loop. For a run with an agent it also has an endpoint and an agents worker.
     """
     from agentrl.workers.stack import embedded, supervisor
     from agentrl.workers.stack.process import database
@@ -46,7 +46,7 @@ def up(
 
 
 def down() -> None:
-    """Stop the embedded stack; unfinished runs go on at the next `up`."""
+    """Stop the embedded stack; unfinished runs continue at the next `up`."""
     from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -76,8 +76,8 @@ def worker(
 ) -> None:
     """Run one worker in this process until SIGTERM.
 
-    An endpoint is what agents call; each has a key of its own. It speaks plain HTTP: let it listen elsewhere than at 127.0.0.1
-    only in a network that you trust.
+    Agents send their requests to an endpoint; each agent has a key of its own. An endpoint speaks plain HTTP: let it listen at
+    another address than 127.0.0.1 only in a network that you trust.
     """
     from agentrl.workers.stack import broker, worker
     from agentrl.workflow.errors import ConfigError
@@ -104,7 +104,7 @@ def worker(
 def upgrade() -> None:
     """Upgrade the database to this agentrl's revision.
 
-    On Postgres this also creates the role that `agentrl sql` reads as, with the password in AGENTRL_READER_PASSWORD.
+    On Postgres this also creates the role with which `agentrl sql` reads, with the password in AGENTRL_READER_PASSWORD.
     """
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import migrate
@@ -152,7 +152,8 @@ def show_config(
 ) -> None:
     """Show the config that a run would have (or has), as YAML.
 
-    The algorithm's own values for options that are left out are comments, so that another algorithm takes the file too.
+    Values that the algorithm chose for options that were left out are printed as comments. So the file can be used with another
+    algorithm too.
     """
     values, origins, settled = _config_values(file, assignments, run)
     if as_json:
@@ -167,10 +168,10 @@ def show_config(
 def _config_values(
     file: Any, assignments: list[str] | None, run: str | None
 ) -> tuple[dict[str, Any], dict[str, str], set[str]]:
-    """Values and origins by key, and the keys whose value is the algorithm's own.
+    """Return the values by key, the origin of each value by key, and the keys whose value the algorithm chose.
 
     Raises:
-        ConfigError: `submit` would refuse the config, or both a stored config and changes to it were asked for.
+        ConfigError: `submit` would refuse the config, or --run was given together with a config.
     """
     from agentrl.workflow import trainers
     from agentrl.workflow.algorithms import resolve_run

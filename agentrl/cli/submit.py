@@ -1,4 +1,6 @@
-"""`agentrl submit`: turns flags into a RunConfig, writes the run, sends its first chord. Starts a stack if none runs."""
+"""`agentrl submit`: turns flags into a RunConfig, writes the run and sends its first chord. It starts a stack if none is
+running.
+"""
 
 import os
 from collections.abc import Iterator
@@ -108,7 +110,7 @@ def submit(
 
 
 def _with_origins(prepared: Any, origins: dict[str, str]) -> Any:
-    """The request, with where each value that is no default came from, in the manifest's `origins`."""
+    """Return the prepared run with the origin of each value that is not a default in `manifest["origins"]`."""
     chosen = {key: origin for key, origin in origins.items() if origin != "default"}
     submission = replace(prepared.submission, manifest={**prepared.submission.manifest, "origins": chosen})
     return replace(prepared, submission=submission)
@@ -116,14 +118,16 @@ def _with_origins(prepared: Any, origins: dict[str, str]) -> Any:
 
 @contextmanager
 def _timed(name: str) -> Iterator[None]:
-    """Report a check that passed, with its seconds."""
+    """Print the name and the seconds of a check that passed."""
     start = perf_counter()
     yield
     say(f"checked {name:18} {perf_counter() - start:5.1f} s")
 
 
 def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
-    """Lines on what trains and the memory that it takes, from the model's files alone; none where they do not say."""
+    """Yield lines about what trains and its memory, computed from the model's files. Yield no lines if the files are missing or
+    do not say it.
+    """
     from agentrl.workflow.models.lookup import find_model_files, lora_rank_of
     from agentrl.workflow.models.memory_estimate import estimate_memory
     from agentrl.workflow.models.parameters import count_in_headers
@@ -146,7 +150,7 @@ def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
 
 
 def _source_values(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
-    """The flags that name stored episodes, as keys of the config."""
+    """Return the flags that name stored episodes, as config keys."""
     numbers = [word for word in groups if word.isascii() and word.isdigit() and len(word) < 19]  # no database takes more digits
     names = [*(word for word in groups if word not in numbers), *runs]
     return {

@@ -1,4 +1,4 @@
-"""`agentrl tag` and `agentrl note`: what people say of a run."""
+"""`agentrl tag` and `agentrl note`: tags and notes that users attach to a run."""
 
 from typing import Annotated
 
@@ -22,7 +22,7 @@ def tag(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Give a run tags, take some away, or list those that it has. `agentrl runs` and the page show them."""
+    """Add tags to a run, remove some, or list them. `agentrl runs` and the page show them."""
     from agentrl.workflow.store.reads import label_rows, run_rows
 
     if words or remove:
@@ -51,7 +51,7 @@ def note(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a note on a run, take one away, or list the newest ones."""
+    """Add a note to a run, remove one, or list the newest."""
     from agentrl.workflow.store.reads import label_rows
 
     if text is not None and remove is not None:

@@ -1,4 +1,4 @@
-"""The display of a turn while it is sampled: words as they arrive, thoughts dimmed, calls when they are complete."""
+"""The display of a turn while it is sampled: text as it arrives, thoughts dimmed, calls when they are complete."""
 
 import json
 import re
@@ -13,12 +13,12 @@ PLAIN, DIM = "", "italic dim"
 
 
 class Voice:
-    """A writer that gets a turn's text in pieces and prints the part for people.
+    """A writer that receives a turn's text in pieces and prints its thought and content.
 
     Args:
-        write: shows a text in rich's style of that name.
-        thinks: whether the turn begins inside a thought.
-        opens: the marks that begin a call in the model's family; calls without a mark are shown as they come.
+        write: prints a text in a style of rich.
+        thinks: the turn begins inside a thought.
+        opens: the marks that begin a call in the model's format. Calls without a mark are printed as text.
     """
 
     def __init__(self, write: Callable[[str, str], None], thinks: bool, opens: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ class Voice:
         self._begun = thinks
 
     def take(self, piece: str) -> None:
-        """Show the piece; hold back an end that may begin a mark."""
+        """Print the piece. Hold back characters at its end that may begin a mark."""
         self._held += piece.replace("\0", "\ufffd")
         while not self._calls and (mark := self._mark.search(self._held)):
             self._write_text(self._held[: mark.start()])
@@ -47,7 +47,7 @@ class Voice:
             self._held = self._held[len(self._held) - held_chars :]
 
     def rest(self, message: Message) -> Iterator[Line]:
-        """Yield the lines of the whole turn that were not shown yet."""
+        """Yield the lines of the turn that were not printed yet."""
         if not self._calls:
             self._write_text(self._held)
         self._end_line()
@@ -59,7 +59,7 @@ class Voice:
         yield from call_lines(message)
 
     def _write_text(self, text: str) -> None:
-        """Writes the text without white space at either end of the turn, as the parser strips it too."""
+        """Print the text without white space at either end of the turn; the parser strips it too."""
         text = self._space + text
         if not (self._thought if self._thinks else self._shown):
             text = text.lstrip()
@@ -77,7 +77,9 @@ class Voice:
             self._shown += visible
 
     def _handle_mark(self, mark: str) -> None:
-        """Handles a mark: a thought begins before all else, and ends once; any other mark of a thought is text."""
+        """Handle a mark. A thought may begin only before all other text, and ends once; other thought marks are printed as
+        text.
+        """
         if mark not in (THINK, END_THINK):
             self._calls = True
         elif mark == THINK and not (self._begun or self._shown):
@@ -97,7 +99,7 @@ class Voice:
 
 
 def turn_lines(message: Message) -> Iterator[Line]:
-    """Yield the lines of a whole turn."""
+    """Yield the lines of a complete turn."""
     if message.thought:
         yield f"(thinks) {message.thought}", DIM
     if message.content:
@@ -106,13 +108,12 @@ def turn_lines(message: Message) -> Iterator[Line]:
 
 
 def call_lines(message: Message) -> Iterator[Line]:
-    """Yield the lines of a turn's calls."""
     for call in message.tool_calls:
         call_text: Any = call.error if call.error else json.dumps(dict(call.arguments), ensure_ascii=False)
         yield f"  {call.name or '(unreadable call)'} {call_text}", "bold blue"
 
 
 def _unfinished_chars(text: str, marks: Sequence[str]) -> int:
-    """The number of characters at the text's end that may begin a mark."""
+    """Return the number of characters at the text's end that may begin a mark."""
     longest = max(map(len, marks)) - 1
     return next((size for size in range(min(longest, len(text)), 0, -1) if any(m.startswith(text[-size:]) for m in marks)), 0)

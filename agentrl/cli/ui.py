@@ -1,4 +1,4 @@
-"""`agentrl ui`: the rows in a browser; one run as a file."""
+"""`agentrl ui`: shows the rows in a browser, and exports a run as one file."""
 
 import os
 import sys
@@ -42,9 +42,9 @@ def ui(
     limit_mb: Annotated[float, typer.Option(min=1, max=1000, help="Maximum size of that file, MB.")] = LIMIT_MB,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
-    """Show the rows in a browser: runs, curves, groups, transcripts, tokens. Reads only; live while runs run.
+    """Show the rows in a browser: runs, curves, groups, transcripts, tokens. It only reads, and updates while runs are running.
 
-    It needs no other service, and asks no other host. Ctrl-C ends it.
+    It needs no other service and contacts no other host. Ctrl-C ends it.
     """
     from agentrl.workers.page import page_server
 
@@ -76,10 +76,11 @@ def ui(
 
 
 def _open_store(url: str | None, demo: bool) -> "ReadOnlyStore":
-    """The store, which can be read.
+    """Return a store that can be read.
 
     Raises:
-        NotFoundError, ServiceError: there is none, or it is of another revision, or away.
+        NotFoundError: there is no store.
+        ServiceError: the database has another revision, or does not respond.
     """
     from agentrl.workers.page.read_only import ReadOnlyStore
     from agentrl.workflow.settings import settings
@@ -113,7 +114,7 @@ def _reason(error: ServiceError) -> str:
 
 
 def _open_browser(link: str) -> None:
-    """Opens the page where there is somebody to look at it."""
+    """Open the page in a browser if this machine has a display."""
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return
     import webbrowser

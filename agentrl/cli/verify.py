@@ -27,13 +27,13 @@ MAX_QUOTED = 200
 
 
 def verify(episode: int, what: str, as_json: bool) -> int:
-    """Repeat the episode and print the report; returns 0 if all that could be verified is the same, else 1.
+    """Repeat the episode and print the report. Return 1 if something differs, else 0.
 
-    If nothing could be verified, the report says so: the JSON's `same` is null, and the exit code 0, since nothing differs.
+    If nothing could be verified, the report says so: the JSON's `same` is null, and the result is 0, because nothing differs.
 
     Raises:
-        CheckpointError: only tokens were asked for, and the weights that sampled them are gone.
-        ModelError: the base here is not the run's.
+        CheckpointError: only tokens were requested, and the weights that sampled them were removed.
+        ModelError: the base model here is not the run's.
     """
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store.imported_runs import EXACT
@@ -300,22 +300,21 @@ def _reward_lines(reports: "list[RewardsReport]", status: str) -> Iterator[Line]
 
 
 def parting_lines(difference: "TokenDifference", left: str, right: str) -> Iterator[Line]:
-    """Yield lines on where two token sequences part, one for each side after its name."""
+    """Yield lines about the first difference of two token sequences, one line for each side."""
     yield f"  first: step {difference.step}, {difference.part} token {difference.index}", "red"
     for name, token, text in zip((left, right), difference.ids, difference.texts, strict=True):
         yield f"    {name} {'(no more)' if token is None else f'{token} {quote(text)}'}", ""
 
 
 def line_style(same: bool) -> str:
-    """Return the style of a line of the report."""
     return "" if same else "red"
 
 
 def quote(text: str) -> str:
-    """Return a text in quotation marks, invisible characters escaped."""
+    """Return the text in quotation marks, with invisible characters escaped, and cut to MAX_QUOTED characters."""
     return repr(one_line(text, MAX_QUOTED)) if len(text) > MAX_QUOTED else repr(text)
 
 
 def full_number(value: float | str | None) -> str:
-    """Return a number with all its digits; an error's text in its place is unchanged."""
+    """Return the number with all its digits. A text, which is an error message, is only shortened."""
     return one_line(value, MAX_QUOTED) if isinstance(value, str) else cell(value) if value is None else repr(value)

@@ -10,7 +10,7 @@ from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_database
 
 
 def watch(run: NewestRun = None, as_json: Json = False) -> None:
-    """Follow a run to its end (with --json: its state now)."""
+    """Follow a run to its end. With --json, print its present state."""
     db = stored_database()
     run = pick_run(db, run)
     if as_json:

@@ -1,4 +1,4 @@
-"""`agentrl whatif`: a table of what other algorithms would have made of a run's update; nothing is stored."""
+"""`agentrl whatif`: compares what other algorithms would have computed in a run's update. Nothing is stored."""
 
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 NAME_CHARS = 13
-"""The width of a line, and of the name before its numbers; a longer name gets a line of its own."""
+"""The width of the name column, in characters; a line has WIDTH. A longer name gets a line of its own."""
 
 COLUMNS = (
     *(("spread", 7), ("zero", 5), ("corr", 7)),
@@ -53,7 +53,7 @@ def whatif(
 ) -> None:
     """Compare algorithms on an update of a run: advantages, loss, gradient, and what one step would change.
 
-    It uses the stored episodes of the iteration, and the policy that its update started from. The run, its checkpoints and the
+    It uses the stored episodes of the iteration and the policy from which its update started. The run, its checkpoints and the
     database do not change.
     """
     from agentrl.workers.requests.whatif_request import prepare_whatif
@@ -118,7 +118,9 @@ def _algorithm_document(finding: "Finding") -> dict[str, Any]:
 
 
 def _episode_document(episode: Any, findings: "Sequence[Finding]") -> dict[str, Any]:
-    """An episode with its advantages in the order of the algorithms; null if one does not credit it."""
+    """Return the episode with its advantages, one for each algorithm in order; null if an algorithm does not use the
+    episode.
+    """
     return {
         "id": episode.id,
         "reward": episode.reward,
@@ -208,7 +210,9 @@ def _whatif_sentences(request: "WhatIfRequest", findings: "Sequence[Finding]") -
 
 
 def _describe_optimizer(past: "UpdateInputs", findings: "Sequence[Finding]") -> str:
-    """Words on the optimizer's state: a run's later updates started with one, which `agentrl gc` removes first."""
+    """Return a text about the optimizer's state. Later updates of a run start with a stored state, which `agentrl gc` removes
+    first.
+    """
     if all("optimizer" not in finding.blank for finding in findings):
         return "as the run had it"
     return "whose state was removed since" if past.policy.path and not past.is_borrowed else "that remembers nothing yet"

@@ -1,4 +1,7 @@
-"""The agentrl library: values, plug-ins, engine, store, algorithms. No process, no terminal, no web in here."""
+"""The agentrl library: data types, plug-ins, sampling engines, the store and the algorithms.
+
+The worker processes, the command line and the web page are in other packages.
+"""
 
 import os
 

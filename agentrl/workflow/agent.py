@@ -1,8 +1,8 @@
-"""next_action(episode, env): what an episode needs next, decided from its record alone.
+"""The decision what an episode needs next (`next_action`), made from its record alone.
 
-The rollout loop is: load the record, ask `next_action`, act, commit, ask again. Since nothing else is remembered, an
-episode goes on after any crash from what was committed. The model's mistakes are decided here too: they become observations
-or a stop_reason.
+The rollout loop loads the record, calls `next_action`, acts, commits, and repeats. It keeps no other state, so an episode
+continues after any crash from its committed steps. The model's mistakes are decided here too: they become observations or a
+`stop_reason`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,30 +15,36 @@ from agentrl.workflow.tools import Tool
 from agentrl.workflow.trajectory import UNCLOSED, UNFINISHED, Episode, Message, Step, StopReason, ToolCall, ToolResult
 
 MAX_ARGUMENT_CHARACTERS = 65536
-"""The most characters of arguments; longer ones are not sent to a tool, and the model is told."""
+"""The most characters of a call's arguments. A call with more is not sent, and its result is an error."""
 
 
 QUESTION = Message("user", "Do not call a tool again. What is the answer?")
-"""What a policy is asked before its last turn, and after a turn that only repeated calls. Small models go on calling else."""
+"""The message that asks a policy for its answer, before its last turn and after a turn that only repeated calls.
+
+Without it, small models continue to call tools.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Sample a turn: these messages are new to the policy."""
+    """The action to sample a turn. `messages` are the messages that the policy has not read yet."""
 
     messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CallTools:
-    """Run the calls of this step, wait for all results and record them in the order of the calls."""
+    """The action to run the calls of a step.
+
+    The caller waits for all results and records them in the order of the calls.
+    """
 
     step: Step
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The episode is over."""
+    """The action to end the episode."""
 
     stop_reason: StopReason
 
@@ -50,7 +56,7 @@ def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
     """Return the action that the episode needs next.
 
     Raises:
-        TypeError: the env returned something other than messages with text; errors of its own code pass through as well.
+        TypeError: the env returned something other than messages with text. Exceptions of the env's own code pass through.
     """
     if not episode.steps:
         return _generate(env.reset(episode.task))
@@ -72,10 +78,11 @@ def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
 
 
 def observe(episode: Episode, env: Env, limits: RolloutConfig) -> tuple[Message, ...]:
-    """Return what the policy reads after the episode's last turn: what the env says, and where `last_turn` says so, a question.
+    """Return the messages that the policy reads after the episode's last turn.
 
-    It is asked for its answer if results are the last that it reads before its last turn, or if all of them are results that it
-    has read before, of the same calls.
+    These are the messages of `env.step`. If the last of them is a tool result, `QUESTION` follows in two cases: only one turn
+    is left, or the policy has made all calls of this turn before and got the same results. With `limits.last_turn` "plain" it
+    never follows.
     """
     messages = env.step(episode)
     if limits.last_turn == "plain" or not messages or not isinstance(messages[-1], Message) or messages[-1].role != "tool":
@@ -86,7 +93,7 @@ def observe(episode: Episode, env: Env, limits: RolloutConfig) -> tuple[Message,
 
 
 def _answered_calls(step: Step) -> set[tuple[str, str, str]]:
-    """(tool, arguments, result) for each call of a turn."""
+    """Return (tool, arguments, result) for each call of a turn."""
     results = zip(step.message.tool_calls, step.results or (), strict=False)
     return {(call.name, repr(call.arguments), result.content) for call, result in results}
 
@@ -98,7 +105,7 @@ def _generate(messages: tuple[Message, ...]) -> Generate:
 
 
 def refusal(call: ToolCall, index: int, tools: Mapping[str, Tool], limits: RolloutConfig) -> ToolResult | None:
-    """Return the immediate answer to the model for a call that cannot be sent; None for a call that can."""
+    """Return the result for a call that cannot be sent, which says why; None for a call that can."""
     if call.error is not None:
         return ToolResult(call.error, "parse_error")
     if index >= limits.max_tool_calls:

@@ -1,7 +1,7 @@
-"""Annotations of an episode by its agent, tools and hooks: rewards, messages, objects, errors and times.
+"""Annotations of an episode by its agent, tools and hooks: rewards, messages, objects, errors and durations.
 
-An annotation is a value that is written once and never changed. Whatever comes from outside is read by `read_annotations`,
-within bounds.
+An annotation is written once and never changed. `read_annotations` parses annotations from outside, and limits their number and
+size.
 """
 
 import json
@@ -15,10 +15,10 @@ KINDS = ("reward", "message", "object", "annotation", "exception", "operation", 
 SOURCES = ("agent", "tool", "hook")
 MAX_AT_ONCE = 100
 MAX_OF_ATTEMPT = 10_000
-"""Annotations that one attempt at an episode may have."""
+"""The most annotations of one attempt at an episode."""
 MAX_NAME = 128
 MAX_DATA = 64 * 1024
-"""Bytes of an annotation's data as JSON."""
+"""The most bytes of an annotation's data, encoded as JSON."""
 MAX_DEPTH = 32
 MAX_STEP = 2**31 - 1
 MAX_REWARD = 1e30
@@ -30,14 +30,14 @@ class Annotation:
     """An annotation of an episode.
 
     Args:
-        id: its name within the attempt; what comes twice under one id is written once.
-        kind: one of KINDS.
-        name: what it is called: of a reward its part, of an exception its class.
-        data: any JSON object.
-        step: the index of the step that it is tied to; None: none was recorded yet. A reward with a step of its own in `data`
-            is that step's; any other is the episode's.
-        seconds: how long an operation took.
-        source: one of SOURCES: who said it.
+        id: the id, unique within the attempt. Of several annotations with the same id, only the first is written.
+        kind: one of `KINDS`.
+        name: the name of the reward part, the class of the exception, or another label.
+        data: a JSON object.
+        step: the index of the step that it is tied to; None: no step is recorded yet. A reward belongs to a step only if `data`
+            has the key `step`; any other reward belongs to the episode.
+        seconds: the duration of an operation, in seconds.
+        source: one of `SOURCES`: the writer.
     """
 
     id: str
@@ -50,10 +50,10 @@ class Annotation:
 
 
 def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ...]:
-    """Parse annotations from JSON.
+    """Parse annotations from decoded JSON.
 
     Raises:
-        ValueError: one is none; the message says why.
+        ValueError: one of them is invalid; the message says why.
     """
     if not isinstance(values, list) or len(values) > MAX_AT_ONCE:
         raise ValueError(f"annotations must be a list of at most {MAX_AT_ONCE}")
@@ -61,10 +61,10 @@ def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ..
 
 
 def read_annotation(value: Any, source: str = "agent") -> Annotation:
-    """Parse an annotation.
+    """Parse an annotation from decoded JSON.
 
     Raises:
-        ValueError: it is none; the message says why.
+        ValueError: it is invalid; the message says why.
     """
     if not isinstance(value, Mapping) or value.keys() - {"id", "kind", "name", "data", "step", "seconds"}:
         raise ValueError("an annotation is an object with id, kind, name, data, step and seconds")
@@ -85,7 +85,7 @@ def check(annotation: Annotation) -> None:
     """Validate an annotation.
 
     Raises:
-        ValueError: it cannot be kept; the message says why.
+        ValueError: it is invalid; the message says why.
     """
     if not isinstance(annotation.id, str) or not _ID.fullmatch(annotation.id):
         raise ValueError("an annotation's id is a text of 1 to 64 small letters, digits, : _ and -")
@@ -134,10 +134,14 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def rewards_of(annotations: Sequence[Annotation], steps: int) -> dict[str, float | tuple[float, ...]]:
-    """Return the rewards by name: a number, or a number per step if any annotation has a step.
+    """Return the rewards by name: a number, or one number per step if any annotation of that name has a step.
 
-    What is said again of the same replaces what was said before; what is said of the whole episode beside steps is the last
-    step's. Those of steps that are not there, and those of hooks, which return theirs, do not count.
+    A later reward replaces an earlier one of the same name and step. If a name has rewards of steps and one of the episode, the
+    latter is added to the last step's. Rewards of steps that do not exist are ignored. So are those of hooks, because hooks
+    return their rewards.
+
+    Args:
+        steps: the number of steps of the episode.
     """
     whole: dict[str, float | tuple[float, ...]] = {}
     by_step: dict[str, dict[int, float]] = {}

@@ -1,7 +1,7 @@
-"""Tool calls from untrusted JSON, which is bounded before it is decoded.
+"""Tool calls from untrusted JSON.
 
-Every format of `tool_formats` reads through here, so that the same limits hold for all of them. Strings may contain
-raw line breaks: models write code that way.
+Every format in `tool_formats` parses JSON with this module, so the same limits hold for all of them. The length is checked
+before the JSON is decoded. Strings may contain raw line breaks, because models write code that way.
 """
 
 import json
@@ -12,23 +12,26 @@ from typing import Any
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 MAX_CHARACTERS = 524_288
-"""Length of a call: what a tool takes at most (see `agent.refusal`) fits in, however its characters are escaped."""
+"""The most characters of a call.
+
+The longest arguments that a tool accepts (see `agent.refusal`) fit in, even if each of their characters is escaped.
+"""
 
 MAX_NESTING = 64
-"""Objects and arrays within each other in one tool call; whatever stores and sends a call recurses over them."""
+"""The most levels of objects and arrays in one tool call. The code that stores and sends calls recurses over them."""
 
 MAX_DIGITS = 4300
-"""The most digits of an integer: Python's own default limit."""
+"""The most digits of an integer; the same as Python's default limit."""
 
 TOO_LONG = f"more than {MAX_CHARACTERS} characters, which a call may have at most"
 
 
 class Unreadable(Exception):
-    """A call that cannot be read.
+    """A call that cannot be parsed.
 
     Args:
-        why: the reason that the model is told.
-        end: the end of its text, as far as it was read: reading goes on there.
+        why: the reason that the model reads.
+        end: the index in the text at which parsing continues.
     """
 
     def __init__(self, why: str, end: int) -> None:
@@ -38,7 +41,7 @@ class Unreadable(Exception):
 
 
 class _Keys:
-    """Takes the pairs of each object, and remembers the first key that stands twice in one."""
+    """A hook for the JSON decoder that remembers the first key that occurs twice in one object."""
 
     def __init__(self) -> None:
         self.twice: str | None = None
@@ -51,17 +54,17 @@ class _Keys:
 
     @property
     def why(self) -> str:
-        """The reason that the model is told."""
+        """The reason that the model reads; empty if no key occurs twice."""
         return "" if self.twice is None else duplicate_key_message(self.twice)
 
 
 def duplicate_key_message(key: str) -> str:
-    """Return the message to the model about a key that it gave twice."""
+    """Return the error message for the model about a key that occurs twice in one object."""
     return f"the key {json.dumps(key[:100])} stands twice in one object; give it once"
 
 
 def decode_json(text: str) -> tuple[Any, str]:
-    """Return the value of an untrusted JSON text, and why it cannot be accepted; empty if it can.
+    """Return the value of an untrusted JSON text, and why it is refused; the reason is empty if it is accepted.
 
     Raises:
         ValueError: the text is not JSON, or is longer than a call may be.
@@ -78,10 +81,10 @@ def decode_json(text: str) -> tuple[Any, str]:
 
 
 def describe_json_error(value: Any) -> str:
-    """Return why a decoded value cannot be accepted; empty if it can.
+    """Return why a decoded value is refused; empty if it is accepted.
 
     Raises:
-        ValueError: it cannot be written back (NaN, 1e999, half a surrogate pair), and so not stored either.
+        ValueError: the value cannot be encoded as JSON again (NaN, 1e999, half a surrogate pair), so it cannot be stored.
     """
     if nesting(value) > MAX_NESTING:
         return f"a call may nest {MAX_NESTING} objects and arrays within each other, not more"
@@ -90,10 +93,10 @@ def describe_json_error(value: Any) -> str:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at a place of a text, and where it ends.
+    """Return the JSON value that begins at index `at` of the text, and the index at which it ends.
 
     Raises:
-        Unreadable: there is no acceptable value.
+        Unreadable: no acceptable value begins there.
     """
     window = text[at : at + MAX_CHARACTERS + 1]
     keys = _Keys()
@@ -112,10 +115,10 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def parse_digits(digits: str) -> int:
-    """Return the integer of these digits.
+    """Return the integer that these digits write.
 
     Raises:
-        ValueError: there are too many digits.
+        ValueError: there are more than `MAX_DIGITS` digits.
     """
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a whole number may have {MAX_DIGITS} digits, not more")
@@ -123,7 +126,7 @@ def parse_digits(digits: str) -> int:
 
 
 def nesting(value: Any) -> int:
-    """Return the nesting depth of objects and arrays, counted level by level, without recursion."""
+    """Return the nesting depth of objects and arrays. It is counted level by level, without recursion."""
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
@@ -132,7 +135,10 @@ def nesting(value: Any) -> int:
 
 
 def read_arguments(name: str, arguments: object) -> ToolCall:
-    """Return the call of the tool of that name; an unreadable one unless `arguments` is an object, a string of one, or null."""
+    """Return the call of a tool with these arguments.
+
+    `arguments` must be an object, a string that contains one, or null. With any other value the returned call has an `error`.
+    """
     why = ""
     arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):
@@ -146,10 +152,13 @@ def read_arguments(name: str, arguments: object) -> ToolCall:
 
 
 def make_call(name: object, arguments: object, end: int) -> ToolCall:
-    """Return the call of that name with these arguments, whose text ends there.
+    """Return the call of the tool `name` with these arguments.
+
+    Args:
+        end: the index at which the text of the call ends, for the exception.
 
     Raises:
-        Unreadable: they do not make a call.
+        Unreadable: the name or the arguments are invalid.
     """
     if not isinstance(name, str) or not name:
         raise Unreadable('a call is an object with a "name" and "arguments"', end)
@@ -160,14 +169,14 @@ def make_call(name: object, arguments: object, end: int) -> ToolCall:
 
 
 def unreadable_call(why: str) -> ToolCall:
-    """Return a call that could not be read, with the reason for the model."""
+    """Return a call that could not be parsed. Its `error` is the reason, for the model."""
     return ToolCall("", {}, error=why)
 
 
 def dump_json(value: object) -> str:
-    """Return the value as JSON, as models write it.
+    """Return the value as JSON, in the form that models write.
 
     Raises:
-        ValueError: JSON cannot express it (NaN).
+        ValueError: JSON cannot express the value (NaN).
     """
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

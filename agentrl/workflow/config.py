@@ -1,4 +1,7 @@
-"""RunConfig, the frozen config of a run. Unknown keys are errors. `resolve` builds it from files, flags and variables."""
+"""`RunConfig`, the frozen config of a run.
+
+Unknown keys are errors. `resolve` builds the config from files, flags and environment variables.
+"""
 
 import re
 import shlex
@@ -22,12 +25,12 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.resources import read_resources
 
 MAX_INT = 2**31 - 1
-"""The largest count; rows, arrays and servers have no room for more."""
+"""The largest count. Rows, arrays and servers store counts as 32-bit integers."""
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 ALL_LINEAR = "all-linear"
-"""The default layers of LoRA: every linear layer of the decoder, without head, routers and convolutions."""
+"""The default target of LoRA: every linear layer of the decoder except the head, routers and convolutions."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The default of runs of format 4 and older: of these, the layers that the model has."""
+"""The default targets of LoRA in runs of format 4 and older; names that the model lacks are skipped."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -37,10 +40,10 @@ def _as_tuple(value: Any) -> Any:
 
 
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
-"""One text or several, none of them empty; or nothing, as in `-s tools=`."""
+"""A tuple of non-empty texts. A single text is one of them; null is the empty tuple, as in `-s tools=`."""
 
 Numbers = Annotated[tuple[Annotated[int, Field(ge=1, lt=2**63)], ...], BeforeValidator(_as_tuple)]
-"""One row of the database or several, by their numbers."""
+"""A tuple of row ids of the database. A single number is one of them."""
 
 
 def _as_resources(value: Any) -> Any:
@@ -48,7 +51,7 @@ def _as_resources(value: Any) -> Any:
 
 
 def _as_columns(value: Any) -> Any:
-    """`question=prompt,answer=solution` as a mapping."""
+    """Return `question=prompt,answer=solution` as a mapping."""
     if not isinstance(value, str):
         return value or {}
     pairs = [part.partition("=") for part in value.split(",")]
@@ -58,17 +61,17 @@ def _as_columns(value: Any) -> Any:
 
 
 Columns = dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]
-"""Field of a task -> the column of a dataset that it is read from."""
+"""A mapping from a task's field to the dataset column that it is read from."""
 
 Weights = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(strict=True)]]
-"""Name -> weight."""
+"""A mapping from a name to a weight."""
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-"""See `training.losses.aggregate`."""
+"""How the losses of tokens are combined; see `training.losses.aggregate`."""
 
 
 def _is_stored(info: ValidationInfo) -> bool:
-    """Whether the config is read from a store: an older run's stays readable."""
+    """Return True if the config comes from the store. Checks that are newer than the run are then skipped."""
     return bool(info.context and info.context.get("stored"))
 
 
@@ -77,10 +80,10 @@ class Flag:
     """The option of `agentrl submit` that sets a key. Its first name is also a keyword of `agentrl.Trainer`.
 
     Args:
-        names: what a person types.
-        metavar: stands for the value in the help; None: its type does.
-        type: of the typed value; None: the field's.
-        panel: heading in the help; None: the section's.
+        names: the names of the option on the command line.
+        metavar: the placeholder for the value in the help; None: the name of its type.
+        type: the type of the value on the command line; None: the field's type.
+        panel: the heading in the help; None: the section's heading.
     """
 
     names: tuple[str, ...]
@@ -97,15 +100,18 @@ class Flag:
 def option(
     default: Any, *names: str, metavar: str | None = None, type: Any = None, panel: str | None = None, **limits: Any
 ) -> Any:
-    """Return a field with an option of `submit` (see `Flag`); `limits` are those of pydantic's `Field`."""
+    """Return a field that has an option of `submit`.
+
+    `limits` are the limits of pydantic's `Field`; see `Flag` for the others.
+    """
     return Field(default, json_schema_extra={"flag": Flag(names, metavar, type, panel)}, **limits)  # type: ignore[dict-item]
 
 
 class Section(BaseModel):
-    """A part of the config: frozen, and strict about its keys."""
+    """A part of the config. It is frozen and refuses unknown keys."""
 
     PANEL: ClassVar = "The run"
-    """Heading of the section's options in `submit --help`."""
+    """The heading of the section's options in `submit --help`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -120,7 +126,7 @@ class Section(BaseModel):
 
 
 class DatasetConfig(Section):
-    """The tasks."""
+    """The tasks of a run."""
 
     PANEL: ClassVar = "What it trains on"
 
@@ -154,10 +160,10 @@ class DatasetConfig(Section):
 
 
 def solved_range(text: str) -> tuple[float, float]:
-    """Return the ends of `LOW..HIGH`.
+    """Return the two ends of `LOW..HIGH`.
 
     Raises:
-        ValueError: they are not two numbers from 0 to 1 in this order.
+        ValueError: the text is not two numbers from 0 to 1, the lower one first.
     """
     low, _, high = text.partition("..")
     try:
@@ -170,7 +176,7 @@ def solved_range(text: str) -> tuple[float, float]:
 
 
 class ModelConfig(Section):
-    """The weights, and the part of them that trains."""
+    """The model's weights, and which of them train."""
 
     PANEL: ClassVar = "The model"
 
@@ -245,8 +251,9 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     """The options of rollouts.
 
-    `top_k`, `top_p` and `min_p` decide what is drawn and change no logprob: sampler and trainer both give those of the whole
-    vocabulary, so the ratio of an update is that of the full distributions, and what truncation never draws is never trained.
+    `top_k`, `top_p` and `min_p` limit which tokens are drawn, but change no logprob. Sampler and trainer both compute logprobs
+    over the whole vocabulary, so the ratio of an update compares the full distributions. Tokens that truncation removes are
+    never sampled, so they never train.
     """
 
     PANEL: ClassVar = "Sampling"
@@ -291,11 +298,11 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The advantages and the loss. An unset option has the algorithm's default; one without effect is refused
-    (`algorithms.resolve_options`).
+    """The options of the advantages and the loss.
 
-    `importance` corrects for tokens to which the trainer gives another probability than the sampler did: because the sampler's
-    weights are older, or because it computes otherwise. See `RunConfig.importance_method`.
+    An unset option has the algorithm's default. An option without effect is refused (`algorithms.resolve_options`).
+    `importance` corrects for tokens whose probability differs between trainer and sampler. It differs if the sampler's weights
+    are older, or if the sampler computes in another way. See `RunConfig.importance_method`.
     """
 
     PANEL: ClassVar = "Learning"
@@ -330,7 +337,10 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _reads_formats_up_to_4(cls, tree: Any, info: ValidationInfo) -> Any:
-        """Runs up to format 4 had a cap that was null for no correction, and `importance_beyond`."""
+        """Convert the keys of runs up to format 4.
+
+        They had the key `importance_beyond`, and a null `importance_cap` meant no correction.
+        """
         if not _is_stored(info) or "importance_beyond" not in tree:
             return tree
         tree = dict(tree)
@@ -359,11 +369,11 @@ class AlgorithmConfig(Section):
 ALGORITHM_OPTIONS = (
     *("clip_low", "clip_high", "dual_clip", "scale", "aggregation", "discount", "gae_lambda", "tau_positive", "tau_negative"),
 )
-"""Keys of `algorithm.*` that some algorithms read and others do not."""
+"""The keys of `algorithm.*` that only some algorithms read."""
 
 
 class CriticConfig(Section):
-    """The value head of an algorithm that has one: a linear layer on the policy's last hidden states."""
+    """The value head of an algorithm that has a critic: a linear layer on the policy's last hidden states."""
 
     learning_rate: float = Field(1e-3, gt=0, le=1, description="Learning rate of the critic's head; its body uses the policy's")
     loss_coef: float = Field(0.5, gt=0, description="Weight of the value loss relative to the policy loss")
@@ -372,7 +382,7 @@ class CriticConfig(Section):
 
 
 class UpdateConfig(Section):
-    """How one train step runs."""
+    """The options of an update."""
 
     PANEL: ClassVar = "Learning"
 
@@ -423,7 +433,7 @@ class UpdateConfig(Section):
 
 
 class SourceConfig(Section):
-    """Stored episodes to train on, instead of rolling out."""
+    """The stored episodes that a run trains on instead of sampling its own."""
 
     runs: Texts = Field((), description="Train on the finished groups of these runs")
     groups: Numbers = Field((), description="Train on these groups, by their numbers")
@@ -431,13 +441,14 @@ class SourceConfig(Section):
 
     @property
     def given(self) -> bool:
-        """Whether the run trains on stored episodes only."""
+        """True if the run trains on stored episodes only."""
         return bool(self.runs or self.groups)
 
 
 class SearchConfig(Section):
-    """The options of a prompt search. An unset option has the algorithm's default; one without effect is refused
-    (`algorithms.resolve_search`).
+    """The options of a prompt search.
+
+    An unset option has the algorithm's default. An option without effect is refused (`algorithms.resolve_search`).
     """
 
     critic: str | None = Field(None, min_length=1, max_length=256, description="The critic's model, at AGENTRL_CRITIC_URL")
@@ -460,11 +471,11 @@ class SearchConfig(Section):
 
 
 SEARCH_OPTIONS = ("batch_tasks", "rounds", "beam_width", "branch_factor", "max_rollouts")
-"""Keys of `search.*` that some algorithms read and others do not."""
+"""The keys of `search.*` that only some algorithms read."""
 
 
 class EvalConfig(Section):
-    """The evaluation of a training run's policies on held-out tasks: the first, every Nth and the last version."""
+    """The evaluation of a training run on held-out tasks. It measures the first, every Nth and the last policy version."""
 
     PANEL: ClassVar = "Learning"
 
@@ -492,7 +503,7 @@ def _as_names(value: Any) -> Any:
 
 
 class ReportConfig(Section):
-    """Where the run's metrics are also written."""
+    """The trackers that the run's metrics are sent to."""
 
     to: Annotated[Texts, BeforeValidator(_as_names)] = option(
         (), "--report-to", type=str, description="Trackers: wandb,trackio,tensorboard,mlflow"
@@ -507,17 +518,17 @@ class ReportConfig(Section):
 
 
 PROGRAM = "cmd:"
-"""What an agent that is a program begins with."""
+"""The prefix of an agent's name if the agent is a program."""
 
 CLIENTS = "clients"
-"""The agent of a run of the kind `serve`: whoever calls."""
+"""The agent of a run of the kind `serve`: any client that calls it."""
 
 LOOP_LIMITS = {
     "max_steps": "use agent.max_calls",
     "max_tool_calls": "it runs its own tools",
     "last_turn": "it writes its own prompts",
 }
-"""Keys of `rollout` that only the built-in loop reads -> why an agent does not."""
+"""The keys of `rollout` that only the built-in loop reads, each with what a run with an agent does instead."""
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -543,12 +554,12 @@ class AgentConfig(Section):
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The program and its arguments; () for a function."""
+        """The program and its arguments; empty for a function."""
         return tuple(shlex.split(self.name.removeprefix(PROGRAM))) if self.name.startswith(PROGRAM) else ()
 
     @property
     def sandboxed(self) -> bool:
-        """True if the agent runs in the sandbox: by default a program does, and a function does not."""
+        """True if the agent runs in the sandbox. By default a program does, and a function does not."""
         return not self.unsafe and (bool(self.command) if self.sandbox is None else self.sandbox)
 
     @field_validator("name")
@@ -581,7 +592,7 @@ class AgentConfig(Section):
 
 
 class ServedTool(Section):
-    """A tool of an MCP server, as it was when the run was submitted, so that all episodes read the same."""
+    """A tool of an MCP server, as the server described it at submission. All episodes read the same description."""
 
     server: str = Field(description="Its name in `tools`: mcp:COMMAND")
     name: str = Field(min_length=1, description="Name that the model uses")
@@ -636,14 +647,14 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _iterations_say_how_long(cls, tree: Any) -> Any:
-        """No number of epochs is meant where iterations are named."""
+        """Set `epochs` to None if the config has `iterations` and no `epochs`."""
         has_iterations = isinstance(tree, Mapping) and tree.get("iterations") is not None and "epochs" not in tree
         return {**tree, "epochs": None} if has_iterations else tree
 
     @model_validator(mode="before")
     @classmethod
     def _trl_in_its_own_convention(cls, tree: Any) -> Any:
-        """The trainer trl knows one convention, which is meant where none is named."""
+        """Set the convention "trl" for the trainer "trl" if the config sets none. That trainer supports no other."""
         if not isinstance(tree, Mapping):
             return tree
         update, algorithm = tree.get("update"), tree.get("algorithm", {})
@@ -654,7 +665,10 @@ class RunConfig(Section):
     @field_validator("agent", mode="before")
     @classmethod
     def _agent_by_its_name(cls, section: Any) -> Any:
-        """A text is the agent's name; a section in which nothing is set, as `flat` gives it, is no agent."""
+        """Convert the value of `agent`.
+
+        A text is the agent's name. A section that has only default values, as `flat` returns it, means no agent.
+        """
         if isinstance(section, str):
             return {"name": section}
         if not isinstance(section, Mapping) or section.get("name") is not None:
@@ -668,7 +682,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _agent_decides(self) -> Self:
-        """What only the built-in loop reads."""
+        """Refuse options that only the built-in loop reads, if the run has an agent."""
         if self.agent is None:
             return self
         if self.tools or self.served_tools:
@@ -693,14 +707,15 @@ class RunConfig(Section):
         return self
 
     def flat(self) -> dict[str, Any]:
-        """Return `{"rollout.group_size": 8, ...}`, in the order of the fields; without an agent its keys have their
-        defaults.
+        """Return the config as dotted keys, `{"rollout.group_size": 8, ...}`, in the order of the fields.
+
+        Without an agent, the keys of `agent` have their defaults.
         """
         tree = self.model_dump(mode="json")
         return dict(flatten(tree if self.agent else tree | {"agent": NO_AGENT}))
 
     def importance_method(self, same_numbers: bool) -> Literal["truncate", "mask"] | None:
-        """Return what an update does with importance ratios above `importance_cap`; None: it does not use them.
+        """Return how an update treats importance ratios above `importance_cap`; None: it uses no importance ratios.
 
         Args:
             same_numbers: whether the sampler computes logprobs as the trainer does, up to the rounding of float32.
@@ -713,19 +728,19 @@ class RunConfig(Section):
 
     @property
     def lean(self) -> bool:
-        """True if an update saves memory rather than time: a quantised base, or gradient checkpointing."""
+        """True if an update saves memory at the cost of time: with a quantised base, or with gradient checkpointing."""
         return self.model.load_in_4bit or self.model.load_in_8bit or self.update.gradient_checkpointing
 
 
 NO_AGENT: dict[str, Any] = {name: None if name == "name" else field.default for name, field in AgentConfig.model_fields.items()}
-"""The section `agent` where there is none."""
+"""The section `agent` of a run without an agent: every key has its default, and `name` is None."""
 
 NAMED = ("rewards", "resources", "dataset.map")
-"""The keys that hold names of a person's own, and no keys of ours."""
+"""The keys whose value is a mapping with keys that the user chooses."""
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Return dotted keys and their values; a mapping of names is one value."""
+    """Yield dotted keys and their values. A mapping whose keys a user chooses (`NAMED`) is one value."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and f"{prefix}{key}" not in NAMED:
             yield from flatten(value, f"{prefix}{key}.")
@@ -740,7 +755,7 @@ SECTIONS: dict[str, type[Section]] = {
     **{name: type(value) for name, value in RunConfig() if isinstance(value, Section)},
     "agent": AgentConfig,
 }
-"""The sections, by their names."""
+"""The sections of the config, by name."""
 
 _ALL: dict[str, type[Section]] = {"": RunConfig, **SECTIONS}
 FIELDS = {
@@ -749,7 +764,7 @@ FIELDS = {
     for field, info in section.model_fields.items()
     if (f"{name}.{field}" if name else field) in KEYS
 }
-"""Dotted key -> its section and its field."""
+"""A mapping from each dotted key to its section and its field."""
 
 DESCRIPTIONS = {key: field.description or "" for key, (_, field) in FIELDS.items()}
 
@@ -762,10 +777,10 @@ def _flag_of(section: type[Section], extra: Any) -> Flag | None:
 FLAG_OF: dict[str, Flag] = {
     key: flag for key, (section, field) in FIELDS.items() if (flag := _flag_of(section, field.json_schema_extra))
 }
-"""Dotted key -> its option of `submit`."""
+"""A mapping from a dotted key to its option of `submit`."""
 
 FLAGS = {flag.keyword: key for key, flag in FLAG_OF.items()}
-"""Option of `submit`, which is also a keyword of the Trainer -> key of the config."""
+"""A mapping from an option of `submit`, which is also a keyword of the Trainer, to its config key."""
 
 OLDER_KEYS = {
     f"{key.rpartition('.')[0]}.{other}": key
@@ -774,14 +789,14 @@ OLDER_KEYS = {
     for other in field.validation_alias.choices
     if not key.endswith(f".{other}")
 }
-"""An older name of a dotted key -> the key."""
+"""A mapping from an older name of a dotted key to its present name."""
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
     """Return the config from dotted keys.
 
     Raises:
-        ConfigError: naming each key whose value does not fit.
+        ConfigError: values are invalid; the message names each of their keys.
     """
     tree: dict[str, Any] = {}
     for key, value in values.items():

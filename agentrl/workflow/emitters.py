@@ -4,9 +4,9 @@
     agentrl.emit_message("the plan is to add first")
     with agentrl.operation("search", query="Paris"): ...
 
-In an agent's process, and in a process that it starts, they are sent to the endpoint and are rows when the call returns. Of a
-tool and of a hook they are kept with what these return. Elsewhere they do nothing, so that the same agent runs without agentrl.
-This module needs the standard library alone.
+In an agent's process and its child processes, a call sends the annotation to the endpoint and returns when it is stored.
+Annotations of a tool or a hook are stored together with its result. Elsewhere the calls do nothing, so the same agent runs
+without agentrl. This module imports only the standard library.
 """
 
 import functools
@@ -27,11 +27,11 @@ from agentrl.workflow.annotations import MAX_DATA, Annotation, check
 from agentrl.workflow.errors import ConfigError, ServiceError
 
 EMIT_URL, EMIT_KEY = "AGENTRL_EMIT_URL", "AGENTRL_EMIT_KEY"
-"""The environment variables by which an agent's process knows where its annotations go, and the key that writes them."""
+"""The environment variables of an agent's process that hold the URL for its annotations, and the key for that URL."""
 REWARD = "reward"
-"""The name of a reward that is given none."""
+"""The name of a reward that is emitted without a name."""
 PATIENCE_SECONDS = 60.0
-"""How long an endpoint that is away is waited for."""
+"""The longest time for which a request to an unavailable endpoint is repeated, in seconds."""
 TIMEOUT_SECONDS = 30.0
 MAX_TRACE = 8000
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,17 +40,19 @@ _sink: ContextVar[Sink | None] = ContextVar("agentrl_annotations", default=None)
 
 
 def emit_reward(value: "float | Mapping[str, float]", step: int | None = None, name: str = REWARD) -> None:
-    """Give the episode a reward, or parts by name. What is said again replaces what was said before.
+    """Emit a reward of the episode, or several named parts of it.
 
-    What agents and tools say counts where the run has no rewards of its own, or is told to count it
-    (`agent: {own_rewards: true}`); it is kept in any case.
+    A later value replaces an earlier one of the same name and step. Rewards of agents and tools are always stored. They count
+    only if the run has no rewards of its own, or with `agent: {own_rewards: true}`.
 
     Args:
-        step: the index of the step that earned it; None: the episode.
+        value: a number, or numbers by name.
+        step: the index of the step that earned it; None: the whole episode earned it.
+        name: the name of the part, if `value` is a number.
 
     Raises:
-        ConfigError: it is no finite number.
-        ServiceError: it could not be written.
+        ConfigError: the value is not a finite number.
+        ServiceError: it could not be stored.
     """
     for part, number in (value if isinstance(value, Mapping) else {name: value}).items():
         item = getattr(number, "item", None)  # of numpy and torch
@@ -60,62 +62,63 @@ def emit_reward(value: "float | Mapping[str, float]", step: int | None = None, n
 
 
 def emit_message(text: str, **more: Any) -> None:
-    """Note a message, with anything beside it that is JSON.
+    """Emit a message, with further JSON values by name.
 
     Raises:
-        ConfigError, ServiceError: as `emit_reward`.
+        ConfigError: a value is not JSON, or is too large.
+        ServiceError: it could not be stored.
     """
     _emit("message", "", {"message": str(text)} | more)
 
 
 def emit_object(value: Any, name: str = "") -> None:
-    """Note any value that is JSON.
+    """Emit a JSON value.
 
     Raises:
-        ConfigError: it is none, or is too large.
-        ServiceError: it could not be written.
+        ConfigError: the value is not JSON, or is too large.
+        ServiceError: it could not be stored.
     """
     _emit("object", name, {"object": value})
 
 
 def emit_annotation(values: Mapping[str, Any], name: str = "", step: int | None = None) -> None:
-    """Note values by name, of the episode or of one of its steps.
+    """Emit JSON values by name, of the episode or of one of its steps.
 
     Raises:
-        ConfigError, ServiceError: as `emit_object`.
+        ConfigError: a value is not JSON, or is too large.
+        ServiceError: it could not be stored.
     """
     _emit("annotation", name, dict(values), step)
 
 
 def emit_exception(error: BaseException) -> None:
-    """Note an error that was caught: its class, its words and where it was raised.
+    """Emit an exception that was caught: its class, its message and its traceback.
 
     Raises:
-        ServiceError: it could not be written.
+        ServiceError: it could not be stored.
     """
     lines = "".join(traceback.format_exception(error))[-MAX_TRACE:]
     _emit("exception", type(error).__name__[:100], {"message": str(error)[:MAX_TRACE], "traceback": lines})
 
 
 class Operation:
-    """What `operation` makes: a context manager, and a decorator of functions, sync and async."""
+    """The result of `operation`: a context manager, and a decorator of sync and async functions."""
 
     def __init__(self, name: str, notes: Mapping[str, Any]) -> None:
-        """Take its name and what is kept with it."""
         self._name, self._notes = name, notes
 
     def __enter__(self) -> Self:
-        """Begin it."""
+        """Start the clock."""
         self._began = time.monotonic()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Note its end."""
+        """Emit the operation with its duration, and with the exception if one was raised."""
         failure = {} if error is None else {"error": f"{type(error).__name__}: {error}"[:1000]}
         _emit("operation", self._name, {**self._notes, **failure}, seconds=time.monotonic() - self._began)
 
     def __call__(self, function: F) -> F:
-        """Return the function, each call of which is such an operation."""
+        """Return the function wrapped: each call of it is emitted as an operation."""
         name = self._name or function.__name__
 
         @functools.wraps(function)
@@ -140,26 +143,28 @@ def operation(name: F) -> F: ...
 
 
 def operation(name: "str | Callable[..., Any]" = "", **notes: Any) -> Any:
-    """Notes how long something took, and whether it raised.
+    """Emit how long an operation took, and the exception that it raised.
 
-    `with operation("search", query=text):`, `@operation` or `@operation("search")`.
+    Use it as `with operation("search", query=text):`, `@operation` or `@operation("search")`.
 
     Args:
-        name: what it is called; of a function that is decorated without one: the function's.
-        notes: anything that is JSON, kept with it.
+        name: the name of the operation; a decorator without a name uses that of the function.
+        notes: JSON values that are stored with it.
 
     Raises:
-        ConfigError, ServiceError: as `emit_object`, at its end.
+        ConfigError: at the end of the operation: a note is not JSON, or is too large.
+        ServiceError: at the end of the operation: it could not be stored.
     """
     return Operation(name, notes) if isinstance(name, str) else Operation(name.__name__, notes)(name)
 
 
 @contextmanager
 def collected(into: list[Annotation], source: str, prefix: str) -> Iterator[None]:
-    """What is emitted meanwhile in this context is added to the list, with ids that count from the prefix.
+    """Append what this context emits to the list `into`, instead of sending it.
 
     Args:
-        source: who says it.
+        source: the writer, one of `annotations.SOURCES`.
+        prefix: the first part of each id; the index in the list follows it.
     """
 
     def add(annotation: Annotation) -> None:
@@ -184,7 +189,7 @@ def collected(into: list[Annotation], source: str, prefix: str) -> Iterator[None
 
 @contextmanager
 def sent(url: str, key: str) -> Iterator[None]:
-    """What is emitted meanwhile in this context is sent to that URL of the endpoint, under that key."""
+    """Send what this context emits to that URL of the endpoint, with that key."""
     token = _sink.set(functools.partial(_send, url, key))
     try:
         yield
@@ -232,7 +237,7 @@ def _send(url: str, key: str, annotation: Annotation) -> None:
 
 
 def _post(url: str, key: str, body: bytes) -> tuple[int, str]:
-    """Status and words of the answer; 0 where there is none."""
+    """Return the status and the error message of the response; status 0 and the exception if there is no response."""
     parts = urlsplit(url)
     make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = make(parts.hostname or "", parts.port, timeout=TIMEOUT_SECONDS)

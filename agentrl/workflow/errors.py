@@ -1,7 +1,7 @@
-"""One error class per boundary. A message says what is wrong, with the value, and what to type next.
+"""The error classes, one for each boundary.
 
-Every class carries the exit code that the command line returns for it. The model's own mistakes are never errors: they
-become observations or a `stop_reason` (see `agent`).
+A message says what is wrong, with the value, and what to type next. Every class has the exit code that the command line
+returns. The model's own mistakes are never errors: they become observations or a `stop_reason` (see `agent`).
 """
 
 import re
@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _SECOND_STOP = re.compile(r"(?:(?<=[?!])|(?<=[^.]\.)|(?<=\.\.\.))\.\Z")
-"""The full stop after a cause that brought its own."""
+"""A pattern of the full stop at the end of a message that already ends in one."""
 
 
 class AgentRLError(Exception):
-    """Base of all errors that a person can act upon.
+    """The base of all errors that a person can act upon.
 
     Args:
-        message: one sentence: what was asked and what was found.
-        hint: the next command to type, or the change to make; empty where there is none.
+        message: one sentence: what was requested, and what is wrong with it.
+        hint: the next command to type, or the change to make; empty if there is none.
     """
 
     exit_code = 1
@@ -33,12 +33,12 @@ class AgentRLError(Exception):
         return f"{self.message}{between}{self.hint}".strip()
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the sentence and the next step, without our frames."""
+        """Return the lines that a notebook shows: the message and the hint, without a traceback."""
         return [f"{type(self).__name__}: {self.message}", *([f"  {self.hint}"] if self.hint else [])]
 
 
 def locate_error(error: BaseException) -> str:
-    """Return the function and line where an error was raised. Unlike a traceback, they cannot show a key."""
+    """Return the function and the line that raised the exception. Unlike a traceback, they cannot show a key."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -46,7 +46,7 @@ def locate_error(error: BaseException) -> str:
 
 
 def join_faults(*faults: AgentRLError) -> AgentRLError:
-    """Combine several errors of a request, each with its hint, into one of the class of the first."""
+    """Combine several errors of a request into one. It has the class of the first error, and all messages with their hints."""
     first, *more = faults
     if not more:
         return first
@@ -54,7 +54,7 @@ def join_faults(*faults: AgentRLError) -> AgentRLError:
 
 
 class ConfigError(AgentRLError):
-    """An option, key or value of the experiment that cannot be used as given."""
+    """An option, key or value of the experiment that is invalid."""
 
     exit_code = 2
 
@@ -66,25 +66,25 @@ class DatasetError(AgentRLError):
 
 
 class ConflictError(AgentRLError):
-    """Something of that name exists and differs from what was asked."""
+    """A thing with the requested name exists and differs from the request."""
 
     exit_code = 3
 
 
 class ServiceError(AgentRLError):
-    """The database, the broker or a worker does not answer, or is not ready to be used."""
+    """The database, the broker or a worker does not respond, or is not ready."""
 
     exit_code = 4
 
 
 class NotFoundError(AgentRLError):
-    """No run, episode, policy or plug-in of that name."""
+    """A run, episode, policy or plug-in of that name does not exist."""
 
     exit_code = 5
 
 
 class StateError(AgentRLError):
-    """The thing exists, but its state does not allow what was asked."""
+    """The state of the thing does not allow the request."""
 
     exit_code = 6
 
@@ -102,32 +102,32 @@ class ModelError(AgentRLError):
 
 
 class CheckpointError(AgentRLError):
-    """A checkpoint that is incomplete, altered or belongs to something else."""
+    """A checkpoint that is incomplete, was changed, or belongs to something else."""
 
     exit_code = 9
 
 
 class BrokenCheckpoint(CheckpointError):
-    """A checkpoint whose files are not as they were written; never raised for a fault of this host itself."""
+    """A checkpoint whose files differ from those that were written. A fault of this host never raises it."""
 
 
 class SandboxUnavailable(AgentRLError):
-    """Nothing on this machine can hold model-written code, or not what was asked for."""
+    """This machine has no sandbox for model-written code, or not the requested one."""
 
     exit_code = 10
 
 
 class WorkerError(AgentRLError):
-    """Running workers lack what the run needs, or differ from the command in it."""
+    """The running workers lack something that the run needs, or their settings differ from the command's."""
 
     exit_code = 11
 
 
 class DeviceLost(AgentRLError):
-    """The GPU failed under this process: only a new process can use it again.
+    """The GPU failed in this process. Only a new process can use it again.
 
     Args:
-        reason: what the device's driver reported.
+        reason: the report of the device's driver.
     """
 
     exit_code = 12
@@ -138,22 +138,22 @@ class DeviceLost(AgentRLError):
 
 
 class ToolFailure(AgentRLError):
-    """A tool could not do what the model asked; its message is the observation that the model reads.
+    """A failed tool call. The message is the observation that the model reads.
 
-    `error_class` is what the call's row says of it.
+    `error_class` is stored in the call's row.
     """
 
     error_class = "tool_error"
 
 
 class ToolTimeout(ToolFailure):
-    """A call took longer than its tool's time."""
+    """A call exceeded its tool's time limit."""
 
     error_class = "timeout"
 
 
 class CodeFailure(ToolFailure):
-    """Model-written code did not end well; `status` is how it ended (see `sandbox.Status`)."""
+    """Model-written code that failed. `status` says how it ended (see `sandbox.Status`)."""
 
     def __init__(self, message: str, status: str) -> None:
         super().__init__(message)
@@ -161,33 +161,36 @@ class CodeFailure(ToolFailure):
 
 
 class UnknownOutcome(ToolFailure):
-    """A call that must not run twice was lost on its way: it may or may not have taken effect."""
+    """A call that must not run twice was started and has no result. It may or may not have taken effect."""
 
     error_class = "unknown_outcome"
 
 
 class RewardError(AgentRLError):
-    """A reward function raised, or returned what is no finite number. It fails its episode, never scores it 0."""
+    """A reward function raised an exception, or returned a value that is not a finite number.
+
+    The episode then fails; its reward is never set to 0.
+    """
 
 
 class InfraError(AgentRLError):
-    """The system, not the model, failed an episode: a lost worker, a sandbox that is down."""
+    """A failure of the system, not of the model: for example a lost worker, or a sandbox that does not start."""
 
 
 class Unready(InfraError):
-    """A worker lacks what a call needs, a module or a setting: it is not the call's failure, and any other call fails alike."""
+    """A worker lacks a module or a setting that a call needs. Any other call on this worker would fail in the same way."""
 
 
 class Fenced(AgentRLError):
-    """Another worker holds the row now; what this one computed is discarded."""
+    """Another worker has claimed the row since. The result of this worker is discarded."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, answered between two steps of a training; its text says where that stands."""
+    """Ctrl-C, handled between two steps of a training. The message says how far the training has come."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return the sentence that helps after an unknown name: the closest match, or the list of known ones."""
+    """Return the hint for an unknown name: the closest known name, or the list of known names."""
     names = sorted(choices)
     close = [name for name in names if _is_swap(word, name)] or get_close_matches(word, names, n=1)
     if close:
@@ -196,7 +199,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def _is_swap(word: str, name: str) -> bool:
-    """Whether the words differ by two neighbouring letters that changed places."""
+    """Return True if the words differ only by two neighbouring letters that are swapped."""
     other = [at for at, (left, right) in enumerate(zip(word, name, strict=False)) if left != right]
     if len(word) != len(name) or len(other) != 2:
         return False

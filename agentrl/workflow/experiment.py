@@ -1,6 +1,7 @@
-"""Experiment: a run's config with the plug-ins that it names, made at submission and for each claim.
+"""Experiment: a run's config with the plug-ins that it names. It is made at submission, and once for each claim.
 
-A part is found when it is first asked for, and kept: a tools worker need not have the run's engine. None of them loads torch.
+A plug-in is loaded at its first use and then cached, so a tools worker does not need the run's engine. None of them loads
+torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ class Experiment:
 
     @classmethod
     def load(cls, config: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> Self:
-        """Return a stored run's, by what its rows hold. The config of a run of an older format is read too."""
+        """Return the experiment of a stored run, from its stored config and weights. Configs of older formats are accepted."""
         algorithm = dict(config.get("algorithm", {}))
         if algorithm.get("aggregation") == "seq-mean-token-sum-norm-trl":  # of format 2
             algorithm["aggregation"] = "seq-mean-token-sum-norm"
@@ -49,7 +50,7 @@ class Experiment:
 
     @cached_property
     def env(self) -> Env:
-        """The env that the agent acts in; an empty one if none is named."""
+        """The env that the agent acts in; a plain `Env` if the config names none."""
         env: Env = find("envs", self.config.env) if self.config.env is not None else Env()
         if SYSTEM_PROMPT not in self.resources:
             return env
@@ -59,7 +60,7 @@ class Experiment:
 
     @cached_property
     def tools(self) -> Mapping[str, Tool]:
-        """The tools that the model may call, by the name that it writes; none where an agent brings its own."""
+        """The tools that the model may call, by the name that it writes; empty if the run has an agent."""
         if self.config.agent is not None:
             return {}
         texts = {name.removeprefix(TOOL): text for name, text in self.resources.items() if name.startswith(TOOL)}
@@ -68,13 +69,16 @@ class Experiment:
 
     @cached_property
     def agent(self) -> Callable[..., Any] | None:
-        """The function that is the run's agent; None if that is a program or the built-in loop."""
+        """The function that is the run's agent; None if the agent is a program or the built-in loop."""
         agent = self.config.agent
         return None if agent is None or agent.command else find("agents", agent.name)
 
     @cached_property
     def weights(self) -> Mapping[str, float]:
-        """Reward -> weight: the env's, unless the config names rewards; then the env's others have weight 0."""
+        """The weight of each reward.
+
+        They are the env's, unless the config names rewards. Then rewards that only the env names have weight 0.
+        """
         if self.stored_weights is not None:
             return self.stored_weights
         for name in self.config.rewards:
@@ -83,32 +87,30 @@ class Experiment:
 
     @cached_property
     def uncounted_rewards(self) -> tuple[str, ...]:
-        """The env's rewards that have weight 0 because the config names others."""
+        """The env's rewards that have weight 0 because the config names other rewards."""
         rewards = self.config.rewards
         return tuple(name for name, weight in self.env.rewards.items() if weight and rewards and name not in rewards)
 
     @cached_property
     def judges(self) -> Mapping[str, Judge]:
-        """Those of the rewards that must be asked, by the reward's name."""
+        """The rewards that ask a judge, by the reward's name."""
         return judges_of(self.weights)
 
     @cached_property
     def engine(self) -> Backend:
-        """The sampling engine."""
         engine: Backend = find("engines", self.config.rollout.engine)
         return engine
 
     @cached_property
     def algorithm(self) -> Algorithm:
-        """The algorithm: credit of the tokens, and loss."""
+        """The algorithm, which selects the advantages and the loss."""
         return find_gradient(self.config.algorithm.name)
 
     @cached_property
     def trainer(self) -> TrainerBackend:
-        """The trainer that updates the policy."""
         trainer: TrainerBackend = find("trainers", self.config.update.trainer)
         return trainer
 
     def scoring_hash(self, anew: bool = False) -> str:
-        """Return hash of all code that scores; see `envs.scoring_hash`."""
+        """Return the hash of all code that scores; see `envs.scoring_hash`."""
         return scoring_hash(self.env, self.weights, anew)

@@ -1,6 +1,7 @@
-"""Places where a user's own code is called: subclass `Hook`, override what you need, name it in `hooks:` of the run.
+"""Hooks: a user's own code that runs at fixed points of a run.
 
-Hooks run inside the workers, in the order given. A hook that raises fails its episode (or the update) loudly.
+Subclass `Hook`, override the methods that you need, and name the class in `hooks:` of the run. Hooks run inside the workers, in
+the order of that list. A hook that raises an exception fails its episode (or the update).
 """
 
 import inspect
@@ -17,63 +18,64 @@ log = getLogger("agentrl.hook")
 
 
 class Hook:
-    """A hook that does nothing at every place; override the ones you need."""
+    """A hook whose methods all do nothing. Override the ones that you need."""
 
     def on_run_start(self, run: str, config: Mapping[str, object]) -> None:
-        """The run's rows exist; nothing has been sent yet. Called once, by the process that submits."""
+        """Run once, in the submitting process, after the run's rows are written and before a message is sent."""
 
     def on_rollout_start(self, episode: Episode) -> None:
-        """An episode is about to start, or to go on after a worker was lost."""
+        """Run before an episode starts, and before it continues after the loss of a worker."""
 
     def on_trace_start(self, episode: Episode) -> None:
-        """The next step of the episode is about to be sampled."""
+        """Run before the next step of the episode is sampled."""
 
     def on_trace_end(self, episode: Episode) -> None:
-        """A step and its tool results are recorded."""
+        """Run after a step and its tool results are recorded."""
 
     def on_rollout_end(self, episode: Episode) -> Mapping[str, float | Sequence[float]] | None:
-        """Return the episode is over and scored; what is returned is added to its reward parts (weight 1).
+        """Run after the episode is scored. Return reward parts to add, each with weight 1.
 
-        A part is one number, or a list with one for each step. One of a name that is there already takes its place. A hook
-        that is written `on_rollout_end(self, rollout, task)` is given a `Rollout` and the task; a reward that it sets there
-        (`rollout.reward = 1.0`, `rollout.metadata["reward"]`) is the part `reward`.
+        A part is one number, or a list with one number per step. A part replaces an existing part of the same name. A hook may
+        instead be defined as `on_rollout_end(self, rollout, task)`: it receives a `Rollout` and the task. A reward that it sets
+        there (`rollout.reward = 1.0`, `rollout.metadata["reward"]`) is the part `reward`.
         """
         return {}
 
     def on_update_start(self, run: str, iteration: int) -> None:
-        """The update of iteration k is about to be computed; after a lost worker once more."""
+        """Run before the update of iteration k is computed, and again after the loss of a worker."""
 
     def on_update_end(self, run: str, iteration: int, metrics: Mapping[str, float]) -> None:
-        """An update is committed and its policy published: iteration k, counted from 1, makes version k."""
+        """Run after an update is committed and its policy is published. Iteration k, counted from 1, makes version k."""
 
     def on_eval_end(self, run: str, version: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation is over: `run` is its own name, the version that of the policy that it measured."""
+        """Run after an evaluation.
+
+        `run` is the evaluation's own name, and `version` is the version of the policy that it measured.
+        """
 
     def on_run_end(self, run: str, status: str) -> None:
-        """The run has ended, done or failed. Like what comes after a commit it is not called again where its worker is lost."""
+        """Run after the run has ended, done or failed.
+
+        Like the other methods that run after a commit, it is not called again if its worker is lost.
+        """
 
 
 class LoggingHook(Hook):
-    """A hook that logs rollouts with their rewards, updates, evaluations and ends of runs (`agentrl logs`)."""
+    """A hook that logs the rewards of rollouts, updates, evaluations and ends of runs (`agentrl logs`)."""
 
     def on_rollout_end(self, episode: Episode) -> None:
-        """Log its reward."""
         log.info("episode %d of %s: reward %g, %s", episode.id, episode.task.key, episode.reward or 0.0, episode.stop_reason)
 
     def on_update_start(self, run: str, iteration: int) -> None:
-        """Log that it begins."""
         log.info("%s: update %d begins", run, iteration)
 
     def on_update_end(self, run: str, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Log its numbers."""
         log.info("%s: update %d: %s", run, iteration, _numbers(metrics))
 
     def on_eval_end(self, run: str, version: int, metrics: Mapping[str, float]) -> None:
-        """Log its numbers."""
         log.info("%s: version %d measured: %s", run, version, _numbers(metrics))
 
     def on_run_end(self, run: str, status: str) -> None:
-        """Log how it ended."""
         log.info("%s: %s", run, status)
 
 
@@ -82,7 +84,7 @@ def _numbers(metrics: Mapping[str, float]) -> str:
 
 
 def parts_told(hook: Hook, episode: Episode) -> Mapping[str, object]:
-    """Return the reward parts that a hook adds to an episode that is over, by either form of its `on_rollout_end`."""
+    """Return the reward parts that a hook adds to a finished episode. Both forms of `on_rollout_end` are supported."""
     call: Callable[..., Any] = hook.on_rollout_end
     if len(inspect.signature(call).parameters) < 2:
         return call(episode) or {}
@@ -95,10 +97,13 @@ def parts_told(hook: Hook, episode: Episode) -> Mapping[str, object]:
 
 
 def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:
-    """Return an instance of each hook: of its class (`package.module:ClassName`), or a copy of the object.
+    """Return an instance of each hook.
+
+    A path to a class (`package.module:ClassName`) makes a new instance. A path to an object makes a copy; a lent object (see
+    `plugins.lend`) is used as it is.
 
     Raises:
-        ConfigError: a path leads to no hook, or the class cannot be made without arguments.
+        ConfigError: a path does not lead to a hook, or its class cannot be instantiated without arguments.
     """
     return tuple(_make_hook(path) for path in paths)
 

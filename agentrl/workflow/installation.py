@@ -1,4 +1,4 @@
-"""The command that installs a package or an extra that is missing here."""
+"""The command that installs a missing package or extra."""
 
 import re
 import shlex
@@ -46,6 +46,6 @@ def install_command(*names: str) -> str:
 
 
 def _belongs_to(requirement: str, names: Collection[str]) -> bool:
-    """Return whether the requirement is one of these extras, or a package of these that agentrl always needs."""
+    """Return True if the requirement belongs to one of these extras, or is one of these packages and always required."""
     name = _EXTRA.search(requirement) or _PACKAGE.match(requirement)
     return bool(name and name[1] in names)

@@ -1,7 +1,7 @@
-"""find(kind, name): a plug-in is one file that defines the object it is named after.
+"""Plug-ins: a plug-in is one file that defines the object it is named after.
 
-`find("rewards", "numeric_answer")` imports `workflow/rewards/numeric_answer.py` and returns its `numeric_answer`;
-`package.module:name` reaches a user's own code. The file name is the registry.
+`find("rewards", "numeric_answer")` imports `workflow/rewards/numeric_answer.py` and returns its `numeric_answer`.
+`package.module:name` finds a user's own code. The names of the files are the registry.
 """
 
 import ast
@@ -31,27 +31,27 @@ _CLASSES = {
 }  # fmt: skip
 PACKAGE = "agentrl.workflow"
 CODE_PREFIX = "agentrl_code_"
-"""What modules are called that were written for what stood in a notebook or a script, with their content's hash behind it."""
+"""The prefix of the modules that agentrl writes for code from a notebook or a script. A hash of the content follows."""
 MAX_FILES = 1000
-"""The files of a folder among which a misspelt module is looked for."""
+"""The most files of a folder that are compared with a misspelt module name."""
 ROOT = Path(__file__).parents[2]
 """The folder that holds the package: a checkout, or `site-packages`."""
 HERE = "agentrl_here"
-"""The module of what lives in one process alone: a function whose source cannot be taken along."""
+"""The module of objects that exist only in one process, such as a function whose source cannot be stored."""
 _lent: dict[str, Any] = {}
-"""Path -> the very object that it leads to in this process."""
+"""A mapping from a path to the object that it leads to in this process."""
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 _import_lock = Lock()
-"""Two threads that invalidate the import system's caches at once delete an entry twice: KeyError."""
+"""A lock around the invalidation of the import caches. Two threads at once would delete the same entry and raise KeyError."""
 
 
 def code_folder(where: Settings) -> Path:
-    """Return where modules lie that were written for what stood in a notebook or a script."""
+    """Return the folder of the modules that agentrl writes for code from a notebook or a script."""
     return where.root / "code"
 
 
 def lend(path: str, value: Any) -> None:
-    """From now on the path leads to this very object, in this process."""
+    """Make the path lead to this very object in this process."""
     module = path.partition(":")[0]
     if module == HERE:
         sys.modules.setdefault(HERE, ModuleType(HERE))
@@ -62,12 +62,12 @@ def lend(path: str, value: Any) -> None:
 
 
 def is_lent(path: str) -> bool:
-    """Return whether the path leads to an object of this process that is to be used as it is, not copied."""
+    """Return True if the path leads to an object of this process (see `lend`). Such an object is used as it is, not copied."""
     return path in _lent
 
 
 def names(kind: str) -> list[str]:
-    """Return the names that `find(kind, ...)` knows, sorted."""
+    """Return the names that `find(kind, ...)` can find, sorted."""
     package = importlib.import_module(f"{PACKAGE}.{kind}")
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
@@ -76,7 +76,7 @@ def find(kind: str, name: str) -> Any:
     """Return the plug-in of that kind and name.
 
     Raises:
-        ConfigError: no such plug-in, its file cannot be imported, or what it defines is of another kind.
+        ConfigError: the plug-in does not exist, its file cannot be imported, or its object is of another kind.
     """
     if ":" in name:
         plugin = _user_object(kind, name)
@@ -93,20 +93,21 @@ def code_of(kind: str, name: str) -> str:
 
     Raises:
         ConfigError: as `find`.
-        OSError: the file is gone, or there never was one.
+        OSError: the file was deleted, or the module has none.
     """
     find(kind, name)
     return source_of(name.partition(":")[0] if ":" in name else f"{PACKAGE}.{kind}.{name}")
 
 
 def source_of(module: str, anew: bool = False) -> str:
-    """Return the source of a loaded module.
+    """Return the source of a loaded module; empty for a notebook.
 
     Args:
-        anew: as the file is now; else as it was when this process first found a plug-in there, which is what it has loaded.
+        anew: True: the file's present text. False: its text when this process first found a plug-in in it, which is the loaded
+            code.
 
     Raises:
-        OSError: its file is gone.
+        OSError: the module's file was deleted.
     """
     loaded = sys.modules[module]
     if getattr(loaded, "__file__", None) is None and module in (HERE, "__main__"):
@@ -122,7 +123,7 @@ def hashed_source(module: str, anew: bool = False) -> str:
     """Return the part of a module's source that is hashed: its statements, without comments, docstrings and layout.
 
     Raises:
-        OSError: its file is gone.
+        OSError: the module's file was deleted.
     """
     return _statements(source_of(module, anew))
 
@@ -141,7 +142,7 @@ def _statements(source: str) -> str:
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
-    """Whether the statement is only a string, as docstrings are."""
+    """Return True if the statement is only a string, as docstrings are."""
     return (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
     )
@@ -182,13 +183,16 @@ def _user_object(kind: str, path: str) -> Any:
 
 
 def _user_position() -> int:
-    """Return where in `sys.path` a user's folder goes: last, but before a checkout, whose links hide a package `workflow`."""
+    """Return the index in `sys.path` at which a user's folder is inserted.
+
+    It is the end, but before a checkout: the link `workflow` in a checkout would hide a user's package `workflow`.
+    """
     is_checkout = Path(ROOT, "workflow").exists()
     return sys.path.index(str(ROOT)) if is_checkout and str(ROOT) in sys.path else len(sys.path)
 
 
 def _path_hint(module: str = "") -> str:
-    """Where a person's own module is looked for: a worker's folder is not that of the command."""
+    """Return the hint that says where a user's module is searched. A worker's folder may differ from the command's."""
     here = Path.cwd()
     near = get_close_matches(module, (file.stem for file in islice(here.glob("*.py"), MAX_FILES)), 1) if module else []
     meant = f"Did you mean '{near[0]}'? " if near else ""
@@ -217,7 +221,10 @@ def _import_error(kind: str, name: str, error: BaseException) -> ConfigError:
 
 
 def _where(error: BaseException) -> str:
-    """`FILE:LINE: ` of the first line outside of the import machinery; a file with a wrong syntax has none that ran."""
+    """Return `FILE:LINE: ` of the traceback's first line outside of the import machinery; empty if there is none.
+
+    For a syntax error it is the line with the error, because no line of that file ran.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "
     machinery = (__file__, importlib.__file__)

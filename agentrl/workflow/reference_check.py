@@ -1,7 +1,7 @@
-"""Whether rewards can score the tasks of a dataset: each task's own reference, given as the answer, must earn full marks.
+"""The check whether rewards can score the tasks of a dataset: each task's own reference, as the answer, must earn full marks.
 
-A reward that compares answers with references says which answer a reference is: `reference_form`, a field of a `Judge` and an
-attribute of any other function. Other rewards are not tried.
+Only rewards that compare answers with references are checked. Such a reward has `reference_form`, which turns a reference into
+an answer: a field of a `Judge`, or an attribute of any other function.
 """
 
 import hashlib
@@ -18,24 +18,24 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Episode, Message, Step, Task
 
 SAMPLE_SIZE = 32
-"""Tasks that are tried when a run is submitted."""
+"""The number of tasks that are checked when a run is submitted."""
 MAX_SHOWN = 5
 HINT = "Correct the rows, or use another reward. To list all such rows: agentrl data check FILE --reward NAME"
 
 
 def comparing_rewards(names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the rewards that compare an answer with the task's reference."""
+    """Return the rewards that compare an answer with the task's reference."""
     return tuple(name for name in names if getattr(find("rewards", name), "reference_form", ""))
 
 
 def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None:
-    """Check the references of a sample of tasks, drawn by the seed.
+    """Check the references of a sample of tasks, drawn with the seed.
 
-    A sample that passed is not tried again until its tasks or the code of the rewards change.
+    A sample that has passed is checked again only if its tasks or the code of the rewards change.
 
     Raises:
         DatasetError: some tasks cannot be scored; the message has their keys.
-        SandboxUnavailable, InfraError: a reward must run code, and that failed.
+        SandboxUnavailable, InfraError: a reward has to run code, and that failed.
     """
     if not names:
         return
@@ -58,10 +58,10 @@ def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None
 
 
 def reference_problems(tasks: Sequence[Task], names: Sequence[str]) -> list[str]:
-    """Return `key: why` for each task whose own reference does not earn full marks by one of the rewards.
+    """Return `key: why` for each task whose own reference does not earn full marks with one of the rewards.
 
     Raises:
-        SandboxUnavailable, InfraError: as `check_sample`.
+        SandboxUnavailable, InfraError: a reward has to run code, and that failed.
     """
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         reasons = pool.map(lambda task: next(filter(None, (_problem(task, name) for name in names)), ""), tasks)
@@ -69,7 +69,7 @@ def reference_problems(tasks: Sequence[Task], names: Sequence[str]) -> list[str]
 
 
 def _problem(task: Task, name: str) -> str:
-    """Return why no right answer of the task earns full marks; empty if one does."""
+    """Return why neither the task's reference nor one of its aliases earns full marks; empty if one does."""
     aliases = task.metadata.get("aliases")
     others = aliases if isinstance(aliases, list) else ()
     problem = _problem_of_answer(task, name, task.reference)

@@ -1,6 +1,6 @@
-"""A config from YAML, the environment, flags and `-s key=value`.
+"""A config from YAML, environment variables, flags and `-s key=value`.
 
-Precedence: flags > environment (`AGENTRL_RUN_<KEY>`, dots as `__`) > file > defaults. `origins` remembers where each value
+Precedence: flags > environment (`AGENTRL_RUN_<KEY>`, dots as `__`) > file > defaults. `resolve` also returns where each value
 came from.
 """
 
@@ -17,16 +17,16 @@ from agentrl.workflow.errors import ConfigError, did_you_mean
 
 ENV_PREFIX = "AGENTRL_RUN_"
 MISSPELT = 0.85
-"""A key this like one of ours, or like a section, is that one with a slip of the finger."""
+"""The similarity, from 0 to 1, above which an unknown key is treated as a misspelt key or section."""
 MAX_FILE = 1 << 20
 """The most bytes of a config file."""
 MAX_DIGITS = 100
 OTHER_NAMES = {"agent": "agent.name", "max_samples": "max_tasks", **OLDER_KEYS}
-"""Other names of keys and flags -> the name: a section that is given as one text, and older names."""
+"""A mapping from other names of keys and flags to their first name: older names, and `agent` for `agent.name`."""
 TASK_COUNTS = ("max_samples", "max_tasks", "num_samples", "limit")
-"""What people may call the number of tasks in a section that has a key `tasks`."""
+"""Names that users may try for the number of tasks, in a section that calls it `tasks`."""
 INSTEAD = {"epochs": "iterations", "iterations": "epochs"}
-"""Keys that say the same in two ways: one that is given takes the place of the other where that was given less directly."""
+"""Pairs of keys that exclude each other. A key of a source with higher precedence replaces the other key."""
 
 
 def resolve(
@@ -35,16 +35,18 @@ def resolve(
     assignments: tuple[str, ...] = (),
     environ: Mapping[str, str] | None = None,
 ) -> tuple[RunConfig, dict[str, str]]:
-    """Return the config and, for every dotted key, where its value came from (`default`, the file, `AGENTRL_RUN_...`, `flag`).
+    """Return the config, and where the value of each dotted key came from.
+
+    The latter is `default`, the file's path, `environment` or `flag`.
 
     Args:
         file: a YAML file with nested or dotted keys.
-        flags: dotted key -> value, None where the flag was not given.
-        assignments: `key=value` strings; values are read as YAML.
-        environ: environment variables.
+        flags: values by dotted key; None: the flag was not given.
+        assignments: texts `key=value`; the values are parsed as YAML.
+        environ: the environment variables.
 
     Raises:
-        ConfigError: an unknown key (with a suggestion), a value of the wrong kind, an unreadable file.
+        ConfigError: a key is unknown (the hint has a suggestion), a value is invalid, or the file cannot be read.
     """
     layers = [
         (str(file), read_yaml(file) if file else {}),
@@ -72,10 +74,10 @@ def resolve(
 
 
 def parse_weights(texts: Iterable[str]) -> dict[str, float]:
-    """Return `NAME` (weight 1) or `NAME=WEIGHT` each, as weights by name.
+    """Return the weights by name. Each word is `NAME` (weight 1) or `NAME=WEIGHT`.
 
     Raises:
-        ConfigError: a weight is no finite number, or a name stands there twice.
+        ConfigError: a weight is not a finite number, or a name occurs twice.
     """
     weights: dict[str, float] = {}
     for text in texts:
@@ -93,7 +95,7 @@ def parse_weights(texts: Iterable[str]) -> dict[str, float]:
 
 
 def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Return `key=value` each, values read as YAML, by key.
+    """Return the values of `key=value` texts by key. The values are parsed as YAML.
 
     Raises:
         ConfigError: a text is not an assignment, or its key is unknown.
@@ -106,10 +108,10 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def by_first_name(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Keys or flags under the first of their names (`OTHER_NAMES`).
+    """Return the values by the first name of their keys or flags (see `OTHER_NAMES`).
 
     Raises:
-        ConfigError: one is given under two names.
+        ConfigError: a key is given under two of its names.
     """
     entries: dict[str, tuple[str, Any]] = {}
     for key, value in given:
@@ -121,12 +123,14 @@ def by_first_name(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what a config has no use for: a key that is written twice or is no text, what grows when it is read (aliases),
-    numbers of hundreds of digits.
+    """A YAML loader that refuses what no config needs.
+
+    It refuses duplicate keys, keys that are not text, aliases (they can expand without limit), and integers of more than
+    `MAX_DIGITS` digits.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The node of what comes next."""
+        """Compose the next node. Refuse an alias."""
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
             problem = f"aliases are not supported; write the value of *{event.anchor} in full"
@@ -134,7 +138,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of a node. YAML would quietly take the last of two keys."""
+        """Return the mapping of a node. Refuse duplicate keys, of which YAML would silently use the last."""
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -145,7 +149,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """The whole number of a node."""
+        """Return the integer of a node. Refuse one with too many digits."""
         if len(node.value) > MAX_DIGITS:
             problem = f"a number of {len(node.value)} digits is too large"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -156,10 +160,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the dotted keys of a YAML file, and their values.
+    """Return the values of a YAML file by dotted key.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds no keys.
+        ConfigError: the file cannot be read, is not YAML, or is not a mapping.
     """
     try:
         with path.open("rb") as file:
@@ -179,10 +183,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _load_yaml(text: str) -> Any:
-    """Reads a text of YAML.
+    """Parse a YAML text.
 
     Raises:
-        ValueError: the text is not YAML that can be read.
+        ValueError: the text is not valid YAML.
     """
     try:
         return yaml.load(text, _Loader)

@@ -1,7 +1,8 @@
-"""Resources: the texts that a run works with and that a search may improve, by name: prompts, descriptions of tools.
+"""Resources: the named texts of a run, such as prompts and descriptions of tools. A search may improve them.
 
-An agent is given them by name. The built-in loop reads `system_prompt`, and `tool:NAME` for what a tool says of itself. A text
-may have places, `{question}`, which an agent fills; whatever is put in place of a text has the same ones.
+An agent receives them by name. The built-in loop reads `system_prompt`, and `tool:NAME` as the description of a tool. A text
+may have placeholders, such as `{question}`, which an agent fills. A text that replaces another one must have the same
+placeholders.
 """
 
 import re
@@ -10,26 +11,26 @@ from typing import Any
 
 SYSTEM_PROMPT = "system_prompt"
 TOOL = "tool:"
-"""What the name of a tool's description begins with."""
+"""The prefix of the name of a tool's description."""
 MAX_RESOURCES = 64
 MAX_RESOURCE_CHARS = 32_768
-"""Characters of a text."""
+"""The most characters of a text."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_:./-]{0,127}")
 _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class Prompt(str):
-    """A text of a run, in whose places an agent puts what it knows."""
+    """A text of a run with placeholders that an agent fills."""
 
     __slots__ = ()
 
     def format(self, *args: object, **values: object) -> str:
-        """Return the text with a value in each place `{name}` that one is named for; other braces stay.
+        """Return the text with each placeholder `{name}` replaced by the value of that name; other braces stay.
 
-        Never what `str.format` does: the text may be a model's, and `{a.b}` would read what it likes.
+        It never works like `str.format`: a model may have written the text, and `{a.b}` would read attributes.
 
         Raises:
-            ValueError: a value has no place, so that the model would never read it.
+            ValueError: the text has no placeholder for a value, so the model would never read it.
         """
         if args:
             raise ValueError("pass the values by name: prompt.format(question=...)")
@@ -40,12 +41,12 @@ class Prompt(str):
 
 
 def places(text: str) -> frozenset[str]:
-    """Return the names of the text's places."""
+    """Return the names of the text's placeholders."""
     return frozenset(_PLACE.findall(text))
 
 
 def validation_error(text: Any, before: str | None = None) -> str:
-    """Return why that is no text of a run, or cannot take the place of the one `before`; empty if it can."""
+    """Return why the value is not a valid text of a run, or cannot replace the text `before`; empty if it can."""
     if not isinstance(text, str):
         return f"it is of type {type(text).__name__:.100}"
     if not text.strip():
@@ -59,10 +60,10 @@ def validation_error(text: Any, before: str | None = None) -> str:
 
 
 def read_resources(values: Mapping[str, Any]) -> dict[str, str]:
-    """Check the names and texts.
+    """Validate resources, and return them as a new dict.
 
     Raises:
-        ValueError: one is none.
+        ValueError: there are too many, or a name or a text is invalid.
     """
     if len(values) > MAX_RESOURCES:
         raise ValueError(f"a run has at most {MAX_RESOURCES} resources, not {len(values)}")

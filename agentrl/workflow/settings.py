@@ -1,7 +1,7 @@
-"""Settings of the machine: data folder, database, broker. They come from `AGENTRL_*` variables, never from a run's config.
+"""The settings of the machine: data folder, database, broker. They come from `AGENTRL_*` variables, never from a run's config.
 
-The default is a folder `.agentrl` in the current directory that holds a SQLite file, a private Redis and the models; two
-variables point anywhere else.
+By default everything is in the folder `.agentrl` of the current directory: a SQLite file, a private Redis and the models.
+`AGENTRL_DATABASE_URL` and `AGENTRL_BROKER_URL` name other servers.
 """
 
 import hashlib
@@ -16,21 +16,24 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PAGE_HOST, PAGE_PORT = "127.0.0.1", 7788
-"""Where `agentrl ui` listens, unless it is told otherwise."""
+"""The default address of `agentrl ui`."""
 
 
 def is_url(path: str) -> bool:
-    """Return whether the text is `scheme://...` and not a path of this host."""
+    """Return True if the text is `scheme://...`, and not a path of this host."""
     return "://" in path
 
 
 def digest(key: str, value: str) -> str:
-    """Return a keyed BLAKE2b hash (32 hexadecimal digits), to compare values that must not be shown."""
+    """Return a keyed BLAKE2b hash (32 hexadecimal digits). It compares values that must not be shown."""
     return hashlib.blake2b(os.fsencode(value), key=key.encode(), digest_size=16).hexdigest()
 
 
 class Settings(BaseSettings):
-    """Settings of the machine. Each field is the environment variable `AGENTRL_<NAME>`; an empty one is unset."""
+    """The settings of the machine.
+
+    Each field is the environment variable `AGENTRL_<NAME>`; an empty variable counts as unset.
+    """
 
     model_config = SettingsConfigDict(env_prefix="AGENTRL_", env_ignore_empty=True, frozen=True, extra="ignore")
 
@@ -142,12 +145,12 @@ class Settings(BaseSettings):
 
     @property
     def root(self) -> Path:
-        """The absolute data folder."""
+        """The absolute path of the data folder."""
         return self.home.expanduser().resolve()
 
     @property
     def database(self) -> str:
-        """The database URL that is used."""
+        """The URL of the database: `database_url`, or the SQLite file in the data folder."""
         return self.database_url or f"sqlite:///{quote(str(self.root / 'agentrl.db'))}"
 
     @property
@@ -165,7 +168,7 @@ class Settings(BaseSettings):
 
     @property
     def cache_dir(self) -> Path:
-        """The folder with copies of checkpoints from a URL."""
+        """The folder for local copies of checkpoints that are stored at a URL."""
         return self.root / "cache"
 
     @property
@@ -181,5 +184,5 @@ class Settings(BaseSettings):
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
-    """Return the settings of this process, read once."""
+    """Return the settings of this process. They are read once."""
     return Settings()

@@ -1,7 +1,7 @@
-"""The chains of an episode: which steps form a training row, what precedes them, and which steps train.
+"""The chains of an episode: which steps form a training row, which tokens precede them, and which steps train.
 
-A chain is a run of steps each of which continues the one before token for token. It may begin with tokens of another one's
-line, which are its context and train in the chain that sampled them: each sampled token trains once.
+A chain is a sequence of steps, each of which continues the one before token for token. It may begin with tokens of another
+chain. These are its context, and train only in the chain that sampled them, so each sampled token trains once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,20 +10,23 @@ from dataclasses import replace
 from agentrl.workflow.trajectory import ROOT, Episode, Step
 
 UNREAD = "whoever asked for it was not sent all of it, and nothing continues it"
-"""Why a step does not train that was cancelled, never delivered or only half read."""
+"""The reason why a step does not train that was cancelled or not delivered completely."""
 
 INHERITED = "its parent episode has it"
-"""Why an inherited step of a fork does not train."""
+"""The reason why an inherited step of a fork does not train."""
 
 EQUAL = "equal_histories"
-"""Where `steps.asked` keeps how many turns say what the step's line says, if several do: it may be meant to go on from any."""
+"""The key in `steps.asked` of the number of turns whose messages equal those of the step's parent line.
+
+It is set if there are several: the request may have meant to continue any of them.
+"""
 
 
 def chains_of(episode: Episode) -> list[list[Step]]:
-    """Return the episode's steps, chain by chain, in the order in which the chains began.
+    """Return the episode's steps, one list per chain, in the order in which the chains began.
 
-    A step without a parent begins another one, whatever its number: episodes of before chains had numbers have several rows
-    in chain 0.
+    A step without a parent begins a new chain, whatever its chain number. In episodes that are older than chain numbers, all
+    steps have number 0.
     """
     chains: list[list[Step]] = []
     ends: dict[int, list[Step]] = {}  # the index of a chain's last step -> the chain
@@ -39,7 +42,7 @@ def chains_of(episode: Episode) -> list[list[Step]]:
 
 
 def context_of(episode: Episode, step: Step) -> list[tuple[int, float | None]]:
-    """Return the tokens that the step's prompt continues: each id, and its logprob where it was sampled."""
+    """Return the tokens that the step's prompt continues: each id with its logprob; None if the token was not sampled."""
     if step.parent is None or step.parent == ROOT:
         return []
     tokens: list[tuple[int, float | None]] = []
@@ -51,7 +54,7 @@ def context_of(episode: Episode, step: Step) -> list[tuple[int, float | None]]:
 
 
 def reasons_not_to_train(episode: Episode) -> Mapping[int, str]:
-    """Return index of each step of the episode that does not train -> why."""
+    """Return the reason for each step of the episode that does not train, by the step's index."""
     lengths = _lengths(episode)
     continued = {
         step.parent
@@ -63,12 +66,10 @@ def reasons_not_to_train(episode: Episode) -> Mapping[int, str]:
 
 
 def as_read(episode: Episode) -> tuple[Episode, Sequence[int]]:
-    """Return the episode as whoever asked for its turns has read it, without the steps that were never delivered and that
-    nothing
-    continues; and the index of each step that is left.
+    """Return the episode as its client has read it, and the old index of each step that is left.
 
-    This is what rewards are told and what trains: whatever broke on the way and was asked for again, both are what they would
-    be if nothing had. Where only such a step stood between two, they are one chain.
+    Steps that were not delivered and that no other step continues are removed. Rewards and training use this episode. So both
+    are independent of requests that failed and were repeated. If only such a step separated two chains, they become one.
     """
     if all(step.delivered for step in episode.steps):
         return episode, range(len(episode.steps))
@@ -87,7 +88,11 @@ def as_read(episode: Episode) -> tuple[Episode, Sequence[int]]:
 
 
 def _moved(episode: Episode, step: Step, moved: Mapping[int, int], lengths: Mapping[int, int]) -> Step:
-    """The step with its new index; what it shares with a step that is gone, it shares with what that one went on from."""
+    """Return the step with its new index and parent.
+
+    A removed parent is replaced by the nearest step of its line that is left. `shared` is then the number of tokens that it
+    shares with that step's line.
+    """
     parent, shared = ROOT if step.parent is None else step.parent, step.shared
     while parent not in moved:
         gone = episode.steps[parent]
@@ -104,7 +109,7 @@ def _moved(episode: Episode, step: Step, moved: Mapping[int, int], lengths: Mapp
 
 
 def _lengths(episode: Episode) -> dict[int, int]:
-    """Index of a step -> the number of tokens of its line."""
+    """Return the number of tokens up to the end of each step, context included, by the step's index."""
     lengths = {ROOT: 0}
     for step in episode.steps:
         before = lengths[ROOT if step.parent is None else step.parent]

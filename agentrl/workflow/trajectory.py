@@ -1,6 +1,6 @@
 """The data types of agentrl: Task, Message, ToolCall, ToolResult, Step, Episode, Group, and their states.
 
-Nothing here knows a database, a process or a tensor: rewards, losses, replay and export run on these values alone.
+They depend on no database, process or tensor. Rewards, losses, replay and export work on these values alone.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["planned", "running", "done", "failed", "infra_error", "cancelled"]
 StopReason = Literal["answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout", "agent_error"]
 TRUNCATED: tuple[StopReason, ...] = ("max_steps", "max_tokens", "timeout")
-"""The reasons of an episode that a limit cut off."""
+"""The stop reasons of an episode that a limit ended."""
 FinishReason = Literal["stop", "length"]
 
 TRANSITIONS: Mapping[str, frozenset[str]] = {
@@ -30,7 +30,7 @@ TRANSITIONS: Mapping[str, frozenset[str]] = {
     "infra_error": frozenset(),
     "cancelled": frozenset(),
 }
-"""Which status an episode may take after which; the database enforces that terminal ones stay terminal."""
+"""The statuses that may follow each status of an episode. The database refuses to change a terminal status."""
 
 TERMINAL = frozenset(status for status, following in TRANSITIONS.items() if not following)
 OPEN = ("planned", "running")
@@ -38,22 +38,25 @@ OPEN = ("planned", "running")
 
 
 def storable(text: str) -> str:
-    """Return the text with NUL and lone surrogates replaced, so that any database can store it (token ids stay exact)."""
+    """Return the text with NUL and lone surrogates replaced, so any database can store it. Token ids are stored unchanged."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
 
 
 WHOLE = -1
-"""The step of a reward that the whole episode earned: no null, which no unique key would hold to be the same as another."""
+"""The step of a reward that the whole episode earned. It is not null, because a unique key treats two nulls as different."""
 
 ROOT = -1
 """The parent of a step that continues no other step's tokens."""
 
 
 UNCLOSED = "<tool_call> was not closed"
-"""The `error` of a call inside of which the policy stopped: the episode ends as parse_error, since no answer can follow."""
+"""The `error` of a call in which the policy stopped before `</tool_call>`.
+
+The episode ends as `parse_error`, because no answer can follow.
+"""
 
 UNFINISHED = "the call was not finished"
-"""The same where a call has no closing tag."""
+"""The `error` of a call in which the policy stopped, in formats without a closing tag. The episode ends as for `UNCLOSED`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,10 @@ class ToolCall:
     """One call that the policy wrote.
 
     Args:
-        name: of the tool; it may be empty where the call could not be read.
-        error: why the call could not be read.
-        loose: it was written as bare JSON, without what the tool format puts around a call.
+        name: the name of the tool; it may be empty if the call could not be parsed.
+        arguments: the arguments by name.
+        error: why the call could not be parsed; None if it could.
+        loose: whether the policy wrote bare JSON, without the markers that the tool format puts around a call.
     """
 
     name: str
@@ -74,12 +78,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How the code of a call ended, as its sandbox saw it from outside.
+    """How the code of a call ended, as the sandbox observed it from outside.
 
     Args:
-        sandbox: its kind: bwrap, landlock, docker, unsafe.
+        sandbox: the kind of sandbox: bwrap, landlock, docker, unsafe.
         status: see `sandbox.Status`.
-        code: the exit code, negative for a signal; None where it was killed from outside.
+        code: the exit code, negative for a signal; None if the code was killed from outside.
     """
 
     sandbox: str
@@ -92,11 +96,13 @@ class ToolResult:
     """The result of a call as the model reads it, and its costs, which the model does not see.
 
     Args:
-        error_class: None for success.
-        seconds: on the clock.
-        cpu_seconds: processor time, of the sandbox where there is one, else of the worker's thread; None: not known.
-        exit: where a sandbox ran it.
-        annotations: what the tool said of its episode; none once these are rows.
+        content: the text that the model reads.
+        error_class: the class of the error; None for success.
+        seconds: the wall-clock time, in seconds.
+        cpu_seconds: the processor time of the sandbox, or of the worker's thread if there is no sandbox, in seconds; None:
+            unknown.
+        exit: how the code ended, if a sandbox ran it.
+        annotations: the tool's annotations of its episode; empty once they are stored as rows.
     """
 
     content: str
@@ -109,7 +115,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of the conversation. `name` is the tool's, where the role is `tool`."""
+    """One message of the conversation. In a message with the role `tool`, `name` is the name of the tool."""
 
     role: Role
     content: str
@@ -125,7 +131,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One dataset row. `key` names it within its dataset for ever (`train/17`); `reference` is the gold answer."""
+    """One dataset row.
+
+    `key` names it within its dataset and never changes (`train/17`). `reference` is the gold answer.
+    """
 
     key: str
     messages: tuple[Message, ...]
@@ -134,7 +143,7 @@ class Task:
 
     @property
     def content_hash(self) -> str:
-        """The hash of the row's content: an edited row is another task."""
+        """The hash of the row's key and content. An edited row has another hash, so it is another task."""
         messages = [
             [
                 m.role,
@@ -149,21 +158,21 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One policy turn: the prompt tokens that were new, the tokens that were sampled, the calls, their results.
+    """One policy turn: the new prompt tokens, the sampled tokens, the calls and their results.
 
-    Token ids are exact and never re-tokenised. `prompt_ids` continues the tokens of `parent` (with its end token, where a stop
-    string ended it), or the first `shared` of them. `behavior_logprobs` has one natural-log value per sampled token, at the
-    sampling temperature and over the whole vocabulary. `results` is None until they are all observed. `reward` is what this
-    very step earned, weighted; it is part of its episode's reward.
+    Token ids are exact and never tokenized again. `prompt_ids` continues all tokens of the step `parent`, or the first `shared`
+    of them. If a stop string ended the parent, `prompt_ids` begins with the end token. `behavior_logprobs` has one value per
+    sampled token: its natural logarithm at the sampling temperature, over the whole vocabulary. `results` is None until all
+    results are observed. `reward` is the weighted reward of this step; it is a part of the episode's reward.
 
     Args:
-        new_row: why the step could not continue the one before it, where it begins a new chain.
-        prompt: the messages that are new to its line; all messages of its request, where it parts from its parent (`shared`).
-        chain: the number of its chain: steps each of which continues the one before token for token.
-        parent: the index of the step that it continues, ROOT for none; unset: the one before it, or none where `new_row` is.
-        shared: how many tokens of the parent's line it continues; None: all.
-        delivered: whether whoever asked for the turn was sent all of it.
-        draw: how often its prompt was asked before, where that is not how many earlier steps have it.
+        new_row: why the step could not continue the step before it; None if it could. Such a step begins a new chain.
+        prompt: the messages that are new to its line; if `shared` is set, all messages of the request.
+        chain: the number of its chain.
+        parent: the index of the step that it continues, or `ROOT`. If unset: the step before it, or `ROOT` if `new_row` is set.
+        shared: the number of the parent line's tokens that it continues; None: all of them.
+        delivered: whether the client received the whole turn.
+        draw: how often the prompt was sampled before; None: as often as earlier steps have the same prompt.
     """
 
     index: int
@@ -249,9 +258,9 @@ class StepRecord:
 
 
 def messages_of(steps: Sequence[Step], index: int) -> tuple[Message, ...]:
-    """Return the messages of the step at that index and of the steps that it continues, oldest first; empty for ROOT.
+    """Return the messages of the step at that index and of the steps that it continues, oldest first; empty for `ROOT`.
 
-    A step that parts from its parent somewhere within (`shared`) has all messages of its request itself.
+    A step with `shared` has all messages of its request itself, so no earlier step is read.
     """
     found: list[tuple[Message, ...]] = []
     while index != ROOT:
@@ -263,12 +272,12 @@ def messages_of(steps: Sequence[Step], index: int) -> tuple[Message, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One attempt at one task: its steps so far and, at the end, why it stopped and what it earned.
+    """One attempt at one task: its steps so far and, at the end, its stop reason and its reward.
 
-    A fork begins with `inherited` steps of its parent, and trains from step `fork_step` on; `tainted` says that a tool gave
-    another output when its state was rebuilt, so that the record is no longer what one policy and one world would do. `limits`
-    are its run's, where it is scored. `answer` is what an agent from outside said at its end, where that is not its last turn.
-    `annotations` are what its agent, its tools and its hooks said of it, in the order in which they did.
+    A fork begins with `inherited` steps of its parent, and trains from step `fork_step` on. If `tainted`, a tool gave other
+    results when its state was rebuilt; such an episode never trains. `limits` are the run's rollout options, set for scoring.
+    `answer` is the answer that an agent returned, if that is not its last turn. `annotations` are those of its agent, tools and
+    hooks, in the order of writing.
     """
 
     task: Task
@@ -289,11 +298,11 @@ class Episode:
     annotations: tuple[Annotation, ...] = ()
 
     def with_step(self, step: Step) -> "Episode":
-        """Return the episode with this step added, or replaced if the index exists."""
+        """Return the episode with this step added. It replaces an existing step of the same index, and all later steps."""
         return replace(self, steps=(*self.steps[: step.index], step), status="running")
 
     def line(self, index: int) -> tuple[Step, ...]:
-        """Return the step at that index and the steps that it continues, oldest first."""
+        """Return the step at that index and all steps that it continues, oldest first."""
         found: list[Step] = []
         while index != ROOT:
             found.append(self.steps[index])
@@ -301,7 +310,7 @@ class Episode:
         return tuple(reversed(found))
 
     def tokens_of(self, index: int) -> tuple[int, ...]:
-        """Return all token ids up to the end of that step, prompt and sampled; empty for ROOT."""
+        """Return all token ids up to the end of that step, prompt and sampled; empty for `ROOT`."""
         ids: list[int] = []
         for step in self.line(index):
             del ids[len(ids) if step.shared is None else step.shared :]
@@ -310,7 +319,11 @@ class Episode:
         return tuple(ids)
 
     def times_asked(self, prompt_ids: tuple[int, ...], before: int | None = None) -> int:
-        """Return how many steps (before that index, if given) were sampled from exactly this prompt."""
+        """Return how many steps were sampled from exactly this prompt.
+
+        Args:
+            before: only count steps with a lower index; None: all steps.
+        """
         ends, count = {ROOT: 0}, 0
         for index, step in enumerate(self.steps[:before]):
             start = ends[step.parent if step.parent is not None else ROOT] if step.shared is None else step.shared
@@ -336,15 +349,15 @@ class Episode:
 
     @property
     def last_turn(self) -> Step | None:
-        """The last step that reached its client: it was delivered, or another step continues it."""
+        """The last step that its client received, or that another step continues; None if there is none."""
         continued = {step.parent for step in self.steps if step.shared is None}
         return next((step for step in reversed(self.steps) if step.delivered or step.index in continued), None)
 
     @property
     def final_answer(self) -> str:
-        """The agent's answer, if any; else the last turn's text if it has no tool call; else empty.
+        """The agent's answer, if it returned one; else the last turn's text if that has no tool call; else empty.
 
-        A step is numbered when it ends, so that this is the last turn of the chain that ended last.
+        Steps are numbered in the order in which they end. So this is the last turn of the chain that ended last.
         """
         if self.answer is not None:
             return self.answer
@@ -358,13 +371,13 @@ class Episode:
 
     @property
     def trainable(self) -> bool:
-        """Done, whatever the stop_reason, with a reward, and not tainted."""
+        """True if the episode is done with a reward and is not tainted. Its `stop_reason` does not matter."""
         return self.status == "done" and self.reward is not None and not self.tainted
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The episodes of one task in one iteration: they share a baseline. `slot` is its place in the iteration."""
+    """The episodes of one task in one iteration. They share a baseline. `slot` is the group's position in the iteration."""
 
     task: Task
     episodes: tuple[Episode, ...]
@@ -376,11 +389,11 @@ class Rollout:
     """A mutable summary of an episode: an agent returns it, or a hook sets its reward.
 
     Args:
-        input: what was asked.
-        output: what is the answer.
-        metadata: anybody's notes; its `reward` is the rollout's.
-        traces: anything, for the eyes of whoever reads it.
-        episode: the whole, where a hook is given it.
+        input: the question.
+        output: the answer.
+        metadata: any notes; the key `reward` holds the rollout's reward.
+        traces: any values, to be read by people.
+        episode: the episode; only hooks receive it.
     """
 
     input: Any = None
@@ -401,14 +414,14 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRef:
-    """The identity of weights: a base by its hash, and the weights trained on it by the sha256 of their file.
+    """The identity of a policy's weights: the hash of the base, and the sha256 of the trained weights' file.
 
     Args:
-        base: name or folder of the base model.
-        base_hash: hash of the base's weights and tokenizer files.
-        path: checkpoint folder; empty for the base as it is (version 0).
-        sha256: of the checkpoint's trained weights; empty for the base.
-        version: the run's policy_version.
+        base: the name or folder of the base model.
+        base_hash: the hash of the base's weights and tokenizer files.
+        path: the checkpoint folder; empty for the unchanged base (version 0).
+        sha256: the sha256 of the checkpoint's trained weights; empty for the base.
+        version: the run's `policy_version`.
     """
 
     base: str
@@ -419,23 +432,23 @@ class PolicyRef:
 
     @property
     def weights(self) -> tuple[str, str]:
-        """The key that tells these weights from others: base and sha256."""
+        """The key that identifies these weights: `base_hash` and `sha256`."""
         return self.base_hash, self.sha256
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingKey:
-    """The key of an episode's random draws; attempt, worker and batch row are not in it.
+    """The key of an episode's random draws. It does not depend on the attempt, the worker or the batch row.
 
-    Every turn has a key of its own, made of its whole prompt and of how often the episode asked it before: so the order in
-    which turns arrive changes no draw.
+    Every turn has its own key, made from its whole prompt and the number of times that the episode sampled this prompt before.
+    So the order in which turns arrive changes no draw.
 
     Args:
         seed: the run's seed.
         purpose: `train`, `eval` or `fork:EPISODE:STEP`.
-        iteration: index of the iteration.
+        iteration: the index of the iteration.
         task: the task's key.
-        sample: number of the episode within its group; it counts on when forks add some.
+        sample: the number of the episode within its group; forks that are added get the next numbers.
     """
 
     seed: int
@@ -446,27 +459,27 @@ class SamplingKey:
 
     @classmethod
     def of(cls, episode: Episode, seed: int, kind: str, iteration: int) -> "SamplingKey":
-        """Return the key of an episode, from the run's seed, the iteration and the kind of its group."""
+        """Return the key of an episode. `kind` and `iteration` are those of its group."""
         purpose = kind if episode.parent_id is None else f"fork:{episode.parent_id}:{episode.fork_step}"
         return cls(seed, purpose, iteration, episode.task.key, episode.sample)
 
     @property
     def bits(self) -> int:
-        """The episode's key as 64 bits."""
+        """The key of the episode as a 64-bit integer."""
         return _bits(self._text)
 
     def of_turn(self, prompt_ids: tuple[int, ...], asked: int) -> int:
-        """Return the key of a turn, 64 bits.
+        """Return the key of a turn as a 64-bit integer.
 
         Args:
-            prompt_ids: its whole prompt, each id below 2**31.
-            asked: how often the episode sampled from this very prompt before.
+            prompt_ids: the whole prompt, each id below 2**31.
+            asked: how often the episode sampled from exactly this prompt before.
         """
         prompt = hashlib.sha256(struct.pack(f"<{len(prompt_ids)}i", *prompt_ids)).hexdigest()
         return _bits(f"{self._text}|{prompt}|{asked}")
 
     def of_next(self, episode: Episode, prompt_ids: tuple[int, ...]) -> int:
-        """Return the key of the episode's next turn, after its recorded steps."""
+        """Return the key of the turn that follows the episode's recorded steps."""
         return self.of_turn(prompt_ids, episode.times_asked(prompt_ids))
 
     def of_step(self, episode: Episode, index: int) -> int:

@@ -1,1 +1,1 @@
-"""The agents worker: one process for each episode, supervised, limited and ended with all its children."""
+"""The agents worker: it runs each episode's agent in its own process, limits it, and ends it with all of its children."""

@@ -1,7 +1,8 @@
-"""Inside: gives a sandboxed program the one address that it may call, 127.0.0.1:8500, over a socket that leads to the endpoint.
+"""The inner end of a sandboxed program's connection to the endpoint.
 
-`bridge.py SOCKET COMMAND...`: forwards connections in a thread and runs the command as a child. This file runs inside of the
-sandbox, and imports the standard library alone.
+`agent_bridge.py SOCKET COMMAND...` listens at 127.0.0.1:8500, forwards each connection to the Unix socket SOCKET in a thread,
+and
+runs the command as a child. This file runs inside the sandbox and imports only the standard library.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ PORT = 8500
 
 
 def main(path: str, command: "list[str]") -> int:
-    """Run the command with the address open; return its exit code."""
+    """Run the command while the address is open; return its exit code."""
     listener = socket.create_server(("127.0.0.1", PORT), backlog=128)
     threading.Thread(target=_serve, args=(listener, path), daemon=True).start()
     ended = subprocess.run(command, check=False, env=dict(os.environ)).returncode

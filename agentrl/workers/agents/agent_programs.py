@@ -1,8 +1,8 @@
-"""How an agent is started: a function in its worker's folder, a program in a sandbox with its own folder.
+"""The start of an agent: a function in its worker's folder, or a program in a sandbox with a folder of its own.
 
-A program runs what the model wrote. In bubblewrap it sees the system and the folder of the files that its command names, both
-read-only, and its own folder; of the network it sees one address, which leads to the endpoint. `network: all` gives it the
-network, `unsafe: true` leaves the sandbox out.
+A program executes text that the model wrote. In bubblewrap it sees the system and the folder of the files that its command
+names, both read-only, and its own folder. It reaches one network address, which leads to the endpoint. `network: all` gives it
+the whole network, and `unsafe: true` runs it without the sandbox.
 """
 
 import json
@@ -28,19 +28,19 @@ from agentrl.workflow.sandbox import uid_pool
 from agentrl.workflow.settings import settings
 
 INSIDE = "/agent"
-"""A program's own folder, as it is called inside of the sandbox."""
+"""A program's own folder, by its path inside the sandbox."""
 SOCKET = "/run/endpoint"
 BRIDGE = "/run/bridge.py"
 
 
 @dataclass(frozen=True)
 class AgentLaunch:
-    """What an agent is started with.
+    """The command, environment and folders that an agent is started with.
 
     Args:
-        command: empty for a function.
-        llm: where the model is from there.
-        files: the folder that it may write into, as this host calls it; empty for a function.
+        command: the program and its arguments; empty for a function.
+        llm: the model's URL and key, as the agent reaches them.
+        files: path on this host of the folder that it may write to; empty for a function.
     """
 
     command: list[str]
@@ -51,11 +51,11 @@ class AgentLaunch:
     llm: LLM
 
     def spec(self, agent: AgentConfig) -> str:
-        """Return what the warm interpreter has to have imported; empty for a program."""
+        """Return the function that the warm interpreter must have imported; empty for a program."""
         return "" if self.command else agent.name
 
     def order(self, agent: AgentConfig, task: AgentTask, keys: Sequence[str] = ()) -> Order:
-        """Return the order for the guardian. It reports the agent's output without the `keys`."""
+        """Return the order for the guardian, which replaces the `keys` in the agent's output."""
         return Order(
             command=self.command,
             environment=self.environment,
@@ -76,13 +76,13 @@ class AgentLaunch:
 def placed(
     agent: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, Any], emit_key: str = ""
 ) -> Iterator[AgentLaunch]:
-    """The place of an agent, until it has ended.
+    """Prepare an agent's folder, socket and command, and remove them when the agent has ended.
 
     Args:
-        emit_key: what its annotations are written with; empty: they are not.
+        emit_key: the key for the agent's annotations; empty if it may write none.
 
     Raises:
-        ConfigError: this machine cannot hold it.
+        ConfigError: this machine cannot sandbox it.
     """
     check_held(agent)
     if not agent.command and not agent.sandboxed:
@@ -165,7 +165,7 @@ def _dropped(uid: int | None) -> list[str]:
 
 
 def _view(command: list[str], folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """The options of bubblewrap: what the program sees of this host, and what is hidden in that."""
+    """Return bubblewrap's options: what the program sees of this host, and what is hidden from it."""
     args = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent"]
     args += ["--new-session", "--clearenv", "--cap-drop", "ALL", "--hostname", "agent", "--ro-bind", "/usr", "/usr"]
     for linked in ("bin", "sbin", "lib", "lib32", "lib64"):
@@ -188,13 +188,13 @@ def _view(command: list[str], folder: Path, config: Mapping[str, Any]) -> list[s
 
 
 def _imported(command: list[str]) -> list[str]:
-    """Where a function agent's module is found; a program brings its own."""
+    """Return the folder from which a function agent's module is imported; empty for a program."""
     folders = [str(Path(path).resolve()) for path in sys.path if path and Path(path).is_dir()]
     return folders if FUNCTION in command else []
 
 
 def _hidden(config: Mapping[str, Any]) -> set[str]:
-    """What may lie in a folder that the program reads, and is none of its business: the rows, keys, and the references."""
+    """Return the paths in a visible folder that the program must not read: databases, keys and references."""
     here = Path.cwd()
     paths = [
         settings().root,

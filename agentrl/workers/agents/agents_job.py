@@ -1,8 +1,8 @@
-"""The `agents` job: run the agent of one attempt of an episode, from its claim to the row with its outcome.
+"""The `agents` job: run the agent of one attempt at an episode, from the claim to the row with its outcome.
 
-The agent gets a key that opens its episode alone, and another one for its annotations; the row has the first one's hash. What
-it returns travels by this job, never by the endpoint. A worker that is lost takes its agents along: the episode begins anew
-with another. One that is asked to stop gives its agents up at once.
+The agent gets a key that opens only its own episode, and a second key for its annotations. The row stores a hash of the first
+key. The agent's result travels through this job, never through the endpoint. When a worker is lost, its agents end with it, and
+their episodes start again with other agents. When a worker is asked to stop, it ends its agents at once.
 """
 
 import threading
@@ -34,12 +34,12 @@ from agentrl.workflow.trajectory import Message
 
 log = getLogger("agentrl.agents")
 URL_SECONDS = 60.0
-"""How long an agent waits for an endpoint to come up."""
+"""The longest wait for an endpoint to start."""
 
 
 @app.task(name="agentrl.agent", throws=(ServiceError, InfraError))
 def agent(episode: int, attempt: int, reply_to: str) -> None:
-    """Run the agent of that attempt, unless it is over or another worker has it."""
+    """Run the agent of that attempt, unless the attempt is over or another worker runs it."""
     episode = row_id(episode)
     if type(attempt) is not int or not 0 <= attempt < 2**31:
         raise ConfigError(f"The job's attempt must be a number, not {attempt!r:.100}.")
@@ -66,10 +66,10 @@ def agent(episode: int, attempt: int, reply_to: str) -> None:
 
 
 def _endpoint_url() -> str:
-    """Where agents reach the endpoint.
+    """Return the endpoint's URL for agents.
 
     Raises:
-        ServiceError: none runs.
+        ServiceError: no endpoint runs.
     """
     deadline = time.monotonic() + URL_SECONDS
     while True:
@@ -81,7 +81,7 @@ def _endpoint_url() -> str:
 
 
 def _run_claimed(work: AgentWork, claim: str, llm: LLM, emit_key: str) -> AgentEnd | None:
-    """How the agent ended; None where this worker had to end it."""
+    """Run the agent and return how it ended; None if this worker had to stop it."""
     lost = threading.Event()
     heartbeat().hold_agent(work.id, claim, lost.set)
     try:
@@ -121,7 +121,7 @@ def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool
 
 
 def message_dict(message: Message) -> dict[str, str]:
-    """Return a task's message as clients take it."""
+    """Return a task's message in the form of the chat API."""
     return {"role": message.role, "content": message.content}
 
 

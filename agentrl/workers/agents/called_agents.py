@@ -1,7 +1,7 @@
-"""Function agents that are called in this process, each in its own thread, with the objects that they capture.
+"""Function agents that run as threads of this process, with the objects that they capture.
 
-Nothing holds them: of an agent's limits its time alone is kept, and one that does not return then is left alone. They read
-their model from `llm`, not from the environment, of which the process has one.
+No process limits them. Only the time limit applies, and an agent that exceeds it keeps running in its thread, unobserved. They
+read the model's address from `llm`, because the process has only one environment.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ LOOK_SECONDS = 0.1
 
 
 def run(config: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
-    """Call the agent, and wait for its end; None where it was left alone since `is_stopped`.
+    """Call the agent and wait for its end; return None if `is_stopped` came first.
 
     Raises:
-        ConfigError: its path leads to nothing.
+        ConfigError: its path cannot be imported.
     """
     agent, report = find("agents", config.name), AgentReport()
 

@@ -1,8 +1,8 @@
-"""The Landlock domain of an agent without a sandbox: it can neither signal nor read processes outside.
+"""The Landlock domain of an agent without a sandbox: the agent can neither signal nor read processes outside of it.
 
-Linux scopes signals by Landlock's domains from 6.12 on (ABI 6), and lets nobody in a domain look into a process outside of it:
-its environment and its memory, also of the same user. Root gives up the capabilities that would let it look all the same. No
-file and no address is closed. On older kernels the worker itself is hidden, and what is above it only from other users.
+From Linux 6.12 on (ABI 6), Landlock limits signals to a domain. It also stops a process in a domain from reading the
+environment and memory of processes outside, even of the same user. Root first drops the capabilities that would override this.
+Files and network stay open. On older kernels, the worker hides itself, and its parents are hidden only from other users.
 """
 
 import ctypes
@@ -13,7 +13,8 @@ VERSION = 1
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
 CAPABILITY_VERSION, PR_CAPBSET_DROP = 0x20080522, 24
 LOOKING = (16, 17, 19, 21, 38, 39)
-"""sys_module, sys_rawio, sys_ptrace, sys_admin, perfmon, bpf: with some root reads any process, whatever its domain."""
+"""sys_module, sys_rawio, sys_ptrace, sys_admin, perfmon and bpf: with any of these, root can read processes outside its domain.
+"""
 SIGNALS = 0b10
 SCOPING_ABI = 6
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -26,9 +27,9 @@ class _Ruleset(ctypes.Structure):
 
 
 def enter() -> bool:
-    """Enter a domain, in the one that this process is in; False where the kernel has none that scopes signals.
+    """Put this process into a new domain; return False if the kernel cannot limit signals.
 
-    A process cannot leave it, nor can its children; nor do they get rights by what they execute (sudo).
+    The process and its children cannot leave the domain, and gain no rights from programs that they execute (sudo).
     """
     if _libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION) < SCOPING_ABI:
         return False
@@ -43,12 +44,14 @@ def enter() -> bool:
 
 
 def hide() -> None:
-    """Let no other process of this user read this one's environment and memory; what it executes is not hidden."""
+    """Forbid other processes of this user to read this process's environment and memory. Programs that it executes are readable
+    again.
+    """
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """Give up for good what lets root look into other processes."""
+    """Drop, for good, the capabilities with which root can read other processes."""
     header, data = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     if _libc.capget(header, data) != 0:
         return

@@ -1,6 +1,6 @@
 """A function agent as a program, for the sandbox: `python -P -m agentrl.workers.agents.function SPEC`.
 
-It is told its task and its model as any program is, and leaves what it returns as its answer.
+It gets its task and the model's address like any other program, and writes the function's result to its answer file.
 """
 
 import asyncio

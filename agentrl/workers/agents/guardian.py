@@ -1,9 +1,8 @@
-"""The supervisor of one agent: starts it, watches its limits, ends it with all its children, and reports.
+"""The supervisor of one agent: it starts the agent, enforces its limits, ends it with all of its children, and reports.
 
-It is a process of its own, forked by the agent server, the `Warden` that ends what is left where something kills it. What
-the agent starts and leaves becomes the guardian's child (it is a subreaper), so nothing outlives it; it ends, and ends the
-agent, as soon as nobody holds the other end of its socket. It imports the standard library and `agents`, whose values the agent
-is given.
+The guardian is a process of its own, forked by the agent server. If it is killed, the `Warden` ends what is left. It is a
+subreaper: a process that the agent leaves behind becomes the guardian's child, so none outlives it. It ends the agent and
+itself as soon as the other end of its socket is closed. It imports only the standard library and `workflow.agents`.
 """
 
 import asyncio
@@ -31,17 +30,17 @@ from agentrl.workflow.agents import LLM, AgentTask, read_result
 
 LENGTH = struct.Struct("<Q")
 KILLED = "killed"
-"""The error class of an agent that something outside of it killed: no doing of its own."""
+"""The error class of an agent that was killed from outside, which is not its own fault."""
 MAX_RESULT = 1 << 20
-"""Bytes of what an agent may return."""
+"""The most bytes of an agent's result."""
 MAX_FILES_BYTES = 1 << 30
-"""What a program may write into its folder, and in one file half of it."""
+"""The most bytes that a program may write to its folder; one file may have half of that."""
 MAX_FOLDERS = 10_000
 LOOK_SECONDS = 0.2
-"""Between two looks at what the agent uses."""
+"""The time between two checks of the agent's limits."""
 END_SECONDS = 10.0
 WORDS = 2000
-"""The most characters of its error."""
+"""The most characters of an agent's error message."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,12 +52,12 @@ class Order:
 
     Args:
         command: the program and its arguments; empty for the server's function.
-        environment: all of its environment.
-        folder: where it is started.
-        answer_file: where a program may leave its answer; empty for a function.
-        files: what it may write into; empty for a function, which writes where it likes.
-        task, llm: what a function is given.
-        keys: texts that no output may show.
+        environment: the agent's complete environment.
+        folder: the working directory.
+        answer_file: the file in which a program may leave its answer; empty for a function.
+        files: the folder that it may write to; empty for a function, which is not restricted.
+        task, llm: the arguments of a function.
+        keys: secrets to remove from all output.
     """
 
     command: list[str]
@@ -76,13 +75,15 @@ class Order:
 
     @property
     def is_boxed(self) -> bool:
-        """Whether bubblewrap holds it, which hides more, and whose set-uid form a domain would keep from its work."""
+        """Return whether bubblewrap confines the agent. Then no Landlock domain is added: bubblewrap's set-uid form would not
+        work in one.
+        """
         return "bwrap" in self.command
 
 
 @dataclass
 class AgentReport:
-    """How it ended, as JSON; `error_class` is empty where it returned."""
+    """How the agent ended, as JSON; `error_class` is empty if it returned."""
 
     exit_code: int | None = None
     error_class: str = ""
@@ -99,7 +100,7 @@ def send(connection: socket.socket, value: object) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """Return the value that was sent; None where the other end is closed."""
+    """Return the next value; None if the other end is closed."""
     head = _exactly(connection, LENGTH.size)
     data = head and _exactly(connection, LENGTH.unpack(head)[0])
     return json.loads(data) if data else None
@@ -116,12 +117,12 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def adopt_orphans() -> None:
-    """What a descendant leaves behind becomes a child of this process."""
+    """Make this process the parent of processes that its descendants leave behind."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def guard(connection: socket.socket, function: Callable[..., Any] | None) -> None:
-    """Carry out the order that comes over the connection, and reports."""
+    """Run the order that arrives over the connection, and send the report."""
     os.setsid()
     adopt_orphans()
     order = receive(connection)
@@ -163,7 +164,7 @@ class _Watch:
         return self._report(over, status)
 
     def _follow(self, ended: int, output: int, result: int) -> tuple[str, str]:
-        """Waits for its end; (error class, error) where it is ended."""
+        """Wait for the agent's end; return (error class, error) if a limit ended it."""
         deadline = time.monotonic() + self.order.timeout_seconds
         looked = 0.0
         while True:
@@ -211,7 +212,7 @@ class _Watch:
             self._result += os.read(result, 1 << 16)
 
     def _read(self, output: int, result: int, seconds: float) -> None:
-        """What it still left in its pipes."""
+        """Read what is left in the agent's pipes."""
         deadline = time.monotonic() + seconds
         for pipe in (output, result):
             os.set_blocking(pipe, False)
@@ -315,7 +316,7 @@ def _become_agent(
 
 
 def _call(function: Callable[..., Any], order: Order, result: int) -> int:
-    """Calls a function agent; what it returns or raises goes into the pipe."""
+    """Call a function agent and write its result or exception to the pipe."""
     try:
         value = function(AgentTask(**order.task), LLM(**order.llm))
         if inspect.isawaitable(value):
@@ -339,7 +340,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
-    """Return all processes below this one, but for its spared children and what is below them."""
+    """Return all descendants of this process, except the spared children and their descendants."""
     processes: set[int] = set()
     level = set(children(pid)) - set(spared)
     while level:
@@ -349,7 +350,7 @@ def descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes right below this one."""
+    """Return the direct children of this process."""
     try:
         return [
             int(child)
@@ -368,7 +369,7 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Its memory, of what it shares with others its part; where it cannot be read, all of it."""
+    """Return the process's memory in bytes, counting shared pages in part (PSS); if that cannot be read, all of it (RSS)."""
     try:
         fields = Path(f"/proc/{pid}/smaps_rollup").read_bytes().split()
         return int(fields[fields.index(b"Pss:") + 1]) << 10
@@ -377,7 +378,9 @@ def _proportional(pid: int) -> int:
 
 
 def _written(folder: str) -> int:
-    """Bytes on disk of the files below a folder; of so many that counting them takes long, at least as many."""
+    """Return the bytes on disk of the files below a folder. If there are too many files to count, return at least that many
+    bytes.
+    """
     total, level = 0, [folder]
     for _ in range(MAX_FOLDERS):
         if not level:
@@ -392,9 +395,9 @@ def _written(folder: str) -> int:
 
 
 def end_descendants(spared: Collection[int] = ()) -> None:
-    """Kill what is below this process, but for these children of it and what is theirs.
+    """Kill the descendants of this process, except the spared children and their descendants.
 
-    First all are stopped, so that none forks while the others are killed.
+    All are stopped first, so that none can fork while others are killed.
     """
     deadline = time.monotonic() + END_SECONDS
     while (family := descendants(os.getpid(), spared)) and time.monotonic() < deadline:
@@ -418,7 +421,7 @@ def _reap_ended(family: Iterable[int]) -> None:
 
 
 def _reap(pid: int) -> int:
-    """The exit code of the agent's own process."""
+    """Collect ended children; return the exit code of the agent's own process."""
     deadline = time.monotonic() + END_SECONDS
     while pid not in _ended and time.monotonic() < deadline:
         _reap_ended([pid])

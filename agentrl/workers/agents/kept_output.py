@@ -1,6 +1,6 @@
-"""The part of an agent's output that its row keeps: the beginning and the end if it is long, without the agent's keys.
+"""The stored part of an agent's output: the beginning and the end if it is long, without the agent's keys.
 
-Keys are replaced before anything is cut, so that no part of one is left at a cut.
+Keys are replaced before the output is cut, so that no part of a key is left at a cut.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ def hide_keys(text: str, keys: Sequence[str]) -> str:
 
 @dataclass
 class KeptOutput:
-    """Output that comes in pieces.
+    """A collector of output that arrives in pieces.
 
     Args:
-        keys: texts that are not kept.
+        keys: secrets to remove.
 
     Attributes:
-        size: how many bytes came.
+        size: the number of bytes received.
     """
 
     keys: Sequence[str]
@@ -38,14 +38,16 @@ class KeptOutput:
     _tail: bytearray = field(default_factory=bytearray)
 
     def add(self, data: bytes) -> None:
-        """Keep what belongs to the beginning or the end."""
+        """Add bytes, and keep those of the beginning or the end."""
         self.size += len(data)
         self._head += data[: HEAD_BYTES + self._margin - len(self._head)]
         self._tail += data
         del self._tail[: -(TAIL_BYTES + self._margin)]
 
     def text(self) -> str:
-        """Return the output, or its beginning and its end with a line between them that says how many bytes are left out."""
+        """Return the output. If it is long, return its beginning and its end, with a line between them that says how many bytes
+        are left out.
+        """
         before_tail = self.size - len(self._tail)
         if before_tail <= len(self._head):
             return self._shown(self._head[:before_tail] + self._tail)
@@ -64,7 +66,7 @@ class KeptOutput:
 
 
 def add_last_lines(error: str, output: str) -> str:
-    """Return the error followed by the last line of the output, with the last few lines quoted below."""
+    """Return the error with the last line of the output, and quote the last few lines below it."""
     lines = [line.strip()[:MAX_LINE_CHARS] for line in output.splitlines() if line.strip()][-MAX_LINES:]
     if not lines:
         return error

@@ -1,4 +1,6 @@
-"""The processes of a worker's agents: warm interpreters by agent, and one supervisor (`guardian`) per running agent."""
+"""The processes of a worker's agents: a warm interpreter for each agent, and a supervisor (`guardian`) for each running
+agent.
+"""
 
 import json
 import os
@@ -21,30 +23,32 @@ from agentrl.workflow.runtime.socket_pair import socket_pair
 from agentrl.workflow.settings import settings
 
 START_SECONDS = 120.0
-"""Time for an agent's module to be imported."""
+"""The longest time for the import of an agent's module."""
 MAX_SERVERS = 8
-"""Warm interpreters at once; the one that was asked for least recently ends first."""
+"""The most warm interpreters at once; the least recently used one ends first."""
 LOOK_SECONDS = 0.5
 KEPT = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 KEPT_PREFIXES = ("LC_", "PYTHON", "SSL_CERT_")
 
 
 class AgentUnready(Exception):
-    """The agent cannot be started here: its module cannot be imported."""
+    """The agent's module cannot be imported here."""
 
 
 class _Unwanted(Exception):
-    """Nobody wants the agent any more."""
+    """The agent's start was cancelled."""
 
 
 def clean_environment() -> dict[str, str]:
-    """Return what of this process's environment an agent may see: no database, no broker, no secret."""
+    """Return this process's environment without database, broker and secrets, for an agent."""
     return {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
 
 
 @dataclass
 class AgentServer:
-    """A warm interpreter (`server`), which is waited for until `is_stopped`; `source` is that of the agent's module."""
+    """A warm interpreter (`server`). The constructor waits until it is ready or `is_stopped`; `source` is the source of the
+    agent's module.
+    """
 
     spec: str
     is_stopped: Callable[[], bool]
@@ -75,7 +79,7 @@ class AgentServer:
         self._stamps = {file: _stamp(file) for file in reply["files"]}
 
     def _await(self) -> None:
-        """Waits until it says something, or has ended."""
+        """Wait until the interpreter reports or ends."""
         deadline = time.monotonic() + START_SECONDS
         self._control.settimeout(LOOK_SECONDS)
         while True:
@@ -92,18 +96,18 @@ class AgentServer:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it lives, and none of the files that it imported has changed since."""
+        """Return whether the interpreter runs and no file that it imported has changed since."""
         return self._process.poll() is None and all(_stamp(file) == stamp for file, stamp in self._stamps.items())
 
     def begin(self) -> socket.socket:
-        """Return a new guardian's socket."""
+        """Fork a guardian and return the socket that leads to it."""
         ours, theirs = socket_pair()
         with theirs:
             socket.send_fds(self._control, [b"x"], [theirs.fileno()])
         return ours
 
     def close(self) -> None:
-        """End it as soon as the agents that run have ended; wait a moment for it."""
+        """Let the interpreter end as soon as its running agents have ended; wait a moment for it."""
         self._control.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_SECONDS)
@@ -116,7 +120,7 @@ class AgentServer:
 
 
 _ending: "list[subprocess.Popen[bytes]]" = []
-"""Interpreters whose last agents still run."""
+"""Interpreters that are closed while their last agents still run."""
 
 
 def _stamp(file: str) -> object:
@@ -129,13 +133,12 @@ def _stamp(file: str) -> object:
 
 @dataclass(eq=False)
 class _InterpreterSlot:
-    """Where an agent's interpreter stands, or will; who holds the lock starts it, uses it or ends it."""
+    """The place of one agent's interpreter. Its lock is needed to start, use or end the interpreter."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     server: AgentServer | None = None
 
     def end(self) -> None:
-        """Ends its interpreter."""
         if self.server is not None:
             server, self.server = self.server, None
             server.close()
@@ -143,18 +146,18 @@ class _InterpreterSlot:
 
 @dataclass
 class AgentServers:
-    """The warm interpreters of this process, by agent: while one is started, those of other agents are used and started."""
+    """The warm interpreters of this process, one per agent. While one of them starts, others can be used and started."""
 
     _places: "OrderedDict[str, _InterpreterSlot]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, spec: str, is_stopped: Callable[[], bool]) -> socket.socket:
-        """Return a new guardian's socket, from an interpreter that has imported what the agent is now.
+        """Fork a guardian from an interpreter that has imported the agent's present code, and return its socket.
 
         Raises:
-            _Unwanted: `is_stopped` meanwhile.
-            AgentUnready: it cannot be imported.
-            InfraError: the interpreter is gone.
+            _Unwanted: `is_stopped` came first.
+            AgentUnready: the agent cannot be imported.
+            InfraError: the interpreter was lost.
         """
         with self._fresh(spec, is_stopped) as server:
             guardian = server.begin()
@@ -162,13 +165,11 @@ class AgentServers:
         return guardian
 
     def source(self, spec: str) -> str:
-        """Return the source of the agent's module as its agents run it now, which an interpreter of its own imports; empty if
-        there
-        is none.
+        """Return the present source of the agent's module, read by an interpreter of its own; empty for a program.
 
         Raises:
-            AgentUnready: it cannot be imported.
-            InfraError: the interpreter is gone.
+            AgentUnready: the agent cannot be imported.
+            InfraError: the interpreter was lost.
         """
         with self._fresh(spec, lambda: False) as server:
             source = server.source
@@ -177,7 +178,7 @@ class AgentServers:
 
     @contextmanager
     def _fresh(self, spec: str, is_stopped: Callable[[], bool]) -> Iterator[AgentServer]:
-        """The interpreter of that agent, which nobody else uses meanwhile."""
+        """Give the up-to-date interpreter of that agent, and keep other threads from using it meanwhile."""
         domain.hide()
         with self._lock:
             place = self._places.setdefault(spec, _InterpreterSlot())
@@ -197,7 +198,7 @@ class AgentServers:
             place.lock.release()
 
     def close(self) -> None:
-        """End all of them."""
+        """End all interpreters."""
         with self._lock:
             places = list(self._places.values())
         for place in places:
@@ -205,7 +206,7 @@ class AgentServers:
                 place.end()
 
     def _end_oldest(self) -> None:
-        """Ends those that are too many, but for one that is being started or used."""
+        """End the least recently used interpreters beyond the limit, except those that are being started or used."""
         with self._lock:
             warm = [place for place in self._places.values() if place.server is not None]
         for place in warm[: max(0, len(warm) - MAX_SERVERS)]:
@@ -217,11 +218,11 @@ class AgentServers:
 
 
 servers = AgentServers()
-"""Those of this process."""
+"""The warm interpreters of this process."""
 
 
 def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
-    """Run an agent to its end; None where it was ended since `is_stopped`.
+    """Run an agent to its end; return None if `is_stopped` ended it.
 
     Raises:
         AgentUnready: its module cannot be imported.

@@ -1,9 +1,9 @@
-"""A rehearsal: a warm interpreter makes one local call with the agent's SDK before any agent is forked.
+"""The rehearsal of an agent's SDK: the warm interpreter makes one local call with it before any agent is forked.
 
-What such an SDK imports and builds at its first call (the connection's modules, the answers' types) takes some 80 ms of a
-processor, and every agent would do it again; the forks of an interpreter that has called once find it there. Another 25 ms
-takes the context for TLS, for which a client reads all certificates although its calls are plain HTTP: what the SDK asked for
-is made once more, and lies ready for each fork. Nothing leaves the process; an SDK that cannot be rehearsed is as it was.
+The first call of an SDK imports and builds modules and types for about 80 ms of processor time. Every agent would repeat that;
+the forks of an interpreter that has called once find it done. A TLS context takes another 25 ms, because the client reads all
+certificates although it speaks plain HTTP. The contexts that the SDK requested are therefore made once more and kept ready for
+each fork. Nothing leaves the process. An SDK that cannot be rehearsed works as before.
 """
 
 import functools
@@ -30,15 +30,17 @@ ASKED: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "none", "parameters": {"type": "object", "properties": {}}}}],
 }
 MAKERS = (("httpcore2", "default_ssl_context"), ("ssl", "create_default_context"))
-"""What clients call for a TLS context, the outer ones first."""
+"""The functions that clients call for a TLS context, the outer ones first."""
 SPARES = 2
-"""Contexts that lie ready of each kind: for a client, and for one that waits asynchronously."""
+"""Prepared contexts of each kind: one for a client, one for an asynchronous client."""
 TRUSTED = ("SSL_CERT_FILE", "SSL_CERT_DIR")
-"""What of the environment says which certificates."""
+"""The environment variables that choose the certificates."""
 
 
 def rehearse() -> None:
-    """Rehearse what the interpreter has imported; its memory is then shared with its forks for as long as may be."""
+    """Rehearse the SDKs that the interpreter has imported, then keep as much of its memory shared with its forks as
+    possible.
+    """
     openai = sys.modules.get("openai")
     if openai is not None:
         with suppress(Exception):  # of another version, say
@@ -62,7 +64,7 @@ def _call_nobody(openai: Any) -> None:
 
 
 def _keep_contexts_ready(make_client: Callable[[], object]) -> None:
-    """Makes a client, and from now on has the contexts ready that it asks for."""
+    """Make a client once, and from then on keep ready the TLS contexts that it requests."""
     stand_ins = []
     for module, name in MAKERS:
         if module in sys.modules:
@@ -75,7 +77,7 @@ def _keep_contexts_ready(make_client: Callable[[], object]) -> None:
 
 
 class _Contexts:
-    """Stands for a function that makes TLS contexts, and hands out each that lies ready once, as if it were made now."""
+    """A replacement for a function that makes TLS contexts. It returns each prepared context once, as if it were new."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make
@@ -92,7 +94,7 @@ class _Contexts:
         return ready.pop() if ready else make()
 
     def prepare(self) -> None:
-        """Makes those that were asked for, to lie ready."""
+        """Make the contexts that were requested before."""
         self._is_rehearsal = False
         for kind, make in self._asked.items():
             self._ready[kind] = [make() for _ in range(SPARES)]

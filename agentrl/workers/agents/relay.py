@@ -1,4 +1,4 @@
-"""Outside: a Unix socket for one sandboxed agent, all of whose bytes go to the endpoint and nowhere else."""
+"""The outer end of a sandboxed agent's connection: a Unix socket whose bytes go to the endpoint and nowhere else."""
 
 import asyncio
 import threading
@@ -9,12 +9,12 @@ from pathlib import Path
 from agentrl.workflow.runtime.once_per_process import Once
 
 MAX_CONNECTIONS = 64
-"""Open connections of one agent."""
+"""The most open connections of one agent."""
 
 
 @contextmanager
 def relayed(path: Path, host: str, port: int) -> Iterator[None]:
-    """Listen at the path, and pass each connection's bytes to that address, until it is left."""
+    """Listen at the path and forward each connection to that address, until the context ends."""
     loop = _loop()
     server = asyncio.run_coroutine_threadsafe(_listen(path, host, port), loop).result()
     path.chmod(0o666)  # the sandbox's user connects; its folder keeps others away

@@ -1,9 +1,10 @@
-"""A warm interpreter for agents: it has imported the agent's module, and forks a guardian for each episode, whose warden it is.
+"""A warm interpreter for agents: it has imported the agent's module, and forks a guardian for each episode.
 
-`python -P -m agentrl.workers.agents.server FD SPEC PATHS`: on the socket FD it says once what it imported (the files, and the
-source of the agent's module), or why it cannot, and then takes one descriptor for each episode, the guardian's end of a socket.
-It was started with an environment without secrets, and ends when the other end of FD is closed, as its worker's end does, and
-its agents have ended. SPEC is empty for programs, which need no module.
+`python -P -m agentrl.workers.agents.server FD SPEC PATHS` first sends over the socket FD what it imported (the files, and the
+source
+of the agent's module), or why it cannot. Then it receives one descriptor per episode: the guardian's end of a socket. It starts
+with an environment without secrets. It ends when the worker closes the other end of FD and all of its agents have ended. SPEC
+is empty for programs, which need no module.
 """
 
 import json
@@ -21,7 +22,7 @@ WORDS = 2000
 
 
 def main(control: socket.socket, spec: str, paths: list[str]) -> None:
-    """Serve until the other end of the socket is closed, and the last agent has ended."""
+    """Serve until the other end of the socket is closed and the last agent has ended."""
     sys.path[:] = paths
     try:
         function, source = _load(spec) if spec else (None, "")
@@ -34,7 +35,7 @@ def main(control: socket.socket, spec: str, paths: list[str]) -> None:
 
 
 def _load(spec: str) -> tuple[Callable[..., Any], str]:
-    """The function, and the source of its module; empty if there is none."""
+    """Import the agent; return the function and the source of its module, empty for a program."""
     from agentrl.workflow.agents.classes import as_function
     from agentrl.workflow.plugins import code_of, find
 
@@ -46,7 +47,7 @@ def _load(spec: str) -> tuple[Callable[..., Any], str]:
 
 
 def _own_files() -> list[str]:
-    """The files of modules that are not installed: who edits one wants it read again."""
+    """Return the files of imported modules that are not installed packages: a change of one makes the interpreter stale."""
     installed = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(guardian.__file__)))
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return sorted(file for file in files if file and not file.startswith(installed))

@@ -1,8 +1,9 @@
-"""The warden of an interpreter's guardians: if one is killed, it ends the processes that its agent left, in any session.
+"""The watcher of an interpreter's guardians: if a guardian is killed, it ends the processes that the agent left, in any
+session.
 
-It is the interpreter itself, the next subreaper above its guardians: what loses its guardian becomes its child, and nothing
-else does. The agent can reach it no more than its guardian. It holds each guardian's connection, so that the worker hears of
-the loss only when nothing of the agent is left, and the episode can begin anew.
+It runs in the interpreter itself, which is the next subreaper above its guardians. A process that loses its guardian becomes
+its child, and no other process does. An agent cannot reach it. It holds each guardian's connection open, so that the worker
+learns of the loss only when nothing of the agent is left and the episode can start again.
 """
 
 import os
@@ -20,8 +21,8 @@ class Warden:
     """A watcher of the guardians that this process forks.
 
     Args:
-        control: over which the worker sends a descriptor for each episode; no guardian keeps it.
-        function: what guardians call; None for programs.
+        control: the socket over which the worker sends a descriptor per episode; guardians do not inherit it.
+        function: the function that guardians call; None for programs.
     """
 
     control: socket.socket
@@ -34,7 +35,7 @@ class Warden:
         self._own = frozenset(guardian.children(os.getpid()))  # what the agent's module started when it was imported
 
     def watch(self) -> None:
-        """Fork a guardian for each descriptor that comes, until the other end is closed and the last guardian has ended."""
+        """Fork a guardian for each descriptor that arrives, until the other end is closed and the last guardian has ended."""
         is_wanted = True
         while is_wanted or self._guardians:
             for ready in self._ready(is_wanted):
@@ -69,7 +70,7 @@ class Warden:
             os._exit(code)
 
     def _end(self, descriptor: int) -> None:
-        """Of a guardian that has ended: nothing is left but its row."""
+        """End what a finished guardian's agent left, then close its connection."""
         pid, connection = self._guardians.pop(descriptor)
         os.waitpid(pid, 0)
         os.close(descriptor)

@@ -1,1 +1,3 @@
-"""Jobs, one per kind of message: rollouts, tool calls, updates. A job loads, calls the library, stores."""
+"""The jobs, one module per kind of message: rollouts, tool calls, updates. A job loads rows, calls the library and stores the
+result.
+"""

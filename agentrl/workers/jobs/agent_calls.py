@@ -1,8 +1,7 @@
-"""A call of the model by an agent from outside, as the thread that serves it and the rollout that samples it share it.
+"""A request of an external agent, as the server thread and the rollout that samples it share it.
 
-The server puts an `AgentCall` into the inbox of the rollout that drives the call's episode. The rollout answers through `tell`:
-first that the call is accepted, then with each token as it is drawn, at last with the whole turns, once they are committed; or
-with a refusal.
+The server puts an `AgentCall` into the inbox of the rollout that drives the episode. The rollout answers through `tell`: first
+`Accepted`, then each token as it is drawn, and the complete turns after they are committed; or `Refused` instead.
 """
 
 import threading
@@ -14,12 +13,12 @@ from agentrl.workflow.dialects import Ask, RequestError, ResponseTurn
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The call is sampled, or was.
+    """The request will be sampled, or has a recorded answer.
 
     Args:
         prompt_ids: all tokens before its turns.
-        request_id, created: of its reply.
-        cached_tokens: how many tokens of the prompt an earlier turn of the episode has.
+        request_id, created: the id and time of its reply.
+        cached_tokens: how many tokens of the prompt an earlier turn of the episode contains.
     """
 
     prompt_ids: tuple[int, ...]
@@ -38,21 +37,21 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """All choices, whole and committed."""
+    """All choices, complete and committed."""
 
     turns: tuple[ResponseTurn, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The call has no answer."""
+    """The error with which the request ends."""
 
     error: RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptGone:
-    """The call is no longer answered here: it may be answered elsewhere, or its client has gone."""
+    """This process no longer answers the request: another may, or its client disconnected."""
 
 
 RolloutMessage = Accepted | Drawn | Answered | Refused | AttemptGone
@@ -63,16 +62,16 @@ class AgentCall:
     """A request that waits for its answer.
 
     Args:
-        episode: whose key it came with.
-        attempt: of that episode.
-        request_id: the same each time that this request is forwarded.
+        episode: the episode of the key that it came with.
+        attempt: the attempt of that key.
+        request_id: its id, the same each time it is forwarded.
         created: the time of its first arrival, in seconds since 1970.
         retry: how often its client says that it tried before.
         body_hash: sha256 of its body.
-        ask: what the body says.
-        tell: called in any thread.
-        gone: set once nobody waits any more.
-        answered: the request id of the answer that it was given.
+        ask: the parsed body.
+        tell: the callback for messages; called from any thread.
+        gone: set when its client has disconnected.
+        answered: the request id of the answer that it got.
     """
 
     episode: int

@@ -1,9 +1,9 @@
-"""The model calls of one episode whose agent is not ours: the turn that each continues, those in flight, and recorded answers.
+"""The requests of one episode whose agent is external: which turn each continues, those in flight, and recorded answers.
 
-Messages are compared by a hash of their content: ids of tool calls, the order of keys in JSON and outer white space do not
-count; thoughts do. A request costs one hash per message, however many turns the episode has.
+Messages are compared by a hash of their content. Ids of tool calls, the order of JSON keys and outer white space do not count;
+thoughts do. A request costs one hash per message, however many turns the episode has.
 
-A recorded answer is found by its request's id, or by the hash of its body if the client says that it retries. What is sampled
+A recorded answer is found by the request's id, or by the hash of its body if the client says that it retries. What is sampled
 depends on the prompt's tokens and on how often this prompt was asked before (its `draw`), never on the order of arrival.
 """
 
@@ -28,13 +28,13 @@ from agentrl.workflow.store.row_codecs import pack
 from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, StepRequest, messages_of
 
 CONTINUES_NONE = "no earlier turn has these messages, tools and template options"
-"""Why a request begins another chain."""
+"""The reason that is stored when a request begins another chain."""
 
 TOP = "top"
-"""The key of `steps.asked` under which the likeliest tokens of each position are kept, for a repeated request."""
+"""The key of `steps.asked` that holds the likeliest tokens of each position, for a repeated request."""
 
 CANCELLED = "~"
-"""The suffix of a cancelled turn's request id: the request itself may still be answered."""
+"""The suffix of a cancelled turn's request id; the request itself may still be answered."""
 
 
 def choice_id(request_id: str, choice: int) -> str:
@@ -44,12 +44,12 @@ def choice_id(request_id: str, choice: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The step that a request continues, ROOT for none.
+    """The step that a request continues; ROOT for none.
 
     Args:
-        step: its index.
-        count: how many of the request's messages it covers.
-        equal: how many delivered steps end this very history: their words are the same, their tokens may differ.
+        step: the step's index.
+        count: how many of the request's messages the step's conversation contains.
+        equal: how many delivered steps end this same history; their text is equal, their tokens may differ.
     """
 
     step: int = ROOT
@@ -59,7 +59,7 @@ class Match:
 
 @dataclass
 class History:
-    """The conversations of an episode, each known by one hash of its tools, its template options and its messages."""
+    """The conversations of an episode, each identified by one hash of its tools, template options and messages."""
 
     _digests: list[bytes] = field(default_factory=list)
     _draws: list[tuple[int, ...]] = field(default_factory=list)
@@ -77,13 +77,13 @@ class History:
         self._by_digest.setdefault(digest, []).append(index)
 
     def find(self, ask: Ask, steps: Sequence[Step]) -> Match:
-        """Return the step whose conversation is the longest beginning of the request's messages.
+        """Return the step whose conversation is the longest prefix of the request's messages.
 
-        The messages after it must not be the policy's. Of several equal conversations, delivered ones come first, and of these
-        the one with the lowest draws: the order in which they were asked for does not matter.
+        The messages after it must not be the policy's. Among equal conversations, delivered ones come first, then the one with
+        the lowest draws, so the order in which they were requested does not matter.
 
         Args:
-            steps: the steps that were added, as they are now.
+            steps: the added steps in their present state.
         """
         digest, count, candidates = _digest_of(ask.tools, ask.template_options), 0, list[int]()
         for size, message in enumerate(ask.messages[:-1], start=1):
@@ -117,11 +117,12 @@ class AgentTurn:
         call: the request.
         draft: its prompt.
         draws: how often this prompt was asked before, for each choice.
-        session: under which the engine keeps what it knows of the turn's tokens.
+        session: the engine's cache key for the turn's tokens.
 
     Attributes:
-        waiting: the calls that wait for it; `later`: calls that repeat the request while it is being cancelled.
-        completions: what was sampled, once it is over; None for a choice that was cancelled before it began.
+        waiting: the requests that wait for it.
+        later: requests that repeat it while it is being cancelled.
+        completions: the sampled choices, set at the end; None for a choice that was cancelled before it began.
         cut: whether it was cancelled before its end.
     """
 
@@ -157,7 +158,7 @@ class AgentTurn:
         return any(not call.gone.is_set() for call in self.waiting)
 
     def join(self, call: AgentCall) -> None:
-        """Let the call wait for this turn too; it gets all tokens from the first one on."""
+        """Let another request wait for this turn; it receives every token from the first one on."""
         cached = len(self.draft.context) - len(self.draft.prompt_ids)
         call.tell(Accepted(self.draft.context, self.call.request_id, self.call.created, cached))
         with self._lock:
@@ -167,7 +168,7 @@ class AgentTurn:
             self.waiting.append(call)
 
     def hear(self, choice: int, token: int) -> bool:
-        """Send a drawn token to the waiting calls; return False if the turn was cancelled."""
+        """Send a drawn token to the waiting requests; return False if the turn was cancelled."""
         with self._lock:
             self._heard[choice].append(token)
             for call in self.waiting:
@@ -176,19 +177,19 @@ class AgentTurn:
         return not self.stopped
 
     def stop(self) -> None:
-        """Cancel the turn after the tokens that are being drawn."""
+        """Cancel the turn; the tokens of the running decoding step are still drawn."""
         self.stopped = True
         for future in self.futures:
             future.cancel()
 
     def answer(self, turns: tuple[ResponseTurn, ...]) -> None:
-        """Send the complete turns to every waiting call."""
+        """Send the complete turns to every waiting request."""
         for call in self.waiting:
             call.answered = self.call.request_id
             call.tell(Answered(turns))
 
     def leave(self) -> None:
-        """Tell every waiting call that this process will not answer it."""
+        """Tell every waiting request that this process will not answer it."""
         for call in (*self.waiting, *self.later):
             call.tell(AttemptGone())
 
@@ -231,7 +232,7 @@ class Conversation:
             self._prompts.setdefault(self._prompt_hash(step), set()).add(int(request.asked.get("draw", 0)))
 
     def refresh(self, episode: Episode) -> None:
-        """Take over the stored steps' new results and their `delivered`."""
+        """Take the results and the `delivered` flags of stored steps from a newly loaded episode."""
         self.lines.steps[:] = episode.steps
 
     def prompt(self, step: Step) -> tuple[int, ...]:
@@ -240,7 +241,7 @@ class Conversation:
         return whole[: len(whole) - len(step.sampled_ids)]
 
     def draft(self, chat: Chat, ask: Ask, most: int) -> Draft:
-        """Return the prompt of the requested turn, of at most `most` tokens.
+        """Return the requested turn's prompt of at most `most` tokens.
 
         Raises:
             RequestError: the template refuses these messages, or they are far too long.
@@ -269,7 +270,7 @@ class Conversation:
         return (*messages_of(self.lines.steps, draft.parent), *draft.messages)
 
     def shown(self, ask: Ask) -> dict[tuple[int, int], str]:
-        """Return (step, call) -> the result that the request contains, for calls whose results are not stored."""
+        """Return (step, call) -> result, for calls without a stored result whose result the request contains."""
         pending = {step.index: _calls_key(step.message) for step in self.lines.steps if step.pending}
         found: dict[tuple[int, int], str] = {}
         for place, message in enumerate(ask.messages):
@@ -284,28 +285,28 @@ class Conversation:
         return found
 
     def session(self, draft: Draft) -> int:
-        """Return the engine's cache key for a draft: its parent's if it continues that."""
+        """Return the engine's cache key for a draft: its parent's, if it continues that one."""
         if draft.parent != ROOT and draft.shared is None and draft.parent in self._sessions:
             return self._sessions[draft.parent]
         return secrets.randbits(63)
 
     def keep_session(self, step: Step, session: int) -> None:
-        """Note the engine's cache key of a step."""
+        """Store the engine's cache key of a step."""
         self._sessions[step.index] = session
 
     @property
     def all_sessions(self) -> set[int]:
-        """All cache keys that the engine has for the episode."""
+        """Return all cache keys of the episode."""
         return {*self._sessions.values(), *(turn.session for turn in self.open)}
 
     def is_other(self, call: AgentCall) -> bool:
-        """Return whether an earlier request had the same id and another body."""
+        """Return whether an earlier request had the same id but another body."""
         before = {request.body_hash for request in self.requests.values() if _own_id(request) == call.request_id}
         before |= {turn.call.body_hash for turn in self.open if turn.call.request_id == call.request_id}
         return bool(before - {call.body_hash})
 
     def in_flight(self, call: AgentCall) -> AgentTurn | None:
-        """Return the turn in flight that the call repeats."""
+        """Return the turn in flight that the request repeats."""
         same = [turn for turn in self.open if turn.call.request_id == call.request_id]
         if call.retry and not same:
             same = [turn for turn in self.open if turn.call.body_hash == call.body_hash]
@@ -322,9 +323,9 @@ class Conversation:
         return self.answers(self.requests[found[-1]].id, call.ask.count) if found else []
 
     def draws(self, call: AgentCall, prompt_hash: str) -> tuple[int, ...]:
-        """Return for each choice the lowest number that no other answer to this very prompt has.
+        """Return, for each choice, the lowest number that no other answer to this prompt has.
 
-        A call that is repeated after it was cancelled gets its numbers again.
+        A request that is repeated after it was cancelled gets the same numbers again.
         """
         stopped = [one for one in self.requests.values() if CANCELLED in one.id and self._is_again(one, call)]
         before = sorted({int(one.asked.get("draw", 0)) for one in stopped})[: call.ask.count]
@@ -341,7 +342,7 @@ class Conversation:
         return [by_id[name] for choice in range(count) if (name := choice_id(request_id, choice)) in by_id]
 
     def stopped_id(self, request_id: str) -> str:
-        """Return a fresh id for the record of a cancelled answer."""
+        """Return a new id for the record of a cancelled answer."""
         times = sum(request.id.startswith(request_id + CANCELLED) for request in self.requests.values())
         return f"{request_id}{CANCELLED}{times}"
 
@@ -365,19 +366,19 @@ def _own_id(request: StepRequest) -> str:
 
 
 def too_long(most: int, tokens: int | str) -> RequestError:
-    """Return the error for messages of so many tokens."""
+    """Return the error for messages that take too many tokens."""
     said = f"This model's maximum context length is {most} tokens; the messages have {tokens}."
     return RequestError(400, said, code="context_length_exceeded", param="messages")
 
 
 def _calls_key(message: Message) -> str:
-    """Return a text that is equal for equal readable calls."""
+    """Return a text that is equal for equal readable tool calls."""
     made = [(call.name, call.arguments) for call in message.tool_calls if call.error is None]
     return json.dumps(made, sort_keys=True, default=dict)
 
 
 def _results(messages: Sequence[Message], place: int) -> list[str]:
-    """Return the texts of the tool messages that begin at that place."""
+    """Return the texts of the tool messages that start at that position."""
     following = takewhile(lambda message: message.role == "tool", messages[place:])
     return [message.content for message in following]
 

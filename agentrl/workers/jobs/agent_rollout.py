@@ -1,7 +1,7 @@
-"""The rollout of one group whose calls agents from outside make: each call of the model is sampled, committed and answered.
+"""The rollout of a group whose agents are external: it samples, commits and answers each of their requests.
 
-An agent is a process of its own, one per episode (`agentrl worker agents`). It calls the endpoint, which forwards the call to
-this process. The call continues an earlier turn of its episode or begins another chain (`agent_conversation`). Its turn is
+An agent is a separate process, one per episode (`agentrl worker agents`). It calls the endpoint, which forwards the request to
+this process. The request continues an earlier turn of its episode or begins another chain (`agent_conversation`). Its turn is
 committed before the reply ends. When the agent has ended, its episode is scored and ends.
 """
 
@@ -57,10 +57,10 @@ log = getLogger("agentrl.agent_rollout")
 TIMEOUT = "timeout"
 """The error class of an agent that exceeded its time limit."""
 MAX_OPEN = 64
-"""The calls of one episode that are sampled at the same time; more are refused, to be tried again."""
+"""The most open requests of an episode; more are refused with a status that tells clients to retry."""
 ANOTHER_CHOICE = "another choice of one request"
 _told_runs: set[int] = set()
-"""Runs whose events say already that their own sampling options hold, not their clients'."""
+"""Runs with an event that their own sampling options replace their clients'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class AgentOutcome:
     """How an agent ended.
 
     Args:
-        error_class: empty if it returned, or its program exited with 0.
-        error: its message.
+        error_class: empty if it returned, or if its program exited with 0.
+        error: its error message.
         answer: the text that it returned as the episode's answer, if any.
         rewards: the rewards that it returned.
     """
@@ -81,7 +81,7 @@ class AgentOutcome:
 
 
 def judge_end(episode: Episode, end: AgentOutcome) -> StopReason | Outcome:
-    """Return why the episode stopped, or, if no sampled turn was delivered, how it failed."""
+    """Return the episode's stop reason; if no turn was delivered, return how it failed."""
     last = episode.last_turn
     if last is None:
         said = end.error or "The agent ended without a completed model call."
@@ -97,12 +97,12 @@ def judge_end(episode: Episode, end: AgentOutcome) -> StopReason | Outcome:
 
 @dataclass
 class AgentRollout:
-    """A driver of the unfinished episodes of one group; live until they end or the group's fence is among the `lost`.
+    """The driver of a group's unfinished episodes. It is live until they end or until the group's fence is in `lost`.
 
     Args:
-        max_context: the most tokens that fit into one row of the model.
-        server: receives the agents' calls.
-        served: runs the agents; None: the agents workers do.
+        max_context: the most tokens of one training row.
+        server: the server that receives the agents' requests.
+        served: what runs the agents; None: the agents workers.
     """
 
     db: Database
@@ -137,7 +137,7 @@ class AgentRollout:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is anything left to do."""
+        """Return whether an episode is left to drive."""
         return bool(self.recorder.episodes) and self.work.fence not in self.lost
 
     @property
@@ -146,7 +146,7 @@ class AgentRollout:
         return sum(len(conversation.open) for conversation in self._conversations.values()) > 1
 
     def lose(self) -> None:
-        """Stop all writing, because another worker has the group or the attempt is over."""
+        """Stop all writing: another worker holds the group, or the attempt is over."""
         self.lost.add(self.work.fence)
         self.close()
 
@@ -164,7 +164,7 @@ class AgentRollout:
             call.tell(AttemptGone())
 
     def start(self) -> None:
-        """Serve every episode from the end of its record, and start an agent for each that has none."""
+        """Serve every episode from the end of its record, and start an agent for each episode without one."""
         numbers = list(self.recorder.episodes)
         attempts = agent_holds.current_attempts(self.db, self.work.fence.group)
         requests = agent_steps.load_requests(self.db, numbers)
@@ -176,19 +176,19 @@ class AgentRollout:
         self._judge_agents(self.agents.load())
 
     def take(self, call: AgentCall) -> None:
-        """Put a call into the inbox. Thread-safe."""
+        """Put a request into the inbox. Thread-safe."""
         self._arrived.add(call)
         self.inbox.put(Event(self.work.fence.group, call.episode, request=call))
         if self._is_closed:  # the inbox is no longer read
             call.tell(AttemptGone())
 
     def left(self, call: AgentCall) -> None:
-        """Cancel the call because its client disconnected. Thread-safe."""
+        """Cancel the request because its client disconnected. Thread-safe."""
         call.gone.set()
         self.inbox.put(Event(self.work.fence.group, call.episode, request=call))
 
     def handle(self, events: Sequence[Event]) -> None:
-        """Commit sampled turns, begin requested ones, and end the episodes whose agents have ended."""
+        """Commit sampled turns, begin requested turns, and end the episodes whose agents have ended."""
         self._commit([event.turn for event in events if event.turn is not None])
         for event in events:
             if event.request is not None:
@@ -200,7 +200,7 @@ class AgentRollout:
             self._judge_agents(self.agents.load(woken))
 
     def poll_calls(self) -> None:
-        """Read the rows of agents and of judges' calls without a wake-up, and send lost messages again.
+        """Read the rows of agents and judges without waiting for a wake-up, and send lost messages again.
 
         Raises:
             ServiceError, InfraError: no worker serves the tools, or runs agents.
@@ -214,9 +214,9 @@ class AgentRollout:
     # calls
 
     def _take(self, call: AgentCall) -> None:
-        """Answers a call: joins it to what is sampled, says again what was, or begins a turn.
+        """Answer a request: join it to a turn in flight, send a recorded answer, or begin a turn.
 
-        One that cannot be answered, since something fails here, stays among those that have arrived: `close` sends it away.
+        If answering fails here, the request stays in the list of arrivals, and `close` sends it away.
         """
         conversation = self._conversations.get(call.episode)
         if call.gone.is_set():
@@ -287,7 +287,7 @@ class AgentRollout:
             self.inbox.put(Event(self.work.fence.group, turn.call.episode, completion=future, turn=turn))
 
     def _leave(self, call: AgentCall, conversation: Conversation | None) -> None:
-        """Cancel abandoned turns, and mark a partially sent answer as undelivered."""
+        """Cancel abandoned turns, and mark partially sent answers as undelivered."""
         if conversation is None or conversation.attempt != call.attempt:
             return
         if call.answered:
@@ -325,7 +325,7 @@ class AgentRollout:
         return conversation.open if conversation is not None and number in self.recorder.episodes else ()
 
     def _release_turn(self, turn: AgentTurn, records: Sequence[StepRecord], stored: Sequence[Step]) -> None:
-        """Send the reply to the waiting calls."""
+        """Send the reply to the waiting requests."""
         number = turn.call.episode
         conversation = self._conversations[number]
         conversation.open.remove(turn)
@@ -370,7 +370,7 @@ class AgentRollout:
             self._give_again(state)
 
     def _give_again(self, state: AgentState) -> None:
-        """Start the episode's next attempt with a new agent, or fail it after `MAX_LOSSES` lost ones."""
+        """Start the episode's next attempt with a new agent, or fail the episode after `MAX_LOSSES` lost ones."""
         if state.is_overdue and not agent_holds.lose_agent(self.db, self.work.fence, state, settings().lease_seconds):
             return
         number, conversation = state.episode, self._conversations[state.episode]
@@ -387,7 +387,7 @@ class AgentRollout:
         self.agents.give([number])
 
     def _end(self, ended: Mapping[int, AgentOutcome]) -> None:
-        """End episodes that have neither agent nor turns in flight; judges are asked first."""
+        """Ask the judges about episodes that have neither agent nor turn in flight, then end them."""
         stopped, failures = dict[int, StopReason](), list[Outcome]()
         for number, end in ended.items():
             episode = self.recorder.episodes.get(number)
@@ -443,7 +443,7 @@ class AgentRollout:
 
 
 def fingerprint_of(policy: PolicyRef) -> str:
-    """Return the `system_fingerprint` of a policy: the same for the same weights, and only a hash of them."""
+    """Return a policy's `system_fingerprint`: a hash of its weights."""
     return f"fp_{sha256('/'.join(policy.weights).encode()).hexdigest()[:10]}"
 
 
@@ -453,7 +453,7 @@ def _is_lost(state: AgentState) -> bool:
 
 @dataclass(frozen=True)
 class AgentSampling:
-    """The rules by which a group's turns are sampled."""
+    """The sampling rules of a group's turns."""
 
     db: Database
     work: GroupWork
@@ -466,10 +466,10 @@ class AgentSampling:
         object.__setattr__(self, "is_clients", self.agent.name == CLIENTS)
 
     def check_count(self, conversation: Conversation) -> None:
-        """Check that the episode may have one more call.
+        """Check that the episode may make another request.
 
         Raises:
-            RequestError: there were too many, or too many are open.
+            RequestError: it made too many, or too many are open.
         """
         if conversation.count >= self.agent.max_calls:
             said = f"This episode has used all of its {self.agent.max_calls} model calls (agent.max_calls)."
@@ -479,10 +479,10 @@ class AgentSampling:
             raise RequestError(429, f"{most} calls of this episode are open, which is the limit.", code="rate_limit_exceeded")
 
     def check(self, ask: Ask) -> None:
-        """Check that the engine can sample such a turn.
+        """Check that the engine supports the request's options.
 
         Raises:
-            RequestError: the engine does not know what it asks for.
+            RequestError: it does not.
         """
         if ask.top_logprobs and not self.engine.top_logprobs:
             said = f"The engine {self.engine.name!r} does not support top_logprobs."
@@ -496,13 +496,13 @@ class AgentSampling:
             raise RequestError(400, error.message, code="unsupported_parameter") from error
 
     def draws(self, conversation: Conversation, call: AgentCall, draft: Draft) -> Sequence[int]:
-        """Return for each choice its number among the answers to the same prompt; with a client's seed they start at 0."""
+        """Return each choice's number among the answers to the same prompt; with a client's seed, the numbers start at 0."""
         if self.is_clients and "seed" in call.ask.asked:
             return tuple(range(call.ask.count))
         return conversation.draws(call, prompt_hash(draft))
 
     def request(self, turn: AgentTurn, choice: int, draw: int, most: int, episode: Episode) -> GenerateRequest:
-        """Return the engine's request; in training only the call's stop strings and its `most` tokens count."""
+        """Return the engine's request. In training, only the client's stop strings and its token limit apply."""
         limits, ask = self._limits(turn.ask), turn.ask
         keys = self.work.sampling_key(episode)
         keys = key_asked(keys, ask.asked) if self.is_clients else keys
@@ -517,7 +517,7 @@ class AgentSampling:
         )
 
     def note_asked(self, ask: Ask) -> None:
-        """Report once in the run's events that its own sampling options hold, whatever its clients ask for."""
+        """Record, once per run, an event that the run's sampling options replace those of its clients."""
         if ask.asked and not self.is_clients and self.work.run_id not in _told_runs:
             _told_runs.add(self.work.run_id)
             agent_holds.note_asked(self.db, self.work.run_id, ", ".join(sorted(ask.asked)))
@@ -528,7 +528,7 @@ class AgentSampling:
 
 @dataclass(frozen=True)
 class AgentRecords:
-    """A builder of the records of a group's turns, one per choice."""
+    """Builds the records of a group's turns, one per choice."""
 
     work: GroupWork
     chat: Chat
@@ -536,12 +536,12 @@ class AgentRecords:
     max_context: int
 
     def of(self, turn: AgentTurn, conversation: Conversation) -> list[StepRecord]:
-        """Return the records of a turn that is over, and set its `cut`.
+        """Return the records of a finished turn, and set its `cut`.
 
-        A choice that was cancelled before its first token has none.
+        A choice that was cancelled before its first token has no record.
 
         Raises:
-            AgentRLError: as the engine's `submit` says.
+            AgentRLError: the errors of the engine's `submit`.
         """
         turn.completions = [_result(future) for future in turn.futures]
         turn.cut = any(done is None for done in turn.completions) or (turn.stopped and self._is_cut(turn))
@@ -555,7 +555,7 @@ class AgentRecords:
         return found
 
     def most_tokens(self, turn: AgentTurn) -> int:
-        """Return the turn's token limit: the least of the run's, the model's context and the client's."""
+        """Return the turn's token limit: the smallest of the run's, the context's and the client's."""
         most = min(self.max_context - len(turn.draft.context), self.limits.max_new_tokens)
         return most if turn.ask.max_tokens is None else min(most, turn.ask.max_tokens)
 
@@ -604,22 +604,22 @@ class AgentRecords:
 
 
 def _kept(turn: AgentTurn, done: Completion) -> dict[str, Any]:
-    """Return what a row keeps besides the requested sampling options.
+    """Return what the row stores besides the requested sampling options.
 
-    The client's stop strings explain why the turn ended. The number of equal histories is kept if there is more than one, and
-    the likeliest tokens of each position if they were requested, so that a repeated request gets the same reply.
+    The client's stop strings explain why the turn ended. The number of equal histories is stored if it is above one. The
+    likeliest tokens of each position are stored if they were requested, so that a repeated request gets the same reply.
     """
     found = {"stop": list(turn.ask.stop), EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
     return {name: value for name, value in found.items() if value}
 
 
 def _refusal(call: ToolCall) -> ToolResult | None:
-    """Return the stored result of an unreadable call, which its agent never sees as a call."""
+    """Return the stored result of an unreadable call, which its agent receives as text."""
     return None if call.error is None else ToolResult(call.error, "parse_error")
 
 
 def _result(future: "Future[Completion]") -> Completion | None:
-    """Return what was sampled; None if it was cancelled before it began."""
+    """Return the sampled completion; None if it was cancelled before it began."""
     try:
         return future.result()
     except CancelledError:

@@ -1,4 +1,4 @@
-"""Reports of checkpoints that cannot be read, in the run's rows; the run's train job then rebuilds them (`train`)."""
+"""Reports of unreadable checkpoints, stored in the run's rows; the run's train job then rebuilds them (`train`)."""
 
 from logging import getLogger
 from typing import TYPE_CHECKING
@@ -24,11 +24,12 @@ def report_broken(run_id: int, policy: PolicyRef, part: checkpoints.Part) -> int
     """Mark the policy's checkpoint as broken if it is.
 
     Returns:
-        The iteration whose train job rebuilds it; None if it is whole, cannot be seen from this host, or belongs to no run
-        that trains.
+        The iteration whose train job rebuilds it. None if the checkpoint is intact, not visible from this host, or of a run
+            that does not
+        train.
 
     Raises:
-        ServiceError: its state is unknown: the store or the database was away for long, or this host has no space.
+        ServiceError: its state is unknown: the store or database did not answer for long, or this host has no disk space.
     """
     try:
         fault = checkpoints.find_fault(policy.path, policy.sha256, part) if policy.path else ""
@@ -50,10 +51,10 @@ def send_rebuild(iteration: int) -> None:
 
 
 def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebuild, update: "Update") -> None:
-    """Check that the repeated update is the recorded one.
+    """Check that the repeated update equals the recorded one.
 
     Raises:
-        CheckpointError: it took no step, or its episodes or advantages differ, because code or rewards have changed.
+        CheckpointError: it took no step, or its episodes or advantages differ because code or rewards have changed.
     """
     if update.skipped:
         raise beyond_repair_error(work, rebuild, f"its update now makes no update: {update.skipped}")
@@ -64,7 +65,7 @@ def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebu
 
 
 def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
-    """Return the error for a broken checkpoint that cannot be rebuilt; names the last whole one and what to do."""
+    """Return the error for a broken checkpoint that cannot be rebuilt; it names the last intact one and the next command."""
     broken = rebuild.broken.version
     versions = repair.list_versions_before(database(), work.run_id, broken)
     whole = next((version for version, path, sha256 in versions if not path or not checkpoints.find_fault(path, sha256)), None)

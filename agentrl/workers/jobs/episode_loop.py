@@ -1,8 +1,10 @@
-"""The built-in loop of one group: ask `next_action` what an episode needs next, do it, have it committed, ask again.
+"""The built-in loop of one group: ask `next_action` what an episode needs, do it, commit it, ask again.
 
-*Generate*: a turn is sampled and committed, then its calls are sent. *CallTools*: they are waited for; their results are
-committed, then the policy reads them. *Finish*: judges are asked as tools are, and the episode ends with its reward.
-`EpisodeRecorder` commits and `PendingCalls` waits; the loop decides, and remembers only the turns that are being sampled.
+- *Generate*: sample a turn, commit it, then send its calls.
+- *CallTools*: wait for the calls and commit their results; then the policy reads them.
+- *Finish*: ask the judges in the same way, then end the episode with its reward.
+
+`EpisodeRecorder` commits, `PendingCalls` waits. The loop decides, and keeps only the turns that are being sampled.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -29,7 +31,7 @@ from agentrl.workflow.trajectory import CallRecord, Episode, Message, Step, Step
 
 @dataclass
 class GroupRollout:
-    """A driver of the unfinished episodes of one group; `is_live` until they end or the group's fence is among the `lost`."""
+    """The driver of a group's unfinished episodes. It is live until they end or until the group's fence is in `lost`."""
 
     db: Database
     work: GroupWork
@@ -52,19 +54,19 @@ class GroupRollout:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is anything left to do."""
+        """Return whether an episode is left to drive."""
         return bool(self.recorder.episodes) and self.work.fence not in self.lost
 
     may_gather = True
-    """A group's episodes are sampled together."""
+    """True: concurrent turns of a group can be committed together."""
 
     def lose(self) -> None:
-        """Stop all writing, since another worker has the group or this attempt is over."""
+        """Stop all writing: another worker holds the group, or the attempt is over."""
         self.lost.add(self.work.fence)
         self.close()
 
     def close(self) -> None:
-        """Wait for no call any more, and take back the turns that the engine has not begun."""
+        """Stop waiting for calls, and cancel the turns that the engine has not begun."""
         self.calls.forget()
         for turn in self._turns.values():
             turn.cancel()
@@ -75,7 +77,7 @@ class GroupRollout:
         self._advance(list(self.recorder.episodes))
 
     def handle(self, events: Sequence[Event]) -> None:
-        """Commit sampled turns and answered calls, and go on."""
+        """Commit sampled turns and answered calls, then take each episode's next action."""
         turns = [event for event in events if event.completion is not None and event.episode in self._drafts]
         if turns:
             self._commit_sampled(turns)
@@ -85,16 +87,16 @@ class GroupRollout:
         self._observe({event.episode for event in events if event.call and not event.reason})
 
     def poll_calls(self) -> None:
-        """Read the rows of calls without a wake-up, and sends calls again that seem lost.
+        """Read the rows of calls without waiting for a wake-up, and send calls again that seem lost.
 
         Raises:
-            ServiceError, InfraError: no worker serves the tools, see `PendingCalls.send_overdue`.
+            ServiceError, InfraError: no worker serves the tools; see `PendingCalls.send_overdue`.
         """
         self._observe(self.calls.by_episode.keys())
         self.calls.send_overdue()
 
     def _advance(self, episodes: Iterable[int]) -> None:
-        """Does what each of the episodes needs next, except those that a hook has failed."""
+        """Take the next action of each episode, except those that a hook has failed."""
         failures, ended = list[Outcome](), dict[int, StopReason]()
         for number in episodes:
             episode = self.recorder.episodes.get(number)
@@ -112,7 +114,7 @@ class GroupRollout:
         self._end(ended, failures)
 
     def _next_action(self, episode: Episode) -> Action | Outcome:
-        """The episode's next action, or its end if its env failed it."""
+        """Return the episode's next action, or its end if its env failed it."""
         try:
             action = next_action(episode, self.env, self.limits)
             if isinstance(action, Generate) and self.work.opening and not episode.begun:
@@ -135,7 +137,7 @@ class GroupRollout:
         faultpoint("generate.sent")
 
     def _draft(self, episode: Episode, messages: tuple[Message, ...]) -> Draft:
-        """The next turn's prompt; the first prompt is rendered once for all siblings."""
+        """Return the next turn's prompt; the first prompt is rendered once for the whole group."""
         if episode.steps:
             return draft_turn(self.chat, episode, messages, self.schemas)
         if self._opening is None or self._opening.messages != messages:
@@ -143,7 +145,7 @@ class GroupRollout:
         return self._opening
 
     def _commit_sampled(self, events: Sequence[Event]) -> None:
-        """Commits T1, then sends the calls. A step without calls to send has recorded answers, and is observed at once."""
+        """Commit T1, then send the calls. A step without calls to send has recorded answers, and is observed at once."""
         records = [self._sampled_step(event) for event in events]
         refused, others = set[int](), list[int]()
         for record, calls in zip(records, self.recorder.commit_sampled(records), strict=True):
@@ -180,20 +182,22 @@ class GroupRollout:
         return StepRecord(event.episode, step, self.work.policy_id, self.chat.decode(completion.token_ids), calls)
 
     def _resume_calls(self, episode: Episode, step: Step) -> None:
-        """Waits for calls that another worker may have sent."""
+        """Wait for calls that another worker may have sent."""
         self.calls.add(episode.id, steps.list_calls(self.db, episode.id, step.index), self.tools)
         if not self._observe({episode.id}):
             self.calls.send_again(episode.id)
 
     def _observe(self, episodes: Set[int]) -> bool:
-        """Commits the results of episodes whose calls are all answered, and goes on; returns whether there were any."""
+        """Commit the results of episodes whose calls are all answered, and take their next actions; return whether there were
+        any.
+        """
         answered = self.calls.take_answered(episodes)
         if answered:
             self._advance(self.recorder.commit_results(answered))
         return bool(answered)
 
     def _end(self, ended: Mapping[int, StopReason], failures: Sequence[Outcome]) -> None:
-        """Ends episodes that failed, and those that are over once their judges have answered."""
+        """End episodes that failed, and finished ones whose judges have answered."""
         outcomes, asked = self.recorder.ask_judges(ended)
         for episode, calls in asked.items():
             self.calls.add(episode, calls, self.judges)

@@ -1,8 +1,9 @@
-"""Commits of a group's episodes, for the built-in loop and for agents.
+"""The commits of a group's episodes, for the built-in loop and for external agents.
 
-A step is two transactions. *Sampled*: prompt, ids, logprobs and one pending row per tool call; only then may the calls be sent.
-*Observed*: all results, in the order of the calls; only then may the policy read them. At the end judges are asked through rows
-of their own, and an episode ends with its reward. The recorder samples nothing and sends no message.
+A step is two transactions. *Sampled* (T1) writes the prompt, ids, logprobs and one pending row per tool call; only then may the
+calls be sent. *Observed* (T2) writes all results in the order of the calls; only then may the policy read them. At the end,
+judges are asked through rows of their own, and the episode ends with its reward. The recorder samples nothing and sends no
+messages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +27,15 @@ from agentrl.workflow.trajectory import Episode, Step, StepRecord, StopReason, T
 
 @dataclass
 class EpisodeRecorder:
-    """The unfinished `episodes` of a claimed group as their rows have them; `on_end` is called with each that ends; the group's
-    end may make an `iteration_ready` to train on. Agents from outside may have given episodes `own_rewards`, which count, as
-    those that agents and tools emit, where the run has no others, or `counts_own`; `of_agents` says that such agents decide,
-    and `agent_errors` holds how an episode's agent failed: (error class, error), both empty if it did not.
+    """The unfinished episodes of a claimed group, in the state of their rows.
+
+    Args:
+        on_end: called with each episode that ends.
+        iteration_ready: set if the group's end completes an iteration.
+        own_rewards: rewards that external agents returned, by episode. They and emitted rewards count if the run has no rewards
+            of its own, or if `counts_own`.
+        of_agents: whether external agents decide the turns.
+        agent_errors: how an episode's agent failed: (error class, error), both empty if it did not.
     """
 
     db: Database
@@ -53,7 +59,7 @@ class EpisodeRecorder:
         self.episodes = {episode.id: replace(episode, limits=self.limits) for episode in self.work.episodes}
 
     def begin(self) -> None:
-        """Resume every episode from the end of its record, or restart it if its env cannot resume."""
+        """Resume every episode from the end of its record; restart those whose env cannot resume."""
         for episode in list(self.episodes.values()):
             if episode.begun and self.env.resumability == "restart":
                 steps.restart_episode(self.db, self.work.fence, episode.id)
@@ -62,29 +68,31 @@ class EpisodeRecorder:
             self._call_hooks("on_rollout_start", episode)
 
     def begin_with_agents(self) -> None:
-        """Take every episode as its record is: their agents, which are other processes, may be at them."""
+        """Take every episode in the state of its rows: its agent, another process, may be working on it."""
         for episode in list(self.episodes.values()):
             self._call_hooks("on_rollout_start", episode)
 
     def restart(self, number: int) -> None:
-        """Begin the episode anew under its next attempt number; the old steps stay."""
+        """Begin the episode again under its next attempt number; the old steps stay."""
         steps.restart_episode(self.db, self.work.fence, number)
         self.episodes[number] = replace(self.episodes[number], steps=(), status="running")
 
     def begin_step(self, episode: Episode) -> bool:
-        """Call the hooks before a step is sampled; return whether they allow it."""
+        """Call the hooks before a step is sampled; return whether all allow it."""
         self._call_hooks("on_trace_start", episode)
         return episode.id in self.episodes
 
     def commit_sampled(self, records: Sequence[StepRecord]) -> list[list[int]]:
-        """Commit T1 of these steps; return the ids of each one's calls, which may now be sent."""
+        """Commit T1 of these steps; return the ids of each step's calls, which may now be sent."""
         calls = steps.commit_sampled(self.db, self.work.fence, records)
         for record in records:
             self._add_step(record.episode, record.step)
         return calls
 
     def commit_calls(self, records: Sequence[StepRecord]) -> list[Step]:
-        """Commit answers to agents from outside, with what their requests show of earlier calls; return the steps."""
+        """Commit the answers to external agents, and the results of earlier calls that their requests contain; return the
+        steps.
+        """
         made = agent_steps.commit_calls(self.db, self.work.fence, records)
         for record, step in zip(records, made, strict=True):
             number = record.episode
@@ -95,14 +103,13 @@ class EpisodeRecorder:
         return made
 
     def mark_delivered(self, number: int, index: int, delivered: bool) -> None:
-        """Record whether whoever asked for that step was sent all of it."""
+        """Record whether the client received the whole step."""
         agent_steps.mark_delivered(self.db, self.work.fence, {(number, index): delivered})
         self._change_step(number, replace(self.episodes[number].steps[index], delivered=delivered))
 
     def commit_results(self, answered: Mapping[int, tuple[ToolResult, ...]]) -> list[int]:
-        """Commit results: T2 of an episode's last step or, for the calls to its judges, its end with their grades.
-
-        Returns the episodes that go on.
+        """Commit T2 of the episodes' last steps, or the grades of their judges, which end them; return the episodes that
+        continue.
         """
         judged = answered.keys() & self._judged.keys()
         self.finish([self._score(*self._judged[episode], answered[episode]) for episode in sorted(judged)])
@@ -116,10 +123,11 @@ class EpisodeRecorder:
         return going_on
 
     def ask_judges(self, ended: Mapping[int, StopReason]) -> tuple[list[Outcome], dict[int, list[int]]]:
-        """Commit the questions about episodes that are over.
+        """Commit the questions to the judges of finished episodes.
 
-        Returns the outcomes of episodes without judges, for `finish`, and the ids of each other episode's calls, which may now
-        be sent.
+        Returns:
+            The outcomes of episodes without judges, for `finish`, and the ids of the other episodes' calls, which may now be
+                sent.
         """
         outcomes, asked = [], []
         told = episode_annotations.load_annotations(self.db, list(ended)) if ended else {}
@@ -154,14 +162,14 @@ class EpisodeRecorder:
             self.iteration_ready = finished.iteration
 
     def _of_agent(self, outcome: Outcome) -> Outcome:
-        """Return the outcome with its agent's error, unless the episode failed for another reason."""
+        """Return the outcome with the agent's error, unless the episode failed for another reason."""
         error_class, error = self.agent_errors.get(outcome.episode, ("", ""))
         if outcome.error_class:
             error_class, error = outcome.error_class, outcome.error
         return replace(outcome, of_agent=True, error_class=error_class, error=error)
 
     def report_wait(self, what: str) -> None:
-        """Record an event on what the calls wait for; the next observation or end records that they go on."""
+        """Record an event that says what the calls wait for; the next observation or end records that they continue."""
         self._says_waiting = True
         blocked_runs.wait_for(self.db, self.work.run_id, what)
 
@@ -171,13 +179,13 @@ class EpisodeRecorder:
             blocked_runs.wait_no_more(self.db, self.work.run_id)
 
     def _add_step(self, number: int, step: Step) -> None:
-        """Adds the step that was just committed, and calls the hooks if it has nothing to observe here."""
+        """Add the step that was just committed, and call the hooks if there is nothing to observe."""
         self.episodes[number] = episode = self.episodes[number].with_step(step)
         if not step.pending:
             self._call_hooks("on_trace_end", episode)
 
     def _show_results(self, number: int, shown: Mapping[tuple[int, int], str]) -> None:
-        """Adds what a request showed of earlier calls, as `agent_steps` has it in their rows."""
+        """Add the results of earlier calls that a request contained, as `agent_steps` stored them."""
         told = self._shown.setdefault(number, {})
         for key, said in shown.items():
             told.setdefault(key, storable(said))
@@ -203,7 +211,7 @@ class EpisodeRecorder:
         return outcome
 
     def _call_hooks(self, place: str, episode: Episode) -> None:
-        """Calls every hook at that place; a hook that raises fails the episode, loudly."""
+        """Call every hook for this event; a hook that raises fails the episode."""
         for number, hook in enumerate(self.hooks):
             said: list[Annotation] = []
             try:
@@ -216,13 +224,13 @@ class EpisodeRecorder:
             self._note(episode, said)
 
     def _note(self, episode: Episode, said: Sequence[Annotation]) -> None:
-        """Writes what hooks said of the episode; what they say again after a lost worker is there already."""
+        """Store the hooks' annotations of the episode; those repeated after a lost worker are stored already."""
         if said:
             episode_annotations.note_annotations(self.db, self.work.fence, episode.id, len(episode.steps), said)
 
 
 def _agent_result(call: ToolCall, said: str | None) -> ToolResult | None:
-    """What came of a call that the agent ran, as far as it is known."""
+    """Return the result of a call that the agent ran itself, as far as it is known."""
     if call.error is not None:
         return ToolResult(call.error, "parse_error")
     return None if said is None else ToolResult(said)

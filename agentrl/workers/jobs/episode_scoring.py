@@ -1,4 +1,4 @@
-"""The outcome of an episode for its row: scored by its env, by the judges that were asked and by the run's hooks."""
+"""The outcome of an episode: scored by its env, its judges and the run's hooks."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -22,12 +22,13 @@ def scored_outcome(
     own: Mapping[str, float | Sequence[float]] = MappingProxyType({}),
     own_weight: float = 0.0,
 ) -> Outcome:
-    """Return the outcome done, with its reward; failed if a reward, the env or a hook raised.
+    """Return the outcome `done` with the reward, or `failed` if a reward, the env or a hook raised.
 
     Args:
         ended: the episode with its stop_reason.
-        said: the answers of the judges that were asked.
-        own: the rewards that the episode's agent and its tools gave it, each of which counts with `own_weight`.
+        said: the answers of the judges.
+        own: the rewards from the episode's agent and its tools.
+        own_weight: the weight of each of them.
 
     Raises:
         InfraError: the system failed a reward.

@@ -1,4 +1,4 @@
-"""The inbox of a rollout job, into which the engine, the tools and the agents put events from any thread."""
+"""The inbox of a rollout job: the engine, the tools and the agents put events into it from any thread."""
 
 import time
 from concurrent.futures import Future
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A completion of `episode`, the answer to its tool call `call`, or the reason why that cannot run where it came to.
+    """An event of a rollout job: a completion of `episode`, the answer to its tool call `call`, or the reason why a worker
+    could not run it.
 
-    Of an agent from outside: a `request` for a turn, or one that nobody waits for any more; the `turn` of which this is the
-    last completion; `woken` where the agent's row may have changed.
+    Of external agents: a `request` for a turn, or one whose client disconnected; the `turn` that this completion finishes;
+    `woken` if the agent's row may have changed.
     """
 
     group: int
@@ -34,17 +35,17 @@ class Event:
 Inbox = SimpleQueue[Event]
 
 POLL_SECONDS = 2.0
-"""Seconds between two looks of waiting episodes at their rows."""
+"""Seconds between two reads of the rows of waiting episodes."""
 
 GATHER_SECONDS = 0.001
-"""The wait for turns that end in the same decoding step, to commit them together; answered calls wait for nothing."""
+"""The wait for turns that end in the same decoding step, to commit them together. Answered calls do not wait."""
 
 
 def take_events(inbox: Inbox, gathers: bool = True) -> list[Event]:
-    """Wait for an event, and after a sampled turn a moment longer, then take all events that are there.
+    """Wait for an event, and for a moment longer after a sampled turn; then take all events.
 
     Args:
-        gathers: whether other turns may end in the same decoding step; where none can, nothing is waited for.
+        gathers: whether other turns may end in the same decoding step; if not, there is no second wait.
     """
     events: list[Event] = []
     try:

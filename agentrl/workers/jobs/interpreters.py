@@ -1,9 +1,9 @@
-"""The interpreters of this tools worker, one for each episode that uses a tool with a session.
+"""The interpreters of this tools worker: one for each episode that uses a tool with a session.
 
-A call goes to the worker that has its episode's session: each tools worker reads a queue of its own besides `tools`, and
-forwards calls that belong to another. A session that no worker has is made anew by running the episode's cells again, in order.
-So it survives the end of its worker, of its sandbox, and long pauses. Cells of one turn are run in order too, whichever is
-delivered first, by the worker that comes first.
+A call must run in the worker that has its episode's session. Each tools worker reads a queue of its own besides `tools`, and
+forwards calls of other workers' sessions. If no worker has a session, it is rebuilt by running the episode's cells again, in
+order. So a session survives the end of its worker, of its sandbox, and long pauses. The cells of one turn run in order,
+whichever is delivered first; the first worker to receive one runs them.
 """
 
 import threading
@@ -27,20 +27,20 @@ from agentrl.workflow.trajectory import ToolResult, storable
 
 log = getLogger("agentrl.sessions")
 MAX_SESSIONS = 64
-"""The most interpreters at once; the one that has been idle longest makes room, and is made anew at its next call."""
+"""The most interpreters at once. The one that has been idle longest is closed, and rebuilt at its next call."""
 
 IDLE_SECONDS = 120.0
 """Seconds without a call after which an interpreter is closed."""
 
 FULL_SECONDS = 0.05
-"""The longest wait for an idle interpreter if all are at work."""
+"""The longest wait for an idle interpreter if all are in use."""
 
 RERUN_NOTE = "[the session was lost and its cells were run again: one of them did not come to the same as before]\n"
 
 
 @dataclass(eq=False)
 class _LiveSession:
-    """One interpreter, and the calls that it has seen; `users` are the threads that have it or wait for it."""
+    """An interpreter and the calls that it has run; `users` are the threads that use it or wait for it."""
 
     key: SessionKey
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -51,7 +51,7 @@ class _LiveSession:
 
 
 class Sessions:
-    """The sessions of this process, safe to use from many threads.
+    """The sessions of this process. Thread-safe.
 
     Args:
         owner: the queue that this process reads.
@@ -78,7 +78,7 @@ class Sessions:
         threading.Thread(target=self._beat, name="sessions", daemon=True).start()
 
     def answer(self, key: SessionKey, call: int, tool: CodeTool) -> str:
-        """Answer the call after those before it; if another worker has the session, only returns that worker's queue.
+        """Run the call after those before it. If another worker has the session, only return that worker's queue.
 
         Raises:
             InfraError: the system failed the call, which stays without a result.
@@ -108,9 +108,9 @@ class Sessions:
     # cells
 
     def _run_cells(self, live: _LiveSession, tool: CodeTool, past: Sequence[Cell], asked: Cell, last: bool) -> bool:
-        """Runs the cells that the interpreter has not seen, then the requested one, and records it.
+        """Run the cells that the interpreter has not run, then the requested one, and record its result.
 
-        Returns False if the whole sandbox ended meanwhile; a second run, as `last`, shows whether the cell caused that.
+        Return False if the whole sandbox ended meanwhile. A second run (`last`) then shows whether the cell caused that.
         """
         try:
             note = "" if self._run_past_cells(live, tool, past) else RERUN_NOTE
@@ -128,13 +128,13 @@ class Sessions:
 
     @staticmethod
     def _is_prefix(live: _LiveSession, past: Sequence[Cell]) -> bool:
-        """Whether the interpreter is alive and has seen only a prefix of these cells."""
+        """Return whether the interpreter is alive and has run only a prefix of these cells."""
         if live.session is None or not live.session.alive:
             return False
         return live.seen == [cell.id for cell in past[: len(live.seen)]]
 
     def _run_past_cells(self, live: _LiveSession, tool: CodeTool, past: Sequence[Cell]) -> bool:
-        """Runs the cells that the interpreter has not seen; returns whether their results are the recorded ones."""
+        """Run the cells that the interpreter has not run; return whether their results equal the recorded ones."""
         same = True
         for cell in past[len(live.seen) :]:
             assert live.session is not None
@@ -211,7 +211,7 @@ class Sessions:
             self._places.release()
 
     def _put_away_oldest(self, chosen: Callable[[_LiveSession], bool]) -> bool:
-        """Closes the unused interpreter that was used longest ago; returns False if there is none."""
+        """Close the unused interpreter that was used longest ago; return False if there is none."""
         with self._lock:
             idle = [live for live in self._lives.values() if live.session and not live.users and chosen(live)]
             if not idle:
@@ -233,7 +233,9 @@ class Sessions:
             log.warning("sessions could not be released; other workers wait for this worker's leases to end: %s", error)
 
     def renew_and_clean(self) -> None:
-        """Renew the leases; closes interpreters that were idle for long, or whose episode is over or leased to others."""
+        """Renew the leases; close interpreters that were idle for long, or whose episode is over or leased to another
+        worker.
+        """
         with self._lock:
             there = set(self._lives)
         held = tool_sessions.keep(self._db, self.owner, self._lease)

@@ -1,4 +1,4 @@
-"""The end of a process whose device is lost: its later calls all fail, while a new process can use the device again."""
+"""The end of a process whose device failed: all of its later calls fail, but a new process can use the device again."""
 
 import os
 import threading
@@ -13,17 +13,17 @@ from agentrl.workflow.store.leases import hand_back_claims
 
 log = getLogger("agentrl.device")
 _ending = threading.Lock()
-"""Held by the thread that ends the process, for good: every job of the process meets the same error."""
+"""The lock of the thread that ends the process; never released, since every job of the process meets the same error."""
 
 
 def end_if_device_lost(error: Exception, role: str) -> DeviceLost | None:
     """End this process if the error means that its device is lost; return None for any other error.
 
-    All claims of the process are handed back, and others go on from the last commit once it has ended. Whatever restarts
-    workers (the supervisor, docker) starts a new process.
+    All claims of the process are released first, so other workers continue from the last commit. The supervisor or docker
+    starts a new process.
 
-    A process that is the whole stack is not ended, since nothing would start it again: a person's own (strategy "threads"), and
-    the embedded stack without a server. There the error is returned, and the caller fails the run with it.
+    A process that is the whole stack is not ended, since nothing would start it again: the user's own process (strategy
+    "threads"), and the embedded stack without a server. There the error is returned, and the caller fails the run with it.
     """
     lost = as_device_lost(error)
     if lost is None or threaded.is_set() or broker.is_in_memory(settings()):

@@ -1,8 +1,8 @@
 """The model of a worker process: one base at a time, loaded at first use and kept between jobs; sampler and trainer share it.
 
-A job that needs another base waits until no job uses the present one; newer jobs wait behind it, except those that wait for
-the same base: two runs take turns, and bases are not changed for each job. A folder whose files were replaced
-(`agentrl sft --force`) is another base.
+A job that needs another base waits until no job uses the loaded one. Newer jobs wait behind it, unless they need the same base
+as it. So two runs take turns, and the base does not change with each job. A folder whose files were replaced (`agentrl sft
+--force`) is another base.
 """
 
 import threading
@@ -27,7 +27,7 @@ log = getLogger("agentrl.models")
 
 @dataclass
 class LoadedModel:
-    """A base with its engine, and the trainer state that is in its trainable weights."""
+    """A base with its engine, and the trainer state that its trainable weights hold."""
 
     policy: Policy
     backend: Backend
@@ -39,7 +39,7 @@ class LoadedModel:
 
     @property
     def engine(self) -> Engine:
-        """The engine, started at first use: a worker that only trains has neither memory nor a server for it.
+        """Return the engine, started at first use: a worker that only trains needs no memory or server for it.
 
         Raises:
             ConfigError: the engine lacks a setting.
@@ -51,12 +51,12 @@ class LoadedModel:
             return self._engine
 
     def release(self) -> None:
-        """Free the memory that a started engine keeps for later episodes."""
+        """Free the memory that a started engine reserves for later episodes."""
         if self._engine is not None:
             self._engine.release()
 
     def count_turns(self) -> dict[str, int]:
-        """Return the counts of an engine that has some (`RollingEngine.counts`); empty for any other."""
+        """Return the engine's counts (`RollingEngine.counts`); empty for an engine without counts."""
         counts = getattr(self._engine, "counts", None)
         return counts() if counts is not None else {}
 
@@ -68,7 +68,7 @@ class LoadedModel:
 
 @dataclass
 class Models:
-    """The slot with the loaded base model; the module's docstring has the order of waiting jobs."""
+    """The slot of the loaded base model. The module's docstring describes the order of waiting jobs."""
 
     _key: str = ""
     _loaded: LoadedModel | None = None
@@ -80,7 +80,7 @@ class Models:
 
     @contextmanager
     def use(self, experiment: Experiment, base: str) -> Iterator[LoadedModel]:
-        """Give the base and engine of the experiment; many jobs may use them at once.
+        """Give the base and engine of the experiment. Many jobs may use them at once.
 
         Raises:
             ModelError: the base cannot be loaded.
@@ -96,14 +96,14 @@ class Models:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Unload the base, which no job uses."""
+        """Unload the base, which no job may be using."""
         with self._changed:
             if self._loaded is not None:
                 self._loaded.close()
             self._loaded, self._key = None, ""
 
     def collect(self) -> Iterator[PrometheusMetric]:
-        """Yield the sampler's slots, for `/metrics`."""
+        """Yield the metrics of the sampler's slots, for `/metrics`."""
         loaded = self._loaded
         counts = loaded.count_turns() if loaded is not None else {}
         yield PrometheusMetric(
@@ -149,12 +149,12 @@ class Models:
 
 
 def _loading_key(config: RunConfig, base: str) -> str:
-    """The key that must be equal for two jobs to share a loaded base."""
+    """Return the key that two jobs must have in common to share a loaded base."""
     return f"{base}|{config.model.model_dump_json(exclude={'path'})}|{config.rollout.engine}|{_folder_stamp(Path(base))}"
 
 
 def _folder_stamp(folder: Path) -> str:
-    """The stamp by which a replaced folder differs from the loaded one; hashing gigabytes for every job would be too slow."""
+    """Return a stamp that changes when the folder is replaced; hashing gigabytes for every job would be too slow."""
     files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt", ".py"))
     try:
         return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])

@@ -1,6 +1,6 @@
-"""Agents that a group's episodes were given to: sent to the agents workers, and again if they seem lost, until they have ended.
+"""The agents of a group's episodes: sent to the agents workers, and sent again if they seem lost, until they have ended.
 
-No result is written here. A wake-up only says that an agent's row may have changed: the row says how it ended.
+This module writes no results. A wake-up only says that an agent's row may have changed; the row says how the agent ended.
 """
 
 import time
@@ -21,34 +21,35 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import Fence
 
 RESEND_SECONDS = 30.0
-"""An agent that nobody runs is sent again after a lease, at most this long, if no agents worker is at work; after ten times
-this long if one is: then it stands in line."""
+"""An agent that no worker has started is sent again after a lease, or after this time if that is shorter. While an agents
+worker is busy, the time is ten times as long, since the agent may be waiting in its queue.
+"""
 
 RESENDS = 5
-"""After this many in vain nobody seems to run agents: the group is handed back instead of waiting for ever."""
+"""After this many sends without a start, no worker seems to run agents: the group is released instead of waiting for ever."""
 
 _AGENTS_WORKER_HINT = "Is an agents worker running? Start one: agentrl worker agents"
 
 
 class Agents(Protocol):
-    """Who runs the agents of a group's episodes."""
+    """What runs the agents of a group's episodes."""
 
     def give(self, episodes: Sequence[int]) -> None:
-        """Give each of the episodes to an agent, if its current attempt has none."""
+        """Start an agent for each episode whose current attempt has none."""
 
     def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
-        """Return episode -> its agent's state, of these (None: of all)."""
+        """Return episode -> the state of its agent, for these episodes (None: all)."""
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
-        """Send agents again that nobody has begun to run."""
+        """Send agents again that no worker has started."""
 
     def forget(self) -> None:
-        """Wait for no agent any more."""
+        """Stop waiting for agents."""
 
 
 @dataclass
 class PendingAgents:
-    """The agents of a group's episodes; `report_wait` is called with what keeps them waiting."""
+    """The agents of a group's episodes; `report_wait` is called with the reason why they wait."""
 
     db: Database
     fence: Fence
@@ -60,7 +61,7 @@ class PendingAgents:
     _looked: float = field(default_factory=time.monotonic)
 
     def give(self, episodes: Sequence[int]) -> None:
-        """Give each of the episodes to an agent, if its current attempt has none."""
+        """Start an agent for each episode whose current attempt has none."""
         agent_holds.open_attempts(self.db, self.fence, episodes)
         states = self.load()
         self._send([states[episode] for episode in episodes if episode in states and states[episode].status == "pending"])
@@ -69,14 +70,14 @@ class PendingAgents:
                 self._expect(states[episode])
 
     def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
-        """Return episode -> its agent's state, of these (None: of all)."""
+        """Return episode -> the state of its agent, for these episodes (None: all)."""
         return agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds, episodes)
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
-        """Send agents again that nobody has begun to run.
+        """Send agents again that no worker has started.
 
         Raises:
-            ServiceError: they were sent again and again, and no agents worker has any agent.
+            ServiceError: they were sent several times, and no agents worker runs any agent.
         """
         waiting = [state for state in states if state.status == "pending"]
         if len(waiting) < len(states):
@@ -97,7 +98,7 @@ class PendingAgents:
         self._send(late)
 
     def forget(self) -> None:
-        """Wait for no agent any more."""
+        """Stop waiting for agents."""
         for key in self._expected.values():
             _replies().forget(key)
         self._expected.clear()

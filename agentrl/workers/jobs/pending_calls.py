@@ -1,6 +1,7 @@
-"""Pending calls: sent to the tools, and again if they seem lost, until their rows have results.
+"""The calls that a group's episodes wait for: sent to the tools workers, and sent again if they seem lost, until their rows
+have results.
 
-Nothing is decided and no result is written here. A reply is only a wake-up: the row has the call's result.
+This module decides nothing and writes no results. A reply is only a wake-up; the row has the call's result.
 """
 
 import time
@@ -21,22 +22,27 @@ from agentrl.workflow.tools import Tool
 from agentrl.workflow.trajectory import ToolResult
 
 RESEND_SECONDS = 30.0
-"""A call without a result is sent again after a lease, at most this long, and its tool's limit; the first answer counts."""
+"""A call without a result is sent again after its tool's time limit and a lease; the lease counts for at most this many
+seconds. The first answer counts.
+"""
 
 RESENDS = 5
-"""After this many in vain, nobody seems to serve the tools: the group fails an attempt instead of waiting for ever."""
+"""After this many sends without an answer, no worker seems to serve the tools: the group's attempt fails instead of waiting for
+ever.
+"""
 
 MAX_SENDINGS = 50
-"""Where replies to other calls come, the tools are served and merely slow; but no call is sent more often than this."""
+"""The most sends of a call while other calls get replies, so that the tools workers are alive but slow."""
 
 _TOOLS_WORKER_HINT = "Is a tools worker running? Start one: agentrl worker tools"
 
 
 @dataclass
 class _EpisodeCalls:
-    """Calls that an episode waits for: their ids in order, the longest time limit, the answered ones, the time of the last
-    send, the number of sends, how many of the last ones were followed by no reply to any call, and a worker's reason, since the
-    last, for not running one of them.
+    """The calls that an episode waits for: their ids in order, the longest time limit, and the answered ones.
+
+    It also counts the sends, remembers the time of the last one, counts how many of the last ones no reply to any call
+    followed, and keeps a worker's latest reason for not running a call.
     """
 
     calls: Sequence[int]
@@ -54,14 +60,14 @@ class _EpisodeCalls:
 
     @property
     def fate(self) -> str:
-        """What became of the calls, in words."""
+        """Describe the state of the calls, for a message."""
         times = "once" if self.sendings == 1 else f"{self.sendings} times"
         return f"were sent {times} without an answer."
 
 
 @dataclass
 class PendingCalls:
-    """The calls that a group's episodes wait for; `report_wait` is called with what keeps them waiting."""
+    """The calls that a group's episodes wait for; `report_wait` is called with the reason why they wait."""
 
     db: Database
     group: int
@@ -75,7 +81,7 @@ class PendingCalls:
         self.by_episode[episode] = _EpisodeCalls(calls, longest, answered)
 
     def send(self, episode: int) -> None:
-        """Send the episode's calls that are not known to be answered, and listen for their replies."""
+        """Send the episode's unanswered calls, and listen for their replies."""
         waiting = self.by_episode[episode]
         unanswered = [call for call in waiting.calls if call not in waiting.answered]
         for call in unanswered:
@@ -86,12 +92,12 @@ class PendingCalls:
             send_call(call, _replies().address)
 
     def send_again(self, episode: int) -> None:
-        """Do what `send` does, for calls that some worker has sent before."""
+        """Send calls that some worker has sent before; like `send`."""
         count_sending(self.db, self.by_episode[episode].calls)
         self.send(episode)
 
     def take_answered(self, episodes: Set[int]) -> dict[int, tuple[ToolResult, ...]]:
-        """Return the results of all calls, in order, for each of the episodes that has them all; removes these episodes."""
+        """Remove the episodes whose calls are all answered; return the results of each one's calls, in order."""
         waiting = {episode: self.by_episode[episode] for episode in sorted(episodes & self.by_episode.keys())}
         if not waiting:
             return {}
@@ -105,17 +111,17 @@ class PendingCalls:
         return answered
 
     def note_refusal(self, episode: int, call: int, reason: str) -> None:
-        """Report what a tools worker lacks for a pending call."""
+        """Report what a tools worker lacks to run a pending call."""
         waiting = self.by_episode.get(episode)
         if waiting is not None and call in waiting.calls:
             waiting.refused = reason
             self.report_wait(reason)
 
     def send_overdue(self) -> None:
-        """Send calls again that seem lost, and reports them.
+        """Send calls again that seem lost, and report them.
 
         Raises:
-            ServiceError: calls were sent again and again, and the last worker to get one says that it cannot run it.
+            ServiceError: calls were sent several times, and the last worker to get one says that it cannot run it.
             InfraError: calls were not answered: no worker has them, they never end, or the system fails them each time.
         """
         for episode, waiting in self.by_episode.items():
@@ -131,7 +137,7 @@ class PendingCalls:
             self.send_again(episode)
 
     def forget(self) -> None:
-        """Drop all calls: nothing waits for them any more."""
+        """Stop waiting for all calls."""
         for episode in list(self.by_episode):
             self._forget(episode)
 

@@ -1,7 +1,7 @@
-"""The `rollout` job: claim groups, drive their episodes until each is finished, hand back groups that cannot be finished.
+"""The `rollout` job: claim groups, drive their episodes to their ends, release groups that cannot be finished.
 
-One job drives all episodes of its groups from one inbox: the engine and the tools put their results there, the loop
-commits them and asks `next_action` what follows. While some episodes wait for a tool, the others go on sampling.
+One job drives all episodes of its groups from one inbox. The engine and the tools put their results there. The loop commits
+them and asks `next_action` what follows. While some episodes wait for tools, others continue sampling.
 """
 
 import time
@@ -51,7 +51,7 @@ Driver: TypeAlias = "GroupRollout | AgentRollout"
 def rollout(groups: list[int]) -> int:
     """Roll out the groups; return the number of finished ones.
 
-    A group that a live worker holds is left to that worker: the message is acknowledged without counting for the chord.
+    A group that a live worker holds is left to it: the message is acknowledged, and does not count for the chord.
     """
     groups = [row_id(group) for group in groups]
     batches = _group_by_run(_claim_groups(groups))
@@ -68,10 +68,10 @@ def rollout(groups: list[int]) -> int:
 
 
 def _claim_groups(groups: Sequence[int]) -> list[GroupWork]:
-    """Claims those of the groups that no worker holds.
+    """Claim those of the groups that no worker holds.
 
     Raises:
-        Reject: this process is stopping and would only hand them back; the message goes to another worker at once.
+        Reject: this process is stopping, so another worker must get the message at once.
     """
     works: list[GroupWork] = []
     try:
@@ -94,7 +94,7 @@ def _group_by_run(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
 
 
 def _roll_out_groups(works: Sequence[GroupWork]) -> None:
-    """Drives the groups of one run; every failure ends at its own boundary."""
+    """Drive the groups of one run. A failure of one group does not reach the others."""
     lost: set[Fence] = set()
     for work in works:  # begins now: loading a model may take longer than a lease
         heartbeat().hold_group(work.fence, partial(lost.add, work.fence))
@@ -133,7 +133,7 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
 
 
 def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, inbox: Inbox, lost: set[Fence]) -> Driver:
-    """What drives the group: the built-in loop, or whatever agent the run names."""
+    """Return what drives the group: the built-in loop, or the driver of external agents."""
     chat, engine = loaded.policy.chat.at(work.clock), loaded.engine
     if experiment.config.agent is None:
         return GroupRollout(database(), work, experiment.reading(work.resources), engine, chat, inbox, lost)
@@ -144,10 +144,10 @@ def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, i
 
 
 def _check_code(work: GroupWork, experiment: Experiment) -> None:
-    """Checks that this process scores by the code of the run's submission; if it never can, the event log says so.
+    """Check that this process scores with the code of the run's submission; if it never can, record an event.
 
     Raises:
-        ConfigError: it could, if it read a file again.
+        ConfigError: it could, after reading a file again.
     """
     held = _scoring_hash(experiment, anew=False)
     if held in (work.code_hash, ""):
@@ -166,7 +166,7 @@ def _scoring_hash(experiment: Experiment, anew: bool) -> str:
 
 
 def _fail_run(works: Sequence[GroupWork], error: AgentRLError) -> None:
-    """Ends the run, as it would fail again and again; except for its own broken checkpoint, which can be rebuilt."""
+    """Fail the run, since it would fail again and again; except for its own broken checkpoint, which can be rebuilt."""
     broken = {work.policy for work in works} if isinstance(error, CheckpointError) else set()
     waiting: list[int] = []
     try:
@@ -199,7 +199,7 @@ def _report_wait(run_id: int, error: ServiceError) -> None:
 
 
 def _fetch_weights(works: Sequence[GroupWork]) -> None:
-    """Brings the weights to this host, so that the sampler, which all jobs share, need not wait for a network."""
+    """Download the weights to this host, so that the sampler, which all jobs share, need not wait for a network."""
     for policy in {work.policy for work in works if work.policy.path}:
         checkpoints.local_part(policy.path, policy.sha256)
 
@@ -233,7 +233,9 @@ def _drive_rollouts(rollouts: Mapping[int, Driver], inbox: Inbox) -> None:
 
 
 def _run_guarded(driver: Driver, act: Callable[[], None]) -> None:
-    """A fenced group is dropped, a failure of the system costs the group an attempt; neither touches the others."""
+    """Run a driver's action. A lost fence drops the group, a system failure costs it an attempt; neither affects other
+    groups.
+    """
     try:
         act()
     except Fenced as error:

@@ -1,8 +1,9 @@
-"""The HTTP face of a rollout process: the calls of agents whose episodes this process drives come here, through the endpoint.
+"""The HTTP server of a rollout process: it receives, through the endpoint, the requests of agents whose episodes this process
+drives.
 
-One thread serves all groups of the process. A request is answered by the rollout that holds its key's episode; here it is only
-read, within bounds, and its reply written. Whoever comes with the key of an episode that is not held here is sent away (421),
-and the endpoint looks again where it is held.
+One thread serves all groups of the process. It reads requests within bounds and writes replies; the rollout that holds the
+episode answers them. A request for an episode that this process does not hold gets status 421, and the endpoint looks up the
+holder again.
 """
 
 import asyncio
@@ -40,12 +41,12 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY = 8 * 1024 * 1024
 BODY_SECONDS = 60.0
-"""In which a body has to be there."""
+"""The time in which a body must arrive."""
 WRITE_SECONDS = 60.0
-"""In which a client has to take what it is sent; then it is as good as gone."""
+"""The time in which a client must read what it is sent; after that it counts as disconnected."""
 KEPT_KEYS = 10_000
 MAX_ANNOTATIONS = 1024 * 1024
-"""Bytes of annotations that come at once."""
+"""The most bytes of annotations in one request."""
 SMALL_BODY = 32 * 1024
 """Larger bodies are parsed in another thread."""
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
@@ -60,15 +61,15 @@ class EpisodeServer(Protocol):
     fingerprint: str
 
     def take(self, call: AgentCall) -> None:
-        """Put the call where it is answered."""
+        """Queue the request for an answer."""
 
     def left(self, call: AgentCall) -> None:
-        """Nobody waits for the call any more."""
+        """Cancel the request because its client disconnected."""
 
 
 @dataclass(eq=False)
 class SamplingServer:
-    """A server for this worker's episodes; `address` is its host:port, `rows` looks up keys."""
+    """The server for this worker's episodes; `address` is its host:port, `rows` looks up keys."""
 
     address: str = ""
     rows: Callable[[], Database] = database
@@ -76,19 +77,19 @@ class SamplingServer:
     _keys: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def hold(self, episode: int, attempt: int, holder: EpisodeServer) -> None:
-        """From now on the holder answers for that attempt of the episode."""
+        """Let the holder answer requests of that attempt at the episode."""
         self._held[episode] = (attempt, holder)
 
     def drop(self, episode: int, holder: EpisodeServer) -> None:
-        """It no longer does."""
+        """Stop sending the episode's requests to the holder."""
         if self._held.get(episode, (0, None))[1] is holder:
             del self._held[episode]
 
     async def find(self, key: str) -> tuple[int, int, EpisodeServer]:
-        """Return the episode and attempt of the key, and who holds it.
+        """Return the key's episode and attempt, and the holder.
 
         Raises:
-            RequestError: 421: not held here; 409: of an attempt that is over.
+            RequestError: 421: this process does not hold it; 409: the attempt is over.
         """
         hashed = key_hash(key)
         if hashed not in self._keys:
@@ -107,7 +108,7 @@ class SamplingServer:
         return episode, attempt, held[1]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application."""
+        """Serve one request; the ASGI application."""
         if scope["type"] != "http":
             return
         exchange = HttpExchange(scope, receive, send)
@@ -135,7 +136,7 @@ class SamplingServer:
                 raise RequestError(404, "Unknown route.", code="not_found")
 
     async def _sample(self, exchange: "HttpExchange") -> None:
-        """Has a turn sampled, and writes it."""
+        """Have a turn sampled, and write the reply."""
         episode, attempt, holder = await self.find(exchange.key())
         body = await exchange.body()
         ask = chat_completions.read(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(chat_completions.read, body)
@@ -174,7 +175,7 @@ class SamplingServer:
             await asyncio.gather(reply, gone, return_exceptions=True)
 
     async def _note(self, exchange: "HttpExchange") -> None:
-        """Writes what an agent says of its episode."""
+        """Store an agent's annotations of its episode."""
         episode, attempt, _ = await self.find(sampling_key(exchange.key()))
         said = await asyncio.to_thread(_read_annotations, await exchange.body())
         try:
@@ -201,11 +202,11 @@ def _put_all(said: "asyncio.Queue[RolloutMessage]", words: Iterable[RolloutMessa
 
 
 class _BrokenOff(Exception):
-    """A stream that was begun has no end here."""
+    """A stream that began and cannot be completed by this process."""
 
 
 async def _reply(exchange: "HttpExchange", holder: EpisodeServer, ask: Ask, said: "asyncio.Queue[RolloutMessage]") -> None:
-    """Writes the reply as it is told."""
+    """Write the reply as the rollout's messages arrive."""
     accepted = await said.get()
     if isinstance(accepted, Refused):
         raise accepted.error
@@ -224,7 +225,7 @@ async def _reply(exchange: "HttpExchange", holder: EpisodeServer, ask: Ask, said
 
 
 async def _stream(exchange: "HttpExchange", events: Any, said: "asyncio.Queue[RolloutMessage]") -> None:
-    """Writes the events, those of one choice after those of the other, so that they are the same whenever they are written."""
+    """Write the events, choice by choice, so that the bytes are the same whenever they are written."""
     await exchange.begin_stream()
     await exchange.write(events.begin())
     drawn: dict[int, list[int]] = {}
@@ -246,7 +247,7 @@ async def _stream(exchange: "HttpExchange", events: Any, said: "asyncio.Queue[Ro
 
 @dataclass(eq=False)
 class HttpExchange:
-    """One request and its reply."""
+    """One request and its response."""
 
     scope: Scope
     receive: Receive
@@ -254,7 +255,7 @@ class HttpExchange:
     _begun: bool = False
 
     def key(self) -> str:
-        """Return the key that the request came with.
+        """Return the request's key.
 
         Raises:
             RequestError: it has none.
@@ -265,7 +266,7 @@ class HttpExchange:
         return key.strip()
 
     def identity(self, body_hash: str) -> tuple[str, int, int]:
-        """Return (request id, created, retry) as the endpoint names them."""
+        """Return (request id, created, retry) from the headers that the endpoint sets."""
         name, created, retry = (self.header(f"x-agentrl-{what}") for what in ("request", "created", "retry"))
         return (
             name if _REQUEST_ID.fullmatch(name) else hashlib.sha256(f"{time.time_ns()}|{body_hash}".encode()).hexdigest()[:32],
@@ -281,7 +282,7 @@ class HttpExchange:
         """Return the whole body.
 
         Raises:
-            RequestError: it is too large, or does not come.
+            RequestError: it is too large, or did not arrive in time.
         """
         kept = bytearray()
         try:
@@ -299,18 +300,18 @@ class HttpExchange:
             raise RequestError(408, f"The body was not received within {BODY_SECONDS:.0f} s.", code="timeout") from error
 
     async def wait_gone(self) -> None:
-        """Return once the client has gone."""
+        """Wait until the client disconnects."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
     async def refuse(self, error: RequestError) -> None:
-        """Answer with the error, unless something was answered."""
+        """Respond with the error, unless a response has begun."""
         if not self._begun:
             more = [(b"x-should-retry", b"false")] if error.code == "max_calls" else []
             await self.answer(error.status, chat_completions.error_body(error), more)
 
     async def answer(self, status: int, document: Any, more: list[tuple[bytes, bytes]] | None = None) -> None:
-        """Answer with a JSON document."""
+        """Respond with a JSON document."""
         body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *(more or ())]
         self._begun = True
@@ -319,7 +320,7 @@ class HttpExchange:
             await self.send({"type": "http.response.body", "body": body})
 
     async def begin_stream(self) -> None:
-        """Begin an answer of events."""
+        """Begin a response of server-sent events."""
         self._begun = True
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         headers.append((b"x-accel-buffering", b"no"))
@@ -332,7 +333,7 @@ class HttpExchange:
                 await self.send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_stream(self) -> None:
-        """End the answer."""
+        """End the response."""
         async with asyncio.timeout(WRITE_SECONDS):
             await self.send({"type": "http.response.body", "body": b""})
 
@@ -342,7 +343,7 @@ def _not_here() -> RequestError:
 
 
 def _listen(host: str) -> socket.socket:
-    """A socket at a free port of that host."""
+    """Return a socket that listens at a free port of that host."""
     if host == "auto":
         host = _own_address()
     try:
@@ -357,7 +358,7 @@ def _listen(host: str) -> socket.socket:
 
 
 def _own_address() -> str:
-    """The address of this machine that others reach: of the interface that leads outside. Nothing is sent."""
+    """Return this machine's address on the interface that leads outside. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # of a network for documentation
@@ -367,14 +368,14 @@ def _own_address() -> str:
 
 
 def start(rows: Callable[[], Database] = database, host: str | None = None) -> SamplingServer:
-    """Serve in a thread of its own from now on, until the process ends.
+    """Start serving in a thread, until the process ends.
 
     Args:
-        rows: the database that knows the keys.
-        host: where to listen; None: where AGENTRL_SAMPLER_HOST says.
+        rows: the database that stores the keys.
+        host: the address to listen at; None: AGENTRL_SAMPLER_HOST.
 
     Raises:
-        ServiceError: the host cannot be listened at.
+        ServiceError: the address cannot be used.
     """
     made, listener = SamplingServer(rows=rows), _listen(host or settings().sampler_host)
     host, port = listener.getsockname()[:2]
@@ -390,5 +391,5 @@ def start(rows: Callable[[], Database] = database, host: str | None = None) -> S
 
 @Once
 def sampling_server() -> SamplingServer:
-    """Return the server of this process, started at the first group of an agent's."""
+    """Return this process's server; start it for the first group with an external agent."""
     return start()

@@ -1,6 +1,7 @@
-"""One step of a search: what it has tried is read, and what it wants next is planned, or it has chosen.
+"""One step of a prompt search: read what was tried, then plan what to try next, or choose.
 
-It runs where updates run, when all that it asked for is rolled out. It begins anew each time, from rows: see `workflow.search`.
+It runs in the train job, after everything that the last step planned was rolled out. Each step starts from rows alone: see
+`workflow.search`.
 """
 
 import random
@@ -32,9 +33,9 @@ def advance(work: IterationWork, is_fenced: Callable[[], bool]) -> bool:
     """Take the search one step further; return whether there is something to roll out.
 
     Raises:
-        Fenced: another process has it.
+        Fenced: another process holds it.
         ServiceError: its critic does not answer; the run's events say so.
-        ConfigError: its algorithm cannot go on.
+        ConfigError: its algorithm cannot continue.
     """
     tasks = search_rounds.load_search_tasks(database(), work.run_id)
     try:

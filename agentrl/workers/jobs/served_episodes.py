@@ -1,7 +1,7 @@
-"""The episodes of a run of the kind `serve`, in the process that serves them: opened for clients, driven, ended.
+"""The episodes of a `serve` run, in the process that serves them: opened for clients, driven, ended.
 
-One thread does it all, as in a rollout job: `AgentRollout` drives each episode, whose agent is its client. Orders come from the
-threads that serve, and are answered through futures.
+One thread does all of it, like a rollout job: `AgentRollout` drives each episode, and its client takes the agent's place. The
+serving threads send orders and wait for their futures.
 """
 
 import threading
@@ -33,12 +33,12 @@ from agentrl.workflow.store.served_runs import ServedEpisode, ServedRun
 
 log = getLogger("agentrl.serve")
 FORGET_SECONDS = 3600.0
-"""Between two looks for episodes that are kept no longer."""
+"""Seconds between two searches for episodes whose retention time is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenEpisode:
-    """An episode that takes calls, and the key that its annotations are forwarded with."""
+    """An episode that accepts requests, and the key for its annotations."""
 
     episode: ServedEpisode
     emit_key: str
@@ -50,41 +50,43 @@ class OpenEpisode:
 
     @property
     def key(self) -> str:
-        """The key that its calls are forwarded with."""
+        """Return the key with which its requests are forwarded."""
         return sampling_key(self.emit_key)
 
 
 @dataclass(frozen=True, slots=True)
 class _Clients:
-    """The agents of a served group: nobody starts them; their rows say when they have ended."""
+    """The clients of a served group, in place of agents. agentrl does not start them; their rows say when they have ended."""
 
     db: Database
     fence: Fence
 
     def give(self, episodes: Sequence[int]) -> None:
-        """Its client is there already."""
+        """Do nothing: the client has connected already."""
 
     def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
-        """Episode -> its client's state; no client is lost while this process serves it, as after a machine's sleep."""
+        """Return episode -> its client's state. No client counts as lost while this process serves it, even after the machine
+        slept.
+        """
         found = agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds, episodes)
         return {episode: replace(state, is_overdue=False) for episode, state in found.items()}
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
-        """Nobody is sent."""
+        """Do nothing: clients are not sent."""
 
     def forget(self) -> None:
-        """Nothing wakes it."""
+        """Do nothing: there is no wake-up to cancel."""
 
 
 @dataclass
 class ServedEpisodes:
-    """Call `start`, then `open` and `end` from any thread, at last `close`.
+    """The driver of a serve run. Call `start`, then `open` and `end` from any thread, and `close` at last.
 
     Args:
-        experiment: of the run's config.
-        policy: what samples.
-        server: where the calls are forwarded to.
-        forgets: episodes are deleted as they end.
+        experiment: the run's config with its plug-ins.
+        policy: the policy that samples.
+        server: the server to which requests are forwarded.
+        forgets: whether episodes are deleted as they end.
     """
 
     db: Database
@@ -94,17 +96,17 @@ class ServedEpisodes:
     server: SamplingServer
     forgets: bool = False
     lost: threading.Event = field(default_factory=threading.Event)
-    """Set when the run is over although this process serves it, as by `agentrl cancel`."""
+    """Set when the run is over although this process serves it, for example by `agentrl cancel`."""
     failure: DeviceLost | None = None
-    """Why this process can sample no more, and has to end."""
+    """The device error after which this process cannot sample and must end."""
     count: int = 0
-    """Episodes that were opened."""
+    """The number of episodes opened."""
     _inbox: Inbox = field(default_factory=SimpleQueue)
     _orders: deque[Callable[[], None]] = field(default_factory=deque)
     _rollouts: dict[int, AgentRollout] = field(default_factory=dict)
     _opened: dict[int, ServedEpisode] = field(default_factory=dict)
     _ending: dict[int, AgentEnd] = field(default_factory=dict)
-    """How the client of an open episode ended it, until all rows say so."""
+    """How the client of an open episode ended it, until all rows are written."""
     _ended: dict[int, Future[None]] = field(default_factory=dict)
     _lost_groups: set[Fence] = field(default_factory=set)
     _lost_runs: Set[int] = frozenset()
@@ -115,7 +117,7 @@ class ServedEpisodes:
         self._thread = threading.Thread(target=self._work, name="episodes")
 
     def start(self) -> None:
-        """From now on episodes can be opened."""
+        """Start the thread; episodes can be opened from now on."""
         self._heartbeat.hold_iteration(self.run.iteration, self.run.token, self.lost.set)
         self._heartbeat.start()
         self._thread.start()
@@ -123,16 +125,16 @@ class ServedEpisodes:
     def open(self, client: str) -> "Future[OpenEpisode]":
         """Open an episode for a client of that name.
 
-        The future raises ServiceError where the database is away, and StateError where the run is over.
+        The future raises ServiceError if the database does not answer, and StateError if the run is over.
         """
         return self._order(partial(self._open, client, new_emit_key()))
 
     def is_open(self, episode: int) -> bool:
-        """Return whether the episode takes calls."""
+        """Return whether the episode accepts requests."""
         return episode in self._opened
 
     def end(self, episode: int, answer: str | None = None, rewards: Mapping[str, float] | None = None) -> "Future[None]":
-        """End an episode, after what is sampled for it was stopped; done once its rows say so."""
+        """Cancel the episode's turns and end it; the future is done when its rows are written."""
         ended = self._ended.setdefault(episode, Future())
         self._order(partial(self._end, episode, AgentEnd(answer=answer, rewards=rewards)))
         return ended
@@ -164,7 +166,7 @@ class ServedEpisodes:
         self._end_all()
 
     def _look(self) -> None:
-        """Goes on with what failed while the database was away; of all others this process knows what is in the rows."""
+        """Continue work that failed while the database did not answer. This process knows the rows of all other work."""
         for rollout in [rollout for rollout in self._rollouts.values() if not rollout.is_live]:
             self._drop(rollout)
         for opened in [opened for opened in self._opened.values() if opened.group not in self._rollouts]:
@@ -173,9 +175,10 @@ class ServedEpisodes:
             self._write_end(self._opened[episode])
 
     def _end_lost_runs(self) -> None:
-        """End the runs of servers that are gone: those whose leases were over at the look before, too.
+        """End runs of servers that are gone: those whose leases had expired at the previous check, too.
 
-        One look is not enough. After a machine sleeps, the leases of live servers are over as well until each renews its own.
+        One check is not enough. After a machine sleeps, the leases of live servers have expired as well, until each renews its
+        own.
         """
         lost = served_runs.find_lost_runs(self.db, settings().lease_seconds) - {self.run.id}
         served_runs.end_lost_runs(self.db, settings().lease_seconds, lost & self._lost_runs)
@@ -214,10 +217,10 @@ class ServedEpisodes:
         return OpenEpisode(opened, emit_key)
 
     def _take_up(self, opened: ServedEpisode) -> None:
-        """Drives the episode from the end of its rows.
+        """Drive the episode from the end of its rows.
 
         Raises:
-            ServiceError: the database is away.
+            ServiceError: the database does not answer.
         """
         work = rollout_claims.claim_group(self.db, opened.group, self.run.worker, settings().lease_seconds)
         if work is None:  # it is over, or the run is
@@ -248,7 +251,9 @@ class ServedEpisodes:
             self._guard(rollout, partial(rollout.handle, [Event(opened.group, opened.id, woken=True)]))
 
     def _guard(self, rollout: AgentRollout, act: Callable[[], None]) -> None:
-        """A failure ends that episode alone; one of the database ends none: the episode is taken up again from its rows."""
+        """Run an action of an episode. Its failure ends that episode only; a failure of the database ends none, and the episode
+        is resumed from its rows later.
+        """
         fence = rollout.work.fence
         try:
             act()
@@ -304,7 +309,7 @@ class ServedEpisodes:
         self._try(partial(served_runs.close_run, self.db, self.run))
 
     def _try(self, act: Callable[[], object]) -> bool:
-        """Whether it was done; whatever it raises is told, and ends nothing else."""
+        """Run an action and return whether it succeeded; an exception is logged and affects nothing else."""
         try:
             act()
         except ServiceError as error:

@@ -1,9 +1,13 @@
-"""The `tools` job: run one tool call, record its result, wake the episode that waits. An episode's judges are such calls too.
+"""The `tools` job: run one tool call, record its result, wake the episode that waits. Questions to an episode's judges are such
+calls too.
 
-An error that a tool raises for the model's mistake is its result; any other error is the tool's own fault, reported to the
-model as such and counted. If the system failed a tool, the call stays without a result: it is sent again, and in the end its
-group fails an attempt. If this process lacks what the tool needs, the rollout worker is notified at once and goes on waiting:
-no model output can cause that. A call that must not run twice commits its start first.
+- An error that a tool raises for the model's mistake is the call's result.
+- Any other error is the tool's fault. It is reported to the model as such, and counted.
+- If the system failed the tool, the call stays without a result. It is sent again, and in the end its group's attempt fails.
+- If this process lacks something that the tool needs, the rollout worker is told at once and continues to wait. No model output
+    can
+  cause that.
+- A call that must not run twice commits its start first.
 """
 
 import threading
@@ -52,9 +56,9 @@ log = getLogger("agentrl.tools")
 Answer = TypeVar("Answer")
 RESTART_HINT = "Restart that worker with what it needs (embedded: agentrl down, then agentrl resume RUN)."
 GRACE_SECONDS = 5.0
-"""Seconds beyond its tool's limit for a call to be recorded."""
+"""Seconds beyond the tool's limit in which a call must be recorded."""
 LOOKS_PER_LIMIT = 8
-"""Number of looks at the clock within a call's time limit."""
+"""Reads of the clock within a call's time limit."""
 
 _running: set[int] = set()
 _running_lock = threading.Lock()
@@ -62,7 +66,7 @@ _running_lock = threading.Lock()
 
 @app.task(name="agentrl.call", throws=(ServiceError, InfraError))
 def call(call_id: int, reply_to: str) -> None:
-    """Run the call unless it already has an answer."""
+    """Run the call, unless it has an answer."""
     work = tool_calls.find_call(database(), row_id(call_id))
     try:
         if work is not None:
@@ -84,7 +88,7 @@ def _wake_waiter(reply_to: str, call_id: int, reason: str = "") -> None:
 
 
 def _answer_call(work: CallWork, reply_to: str) -> bool:
-    """Answers the call; returns False if it must not run twice and may be running, or a thread here has it."""
+    """Answer the call; return False if it must not run twice and may be running, or if a thread here has it."""
     started = datetime.now(UTC)
     tool = _load_tool(work)
     if isinstance(tool, CodeTool) and tool.keeps:
@@ -103,7 +107,7 @@ def _answer_call(work: CallWork, reply_to: str) -> bool:
 
 @contextmanager
 def _hold_call(call: int) -> Iterator[bool]:
-    """Gives whether no other thread here has the call: a waiting call that is sent again stands in line only once."""
+    """Give whether no other thread of this process has the call: a repeated message must not queue a waiting call twice."""
     with _running_lock:
         alone = call not in _running
         _running.add(call)
@@ -116,10 +120,11 @@ def _hold_call(call: int) -> Iterator[bool]:
 
 
 def _load_tool(work: CallWork) -> Tool:
-    """Loads the call's tool.
+    """Load the call's tool.
 
     Raises:
-        Unready: it cannot be loaded here. The model is not at fault: the rollout worker, which offered the tool, has it.
+        Unready: it cannot be loaded here. That is not the model's fault: the rollout worker, which offered the tool, could load
+            it.
     """
     try:
         tool: Tool = find("rewards", work.tool) if work.kind == "grade" else load_toolset(database(), work.run)[work.tool]
@@ -133,7 +138,7 @@ def _load_tool(work: CallWork) -> Tool:
 
 
 def _run_or_skip(tool: Tool, work: CallWork) -> ToolResult | None:
-    """The call's result; None while another worker may still be running a call that must not run twice."""
+    """Return the call's result; None while another worker may be running a call that must not run twice."""
     if work.effects == "once":
         unopened = _open_tool(tool)
         if unopened is not None:  # and the call was not started
@@ -165,9 +170,9 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
 
 
 def _wait_for_answer(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> BaseException | None:
-    """Waits for the call within its tool's time and returns its exception, if any; time in the tool's queue does not count.
+    """Wait for the call within its tool's time limit and return its exception, if any. Time in the tool's queue does not count.
 
-    Nor does time in which this process is suspended: frequent looks at the clock show how long that was.
+    Time in which this process is suspended does not count either: frequent reads of the clock show how long that was.
     """
     wait = 0.0
     while (left := tool.timeout_seconds - patience.look(wait)) > 0:
@@ -183,7 +188,7 @@ def _wait_for_answer(answer: "Future[ToolResult]", tool: Tool, patience: Patienc
 def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -> ToolResult:
     """Run a tool with a session on the notebook's next cell; the tool's own errors become its result.
 
-    Only the sandbox limits the time: a cell that outlived a limit of ours would run beside the next.
+    Only the sandbox limits the time. A cell that outlived another limit would run at the same time as the next one.
 
     Raises:
         InfraError: the system failed the tool.
@@ -198,7 +203,7 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
 
 
 def _run_timed(tool: Tool, work: CallWork, patience: Patience) -> ToolResult:
-    """The tool's result with what it says of the episode, and this thread's processor time where no sandbox reported one."""
+    """Return the tool's result with its annotations, and this thread's processor time if no sandbox measured it."""
     said: list[Annotation] = []
     try:
         with patience.hold(), emitters.collected(said, "tool", f"call:{work.id}"):
@@ -217,7 +222,7 @@ def _settle(answer: "Future[Answer]", work: Callable[[], Answer]) -> None:
 
 
 def _open_tool(tool: Tool) -> BaseException | None:
-    """Opens the resources for all calls of the tool; returns the exception, if any."""
+    """Open the resources that all calls of the tool share; return the exception, if any."""
     opened: Future[object] = Future()
     if tool.opens is None:
         return None
@@ -226,7 +231,7 @@ def _open_tool(tool: Tool) -> BaseException | None:
 
 
 def _unopened_result(tool: Tool, error: BaseException) -> ToolResult:
-    """The result of a call whose tool could not be opened."""
+    """Return the result of a call whose tool could not be opened."""
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
         raise _unready_error(tool, error) from error
     return _failure_result(tool, error)
@@ -238,7 +243,7 @@ def _unready_error(tool: Tool, error: AgentRLError) -> Unready:
 
 
 def _failure_result(tool: Tool, error: BaseException) -> ToolResult:
-    """The result of a call that raised. A model can cause a failing call, but not a missing resource."""
+    """Return the result of a call that raised. A model can cause a failing call, but not a missing resource."""
     if isinstance(error, ConfigError | SandboxUnavailable):
         raise _unready_error(tool, error) from error
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
@@ -252,7 +257,7 @@ def _failure_result(tool: Tool, error: BaseException) -> ToolResult:
 
 @lru_cache(maxsize=64)
 def load_toolset(db: Database, run: int) -> Mapping[str, Tool]:
-    """Return the tools of the run and of its env, by the name that the model writes."""
+    """Return the tools of the run and of its env, by the names that the model uses."""
     return Experiment.load(tool_calls.load_config(db, run)).tools
 
 

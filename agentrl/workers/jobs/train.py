@@ -1,6 +1,6 @@
-"""The `train` job: claim a finished iteration, update the policy on it, write the checkpoint, commit it all at once.
+"""The `train` job: claim a finished iteration, update the policy on it, write the checkpoint, and commit everything at once.
 
-The checkpoint's folder is whole before the commit and means nothing without it. The state in memory is trusted only if it is
+The checkpoint's folder is complete before the commit, and means nothing without it. The state in memory is used only if it is
 exactly the published checkpoint; otherwise the trainer loads that first.
 """
 
@@ -43,7 +43,7 @@ log = getLogger("agentrl.train")
 
 @app.task(name="agentrl.train", throws=(ServiceError,))
 def train(iteration: int) -> None:
-    """Train on the iteration, unless it is not ready, lacks groups with variance, is done, or another trainer has it."""
+    """Train on the iteration, unless it is not ready, lacks groups with variance, is done, or is held by another trainer."""
     work = train_claims.claim_iteration(database(), row_id(iteration), claim_name(), settings().lease_seconds)
     if work is None:
         return
@@ -55,7 +55,7 @@ def train(iteration: int) -> None:
 
 
 def _train_claimed(work: IterationWork) -> None:
-    """Trains on a claimed iteration; every failure ends at its own boundary."""
+    """Train on a claimed iteration, and handle every failure."""
     fenced = threading.Event()
     heartbeat().hold_iteration(work.id, work.token, fenced.set)
     try:
@@ -85,7 +85,7 @@ def _train_claimed(work: IterationWork) -> None:
 
 
 def _notify_end(work: IterationWork) -> None:
-    """Tells the run's hooks that it has ended, if it has."""
+    """Call the run's hooks if the run has ended."""
     if not work.config["hooks"]:
         return
     try:
@@ -110,7 +110,9 @@ def _dispatch_more_groups(made: MoreGroupsPlanned) -> None:
 
 @cache
 def _update_thread() -> ThreadPoolExecutor:
-    """The one thread of all updates: glibc keeps freed memory per thread, a copy of the activations in each."""
+    """Return the executor of the one thread for all updates: glibc keeps freed memory per thread, so each further thread would
+    keep a copy of the activations.
+    """
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
 
@@ -126,7 +128,7 @@ def _run_iteration(work: IterationWork, fenced: threading.Event) -> PublishedUpd
 
 
 def _finish_without_update(work: IterationWork) -> PublishedUpdate:
-    """Ends a run that updates nothing."""
+    """End a run that updates no weights."""
     if work.kind == "eval":
         score = evaluate(work.groups, eval_results.find_right_episodes(database(), work.id))
         train_commits.finish_eval(database(), work, score)
@@ -180,7 +182,7 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
 
 
 def _run_update(trainer: Trainer, work: IterationWork) -> Update:
-    """Runs the update on the work's groups, or on those that dynamic sampling chooses."""
+    """Run the update on the iteration's groups, or on those that dynamic sampling chooses."""
     if not work.wanted:
         return trainer.update(work.groups, work.number)
     chosen, left_out = choose_groups(work.groups, work.wanted)
@@ -189,7 +191,7 @@ def _run_update(trainer: Trainer, work: IterationWork) -> Update:
 
 
 def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: threading.Event) -> PublishedUpdate:
-    """Rebuilds the run's broken checkpoint by repeating its update; the iteration then goes on from it."""
+    """Rebuild the run's broken checkpoint by repeating its update; the iteration then starts from it."""
     rebuild = repair.load_rebuild(database(), work)
     broken = rebuild.broken
     if not checkpoints.find_fault(
@@ -210,7 +212,7 @@ def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: thr
 def _repeat_update(
     work: IterationWork, rebuild: Rebuild, experiment: Experiment, loaded: LoadedModel, fenced: threading.Event
 ) -> None:
-    """Repeats the update that made the broken checkpoint, into a folder of its own."""
+    """Repeat the update that made the broken checkpoint, into a folder of its own."""
     source = replace(work, number=rebuild.broken.version - 1, policy=rebuild.start, groups=rebuild.groups)
     source = replace(source, wanted=rebuild.wanted)
     try:
@@ -232,7 +234,7 @@ def _repeat_update(
 
 
 def _fail_run(work: IterationWork, error: Exception) -> None:
-    """Ends the run, as it would fail again and again; except for its own broken checkpoint, which can be rebuilt."""
+    """Fail the run, since it would fail again and again; except for its own broken checkpoint, which can be rebuilt."""
     reported = isinstance(error, CheckpointError) and not work.rebuilds
     waiting = (
         broken_checkpoints.report_broken(work.run_id, work.policy, _checkpoint_part(work, work.policy.path))
@@ -248,7 +250,7 @@ def _fail_run(work: IterationWork, error: Exception) -> None:
 
 
 def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedModel) -> Trainer:
-    """Loads the trainer at exactly the state that this update starts from."""
+    """Load the trainer with exactly the state that this update starts from."""
     path, part = work.policy.path, _checkpoint_part(work, work.policy.path)
     wanted = (work.run_id, path)
     if loaded.trainer is None or loaded.trainer_holds != wanted:
@@ -265,12 +267,12 @@ def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedMod
 
 
 def _checkpoint_part(work: IterationWork, path: str) -> checkpoints.Part:
-    """The part of the checkpoint that an update starts from: of another run's, all but the optimizer."""
+    """Return which part of the checkpoint an update starts from: all but the optimizer, if it is another run's."""
     return "all" if path.endswith(work.key) else "start"
 
 
 def _discard_checkpoint(path: str) -> None:
-    """Removes a fenced trainer's checkpoint, unless its commit was done and only the reply was lost."""
+    """Delete a fenced trainer's checkpoint, unless its commit succeeded and only the reply was lost."""
     if not repair.is_checkpoint_named(database(), path):
         checkpoints.remove(path)
 
@@ -281,7 +283,7 @@ def _mean_reward(work: IterationWork) -> float:
 
 
 def _checkpoint_path(work: IterationWork, mark: str = "t") -> str:
-    """The path of the update's checkpoint; `r` marks a rebuilt one, under the token of a later iteration."""
+    """Return the path of the update's checkpoint; `r` marks a rebuilt one, under the token of a later iteration."""
     return f"{work.output_dir.rstrip('/')}/v{work.iteration:05d}.{mark}{work.token}.{work.key}"
 
 
@@ -304,7 +306,7 @@ def _send_next(work: IterationWork, published: PublishedUpdate) -> None:
 
 
 def _link_epoch(work: IterationWork, version: int) -> None:
-    """Links a readable name to the checkpoint that ended an epoch."""
+    """Link a readable name to the checkpoint that ended an epoch."""
     if work.kind == "train" and not is_url(work.output_dir) and epoch_ends.may_end_epoch(database(), work.run_id, version):
         links.link_epochs(epoch_ends.load_epoch_ends(database(), work.run_id))
 

@@ -1,1 +1,1 @@
-"""The page over the rows, `agentrl ui`: a read-only service, the page's files, exports into one file."""
+"""The page of `agentrl ui`: a read-only service over the database, the page's files, and exports to one file."""

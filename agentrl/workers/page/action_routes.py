@@ -1,6 +1,8 @@
-"""The actions of a page started with `--actions`: commands of agentrl in separate processes, one of a kind at a time.
+"""The actions of a page started with `--actions`. Each runs a command of agentrl in a separate process, one of each kind at a
+time.
 
-The page sends numbers and words, never a command: what is run is made here, of the same words that it shows to be copied.
+The page sends numbers and texts, never a command. This module builds the command line, from the commands that the page shows
+for copying.
 """
 
 import asyncio
@@ -32,26 +34,26 @@ router = APIRouter(prefix="/api/actions", tags=["actions"])
 Kind = Literal["verify", "fork", "rescore", "whatif", "tag", "untag", "note"]
 COMMAND = (sys.executable, "-m", "agentrl.cli")
 SECONDS: Mapping[str, float] = {"verify": 900, "fork": 300, "rescore": 900, "whatif": 900, "tag": 60, "untag": 60, "note": 60}
-"""The longest that a command of each kind may take."""
+"""The longest run of a command of each kind, in seconds."""
 MAX_OUTPUT = 50_000
-"""The most characters of what a command printed that are told, from its end."""
+"""The most characters of a command's output that are returned, from its end."""
 LOOK_SECONDS = 0.05
 
 Word = Annotated[str, Field(max_length=20_000)]
 
 
 class Action(BaseModel):
-    """The words of an action; each kind takes some of them.
+    """The parameters of an action; each kind uses some of them.
 
     Args:
-        run: of tags and notes; of `rescore` and `whatif` in place of the episode's own.
-        episode: of the others.
-        text: the tag, or the note.
-        step: the first step that `fork` samples anew [the last one].
-        n: how many forks.
+        run: the run's number, for tags and notes.
+        episode: the episode's number, for the other kinds.
+        text: the tag or the note.
+        step: the first step that `fork` samples again; None: the last one.
+        n: the number of forks.
         reward: the rewards of `rescore`, NAME or NAME=WEIGHT.
-        algorithm: what `whatif` compares with.
-        iteration: the update that `whatif` looks at.
+        algorithm: the algorithm that `whatif` compares with.
+        iteration: the iteration whose update `whatif` uses.
     """
 
     run: Annotated[int, Field(ge=1, lt=2**63)] | None = None
@@ -65,7 +67,7 @@ class Action(BaseModel):
 
 
 class Done(BaseModel):
-    """What a command did. `output`: what it printed, the end of it where it was long; `timed_out`: it was ended."""
+    """The result of a command. `output` is the end of what it printed; `timed_out`: it was killed after its time limit."""
 
     command: str
     exit_code: int
@@ -76,7 +78,7 @@ class Done(BaseModel):
 
 @router.post("/{kind}", response_model=Done)
 async def act(kind: Kind, asked: Action, store: Store, request: Request) -> Response:
-    """Run a command of agentrl, and answer what it printed."""
+    """Run a command of agentrl, and return its output."""
     if not request.app.state.actions:
         raise AccessDenied("This page is read-only.", "Restart it with actions: agentrl ui --actions")
     words = await run_in_threadpool(make_words, store, kind, asked)
@@ -93,10 +95,10 @@ async def act(kind: Kind, asked: Action, store: Store, request: Request) -> Resp
 
 
 def make_words(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
-    """Return the words of the command, after `agentrl`.
+    """Return the arguments of the command, after `agentrl`.
 
     Raises:
-        ConfigError: something is missing, or it cannot be done with this episode.
+        ConfigError: a parameter is missing, or the command is impossible for this episode.
         NotFoundError: there is no such run or episode.
     """
     if kind in ("tag", "untag", "note"):
@@ -118,7 +120,7 @@ def make_words(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
 
 
 def _shown_command(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
-    """The words that the page shows of the episode, after `agentrl`."""
+    """Return the arguments of the command that the page shows for the episode, after `agentrl`."""
     episode = asked.episode
     if episode is None:
         raise ConfigError(f"To {kind} needs an episode.", "Send `episode`, its number.")
@@ -130,7 +132,7 @@ def _shown_command(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
 
 
 def _changed(words: Sequence[str], option: str, value: object) -> list[str]:
-    """The words with another value of an option; as they are without one."""
+    """Return the arguments with another value of an option. With None they are unchanged."""
     if value is None:
         return [*words]
     at = words.index(option) + 1
@@ -138,13 +140,13 @@ def _changed(words: Sequence[str], option: str, value: object) -> list[str]:
 
 
 def _environment(store: ReadOnlyStore) -> dict[str, str]:
-    """The environment of a command on the store that the page shows."""
+    """Return the environment of a command that uses the page's store."""
     here = {"AGENTRL_HOME": str(store.settings.root), "AGENTRL_DATABASE_URL": store.settings.database}
     return {**os.environ, **here, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
 
 
 async def _run(words: Sequence[str], environment: Mapping[str, str], seconds: float, is_ending: Any) -> dict[str, Any]:
-    """Runs the command until it ends, or takes too long, or the page's service ends."""
+    """Run the command until it ends. Kill its process group if it takes too long, or if the page's service stops."""
     began = time.monotonic()
     with tempfile.TemporaryFile() as printed:  # no pipe, which a service that the command starts would keep open
         child = await asyncio.create_subprocess_exec(

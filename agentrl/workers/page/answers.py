@@ -1,4 +1,4 @@
-"""Answers of the page's service: rows as JSON that every browser reads, and errors as one sentence with the next step."""
+"""Responses of the page's service: rows as JSON that every browser can read, and errors as a message with a hint."""
 
 import json
 import math
@@ -12,24 +12,24 @@ from agentrl.workers.page.read_only import Busy
 from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, NotFoundError, StateError
 
 RETRY_SECONDS = 1
-"""When a page asks a busy store again."""
+"""The time after which a page retries a busy store, in seconds."""
 EXACT = 2**53 - 1
-"""The greatest integer that a browser holds with all its digits."""
+"""The largest integer that a browser represents exactly."""
 _STATUS: tuple[tuple[type[AgentRLError], int], ...] = (
     (Busy, 503), (NotFoundError, 404), (AccessDenied, 403), (StateError, 409), (ConfigError, 422),
 )  # fmt: skip
 
 
 def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the value as JSON: rows as objects, moments in ISO 8601, NaN and infinity as null, integers past EXACT as
-    digits.
+    """Return a JSON response. Rows become objects and times ISO 8601; NaN and infinity become null, integers above EXACT become
+    texts.
     """
     body = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
     return Response(body, status, media_type="application/json", headers=dict(headers or {}))
 
 
 def plain(value: Any) -> Any:
-    """Return the value of JSON's own kinds."""
+    """Convert a value to JSON types."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int):
@@ -46,7 +46,7 @@ def plain(value: Any) -> Any:
 
 
 def refuse(error: AgentRLError) -> Response:
-    """Return an error as `{error, hint}`, with the status that its kind has."""
+    """Return an error response `{error, hint}` with the HTTP status of the error's class."""
     status = next((code for kind, code in _STATUS if isinstance(error, kind)), 500)
     headers = {"Retry-After": str(RETRY_SECONDS)} if status == 503 else {}
     return answer({"error": error.message, "hint": error.hint}, status, headers)

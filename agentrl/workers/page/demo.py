@@ -1,4 +1,4 @@
-"""A small finished run that comes with the package: `make demo` made it, a copy of it is shown."""
+"""A small finished run that is part of the package. `make demo` made it; the page shows a copy."""
 
 import atexit
 import lzma
@@ -13,14 +13,15 @@ DATA = Path(__file__).parent / "demo_data"
 PACKED = "agentrl.db.xz"
 TOKENIZER = "tokenizer.json"
 MODEL = "tiny-arithmetic"
-"""The model of the runs, of which only the tokenizer comes along."""
+"""The model of the runs. Only its tokenizer is included."""
 
 
 def open_demo() -> Settings:
-    """Return the settings of a copy of the demo's store, of this code's revision, which goes when the process ends.
+    """Copy the demo's store, upgrade it to this code's revision, and return its settings. The copy is removed when the process
+    ends.
 
     Raises:
-        NotFoundError: it did not come with this installation.
+        NotFoundError: this installation does not contain the demo.
     """
     from agentrl.workflow.store.migrate import open_database
 

@@ -1,7 +1,9 @@
-"""Access control of the page: host name, token (if other machines can reach it) and origin of each request.
+"""Access control of the page: checks the host name, the token (if other machines can reach the page) and the origin of each
+request.
 
-A page of another site can make this browser ask at 127.0.0.1, also under a name of its own that leads there: so a foreign
-`Host` is refused, and what is more than reading wants a header that no other site can send. Nothing here is cross-origin.
+A page of another site can make the user's browser send requests to 127.0.0.1, even under a host name of its own. Therefore an
+unknown `Host` is refused. A request that does more than read needs a header that other sites cannot send. Cross-origin access
+is never allowed.
 """
 
 import asyncio
@@ -23,11 +25,11 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 100_000
-"""The largest body of a request: a question in SQL, the words of an action."""
+"""The largest body of a request, in bytes: an SQL query, or the parameters of an action."""
 BODY_SECONDS = 10.0
-"""How long a body may take to come."""
+"""The longest time for receiving a body, in seconds."""
 OWN_HEADER = b"x-agentrl"
-"""The header of what the page itself asks to be done."""
+"""The header that the page itself sends with requests that do more than read."""
 ACTIONS = "/api/actions/"
 PRINTED = "Open the link that `agentrl ui` printed; it ends in ?token=..."
 POLICY = (
@@ -47,15 +49,16 @@ _PORT = re.compile(r"[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the door lets in.
+    """The rules of access to the page.
 
     Args:
-        names: the host names, without a port, under which the page may be called, in lower case.
-        port: where it listens.
-        addresses: whether any IP address is a name too: where it listens for other machines.
-        token: what every request must know; empty: nothing.
-        action_token: what actions must know; empty: there are none.
-        once: what the first address may have in its place, once: other users can read the command line of a browser.
+        names: the valid host names, without a port, in lower case.
+        port: the port of the page.
+        addresses: any IP address is a valid host name too; true if the page listens for other machines.
+        token: the token that every request needs; empty: none.
+        action_token: the token that actions need; empty: actions are off.
+        once: a token that is valid for the first request only. It is used on a browser's command line, which other users can
+            read.
     """
 
     names: frozenset[str]
@@ -67,20 +70,19 @@ class Rules:
 
     @property
     def cookie(self) -> str:
-        """The cookie's name: browsers send cookies to all ports of a host."""
+        """The cookie's name. It includes the port, because browsers send cookies to all ports of a host."""
         return f"agentrl_ui_{self.port}"
 
 
 class RequestGuard:
-    """A guard that refuses requests before the application sees them, and adds security headers to responses."""
+    """ASGI middleware that refuses forbidden requests and adds security headers to responses."""
 
     def __init__(self, app: App, rules: Rules) -> None:
-        """Stand before the application."""
         self.app, self.rules = app, rules
         self._once = rules.once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Check and handle a request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -102,7 +104,7 @@ class RequestGuard:
             await self.app(scope, _hurried(receive), bound)
 
     def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str, str] | None:
-        """The status, what is so and what to do, of a request that may not pass."""
+        """Return the status, the message and the hint for a request that is refused; None if it is allowed."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if not self._is_name(host):
             return (
@@ -149,7 +151,7 @@ class RequestGuard:
         return any(hmac.compare_digest(each.encode(), token.encode()) for each in (*given, bearer))
 
     async def _take(self, given: str, send: Send) -> None:
-        """Turns a right token of the address into a cookie, and takes it out of the address."""
+        """Check the token in the URL; respond with a cookie and a redirect to the URL without the token."""
         wanted = self.rules.token or self.rules.action_token
         first = bool(self._once) and hmac.compare_digest(given.encode(), self._once.encode())
         if first:
@@ -165,7 +167,7 @@ class RequestGuard:
 
 
 def _hurried(receive: Receive) -> Receive:
-    """Takes a body for BODY_SECONDS; one that is not whole then is as if its sender had hung up."""
+    """Limit the time for a request's body to BODY_SECONDS. After that the application sees a disconnected client."""
     until = time.monotonic() + BODY_SECONDS
     whole = False
 
@@ -184,14 +186,14 @@ def _hurried(receive: Receive) -> Receive:
 
 
 def names_of(host: str, own: Iterable[str]) -> frozenset[str]:
-    """Return the names of a page that listens at `host`: those of loopback, the address itself, and `own` names of this
-    machine.
+    """Return the valid host names of a page that listens at `host`: loopback names, the address itself, and the machine's `own`
+    names.
     """
     return frozenset(name.lower() for name in ("127.0.0.1", "localhost", "::1", host, *own) if name)
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
-    """The headers; one that was sent twice and must not be is as if it were wrong."""
+    """Return the headers by name. A header that must be unique but was sent twice gets an invalid value."""
     found: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         found[name] = b"," if name in found and name in (b"host", b"origin", b"content-length") else value
@@ -199,7 +201,9 @@ def _headers(scope: Scope) -> dict[bytes, bytes]:
 
 
 def _split_host(host: str) -> tuple[str, str]:
-    """The name and the port of a `Host`; the port is empty where there is none, the name where it is no host."""
+    """Return the name and the port of a `Host` header. The port is empty if it is missing; both are empty if the header is
+    invalid.
+    """
     if host.startswith("["):
         name, closed, rest = host[1:].partition("]")
         if not closed or not _is_address(name):
@@ -214,7 +218,7 @@ def _split_host(host: str) -> tuple[str, str]:
 
 
 def _host_of(origin: bytes) -> str:
-    """The host and port of an `Origin`; of what is none, nothing that a page could be called."""
+    """Return the host and port of an `Origin` header; for an invalid header, a text that is no valid host."""
     try:
         return urlsplit(origin.decode("latin-1").lower()).netloc
     except ValueError:
@@ -230,13 +234,13 @@ def _is_address(name: str) -> bool:
 
 
 def _cookies(text: bytes, name: str) -> list[str]:
-    """The values of the cookies of that name: pages on other ports of this host may have left some too."""
+    """Return the values of all cookies with this name. Pages on other ports of this host may have set some too."""
     pairs = (part.strip().partition("=") for part in text.decode("latin-1").split(";"))
     return [value for found, _, value in pairs if found == name]
 
 
 def _query_token(scope: Scope) -> str | None:
-    """The token of the first page's address."""
+    """Return the token in the URL of the start page; None if there is none."""
     if scope["path"] != "/" or scope["method"] != "GET" or b"token=" not in scope["query_string"]:
         return None
     try:
@@ -247,7 +251,7 @@ def _query_token(scope: Scope) -> str | None:
 
 
 async def _answer(send: Send, status: int, said: str, hint: str, as_json: bool) -> None:
-    """A refusal as JSON, or as a plain page."""
+    """Send a refusal as JSON, or as a plain HTML page."""
     if as_json:
         body, kind = json.dumps({"error": said, "hint": hint}).encode(), b"application/json"
     else:

@@ -1,4 +1,6 @@
-"""A run as one file: what the page would ask about it is asked here, in process, and recorded until the file is full."""
+"""Exports a run as one HTML file. It sends the page's own requests to the service in this process, and records the responses
+until the file is full.
+"""
 
 import asyncio
 import json
@@ -22,26 +24,30 @@ from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError, S
 from agentrl.workflow.store.reads import run_rows, task_rows
 
 TOKENS = 4096
-"""As many tokens as the page asks for at once."""
+"""The number of tokens in one request, as on the page."""
 TRIES, AGAIN_SECONDS = 10, 0.5
-"""How often a busy store is asked, and how long after."""
+"""The most requests to a busy store, and the pause between them in seconds."""
 MISSES = 20
-"""So many that do not fit one after another are tried before the file counts as full."""
+"""The number of works in a row that do not fit, after which the file counts as full."""
 ITERATIONS_SHARE, TASKS_SHARE = 0.4, 0.5
-"""The part of the room that iterations may fill, and these and tasks: the rest is for groups and episodes."""
+"""The share of the free space for iterations, and the share for iterations and tasks together. The rest is for groups and
+episodes.
+"""
 SILENCE_SECONDS = 5.0
-"""How long nothing is said of the progress."""
+"""The time between two progress messages, in seconds."""
 ABOUT_BYTES = 2000
-"""Room for what is said of the file itself."""
+"""The space reserved for the description of the file itself, in bytes."""
 
 
 class _NotTaken(Exception):
-    """An answer that is not there, or does not fit."""
+    """A response that does not exist or does not fit."""
 
 
 @dataclass
 class _Recording:
-    """The answers so far. `limit`: the most bytes of all of them for now; `progress` is told their number now and then."""
+    """The responses recorded so far. `limit` is the most bytes of all responses at present; `progress` is called with a line
+    every few seconds.
+    """
 
     client: httpx2.AsyncClient
     limit: int
@@ -51,10 +57,10 @@ class _Recording:
     answers: dict[str, bytes] = field(default_factory=dict)
 
     async def ask(self, path: str) -> Any:
-        """The answer to a path, which is recorded.
+        """Request a path, record the response and return its JSON.
 
         Raises:
-            _NotTaken: there is none, or it does not fit.
+            _NotTaken: there is no such response, or it does not fit.
         """
         body = await self._body(path)
         if path not in self.answers:
@@ -70,7 +76,7 @@ class _Recording:
         return json.loads(body)
 
     async def whole(self, work: Callable[[], Awaitable[None]]) -> bool:
-        """Whether all of it could be taken; otherwise nothing of it is."""
+        """Record all responses of `work`, or none of them if one does not fit; return whether they were recorded."""
         before = len(self.answers), self.size
         try:
             await work()
@@ -82,7 +88,7 @@ class _Recording:
         return True
 
     async def many(self, works: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Takes those that fit, until too many one after another do not."""
+        """Record the works that fit, until MISSES of them in a row do not fit."""
         missed = 0
         for work in works:
             missed = 0 if await self.whole(work) else missed + 1
@@ -111,18 +117,21 @@ def write_export(
     force: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Write the run of that name or number into one file, and return a sentence on what it left out; empty: nothing.
+    """Write a run into one file, and return a sentence about what was left out; empty if nothing was.
 
     Args:
-        episodes: those that must be in it.
-        limit_bytes: the most bytes of the file.
-        force: write over a file that is there.
+        store: the store.
+        run: the run's name or number.
+        out: the file.
+        episodes: the episodes that must be included.
+        limit_bytes: the largest size of the file, in bytes.
+        force: overwrite an existing file.
         progress: called with a line every few seconds.
 
     Raises:
         NotFoundError: there is no such run or episode.
         ConflictError: the file exists.
-        ConfigError: it cannot be written there, or the limit is too small, or an episode is another run's.
+        ConfigError: the file cannot be written, the limit is too small, or an episode belongs to another run.
         ServiceError: the store cannot be read.
     """
     out = _check_place(out, force)
@@ -137,11 +146,11 @@ def write_export(
 
 
 def _check_place(out: Path, force: bool) -> Path:
-    """Where the file is to be, links followed.
+    """Return the path of the file, with links resolved.
 
     Raises:
-        ConflictError: there is one.
-        ConfigError: there can be none.
+        ConflictError: the file exists.
+        ConfigError: no file can be written there.
     """
     elsewhere = ConfigError(f"Cannot write to {str(out)!r}.", "Pass a file in an existing folder: --out run.html")
     try:
@@ -189,10 +198,10 @@ def _work(made: _Recording, *paths: str) -> Callable[[], Awaitable[None]]:
 
 
 async def _take_run(made: _Recording, run: int, around: int) -> list[int]:
-    """What the run's page shows before anything is chosen; returns the tasks that it lists.
+    """Record what the run's page shows first; return the ids of the tasks in its list.
 
     Raises:
-        ConfigError: even that does not fit.
+        ConfigError: even these responses do not fit.
     """
     room, made.limit = made.limit, 1 << 62
     here = f"api/runs/{run}"
@@ -223,7 +232,7 @@ async def _take_run(made: _Recording, run: int, around: int) -> list[int]:
 
 
 async def _take_more_tasks(made: _Recording, run: int) -> list[int]:
-    """The further pages of the list of tasks, as many as fit; returns the tasks that they list."""
+    """Record the further pages of the list of tasks that fit; return the ids of their tasks."""
     found: list[int] = []
     page = json.loads(made.answers[f"api/runs/{run}/tasks?size=25"])
     try:
@@ -236,7 +245,7 @@ async def _take_more_tasks(made: _Recording, run: int) -> list[int]:
 
 
 async def _store(made: _Recording) -> dict[str, Any]:
-    """What is told of the store, without the folder that it is in."""
+    """Return the description of the store, without the path of its folder."""
     told: dict[str, Any] = await made.ask("api/store")
     made.size -= len(made.answers.pop("api/store"))
     return {**told, "place": str(told["place"]).partition("?")[0].rpartition("/")[2], "newest_run": None, "actions": False}
@@ -248,10 +257,10 @@ def _put(made: _Recording, path: str, value: Any) -> None:
 
 
 async def _take_chosen(made: _Recording, run: int, named: Sequence[int], limit_mb: float) -> None:
-    """The named episodes; the best, the worst and the last where they fit.
+    """Record the named episodes. Then record the best, the worst and the last episode if they fit.
 
     Raises:
-        NotFoundError, ConfigError: a named one is not there, or another run's, or does not fit.
+        NotFoundError, ConfigError: a named episode does not exist, belongs to another run, or does not fit.
     """
     for episode in named:
         answered = await made.client.get(f"/api/episodes/{episode}")
@@ -270,7 +279,9 @@ async def _take_chosen(made: _Recording, run: int, named: Sequence[int], limit_m
 
 
 def _episode(made: _Recording, run: int, episode: int, beside: bool = False) -> Callable[[], Awaitable[None]]:
-    """All of an episode: its turns, its tokens; `beside`: its group, its iteration, its task."""
+    """Return a work that records an episode with all turns and tokens. With `beside` it also records its group, iteration and
+    task.
+    """
 
     async def work() -> None:
         here = f"api/episodes/{episode}"
@@ -291,7 +302,7 @@ def _episode(made: _Recording, run: int, episode: int, beside: bool = False) -> 
 
 
 def _groups(made: _Recording, run: int) -> "Iterable[Callable[[], Awaitable[None]]]":
-    """Groups and their episodes, those of the newest iterations first."""
+    """Yield works that record the groups and their episodes, those of the newest iterations first."""
     for number in _iterations(made, run):
         document = made.answers.get(f"api/runs/{run}/iterations/{number}")
         for group in json.loads(document)["groups"] if document else ():
@@ -301,7 +312,7 @@ def _groups(made: _Recording, run: int) -> "Iterable[Callable[[], Awaitable[None
 
 
 def _iterations(made: _Recording, run: int) -> list[int]:
-    """Their numbers, the newest first."""
+    """Return the numbers of the iterations, newest first."""
     return [row["iteration"] for row in reversed(_curves(made, run))]
 
 
@@ -311,7 +322,7 @@ def _curves(made: _Recording, run: int) -> list[dict[str, Any]]:
 
 
 def _left_out(run: int, made: _Recording, tasks: int, limit_bytes: int) -> str:
-    """A sentence on what the run has and the file has not."""
+    """Return a sentence about what the run has but the file does not have; empty if the file is complete."""
     curves = _curves(made, run)
     taken = {
         "iterations": sum(path.startswith(f"api/runs/{run}/iterations/") for path in made.answers),
@@ -330,10 +341,10 @@ def _left_out(run: int, made: _Recording, tasks: int, limit_bytes: int) -> str:
 
 
 def _write(out: Path, document: bytes, force: bool) -> None:
-    """Writes the file at once and whole.
+    """Write the complete file atomically.
 
     Raises:
-        ConflictError: it exists by now.
+        ConflictError: the file was created meanwhile.
         ConfigError: it cannot be written.
     """
     try:
@@ -358,7 +369,7 @@ def _write(out: Path, document: bytes, force: bool) -> None:
 
 
 def _link(name: str, out: Path) -> None:
-    """Gives the file its name unless that is taken, also where a file system knows no second names."""
+    """Rename the temporary file to `out`, unless `out` exists. This also works on file systems without hard links."""
     try:
         os.link(name, out)
     except FileExistsError:

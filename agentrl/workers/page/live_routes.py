@@ -1,7 +1,7 @@
-"""Live updates as server-sent events. Each watched run is read once per interval, for all its clients.
+"""Live updates as server-sent events. Each watched run is read once per interval for all of its clients.
 
-An event's id says what its page has: the number of iterations that are over, and a mark of the rest. A browser that was cut
-off sends it back, and is told what came since.
+The id of an event is the state that its client has: the number of finished iterations, and a mark of the other contents. A
+browser that reconnects sends the id, and receives what has changed since.
 """
 
 import asyncio
@@ -24,15 +24,17 @@ from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import changes, curves, run_rows
 
 LOOK_SECONDS = 0.5
-"""The time between two looks at a run that somebody listens to."""
+"""The time between two readings of a run, in seconds."""
 WORK_SECONDS = 2.0
-"""The time between two tellings of turns and calls, which come many times a second; an iteration is told at once."""
+"""The shortest time between two events about turns and calls, which change often, in seconds. A finished iteration is sent at
+once.
+"""
 COMMENT_SECONDS = 15.0
-"""After such a silence a comment is sent, so that nobody on the way takes the line for dead."""
+"""The time without an event, in seconds, after which a comment is sent, so that proxies keep the connection open."""
 RETRY_MS = 2000
 MAX_LISTENERS = 64
 MAX_ROWS = 1000
-"""The most iterations of an event; a page that missed more asks for the curves anew."""
+"""The most iterations in an event. A page that missed more requests the curves again."""
 
 _TOO_MANY = Busy(f"{MAX_LISTENERS} pages are already listening.", "Close some.")
 
@@ -41,8 +43,14 @@ router = APIRouter(prefix="/api", tags=["live"])
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen at a look: `stamp` and `work` move with what is shown (see `live_state`); `gone`: there is no such run;
-    `busy`: why nothing was seen."""
+    """The state of a run at one reading.
+
+    Attributes:
+        stamp, work: hashes that change with the contents of the page (see `live_state`); `work` with turns and calls.
+        closed: the number of finished iterations.
+        gone: there is no such run.
+        busy: why the run could not be read; empty if it was.
+    """
 
     stamp: str = ""
     work: str = ""
@@ -52,37 +60,39 @@ class Seen:
 
     @property
     def mark(self) -> str:
-        """What an event's id says of it."""
+        """The mark in an event's id."""
         return self.stamp + self.work
 
 
 @dataclass
 class _Watch:
-    """The looks at one run, for all that listen."""
+    """The repeated reading of one run, for all of its listeners."""
 
     listeners: int = 0
     seen: Seen | None = None
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     task: "asyncio.Task[None] | None" = None
     read: "dict[tuple[str, int], asyncio.Task[Any]]" = field(default_factory=dict)
-    """What was read for a mark and for those who know so many iterations: once for all of them."""
+    """The readings by mark and number of finished iterations; each is shared by all listeners that need it."""
 
 
 class Live:
-    """All looks of a service. While nobody listens to a run, none is taken at it."""
+    """The watched runs of a service. A run is read only while it has listeners."""
 
     def __init__(self, store: ReadOnlyStore, is_ending: Callable[[], bool]) -> None:
-        """Take the store, and whether the service is about to end."""
+        """Take the store, and a function that returns whether the service is stopping."""
         self._store, self.is_ending = store, is_ending
         self._watches: dict[int | None, _Watch] = {}
 
     @property
     def listeners(self) -> int:
-        """How many listen now."""
+        """The present number of listeners."""
         return sum(watch.listeners for watch in self._watches.values())
 
     async def listen(self, run: int | None) -> AsyncGenerator[Seen | None]:
-        """Yield what is seen of the run, or of the list of all, whenever it moves; None after a silence."""
+        """Yield the state of the run, or of the list of runs, whenever it changes; None after COMMENT_SECONDS without a
+        change.
+        """
         watch = self._watches.setdefault(run, _Watch())
         watch.listeners += 1
         if watch.task is None:
@@ -108,7 +118,9 @@ class Live:
                 self._watches.pop(run, None)
 
     async def changes(self, run: int, since: int, mark: str) -> dict[str, Any]:
-        """Return what may be other than when `since` iterations were over, read once for all who ask with that mark."""
+        """Return what may have changed since `since` iterations were finished. It is read once for all listeners with the same
+        mark.
+        """
         read = self._watches[run].read
         task = read.get((mark, since))
         if task is None:
@@ -137,7 +149,7 @@ class Live:
 
 
 async def _next(watch: _Watch, told: Seen | None) -> Seen | None:
-    """What is seen, at once where it is not what was told; else after a while."""
+    """Return the newest state: at once if it differs from `told`, else after a change or LOOK_SECONDS."""
     if watch.seen in (None, told):
         with suppress(TimeoutError):
             await asyncio.wait_for(watch.moved.wait(), LOOK_SECONDS)
@@ -167,10 +179,11 @@ async def follow(
     since: Annotated[str, Query(max_length=100)] = "",
     last_event_id: Annotated[str, Header(max_length=100)] = "",
 ) -> Response:
-    """Return what is new of a run, or of the list of runs, as server-sent events: `change`, `busy`, `gone`.
+    """Return the changes of a run, or of the list of runs, as server-sent events: `change`, `busy`, `gone`.
 
-    The data of a run's change: `iterations`, rows of its curves that are new or may have changed; `run_row`, `progress`. That
-    of the list is empty: it is asked for again. `since` or `Last-Event-ID`: the id of the last event that was seen.
+    A run's `change` has `iterations` (rows of its curves that are new or may have changed), `run_row` and `progress`. A
+    `change` of the list is empty: the client requests the list again. `since` or `Last-Event-ID` is the id of the last event
+    that the client received.
     """
     live: Live = request.app.state.live
     if live.listeners >= MAX_LISTENERS:
@@ -203,7 +216,7 @@ async def _events(live: Live, run: int | None, last: str) -> AsyncGenerator[str]
 
 
 async def _read(live: Live, run: int | None, since: int, mark: str) -> AsyncGenerator[dict[str, Any] | AgentRLError]:
-    """The data of a change; before it why it could not be read, each time that it could not."""
+    """Yield the data of a change. Before it, yield the error of each attempt that failed."""
     while not live.is_ending():
         try:
             yield {} if run is None else await live.changes(run, since, mark)
@@ -217,7 +230,7 @@ async def _read(live: Live, run: int | None, since: int, mark: str) -> AsyncGene
 
 
 def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
-    """What may be other than when `since` iterations were over."""
+    """Read what may have changed since `since` iterations were finished."""
 
     def read(tx: DriverTransaction) -> dict[str, Any]:
         name = run_rows.run_name(tx, run)
@@ -229,7 +242,7 @@ def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
 
 
 def _parse_id(text: str) -> tuple[int | None, str]:
-    """How many iterations were over, and the mark, of an event's id; nothing of what is no such id."""
+    """Return the number of finished iterations and the mark in an event's id; None and an empty text if the id is invalid."""
     closed, point, mark = text.partition(".")
     return (int(closed), mark) if point and closed.isascii() and closed.isdigit() and len(closed) < 10 else (None, "")
 

@@ -1,7 +1,7 @@
-"""The page as one file without requests: modules, styles and recorded answers in one document.
+"""The page as one HTML file that needs no requests: modules, styles and recorded responses in one document.
 
-A module becomes a function that returns what it exports, so that no two modules share a name. The file's policy names the one
-script and the one style by their hashes: whatever a recorded text holds, nothing else runs.
+Each module becomes a function that returns its exports, so that modules share no names. The file's content security policy
+allows only the script and the style with the right hashes. So nothing in a recorded text can run.
 """
 
 import base64
@@ -28,9 +28,9 @@ def write_page(title: str, about: Mapping[str, object], answers: Mapping[str, by
     """Return the document.
 
     Args:
-        title: what a browser's tab shows.
-        about: what the page is told of the file beside its answers; not empty.
-        answers: path -> its answer, as `embed` makes it.
+        title: the title of the browser's tab.
+        about: a description of the file for the page; not empty.
+        answers: the recorded responses by path, each encoded by `embed`.
     """
     index = _MODULES.sub("", (STATIC / "index.html").read_text(encoding="utf-8"))
     style = "".join((STATIC / name).read_text(encoding="utf-8") for name in _STYLE.findall(index))
@@ -62,22 +62,22 @@ def write_page(title: str, about: Mapping[str, object], answers: Mapping[str, by
 
 
 def embed(value: object) -> bytes:
-    """Return a value as JSON that can stand in a script element."""
+    """Encode a value as JSON for a script element."""
     return embed_json(json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
 
 
 def embed_json(document: bytes) -> bytes:
-    """JSON as it can stand in a script element: without `<`, which ends one."""
+    """Escape `<` in JSON, so that no text can end the script element."""
     return document.replace(b"<", b"\\u003c")
 
 
 def join_modules(folder: Path, first: str) -> str:
-    """Return one module of `first` and all that it imports."""
+    """Return the source of one module that contains `first` and everything that it imports."""
     return "\n".join(_as_function(folder, name) for name in _in_order(folder, first, [])) + "\n"
 
 
 def _in_order(folder: Path, name: str, known: list[str]) -> list[str]:
-    """`known`, then what the module needs and is not known, then the module."""
+    """Append the modules that this module imports to `known`, then the module itself; return `known`."""
     for _, needed in _IMPORT.findall(_source(folder, name)):
         _in_order(folder, needed, known)
     if name not in known:
@@ -110,7 +110,7 @@ def _taken(found: re.Match[str]) -> str:
 
 
 def _returned(words: Iterable[str]) -> list[str]:
-    """`a as b` as a property `b: a`."""
+    """Convert each export `a as b` to a property `b: a`."""
     pairs = [word.split(" as ") for word in words]
     return [f"{pair[-1].strip()}: {pair[0].strip()}" for pair in pairs]
 

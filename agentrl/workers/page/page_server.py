@@ -1,4 +1,4 @@
-"""The page's server: one process, one address, until it is stopped."""
+"""The server of the page: one process with one address."""
 
 import asyncio
 import signal
@@ -20,12 +20,12 @@ from agentrl.workflow.settings import settings
 
 MAX_HEAD_BYTES = 16 * 1024
 GOODBYE_SECONDS = 1
-"""How long open answers may go on after Ctrl-C; pages that listen are let go at once."""
+"""The time for open responses to end after Ctrl-C, in seconds. Live updates end at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """How the page is reached: its rules, the link to open, and one that a browser of this machine may be started with."""
+    """The rules of access to the page, its link, and a link for a browser that is started on this machine."""
 
     rules: Rules
     link: str
@@ -33,7 +33,7 @@ class PageAddress:
 
 
 def prepare_door(listening: socket.socket, token: str, actions: bool) -> PageAddress:
-    """Return the rules of a page at that socket; the link has the token in it where one is wanted."""
+    """Return the rules and links of a page that listens at this socket. The links contain a token if one is needed."""
     host, port = listening.getsockname()[:2]
     local = is_loopback(listening)
     everywhere = host in ("0.0.0.0", "::")
@@ -49,7 +49,7 @@ def prepare_door(listening: socket.socket, token: str, actions: bool) -> PageAdd
 
 
 def serve_page(store: ReadOnlyStore, listening: socket.socket, rules: Rules) -> None:
-    """Serve until SIGINT, SIGTERM or the end of the terminal."""
+    """Serve the page until SIGINT, SIGTERM or SIGHUP."""
     app = application(store, actions=bool(rules.action_token))
     server = make_server(RequestGuard(app, rules), MAX_HEAD_BYTES, GOODBYE_SECONDS)
     signal.signal(signal.SIGTERM, _end)

@@ -1,4 +1,6 @@
-"""The store as the page reads it: read-only connections, short statements, no wait for a writer, nothing upgraded."""
+"""The page's access to a store: read-only connections and short statements. It does not wait for writers and upgrades
+nothing.
+"""
 
 import json
 import sqlite3
@@ -21,28 +23,30 @@ from agentrl.workflow.store.reads.user_sql import connection_parts, sqlite_file
 
 T = TypeVar("T")
 STATEMENT_SECONDS = 5.0
-"""The longest that a query of the page may take."""
+"""The longest query of the page, in seconds."""
 LOCK_SECONDS = 1.0
-"""How long it waits while a writer has SQLite's lock."""
+"""The longest wait for a writer's lock, in seconds."""
 
 _PASSING = (
     "locked", "busy", "interrupted", "unable to open", "disk I/O", "schema has changed", "image is malformed", "not a database",
     "no such table",
 )  # fmt: skip
-"""What SQLite says of a store that another moment may find readable: somebody may be writing over it, or upgrading it."""
+"""Parts of SQLite's messages about temporary errors, such as those while a file is being replaced or upgraded."""
 _PASSING_STATES = ("08", "42P01", "53", "55", "57")
-"""The same of Postgres' states, by how they begin: away, of another schema, full, locked, stopped or too slow."""
+"""The beginnings of Postgres' SQLSTATE codes of temporary errors: server away, missing table, out of resources, lock not
+available, stopped or timed out.
+"""
 
 
 class Busy(ServiceError):
-    """The store cannot be read just now; a little later it can."""
+    """The store cannot be read now; the caller may retry soon."""
 
 
 class ReadOnlyStore:
-    """A store that is only read. Each query has a connection of its own: a page that is left open holds nothing."""
+    """A store that is only read. Each query has its own connection, so an open page holds no lock or connection."""
 
     def __init__(self, where: Settings) -> None:
-        """Take the settings that name its database."""
+        """Take the settings that name the database. No connection is opened yet."""
         self.settings = where
         self._file = sqlite_file(where)
         self._revision = ""
@@ -69,10 +73,10 @@ class ReadOnlyStore:
         return self.ask(lambda tx: query(tx, run_name(tx, run)))
 
     def _check_revision(self, tx: DriverTransaction) -> None:
-        """Remembers that the revision is this code's.
+        """Check that the database has this code's revision, and remember it.
 
         Raises:
-            ServiceError: it is another.
+            ServiceError: it has another revision.
         """
         exists = (
             "SELECT name FROM sqlite_master WHERE name = 'alembic_version'"
@@ -128,7 +132,7 @@ class ReadOnlyStore:
 
 
 def _read_json(said: str) -> Any:
-    """The value; nothing in place of what somebody damaged, so that the rest of the page can be read."""
+    """Return the parsed value; an empty object if the text is damaged, so that the rest of the page can still be shown."""
     try:
         return json.loads(said)
     except (ValueError, RecursionError):
@@ -136,7 +140,7 @@ def _read_json(said: str) -> Any:
 
 
 def _translate(error: Exception, passing: bool) -> NoReturn:
-    """Says that the store is busy where that is what the error means; else it is a mistake of ours, and stays what it is."""
+    """Raise Busy if the error is temporary; otherwise raise it unchanged."""
     if not passing:
         raise error
     reason = " ".join(str(error).split())[:200]

@@ -1,4 +1,4 @@
-"""The page's service as an ASGI application: its routes and its files."""
+"""The page's service as an ASGI application: its routes and its static files."""
 
 import traceback
 from pathlib import Path
@@ -17,11 +17,11 @@ from agentrl.workflow.errors import AgentRLError
 
 STATIC = Path(__file__).parent / "static"
 SMALLEST_ZIPPED = 1000
-"""Bytes of the smallest answer that is compressed."""
+"""The size of the smallest response that is compressed, in bytes."""
 
 
 def application(store: ReadOnlyStore, actions: bool = False) -> FastAPI:
-    """Make the application over a store."""
+    """Return the application for a store."""
     from agentrl.workers.page import action_routes, live_routes
     from agentrl.workers.page.routes import (
         annotation_routes,
@@ -69,7 +69,7 @@ async def _refuse_path(_: Request, error: Exception) -> Response:
 
 
 async def _answer_mistake(_: Request, error: Exception) -> Response:
-    """Of a mistake of ours, which is printed where the page was started."""
+    """Respond to an unexpected error with status 500. The traceback is printed by the process of `agentrl ui`."""
     traceback.print_exception(error)
     said = f"The page cannot show this: {type(error).__name__}."
     return answer({"error": said, "hint": "The output of `agentrl ui` shows where it failed; please report it."}, 500)

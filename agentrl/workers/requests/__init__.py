@@ -1,1 +1,1 @@
-"""Requests of commands, checked and prepared before anything is written."""
+"""Requests of commands: each is checked and prepared before anything is written."""

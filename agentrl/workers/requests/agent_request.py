@@ -1,6 +1,7 @@
-"""An agent as a person names it: looked at before anything is written, and what to say of it.
+"""Checks a run's agent before anything is written, and makes remarks on it.
 
-What an `agents` worker lacks for it is asked there (`requirements`); here is what the command itself can tell.
+This module checks what the command itself can see. What a worker of the queue `agents` lacks is checked in that worker
+(`requirements`).
 """
 
 import inspect
@@ -18,18 +19,21 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Task
 
 TEMPLATE = "prompt_template"
-"""The name by which agent-lightning gives an agent its text; without one it would be given the model in its place."""
+"""The parameter in which agent-lightning passes an agent its prompt. If the run has no text of this name, positional arguments
+would put the model there.
+"""
 SHAPE = "Write it as def solve(task, llm): ..., or async def."
 
 
 def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
-    """Check the run's agent, where it has one; return the config with whose rewards count.
+    """Check the run's agent, if it has one; return the config.
 
-    An agent's own rewards are the run's where nothing else gives any.
+    If neither the env, the rewards nor hooks score an episode, the returned config sets `own_rewards`: the agent's own rewards
+    count.
 
     Raises:
-        ConfigError: the agent cannot be found or called, or the env would decide what it decides.
-        DatasetError: there is a task that tells an agent nothing.
+        ConfigError: the agent cannot be imported or called, or the env decides what follows a turn.
+        DatasetError: a task has no messages, so an agent would receive nothing.
     """
     agent = experiment.config.agent
     if agent is None:
@@ -52,10 +56,15 @@ def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
 
 
 def check_function(name: str, function: Callable[..., Any], texts: Collection[str] = ()) -> None:
-    """Check that an agent's function can be called with a task, a model and the run's texts, of which these are the names.
+    """Check that the agent's function can be called with a task, a model and the run's texts.
+
+    Args:
+        name: the agent's name.
+        function: a function or a class.
+        texts: the names of the run's texts.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be called with these arguments.
     """
     if is_class_agent(function):
         _check_class(name, function)
@@ -83,10 +92,10 @@ def check_function(name: str, function: Callable[..., Any], texts: Collection[st
 
 
 def _check_class(name: str, agent: Any) -> None:
-    """Checks an agent that is a class: it can be made, and its ways can be called.
+    """Check that an agent class can be instantiated, and that its rollout methods can be called.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: one of these is impossible.
     """
     instance = agent
     if inspect.isclass(agent):
@@ -112,7 +121,7 @@ def _check_class(name: str, agent: Any) -> None:
 
 
 def remark_on_agent(experiment: Experiment) -> Iterator[str]:
-    """Yield what a person should know of the agent before it runs."""
+    """Yield remarks on the agent that a user should read before it runs."""
     agent = experiment.config.agent
     if agent is None:
         return

@@ -1,4 +1,4 @@
-"""Curriculum: tasks chosen and ordered by how often stored episodes of any run solved them."""
+"""A curriculum: chooses and orders tasks by how often stored episodes of any run solved them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,10 @@ class ChosenTasks:
     """The tasks of a run.
 
     Args:
-        difficulties: content hash -> share of the task's episodes that failed, if the run's order depends on it.
-        remarks: for a person: how many tasks were left out, and why.
+        tasks: the tasks.
+        difficulties: the share of each task's episodes that failed, by content hash; empty unless the run's order depends on
+            it.
+        remarks: for the user: how many tasks were left out, and why.
     """
 
     tasks: tuple[Task, ...]
@@ -25,12 +27,13 @@ class ChosenTasks:
 
 
 def choose_by_difficulty(db: Database | None, config: DatasetConfig, tasks: Sequence[Task]) -> ChosenTasks:
-    """Leave out the tasks outside `config.keep_solved`, and note the difficulty of the others for `config.order`.
+    """Leave out the tasks outside of `config.keep_solved`, and return the difficulties of the tasks if `config.order` needs
+    them.
 
     Tasks without stored episodes are kept.
 
     Raises:
-        DatasetError: no task has a stored episode, or none is left.
+        DatasetError: no task has a stored episode, or no task is left.
     """
     if config.keep_solved is None and config.order == "shuffled":
         return ChosenTasks(tuple(tasks))

@@ -1,4 +1,4 @@
-"""Two evaluations side by side: what of them may be compared, and what else than the policies may explain a difference."""
+"""Compares two evaluations: which measures are comparable, and what other than the policies may explain a difference."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,18 +13,20 @@ from agentrl.workflow.store.reads import eval_results
 Row = Mapping[str, Any]
 
 SAME_REWARDS, OTHER_CODE, OTHER_REWARDS = 0, 1, 2
-"""Likeness of the rewards of two evaluations: the same; the same parts and weights by other code; other parts or weights."""
+"""How similar the rewards of two evaluations are: the same; the same parts and weights but other code; other parts or weights.
+"""
 MEASURES = ("difference", "low", "high", "interval_by", "p_value", "method", "won", "lost", "tied")
-"""What is told of a comparison."""
+"""The fields of a comparison that are reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Two evaluations as rows, with what each made of its tasks.
+    """Two evaluations and their results on each task.
 
     Args:
-        means: task -> mean reward on each side; None where it has no done episode.
-        rights: task -> share of right episodes on each side; empty if no reward says what is right.
+        one, other: the rows of the evaluations.
+        means: the mean reward of each task (by id), for each side; None if the task has no done episode.
+        rights: the share of right episodes of each task, for each side; empty if no reward decides what is right.
     """
 
     one: Row
@@ -34,34 +36,36 @@ class Sides:
 
     @property
     def rewards(self) -> int:
-        """SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
+        """How similar the rewards are: SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
         return compare_rewards(self.one, self.other)
 
     def compare_means(self, seed: int = 0) -> PairedComparison:
-        """Return the difference of their rewards on the tasks that both have a reward for."""
+        """Compare the mean rewards on the tasks for which both sides have one."""
         first, second = (
             {task: mean for task, mean in side.items() if mean is not None and math.isfinite(mean)} for side in self.means
         )
         return compare_paired(first, second, seed)
 
     def compare_rights(self, seed: int = 0) -> PairedComparison:
-        """Return the difference of their shares of right episodes; without a task where nothing says what is right."""
+        """Compare the shares of right episodes. The result has no tasks if no reward decides what is right."""
         return compare_paired(*self.rights, seed)
 
     @property
     def same_rule(self) -> bool:
-        """Whether the same parts of the rewards say what is right."""
+        """True if the same reward parts decide what is right on both sides."""
         return right_by_names(self.one) == right_by_names(self.other)
 
 
 def load_sides(db: Queryable, one: Row, other: Row) -> Sides:
-    """Return what two evaluations, as `find_evals` gives them, made of their tasks."""
+    """Load the results of two evaluations on each task. The rows are those of `find_evals`."""
     means = (eval_results.load_task_means(db, one["id"]), eval_results.load_task_means(db, other["id"]))
     return Sides(one, other, means, (load_right_shares(db, one), load_right_shares(db, other)))
 
 
 def load_right_shares(db: Queryable, row: Row) -> dict[int, float]:
-    """Task -> share of its done episodes that are right; empty if no reward says what is right."""
+    """Return the share of right episodes among the done episodes of each task, by id; empty if no reward decides what is
+    right.
+    """
     right = eval_results.find_right_episodes(db, row["iteration"])
     if right is None:
         return {}
@@ -70,7 +74,7 @@ def load_right_shares(db: Queryable, row: Row) -> dict[int, float]:
 
 
 def right_by_names(row: Row) -> list[str]:
-    """Return the names of the rewards that decide whether an episode is right: see `stats.evaluation.is_right`."""
+    """Return the names of the rewards that decide whether an episode is right (see `stats.evaluation.is_right`)."""
     right_by = row["manifest"].get("right_by", {})
     if right_by.get("correct"):
         return sorted(right_by["correct"])
@@ -81,14 +85,16 @@ def right_by_names(row: Row) -> list[str]:
 
 
 def counted_rewards(row: Row) -> dict[str, float | str]:
-    """Return the parts of an evaluation's rewards: the weights other than 0 and, if the env gives rewards itself, its name."""
+    """Return the rewards that count: the weights other than 0 and, if the env gives rewards itself, the env's name under
+    "env".
+    """
     gives = row["manifest"].get("right_by", {}).get("gives")
     counting = {name: weight for name, weight in row["weights"].items() if weight}
     return {**counting, **({"env": row["config"]["env"]} if gives else {})}
 
 
 def compare_rewards(one: Row, other: Row) -> int:
-    """SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
+    """Return SAME_REWARDS, OTHER_CODE or OTHER_REWARDS for two evaluations."""
     if counted_rewards(one) != counted_rewards(other):
         return OTHER_REWARDS
     same_weights = one["weights"] == other["weights"]  # the hash covers the weights too, even those of 0
@@ -96,10 +102,11 @@ def compare_rewards(one: Row, other: Row) -> int:
 
 
 def list_remarks(one: Row, other: Row, accuracies: bool) -> Iterator[str]:
-    """Remark on other causes of a difference than the policies, a sentence each.
+    """Yield a sentence for each cause of a difference other than the policies.
 
     Args:
-        accuracies: whether the shares of right episodes are compared.
+        one, other: the rows of the evaluations.
+        accuracies: the shares of right episodes are compared too.
     """
     from agentrl.workers.requests.eval_config import sampling_differences
 

@@ -1,4 +1,4 @@
-"""Configs of runs that measure a policy: one iteration with all tasks and no update, otherwise like the measured run."""
+"""Configs of evaluations: one iteration with all tasks and no update, otherwise as in the measured run."""
 
 from collections.abc import Mapping
 from hashlib import sha256
@@ -11,22 +11,22 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.tool_formats import HERMES
 
 MAX_TASKS = 4096
-"""The most tasks of one evaluation, which are one iteration."""
+"""The most tasks of an evaluation, which is one iteration."""
 
 TRAINING_KEYS = ("algorithm.", "update.", "critic.", "source.", "eval.", "report.")
-"""Prefixes of config keys that do not affect how episodes are made."""
+"""Prefixes of config keys that do not affect how episodes are sampled."""
 
 NEUTRAL_ROLLOUT_KEYS = ("group_size", "tasks_per_iteration", "max_attempts", "max_staleness", "dynamic_sampling")
-"""Keys of the section `rollout` on the number and time of episodes, which do not affect their contents."""
+"""Keys of the section `rollout` about the number and time of episodes. They do not affect an episode's content."""
 
 LOOP_KEYS = ("tools", "served_tools", *(f"rollout.{name}" for name in LOOP_LIMITS))
-"""Keys that the built-in loop reads and an agent does not."""
+"""Keys that the built-in loop uses and an agent does not."""
 
 SINGLE_PASS = {
     **{"epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1},
     **{"dataset.keep_solved": None, "dataset.order": "shuffled"},
 }
-"""Values of a run that goes over its tasks once, without overlap or dynamic sampling."""
+"""Values for a run that uses each of its tasks once, without overlap or dynamic sampling."""
 
 
 def eval_config(
@@ -40,18 +40,20 @@ def eval_config(
     rewards: Mapping[str, float] = MappingProxyType({}),
     rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
-    """Return the config that measures a policy of a run with `config`; `in_one_iteration` sets its number of tasks.
+    """Return the config that measures a policy of a run with `config`. `in_one_iteration` then sets `tasks_per_iteration`.
 
     Args:
-        dataset: None: the run's.
-        split: None: `test`, of a file its only split.
-        n: only the first N tasks; None: all.
-        rollout: values in place of the run's in the section `rollout`; None: the run's.
-        env: an env in place of the run's, which otherwise holds for another dataset too; without both: the dataset's.
-        rewards: reward -> weight in place of the run's; empty: the run's.
-        agent: values in place of the run's in the section `agent`; another agent takes the place of the run's, or of the
-            built-in loop with its options.
-        rows: values for the section `dataset`: how the rows of `dataset` are read; the run's hold for its own dataset.
+        config: the run's config.
+        dataset: the dataset; None: the run's.
+        split: the split; None: `test`, or the only split of a file.
+        n: the number of tasks, from the first; None: all.
+        rollout: values that replace the run's in the section `rollout`; None: the run's value.
+        env: the env; None: the run's, also for another dataset, else the dataset's.
+        agent: values that replace the run's in the section `agent`. Another agent replaces the run's agent, or the built-in
+            loop with its options.
+        rewards: the weights of rewards that replace the run's; empty: the run's.
+        rows: values of the section `dataset` that say how rows are read. The run's values are used only for the run's own
+            dataset.
     """
     values = sampling_values(config) | SINGLE_PASS | {"name": None, "output_dir": None}
     split = split or ("train" if is_file(dataset or config.dataset.name) else "test")
@@ -74,22 +76,23 @@ def _agent_values(agent: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_values(config: RunConfig) -> dict[str, Any]:
-    """Return the values of the config that affect how episodes are made, for a run without updates."""
+    """Return the config values that affect how episodes are sampled and scored, without those about updates."""
     return {key: value for key, value in config.flat().items() if not key.startswith(TRAINING_KEYS)}
 
 
 def sampling_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Key -> both values, where two runs make their episodes differently, apart from weights, tasks and rewards.
+    """Return the config keys in which two runs sample differently, each with both values. Weights, tasks and rewards are not
+    compared.
 
     Args:
-        first, second: configs as stored in rows; a key that one of them lacks was added later.
+        first, second: the stored configs. A missing key was added to agentrl later and has its default.
     """
     one, other = stored_sampling_values(first), stored_sampling_values(second)
     return {key: (one[key], other[key]) for key in one if one[key] != other[key]}
 
 
 def stored_sampling_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a stored config that affect how its episodes are made; see `sampling_differences`."""
+    """Return the values of a stored config that affect how its episodes are sampled; see `sampling_differences`."""
     values = _comparable_values(config)
     keys = [key for key in values if key.startswith("rollout.") and key.removeprefix("rollout.") not in NEUTRAL_ROLLOUT_KEYS]
     of_model = ("load_in_4bit", "load_in_8bit", "dtype", "numerics", "tool_format", "strict_calls", "chat_template")
@@ -98,7 +101,9 @@ def stored_sampling_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a stored config, the template as a hash; the tool format is Hermes if the config is older than that key."""
+    """Return the values of a stored config with a hash in place of the template. The tool format is Hermes if the config is
+    older than that key.
+    """
     values = {**RunConfig().flat(), **dict(flatten(config))}
     source = values["model.chat_template"]
     chat_format = {"model.tool_format": values["model.tool_format"] or HERMES}
@@ -109,7 +114,7 @@ def in_one_iteration(config: RunConfig) -> RunConfig:
     """Return the config with all of its tasks in one iteration.
 
     Raises:
-        ConfigError: there are too many tasks.
+        ConfigError: there are more than MAX_TASKS tasks.
         DatasetError: the tasks cannot be read.
     """
     tasks = len(load_tasks(config.dataset).tasks)

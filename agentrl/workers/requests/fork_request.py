@@ -1,6 +1,6 @@
-"""Forks: continuations of a stored episode from one of its steps, under the same or another policy.
+"""Forks: continuations of a stored episode from one of its steps, with the same policy or another.
 
-A fork run has one group: the forks of one step of one episode. It samples and scores like any run but makes no update;
+A fork run has one group: the forks of one step of one episode. It samples and scores like other runs but makes no update.
 `submit --from-groups` trains on it.
 """
 
@@ -27,12 +27,12 @@ class ForkRequest:
     """A request of `agentrl fork`.
 
     Args:
-        episode, step: the place at which the forks begin.
+        episode, step: the parent, and the first step that is sampled again.
         n: the number of forks.
-        edit: replaces the last message that the policy reads before the step.
-        policy: `RUN[@VERSION]` or a version of the episode's run; unset: the one that sampled the step.
-        with_parent: the parent joins the group.
-        name: the fork run's name; unset: a free one.
+        edit: a text that replaces the last message before the step.
+        policy: `RUN[@VERSION]` or a version of the episode's run; None: the policy that sampled the step.
+        with_parent: add the parent to the group.
+        name: the name of the fork run; None: a free one.
     """
 
     episode: int
@@ -45,10 +45,10 @@ class ForkRequest:
 
 
 def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
-    """Check the request and make the submission of the fork run; write nothing.
+    """Check the request and build the submission of the fork run; write nothing.
 
     Raises:
-        NotFoundError, StateError, ConfigError, ModelError, CheckpointError: the fault, in one sentence.
+        NotFoundError, StateError, ConfigError, ModelError, CheckpointError: what is wrong with the request.
     """
     if request.with_parent and request.edit is not None:
         raise ConfigError(
@@ -84,7 +84,7 @@ def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
 
 
 def _fork_origin(request: ForkRequest) -> dict[str, Any]:
-    """The values that must be equal for two fork runs of one name to be the same."""
+    """Return the values that must be equal if a second fork request of the same name is to count as the same run."""
     return {
         "episode": request.episode,
         "step": request.step,
@@ -95,9 +95,10 @@ def _fork_origin(request: ForkRequest) -> dict[str, Any]:
 
 
 def _opening_messages(request: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
-    """The messages that the forked step reads, with the last one replaced; those of an edited episode as they were stored.
+    """Return the messages before the forked step if they were edited, by this request or by the parent's; else None.
 
-    The question that asks for an answer stays: what is edited is the result before it.
+    An edit replaces the content of the last message, usually a tool result. The request for a final answer, which may follow
+    it, is kept.
     """
     if request.edit is None:
         first_own = point.episode.parent_id is not None and request.step == point.episode.fork_step
@@ -109,7 +110,9 @@ def _opening_messages(request: ForkRequest, point: ForkPoint) -> tuple[Message, 
 
 
 def _parse_policy(policy: str, point: ForkPoint) -> tuple[str, Version]:
-    """Run and version of `V` (of the run whose policy sampled the step), `RUN` (its newest) or `RUN@V`."""
+    """Return the run and the version of `V` (of the run whose policy sampled the step), `RUN` (its newest version) or
+    `RUN@V`.
+    """
     run, at, word = policy.partition("@")
     if not at and run.removeprefix("v").isdecimal():
         run, at, word = point.policy_run, "@", run

@@ -1,4 +1,4 @@
-"""Traces from elsewhere as a run of the kind `import`: what is read of them, what is left out, and why."""
+"""Imports traces of other systems as a run of the kind `import`: reads their turns, and counts what is left out and why."""
 
 import hashlib
 import json
@@ -28,20 +28,22 @@ from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.trajectory import PolicyRef, StepRecord, StopReason, Task
 
 MAX_TURNS = 1000
-"""Of an episode."""
+"""The most turns of an episode."""
 MAX_EPISODES = 100_000
 MAX_DEPTH = 64
-"""Spans above a turn among which another of the same call is looked for."""
+"""The most ancestors of a span that are searched for another span of the same call."""
 
 
 @dataclass(frozen=True)
 class PreparedImport:
-    """A run to write.
+    """An import that is ready to be written.
 
     Args:
-        exact: every token and logprob is its sampler's own.
-        without: how many of the episodes have turns without tokens or logprobs.
-        left_out: reason -> how many traces are left out for it.
+        submission: the run.
+        episodes: its episodes.
+        exact: all tokens and logprobs are the sampler's own.
+        without: the number of episodes with turns without tokens or logprobs.
+        left_out: the number of traces left out, by reason.
     """
 
     submission: Submission
@@ -53,7 +55,7 @@ class PreparedImport:
 
 @dataclass
 class _Read:
-    """What was read of a trace: its turns with the spans that they stand in, and what else it says."""
+    """The content of a trace: its turns and annotations, each with its span."""
 
     trace: Trace
     turns: list[tuple[Span, Turn]] = field(default_factory=list)
@@ -64,8 +66,9 @@ class _Read:
         return all(turn.exact for _, turn in self.turns)
 
     def keep_once(self) -> None:
-        """Of spans of one call, a client's around a proxy's, keeps one: the one with tokens, else the innermost; the others say
-        what they say beside it.
+        """Keep one span of each model call, which may have a client's span around a proxy's.
+
+        The span with tokens is kept, else the innermost. Each of the others becomes an annotation.
         """
         parents = {(span.trace_id, span.span_id): span.parent_id for span in self.trace.spans}
         turns = {(span.trace_id, span.span_id): turn for span, turn in self.turns}
@@ -90,17 +93,21 @@ def prepare_import(
     name: str | None = None,
     exact_only: bool = False,
 ) -> PreparedImport:
-    """Read the traces; write nothing.
+    """Read the traces and build the import; write nothing.
 
     Args:
-        config, ref: of the policy that sampled them, or whose template renders them; None: the model that the config names.
-        adapters: those that read turns; none: all that there are.
-        exact_only: leave out what has turns without tokens or logprobs.
+        db: the database to find a free name in; None if there is none yet.
+        spans: the spans of the traces.
+        config, ref: the policy that sampled the turns, or whose template renders them. With `ref` None it is the model in the
+            config.
+        adapters: the adapters that read turns; empty: all.
+        name: the run's name; None: a free one.
+        exact_only: leave out traces with turns without tokens or logprobs.
 
     Raises:
         ConfigError: there is no such adapter.
-        ModelError: the model is not here, or renders no conversations.
-        DatasetError: nothing is left to import, with the reasons.
+        ModelError: the model is not on this machine, has no usable chat template, or did not sample these tokens.
+        DatasetError: no trace is left to import; the message has the reasons.
     """
     readers: list[Adapter] = [find("adapters", adapter) for adapter in adapters or names("adapters")]
     left_out: Counter[str] = Counter()
@@ -171,7 +178,7 @@ def _is_one_call(outer: Turn, inner: Turn) -> bool:
 
 
 def _in_short(span: Span, why: str) -> Annotation:
-    """What is kept of a span that is not kept whole."""
+    """Return an annotation for a span whose content is left out."""
     return Annotation(f"span:{span.span_id}", "span", span.name[:MAX_NAME], {"left_out": why[:200]}, seconds=span.seconds)
 
 
@@ -185,7 +192,7 @@ def _turn(reader: Adapter, span: Span) -> Turn | None:
 
 
 def _weights(read: Sequence[_Read]) -> dict[str, float]:
-    """Name of each reward -> its weight: 1 of what is the first of its span, 0 of the others."""
+    """Return the weight of each reward by name: 1 for the first reward of a span, 0 for the others."""
     rewards = [annotation for one in read for _, annotation in one.annotations if annotation.kind == "reward"]
     first = {annotation.name for annotation in rewards if annotation.id.endswith(":0")}
     return {name: float(name in first) for name in dict.fromkeys(annotation.name for annotation in rewards)}
@@ -230,7 +237,9 @@ def _whole(value: float | tuple[float, ...]) -> float:
 
 
 def _placed(read: _Read) -> list[Annotation]:
-    """What was said, each tied to the newest turn that had begun; ids that stand twice have their trace before them."""
+    """Return the annotations, each with the newest turn that began before it. A repeated id is made unique with its trace's
+    id.
+    """
     starts = [span.start for span, _ in read.turns]
     placed: dict[str, Annotation] = {}
     for span, annotation in read.annotations:
@@ -242,7 +251,7 @@ def _placed(read: _Read) -> list[Annotation]:
 
 
 def _task(trace: Trace, first: Turn) -> Task:
-    """The task: the messages of the first request, under the key that the trace names, else under their hash."""
+    """Return the task: the messages of the first request. Its key is the one in the trace, else the messages' hash."""
     text = json.dumps([(message.role, message.content) for message in first.messages])
     key = trace.told(span_names.TASK)[:200] or f"import/{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return Task(key, first.messages, trace.told(span_names.REFERENCE))
@@ -256,7 +265,7 @@ def _moment(nanoseconds: int) -> datetime | None:
 
 
 def _check_spelling(episodes: Sequence[ImportedEpisode], base: str) -> None:
-    """Refuses tokens of another model: none of the turns with words reads in this one as the trace says."""
+    """Raise ModelError if the tokens are of another model: no turn's decoded tokens contain the turn's text."""
     texts = [(step.text, step.step.message.content.strip()) for episode in episodes for step in episode.steps]
     worded = [(text, content) for text, content in texts if content]
     if worded and not any(content in text for text, content in worded):

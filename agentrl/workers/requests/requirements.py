@@ -1,7 +1,7 @@
-"""The requirements of a run: each worker is asked before anything is written whether it has what the run needs.
+"""The requirements of a run. Before anything is written, each worker is asked whether it has what the run needs.
 
-A worker answers with a sentence for each thing that it lacks (a module, a setting, a folder), and with the names of files and
-variables that differ from the command's. Values never travel, only digests under a key that each question makes anew.
+A worker responds with a sentence for each thing that it lacks (a module, a setting, a folder), and with the names of files and
+variables that differ from the command's. Values are never sent, only digests with a key that is new for each question.
 """
 
 import os
@@ -37,19 +37,21 @@ from agentrl.workflow.training.trl_options import require_trl
 
 COMMAND = "agentrl_fits"
 ANSWER_SECONDS = 1.5
-"""The wait for the first answers of workers."""
+"""The time that a command waits for the first responses of workers, in seconds."""
 
 LOOK_SECONDS = 30.0
-"""The longest check of a worker, which imports plug-ins, starts a sandbox, asks a hub."""
+"""The longest check of a worker, in seconds. It imports plug-ins, starts a sandbox and may query a hub."""
 
 REPLY_SECONDS = 0.5
-"""The longest wait of a worker's reply for its check; the next question gets a later result."""
+"""The longest time that a worker's response waits for its check, in seconds. A repeated question returns a later result."""
 
 MAX_LOOKS = 8
-"""The most questions whose answers a worker keeps for repeated questions."""
+"""The most checks whose results a worker keeps for repeated questions."""
 
 NOT_AGENTS = "(?!agents-)"
-"""Names of workers that every run may ask: those of agents come and go with the runs that have agents."""
+"""The pattern of worker names for a run without an agent: workers of the queue `agents` are not asked, because they may end at
+any time.
+"""
 
 ENGINE = ("AGENTRL_ENGINE_URL", "AGENTRL_ENGINE_KEY")
 
@@ -60,11 +62,12 @@ class Requirements:
 
     Args:
         config: the run's config.
-        weights: reward -> weight.
-        base, output_dir: the run's model and the place of its checkpoints.
+        weights: the weights of its rewards.
+        base, output_dir: its base model, and the location of its checkpoints.
         roles: the queues that the run needs.
         version: the command's version of agentrl.
-        variables, code: digests of the command's own, by variable and by `kind name` of a plug-in.
+        key: the key of the digests.
+        variables, code: the command's digests of environment variables (by name) and of plug-in sources (by `kind name`).
     """
 
     config: Mapping[str, Any]
@@ -79,12 +82,12 @@ class Requirements:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The run's experiment, as far as it can be loaded here."""
+        """The run's experiment; its plug-ins are loaded when they are used."""
         return Experiment.load(self.config, self.weights)
 
     @property
     def own(self) -> bool:
-        """Whether the run has a plug-in from a user's own module, `module:name`."""
+        """True if the run has a plug-in from a user's own module, `module:name`."""
         names = (self.config.get("env"), self.config["rollout"]["engine"], *self.config["tools"], *self.config["hooks"])
         names += (self.config["model"].get("tool_format"), (self.config.get("agent") or {}).get("name"))
         return any(":" in str(name).removeprefix("mcp:").removeprefix(PROGRAM) for name in (*names, *self.weights))
@@ -92,9 +95,14 @@ class Requirements:
 
 @dataclass(frozen=True)
 class WorkerCheck:
-    """A worker's answer: what it `lacks`, in sentences, and the names of what is `other` than the command's.
+    """The response of a worker.
 
-    `found`: whether the check is complete.
+    Attributes:
+        worker: the worker's name.
+        roles: the queues that it serves.
+        found: whether its check is complete.
+        lacks: a sentence for each thing that it lacks.
+        other: the names of files and variables that differ from the command's.
     """
 
     worker: str
@@ -105,7 +113,7 @@ class WorkerCheck:
 
     @property
     def label(self) -> str:
-        """The worker's roles, host and pid, for a person to find it."""
+        """The worker's roles, host and pid as text."""
         host, _, pid = self.worker.rpartition(":")
         return f"The {' and '.join(self.roles)} worker on {host} (pid {pid})"
 
@@ -116,7 +124,11 @@ def requirements_of(
     """Return the requirements of a run, with this process's digests.
 
     Args:
-        rolls_out: whether the run makes episodes; else it trains on stored ones.
+        config: the run's config.
+        weights: the weights of its rewards.
+        base: its base model.
+        output_dir: the location of its checkpoints.
+        rolls_out: the run samples episodes; otherwise it trains on stored ones.
     """
     experiment, key = Experiment.load(config, weights), token_hex(8)
     roles = roles_of(experiment.config, rolls_out)
@@ -126,19 +138,20 @@ def requirements_of(
 
 
 def roles_of(config: RunConfig, rolls_out: bool = True) -> tuple[str, ...]:
-    """Return the queues that a run needs; that of agents only where one decides its turns."""
+    """Return the queues that a run needs. The queue `agents` is included only if the run has an agent."""
     if not rolls_out:
         return ("train",)
     return QUEUES if config.agent is None else ALL_QUEUES
 
 
 def ask_workers(needs: Requirements, workers: int | None = None) -> list[WorkerCheck]:
-    """Return the answers of all workers that serve a queue of the run. A worker whose check goes on is asked again; one that
-    does not
-    answer has no entry.
+    """Return the responses of all workers that serve a queue of the run. A worker that does not respond has no entry.
+
+    A worker whose check is not complete is asked again, for up to LOOK_SECONDS.
 
     Args:
-        workers: the number of workers, if known: then no time is spent waiting for more.
+        needs: the requirements.
+        workers: the number of workers, if known; then the call does not wait for more.
     """
     checks: dict[str, WorkerCheck] = {}
     deadline = time.monotonic() + LOOK_SECONDS
@@ -167,7 +180,9 @@ _looks: dict[str, "Future[tuple[list[str], list[str]]]"] = {}
 
 @inspect_command(name=COMMAND, args=[("question", dict)], visible=False)  # type: ignore[untyped-decorator]
 def fits(state: Any, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Check whether this process has what the run needs, in a thread, so that the worker goes on reading its messages."""
+    """Check whether this process has what the run needs. The check runs in a thread, so the worker continues to read its
+    messages.
+    """
     served = [queue.name for queue in state.consumer.task_consumer.queues]
     return _answer_question(Requirements(**question), [role for role in ALL_QUEUES if role in served])
 
@@ -195,11 +210,11 @@ def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", needs: Requiremen
 
 
 def import_agent(experiment: Experiment) -> str:
-    """Return the source of the module of the run's agent, a function, which is imported here.
+    """Import the run's agent, if it is a function, and return the source of its module; else return an empty text.
 
     Raises:
-        ConfigError: it cannot be imported, or called.
-        OSError, TypeError: it has no source.
+        ConfigError: it cannot be imported or called.
+        OSError, TypeError: its source is not available.
     """
     if experiment.config.agent is None or experiment.agent is None:
         return ""
@@ -209,13 +224,14 @@ def import_agent(experiment: Experiment) -> str:
 
 
 def read_agent(experiment: Experiment) -> str:
-    """Return `import_agent` as a worker for agents does it, which holds secrets and itself imports none: in the interpreter
-    that will
-    fork them. A function for the sandbox is not imported outside of it.
+    """Return the source of the agent's module, as `import_agent` does, in a worker of the queue `agents`.
+
+    Such a worker holds secrets and never imports the agent itself. The interpreter from which agents are forked imports it. A
+    sandboxed agent is not imported outside of its sandbox.
 
     Raises:
         ConfigError: it cannot be imported.
-        OSError: it has no source.
+        OSError: its source is not available.
     """
     agent = experiment.config.agent
     if agent is None or agent.command or agent.sandboxed:
@@ -232,10 +248,12 @@ Checks = Callable[[Requirements], Iterator[Callable[[], object]]]
 
 
 def list_lacks(needs: Requirements, roles: Iterable[str], agent: ReadAgent = import_agent) -> list[str]:
-    """List what this process lacks to serve the run in these roles, a sentence each.
+    """Return a sentence for each thing that this process lacks to serve the run in these roles.
 
     Args:
-        agent: imports the run's agent, and has its source.
+        needs: the requirements.
+        roles: the roles.
+        agent: imports the run's agent and returns its source.
     """
     if needs.version != __version__:
         return [f"is agentrl {__version__}, not {needs.version}"]
@@ -288,7 +306,7 @@ _CHECKS_BY_ROLE = {"rollout": _rollout_checks, "tools": _tools_checks, "train": 
 
 
 def _load_tools(experiment: Experiment) -> list[Tool]:
-    """Loads the tools and judges of a run.
+    """Return the tools and judges of a run.
 
     Raises:
         ConfigError: one of them, or the env, cannot be loaded here.
@@ -353,10 +371,12 @@ def _check_output_dir(output_dir: str) -> None:
 
 
 def list_differences(needs: Requirements, roles: Sequence[str], agent: ReadAgent = import_agent) -> list[str]:
-    """Return the names of variables and files in which this process differs from the command that asks.
+    """Return the names of the variables and files in which this process differs from the command.
 
     Args:
-        agent: imports the run's agent, and has its source.
+        needs: the requirements.
+        roles: the roles of this process.
+        agent: imports the run's agent and returns its source.
     """
     read = _list_variables(needs.experiment, roles)
     other = [
@@ -369,7 +389,7 @@ def list_differences(needs: Requirements, roles: Sequence[str], agent: ReadAgent
 
 
 def _list_variables(experiment: Experiment, roles: Sequence[str] = QUEUES) -> list[str]:
-    """The environment variables that the run's plug-ins read in these roles, as far as these can be loaded here."""
+    """Return the environment variables that the run's plug-ins use in these roles; empty if a plug-in cannot be loaded here."""
     names: list[str] = []
     try:
         if "tools" in roles:
@@ -382,7 +402,7 @@ def _list_variables(experiment: Experiment, roles: Sequence[str] = QUEUES) -> li
 
 
 def _list_code(experiment: Experiment, roles: Sequence[str], agent: ReadAgent = import_agent) -> Iterator[tuple[str, str]]:
-    """`kind name` and loaded source of each plug-in that runs in these roles and is here."""
+    """Yield `kind name` and the source of each plug-in that runs in these roles and can be loaded here."""
     config = experiment.config
     plugins: list[tuple[str, str]] = []
     if {"rollout", "tools"} & set(roles):
@@ -403,7 +423,7 @@ def _list_code(experiment: Experiment, roles: Sequence[str], agent: ReadAgent = 
 
 
 def _variable_value(name: str) -> str:
-    """The variable's value; a path is made absolute, since each process has another working directory."""
+    """Return the variable's value. A path is made absolute, because each process has another working directory."""
     value = os.environ.get(name, "")
     try:
         return str(Path(value).expanduser().resolve()) if value and not is_url(value) and Path(value).exists() else value

@@ -1,4 +1,4 @@
-"""Rescoring: other rewards for stored episodes. All are computed before anything is written."""
+"""Rescoring: scores stored episodes with other rewards. All scores are computed before anything is written."""
 
 import re
 from collections.abc import Sequence
@@ -21,17 +21,19 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
     """Add a reward set to the run and return a summary.
 
     Args:
-        rewards: `NAME` or `NAME=WEIGHT` each, where a name may be `package.module:function`.
-        name: the set's name; unset: made from the first reward's.
+        db: the database.
+        run: the run's name.
+        rewards: `NAME` or `NAME=WEIGHT`; a name may be `package.module:function`.
+        name: the set's name; None: made from the first reward's name.
 
     Returns:
-        run, reward_set, episodes, changed (episodes whose reward differs from the default set's), mean_before, mean, parts,
-        trainable (its tokens and logprobs are its sampler's own).
+        run, reward_set, episodes, changed (the number of episodes whose reward differs from the default set's), mean_before,
+            mean, parts, trainable (the tokens and logprobs are the sampler's own).
 
     Raises:
-        ConfigError: an unknown reward, or a name or weight that does not fit.
+        ConfigError: there is no such reward, or a name or weight is invalid.
         ConflictError: a set of that name exists.
-        RewardError: a reward raised; nothing was written.
+        RewardError: a reward raised an error; nothing was written.
         StateError: no episode of the run is done.
     """
     row = run_names.find_run(db, run)
@@ -73,7 +75,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
 
 
 def _reward_set_name(reward: str) -> str:
-    """`package.module:Function` as a name: its last word in lower case."""
+    """Return a name for a reward set: the last part of `package.module:Function` in lower case."""
     return re.sub(r"[^a-z0-9._-]", "-", reward.rpartition(":")[2].lower()).lstrip("._-")[:64] or "rescored"
 
 

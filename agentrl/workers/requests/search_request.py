@@ -1,4 +1,4 @@
-"""A search as it is asked for: its texts, its critic, and which tasks are for what."""
+"""Checks the request of a prompt search: its texts, its critic, and the role of each task."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,17 +19,19 @@ from agentrl.workflow.trajectory import Task
 
 @dataclass(frozen=True)
 class SearchedTasks:
-    """All tasks of a search, and content hash -> role of those that are not for learning."""
+    """All tasks of a search. `roles` has the role ("choose" or "held_out") of those that are not used for edits, by content
+    hash.
+    """
 
     tasks: tuple[Task, ...]
     roles: dict[str, str]
 
 
 def check_resources(experiment: Experiment) -> None:
-    """Check that somebody reads the run's texts.
+    """Check that the run's texts are used.
 
     Raises:
-        ConfigError: the built-in loop has no such text.
+        ConfigError: a text has no effect, because the built-in loop does not use one of that name.
     """
     if experiment.config.agent is not None:
         return
@@ -40,10 +42,10 @@ def check_resources(experiment: Experiment) -> None:
 
 
 def resolve_texts(experiment: Experiment) -> RunConfig:
-    """Return the config of a search with the texts that it begins with, and whom it asks.
+    """Return the config of a search with its initial texts. The default is the env's system prompt.
 
     Raises:
-        ConfigError: there are none, or its critic is named nowhere.
+        ConfigError: there is no text to improve, or the critic is missing or has no effect.
     """
     config, search = experiment.config, find("algorithms", experiment.config.algorithm.name)
     names = names_taken(search_function(search))
@@ -68,11 +70,11 @@ def _chooses(search: object) -> bool:
 
 
 def divide(config: RunConfig, tasks: Sequence[Task]) -> SearchedTasks:
-    """Return which tasks are for learning, for choosing, and held out: those of `eval`, where it names some, else a part of
-    these.
+    """Divide the tasks into those for edits, for selection, and held out. The held-out tasks are those of `eval` if it is set,
+    else some of these tasks.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few tasks.
         DatasetError: the held-out tasks cannot be read.
     """
     if not _chooses(find("algorithms", config.algorithm.name)):

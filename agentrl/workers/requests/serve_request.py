@@ -15,21 +15,21 @@ from agentrl.workflow.store.served_runs import KEEP_DAYS
 from agentrl.workflow.trajectory import PolicyRef, Task
 
 MAX_CALLS = 1000
-"""Calls of one episode; the next one opens another."""
+"""The most requests of one episode; the next request begins another episode."""
 MAX_TURN = 131_072
-"""Tokens of a turn, unless its client wants fewer; the model's window ends it before."""
+"""The most tokens of a turn, unless the client sets a lower limit. The model's window may end the turn earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How to serve.
+    """The options of serving a policy.
 
     Args:
-        key: what calls must come with; "" lets all of this machine in.
-        idle_seconds: after which an episode in which nothing was asked for ends.
-        keep_days: for how many days its episodes are kept; None: for ever.
-        records: whether anything is kept.
-        origins: origins of the web pages that may call it.
+        key: the key that clients must send; empty: every client of this machine may call.
+        idle_seconds: the time without a request, in seconds, after which an episode ends.
+        keep_days: the number of days for which episodes are kept; None: forever.
+        records: episodes are stored.
+        origins: the origins of web pages that may call.
     """
 
     key: str = ""
@@ -40,17 +40,18 @@ class Serving:
 
     @property
     def forgets(self) -> bool:
-        """Whether nothing is kept of an episode that is over."""
+        """True if an episode is deleted as soon as it ends."""
         return not self.records or self.keep_days == 0
 
 
 def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]) -> RunConfig:
-    """Return the config that serves a policy of a run with `config`: its model and its sampling, without env, rewards and
-    hooks.
+    """Return the config that serves a policy of a run with `config`. It has the run's model and sampling, but no env, rewards
+    or hooks.
 
     Args:
-        name: of the run; None: `serve-N`.
-        rollout: values in place of the run's in the section `rollout`; None: the run's.
+        config: the run's config.
+        name: the name of the new run; None: `serve-N`.
+        rollout: values that replace the run's in the section `rollout`; None: the run's value.
     """
     default = RunConfig().flat()
     left_out = ("env", "rewards", "hooks", "output_dir", *LOOP_KEYS, *(key for key in default if key.startswith("dataset.")))
@@ -62,11 +63,14 @@ def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]
 
 
 def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str, keep_days: float | None) -> Submission:
-    """Return the run as it is stored.
+    """Return the submission of the run that serves the policy.
 
     Args:
-        of: the name of the run whose policy it is; empty for a model.
-        keep_days: for how many days its episodes are kept; None: for ever.
+        db: the database.
+        config: its config.
+        policy: the policy.
+        of: the name of the policy's run; empty for a model.
+        keep_days: the number of days for which episodes are kept; None: forever.
     """
     retention = {} if keep_days is None else {KEEP_DAYS: keep_days}
     return recorded_submission(db, "serve", config, policy, {"of": of} | retention)

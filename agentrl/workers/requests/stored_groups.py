@@ -1,6 +1,7 @@
 """Training on stored groups: a run that samples no episodes, with the config of the runs that sampled them.
 
-Model, dataset, env and sampling were decided when the episodes were made; only crediting and training can be chosen.
+Model, dataset, env and sampling were fixed when the episodes were sampled. Only options of the algorithm and of training can be
+set.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from agentrl.workflow.store.run_names import find_run, find_stored_policy
 from agentrl.workflow.trajectory import PolicyRef
 
 ALLOWED_KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_per_iteration")
-"""Keys that may be chosen, besides the sections of TRAINING_KEYS."""
+"""Keys that may be set, in addition to the sections of TRAINING_KEYS."""
 
 
 def prepare_stored(
@@ -80,11 +81,11 @@ def prepare_stored(
 
 @dataclass(frozen=True)
 class StoredGroups:
-    """Stored groups of one or several runs, and the weights that learn from them.
+    """Stored groups of one or more runs, and the weights that train on them.
 
     Args:
-        sources: the groups of each run; the first run gives config and model.
-        start: the policy that was asked for, else the one that the first run started from.
+        sources: the groups of each run; the config and the model are the first run's.
+        start: the policy to start from.
         remarks: remarks on groups that are left out.
     """
 
@@ -94,7 +95,6 @@ class StoredGroups:
 
     @cached_property
     def experiments(self) -> Sequence[Experiment]:
-        """The experiment of each run."""
         return [Experiment.load(source.row["config"], source.weights) for source in self.sources]
 
     @property
@@ -104,15 +104,18 @@ class StoredGroups:
 
 
 def load_stored_groups(db: Database, source: SourceConfig, least: int, policy: PolicyRef | None = None) -> StoredGroups:
-    """Load the finished groups that the source names, with at least `least` done episodes each.
+    """Load the finished groups of the source that have at least `least` done episodes.
 
     Args:
-        policy: the weights to start from; unset: those that the first of the runs started from.
+        db: the database.
+        source: the names of runs and the numbers of groups.
+        least: the fewest done episodes of a group.
+        policy: the initial weights; None: those from which the first of the runs started.
 
     Raises:
         NotFoundError: there is no such run, group or reward set.
-        StateError: no group there is finished.
-        ConfigError: an episode would count twice, or the groups differ in base or temperature.
+        StateError: no group has enough done episodes.
+        ConfigError: an episode would count twice, or the groups differ in base model or temperature.
     """
     sources = _load_sources(db, source, least)
     start = policy or find_stored_policy(db, sources[0].row["name"], sources[0].version)
@@ -140,7 +143,7 @@ def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
 
 
 def _load_sources(db: Database, source_config: SourceConfig, least: int) -> list[StoredRun]:
-    """The runs with their named groups, or with all groups if the run itself is named."""
+    """Return the runs with their selected groups; a run that is itself named has all of its groups."""
     groups_by_run: dict[int, list[int]] = {find_run(db, run)["id"]: [] for run in source_config.runs}
     whole = set(groups_by_run)
     for group in source_config.groups:
@@ -161,7 +164,7 @@ def _load_sources(db: Database, source_config: SourceConfig, least: int) -> list
 
 
 def _check_alike(sources: list[StoredRun], start: PolicyRef) -> None:
-    """Checks for one base and one sampling temperature, so that tokens and logprobs mean the same everywhere."""
+    """Check that all sources have the same base model and sampling temperature, so that tokens and logprobs are comparable."""
     bases = {source.row["base_hash"] for source in sources} | {start.base_hash}
     temperatures = {source.row["config"]["rollout"]["temperature"] for source in sources}
     if len(bases) > 1 or len(temperatures) > 1:

@@ -1,6 +1,6 @@
-"""Submitting: check everything, write the run's rows in one transaction, send its first chords.
+"""Submits a run: checks everything, writes its rows in one transaction, and sends its first chords.
 
-Every fault of the request is reported before anything is written; if the broker is away, the control loop starts the run later.
+Every error of the request is reported before anything is written. If the broker is away, the control loop starts the run later.
 """
 
 import platform
@@ -60,7 +60,7 @@ PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalche
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A checked request, with remarks on it for a person."""
+    """A checked request, with remarks for the user."""
 
     submission: Submission
     experiment: Experiment
@@ -69,18 +69,18 @@ class PreparedRun:
 
     @property
     def config(self) -> RunConfig:
-        """The run's config, settled."""
+        """The run's config with all names and options resolved."""
         return self.experiment.config
 
 
 def unreported(name: str) -> AbstractContextManager[None]:
-    """Report nothing about a check."""
+    """Return a context manager that reports nothing about a check."""
     return nullcontext()
 
 
 @dataclass(frozen=True)
 class RunTasks:
-    """The tasks of a run, and what is known of their difficulty."""
+    """The tasks of a run, with their difficulties."""
 
     loaded: LoadedTasks
     chosen: ChosenTasks
@@ -88,12 +88,12 @@ class RunTasks:
 
 @dataclass(frozen=True)
 class StartingModel:
-    """The weights that a run starts from.
+    """The weights from which a run starts.
 
     Args:
-        policy: the policy in the store, or the base model.
-        folder: the base's folder; None for a hub model that is not here.
-        is_trained: whether the weights are a policy's, not a plain model's.
+        policy: the stored policy, or the base model.
+        folder: the base's folder; None for a hub model that is not on this machine.
+        is_trained: the weights are those of a policy, not of a plain model.
     """
 
     policy: PolicyRef
@@ -110,16 +110,18 @@ def prepare(
 ) -> PreparedRun:
     """Check the whole request and build the submission; write nothing.
 
-    Names are resolved first (the tasks, then everything that the config names, then the model), each step checks what it
-    resolved, and the submission is built from the results.
+    Names are resolved first: the tasks, then everything that the config names, then the model. Each step checks what it
+    resolved. The submission is built from the results.
 
     Args:
         db: the database to find a free name in; None if there is none yet.
-        policy: the weights to start from; None: the model that `config` names.
-        check: returns a context manager for a check's name; used to report progress.
+        config: the config.
+        kind: the run's kind.
+        policy: the initial weights; None: the model in `config`.
+        check: returns a context manager for the name of a check; used to report progress.
 
     Raises:
-        AgentRLError: the fault in one sentence, as the class for it.
+        AgentRLError: what is wrong with the request.
     """
     kind, config = _resolve_kind(kind, _with_absolute_paths(config))
     with check("dataset"):
@@ -160,7 +162,9 @@ def _resolve_tasks(db: Database | None, config: RunConfig, policy: PolicyRef | N
 
 
 def _resolve_experiment(config: RunConfig, kind: str, loaded: LoadedTasks) -> Experiment:
-    """Return the experiment whose config names its env, its agent, its tools, its texts and its algorithm's options."""
+    """Return the experiment with a config in which the env, the agent, the tools, the texts and the algorithm's options are
+    resolved.
+    """
     experiment = Experiment(_with_served_tools(config.model_copy(update={"env": config.env or loaded.env})))
     check_resources(experiment)
     experiment = replace(experiment, config=resolve_agent(experiment, loaded.tasks))
@@ -200,7 +204,9 @@ def _is_trained(policy: PolicyRef | None) -> bool:
 
 
 def _resolve_chat(experiment: Experiment, kind: str, model: StartingModel, tasks: Sequence[Task]) -> Experiment:
-    """Return the experiment whose config names the template, the tool format and the last turn of the model."""
+    """Return the experiment with a config in which the chat template, the tool format and the request for a last turn are
+    resolved.
+    """
     config, folder = experiment.config, model.folder
     config = config.model_copy(update={"model": resolve_chat(config.model, folder)})
     config = resolve_last_turn(config, folder) if config.agent is None else config
@@ -214,7 +220,7 @@ def _resolve_chat(experiment: Experiment, kind: str, model: StartingModel, tasks
 def _list_remarks(
     db: Database | None, experiment: Experiment, submission: Submission, model: StartingModel, tasks: RunTasks
 ) -> Iterator[str]:
-    """Yield what a person should know of a run that can be submitted."""
+    """Yield remarks that a user should read before the run starts."""
     is_training = submission.kind == "train"
     if is_training:
         yield from remark_on_rewards(experiment)
@@ -233,10 +239,10 @@ def _list_remarks(
 
 
 def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
-    """Load the tasks. If that fails, also report a model that is not there.
+    """Load the tasks. If that fails, the error also reports a missing model.
 
     Raises:
-        AgentRLError: as `load_tasks`.
+        AgentRLError: as `load_tasks`; or the datasets have different envs.
     """
     try:
         loaded = load_tasks(config.dataset, config.seed)
@@ -254,14 +260,16 @@ def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
 
 
 def _task_manifest(env: Env, config: RunConfig, kind: str) -> dict[str, Any]:
-    """The manifest of a run with tasks of its own: with the hash of each file that they were read from."""
+    """Return the manifest of a run with tasks, with the hash of each file from which they were read."""
     rule = {"right_by": correctness_rule(env, config)} if kind == "eval" else {}
     hashes = hash_dataset(config.dataset)
     return manifest(config) | rule | ({"datasets": hashes} if hashes else {})
 
 
 def _resolve_kind(kind: str, config: RunConfig) -> tuple[str, RunConfig]:
-    """Return the kind of run and its config: a run whose algorithm searches trains nothing."""
+    """Return the kind of run and its config. A run whose algorithm searches prompts has the kind "search" and trains
+    nothing.
+    """
     if kind != "train" or not searches(find("algorithms", config.algorithm.name)):
         return kind, config
     return "search", resolve_search(config)
@@ -275,9 +283,9 @@ def _check_tools_and_trackers(experiment: Experiment) -> None:
 
 
 def _rewards_to_check(experiment: Experiment) -> tuple[str, ...]:
-    """Return the rewards to try on the tasks' references: those that must not fail.
+    """Return the rewards that must not fail on the tasks' references.
 
-    The env's own rewards on a dataset that comes with agentrl are left out: agentrl's tests try those.
+    The env's own rewards on a dataset of agentrl are left out, because agentrl's tests check them.
     """
     optional = optional_rewards(experiment.env, experiment.weights)
     name, counted = experiment.config.dataset.name, [reward for reward in experiment.weights if reward not in optional]
@@ -288,11 +296,19 @@ def _rewards_to_check(experiment: Experiment) -> tuple[str, ...]:
 def submission_of(
     db: Database | None, experiment: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any
 ) -> Submission:
-    """Return the experiment as a run to submit; without a chosen name it gets the first free one of the stem.
+    """Return the submission of the experiment. Its default name is the stem, made unique.
+
+    Args:
+        db: the database to find a free name in; None if there is none yet.
+        experiment: the run's config with its plug-ins.
+        kind: the run's kind.
+        policy: its initial policy.
+        stem: the beginning of its name, if the config has none.
+        more: other fields of the Submission.
 
     Raises:
-        ConfigError: the name reads as a number, or no checkpoint can be written to the run's folder.
-        ServiceError: the store at the URL does not answer.
+        ConfigError: the name looks like a number, or checkpoints cannot be written to the run's folder.
+        ServiceError: the store at the URL does not respond.
     """
     config = experiment.config
     if config.name and config.name.isdecimal():
@@ -320,22 +336,22 @@ def submission_of(
 
 
 def _local_model_folder(base: str) -> Path | None:
-    """The folder of a model, or of a fetched hub model; None if it is not here."""
+    """Return the folder of a model, or of a hub model in the cache; None if it is not on this machine."""
     return local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
 
 
 def _system_messages(env: Env, tasks: Sequence[Task]) -> tuple[bool, bool]:
-    """Whether conversations begin with a system message, and whether some have others behind it."""
+    """Return whether conversations begin with a system message, and whether some have system messages later."""
     roles = [[message.role for message in task.messages] for task in tasks]
     first = bool(env.system_prompt) or any(conversation[:1] == ["system"] for conversation in roles)
     return first, any("system" in dropwhile("system".__eq__, conversation) for conversation in roles)
 
 
 def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
-    """Return the run that measures this one's first policy, if `eval.every` is set.
+    """Return the run that measures this run's first policy; None unless `eval.every` is set.
 
     Raises:
-        AgentRLError: as in `prepare`, on the held-out tasks.
+        AgentRLError: as `prepare`, for the held-out tasks.
     """
     evaluation = config.eval
     if evaluation.every is None:
@@ -353,12 +369,12 @@ def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -
 
 
 def list_remarks(submission: Submission) -> tuple[str, ...]:
-    """Remark on the run's training and its evaluations."""
+    """Return remarks on the run's training and its evaluations."""
     return tuple(chain(_remarks_on_training(submission), _remarks_on_evaluation(submission)))
 
 
 def _remark_on_tiny(experiment: Experiment, folder: Path | None) -> Iterator[str]:
-    """A remark if a model that began as `tiny` is to act in another env than the one whose demonstrations it has seen."""
+    """Yield a remark if a model that began as `tiny` is used in another env than the one of its demonstrations."""
     if folder is None:
         return
     record = read_object(folder / RECORD)
@@ -371,14 +387,16 @@ def _remark_on_tiny(experiment: Experiment, folder: Path | None) -> Iterator[str
 
 
 def remark_on_trackers(config: RunConfig) -> Iterator[str]:
-    """Remark on trackers whose packages are not installed here; the control loop may run elsewhere."""
+    """Yield a remark for each tracker whose package is not installed on this machine. The control loop may run on another
+    one.
+    """
     for package in [find("trackers", name).package for name in config.report.to]:
         if find_spec(package) is None:
             yield f"{package} is not installed here. The control loop's machine needs: {install_command(package)}"
 
 
 def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
-    """Yield remarks on tasks that were left out: repeated ones, and those beyond a dataset's share."""
+    """Yield remarks on tasks that are left out: repeated ones, and those beyond a dataset's share in a mixture."""
     if loaded.repeated:
         rows = "1 row says" if loaded.repeated == 1 else f"{loaded.repeated} rows say"
         yield f"{config.dataset.name}: {rows} the same as an earlier one; each task is used once."
@@ -403,7 +421,9 @@ def remark_on_rewards(*experiments: Experiment) -> Iterator[str]:
 
 
 def _may_earn(experiment: Experiment) -> bool:
-    """Whether a reward can be other than 0; those of hooks, the env itself and an agent have no weight here, and count 1."""
+    """Return whether a reward can differ from 0. Rewards of hooks, of the env itself and of an agent are not in `weights` and
+    have weight 1.
+    """
     agent = experiment.config.agent
     own = agent is not None and agent.own_rewards
     return own or any(experiment.weights.values()) or bool(experiment.config.hooks) or gives_rewards(experiment.env)
@@ -425,12 +445,12 @@ def _remarks_on_evaluation(submission: Submission) -> Iterator[str]:
 
 
 def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
-    """Write the run, or find the one of this name, and send its first iteration.
+    """Write the run, or find the run of this name, and send its first iteration.
 
     Raises:
         ConflictError: the name belongs to another run.
-        StateError: a hook raised at its start; the run is written as failed, and nothing was sent.
-        ServiceError: the broker does not take messages; the run is written, and starts when the control loop can send.
+        StateError: a hook raised an error at the start; the run is stored as failed, and nothing was sent.
+        ServiceError: the broker does not accept messages; the run is stored, and the control loop starts it later.
     """
     run = _write_run(db, prepared)
     if run.created and prepared.submission.kind == "train":
@@ -445,7 +465,7 @@ def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
 
 
 def write_failed_run(db: Database, prepared: PreparedRun, reason: str) -> SubmittedRun:
-    """Write the run as failed before it began, or find the one of this name; `resume` sets it going.
+    """Store the run as failed before its start, or find the run of this name. `agentrl resume` starts it.
 
     Raises:
         ConflictError: the name belongs to another run.
@@ -477,7 +497,9 @@ def _check_sampling(config: RunConfig, kind: str) -> None:
 
 
 def _check_server_url(where: Settings) -> None:
-    """Refuses an `engine_url` that the embedded stack could not use; a running stack has an environment of its own."""
+    """Check that the embedded stack can use `engine_url`. A stack that is already running has its own environment and is not
+    checked.
+    """
     from agentrl.workflow.inference.http import check_url
 
     if not where.broker_url and (where.engine_url or embedded.find_supervisor(where) is None):
@@ -485,7 +507,9 @@ def _check_server_url(where: Settings) -> None:
 
 
 def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained: bool) -> None:
-    """Refuses weights that the engine cannot sample from, if the base is here; else the worker that fetches it does."""
+    """Check that the engine can sample from the weights, if the base is on this machine. Otherwise the worker that downloads it
+    checks this.
+    """
     if Path(ref.base).is_dir():
         kind = "lora" if lora_rank(config.model, Path(ref.base)) else "full"
         engines.check_weights(backend, kind, trained)
@@ -494,7 +518,7 @@ def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The config with absolute paths of files: a run may be resumed and evaluated from anywhere."""
+    """Return the config with absolute paths, because a run may be resumed and evaluated from another working directory."""
     dataset, output = config.dataset, config.output_dir
     dataset = dataset.model_copy(update={"name": absolute_name(dataset.name)})
     if output and not is_url(output):
@@ -504,7 +528,9 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _with_served_tools(config: RunConfig) -> RunConfig:
-    """The config with the tools of each server of `tools`: recorded ones (as for an evaluation), else those offered now."""
+    """Return the config with the tools of each MCP server in `tools`. Recorded tools are kept (as in an evaluation); other
+    servers are asked now.
+    """
     servers = {tool.server for tool in config.served_tools}
     strange = servers - set(config.tools)
     if strange:
@@ -516,11 +542,11 @@ def _with_served_tools(config: RunConfig) -> RunConfig:
 
 
 def check_place(place: str) -> None:
-    """Check that checkpoints can be written to the folder or URL from here.
+    """Check that this process can write checkpoints to the folder or URL.
 
     Raises:
-        ConfigError: nothing can be written there.
-        ServiceError: the store at the URL does not answer.
+        ConfigError: it cannot write there.
+        ServiceError: the store at the URL does not respond.
     """
     folder = checkpoints.check_place(place)
     if folder is not None:
@@ -546,7 +572,7 @@ def _name_stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
 
 
 def manifest(config: RunConfig) -> dict[str, Any]:
-    """Return the facts besides its config that one needs to repeat the run."""
+    """Return the facts that are needed to repeat the run, in addition to its config."""
     return {
         "id": uuid4().hex,
         "agentrl": __version__,

@@ -1,4 +1,4 @@
-"""The selection of tools outside of a run, and their descriptions."""
+"""Selects tools outside of a run, and describes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ _TOOLS_HINT = "`agentrl tools` lists the tools. Pass one with --tools, or an env
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A tool's description for callers; `parameters` is the JSON schema of its arguments. See `Tool` for the rest.
+    """A tool's description for callers. `parameters` is the JSON schema of its arguments; see `Tool` for the other fields.
 
-    `keeps_session`: variables last from one call to the next of an episode, or of a session of the tool server.
+    If `keeps_session`, variables are kept between the calls of an episode, or of a session of the tool server.
     """
 
     name: str
@@ -32,17 +32,16 @@ class Description:
 
     @classmethod
     def of(cls, tool: Tool) -> "Description":
-        """Return the description of the tool."""
         spec = tool.schema["function"]
         limits = (tool.timeout_seconds, tool.max_characters, tool.memory_mb)
         return cls(tool.name, spec["description"], spec["parameters"], tool.effects, *limits, keeps_session(tool))
 
 
 def select_tools(env: str | None, names: Sequence[str]) -> Mapping[str, Tool]:
-    """Return the tools of the env and the named ones, as a run of that env with these `tools` would have them.
+    """Return the tools of the env and the named tools, as a run of that env with these `tools` would have them.
 
     Raises:
-        ConfigError: there are none, a name has no tool or two, or this machine lacks what a tool needs.
+        ConfigError: there are no tools, a name has no tool or two, or this machine lacks what a tool needs.
     """
     servers = {mcp_tool.absolute_name(name): None for name in names if mcp_tool.is_server(name)}
     others = dict.fromkeys(name for name in names if not mcp_tool.is_server(name))

@@ -1,4 +1,6 @@
-"""Requests of whatif: the algorithms to compare on a past update, and their options. Writes nothing, loads no model."""
+"""Checks a request of `agentrl whatif`: the algorithms to compare on a past update, and their options. It writes nothing and
+loads no model.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from agentrl.workflow.store.reads.provenance import UpdateInputs, load_update_in
 from agentrl.workflow.store.run_format import check_format
 
 PLAIN_UPDATE = {"update.batch_size": None, "update.epochs": 1, "update.max_kl": None, "update.trainer": "agentrl"}
-"""Values for one step of our trainer on all episodes, whatever the run's own were."""
+"""Values for one step of agentrl's trainer on all episodes; they replace the run's."""
 
 REFUSED_KEYS = {
     "name": "use --algorithm",
@@ -22,14 +24,14 @@ REFUSED_KEYS = {
     "kl_target": "it acts after an update",
     "kl_horizon": "it acts after an update",
 }
-"""Key of `algorithm` without effect here -> reason."""
+"""Keys of `algorithm` without effect in a what-if, with the reason."""
 
 
 @dataclass(frozen=True)
 class WhatIfRequest:
-    """An update and the configs to compare on it, the run's own first.
+    """An update and the configs to compare on it; the first is the run's own.
 
-    `options`: key of each chosen option -> names of the algorithms that take it.
+    `options` has the names of the algorithms that use each of the given options, by key.
     """
 
     past: UpdateInputs
@@ -45,17 +47,19 @@ def prepare_whatif(
     convention: str | None,
     assignments: Sequence[str],
 ) -> WhatIfRequest:
-    """Check the request.
+    """Check the request and return it.
 
     Args:
-        iteration: None: the last trained one.
+        db: the database.
+        run: the run's name.
+        iteration: the iteration's number; None: the last trained one.
         algorithms: names, or `package.module:name`.
-        convention: None: the run's own.
-        assignments: `algorithm.KEY=VALUE`, for the algorithms that take the key.
+        convention: "verl" or "trl"; None: the run's.
+        assignments: `algorithm.KEY=VALUE`, for the algorithms that have the key.
 
     Raises:
-        ConfigError: there is no such algorithm, or none of them takes an option.
-        NotFoundError, StateError, CheckpointError: as in `load_update_inputs`.
+        ConfigError: there is no such algorithm, or none of them has an option.
+        NotFoundError, StateError, CheckpointError: as `load_update_inputs`.
     """
     names = list(dict.fromkeys(algorithms))
     plugins = [find_gradient(name) for name in names]
@@ -96,7 +100,7 @@ def _has_option(algorithm: Algorithm, key: str, convention: str) -> bool:
 
 
 def _variant_config(own: RunConfig, name: str, algorithm: Algorithm, convention: str, values: Mapping[str, Any]) -> RunConfig:
-    """The run's config with another algorithm and its options; values that all algorithms read stay the run's."""
+    """Return the run's config with another algorithm and its options. Values that all algorithms share are unchanged."""
     flat = own.flat()
     if (name, convention) != (own.algorithm.name, own.algorithm.convention):
         flat |= {f"algorithm.{key}": None for key in ALGORITHM_OPTIONS}

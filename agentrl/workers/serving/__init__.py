@@ -1,1 +1,1 @@
-"""Tools over HTTP, for agents outside of agentrl."""
+"""The HTTP servers: the endpoint for agents, served policies, and tools for outside programs."""

@@ -1,13 +1,13 @@
-"""The endpoint's own answers in the shape of the API: errors, and the list of models."""
+"""The endpoint's own responses in the shape of the OpenAI API: errors, and the list of models."""
 
 import json
 from typing import Any
 
 
 class ApiError(Exception):
-    """A call that the endpoint answers by itself.
+    """An error response of the endpoint itself.
 
-    `retry_after` is in seconds. `final` tells SDKs that sending the call again is of no use.
+    `retry_after` is in seconds. `final` tells SDKs not to send the request again.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        """The error as JSON."""
+        """Return the error as JSON."""
         return as_json({"error": {"message": self.message, "type": self.kind, "param": None, "code": self.code}})
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that belong to it, beside the body's."""
+        """Return the headers that belong to the error, without those of its body."""
         found = []
         if self.retry_after is not None:
             found.append((b"retry-after", str(self.retry_after).encode()))
@@ -53,69 +53,69 @@ def event(body: bytes) -> bytes:
 
 
 def unknown_key() -> ApiError:
-    """No key, or one that no attempt has."""
+    """Return the error for a missing key, or a key of no attempt."""
     said = "Unknown API key. Send the attempt's key: Authorization: Bearer KEY, x-api-key: KEY, or /attempt/KEY/v1."
     return ApiError(401, said, "invalid_api_key", final=True)
 
 
 def no_route(routes: str) -> ApiError:
-    """Return a path that is not served."""
+    """Return the error for a path that is not served."""
     return ApiError(404, f"Unknown path. Paths: {routes}.", "unknown_url")
 
 
 def no_model(asked: str, served: str) -> ApiError:
-    """Return a look-up of a model that is not served. Calls may name any model."""
+    """Return the error for the lookup of a model that is not served. Requests for turns may name any model."""
     return ApiError(404, f"Unknown model {asked[:100]!r}. Use {served!r}.", "model_not_found")
 
 
 def wrong_method(allow: str) -> ApiError:
-    """Return a path that is served, by another method."""
+    """Return the error for a served path with another method."""
     return ApiError(405, f"This path supports only {allow}.", "method_not_allowed", allow=allow)
 
 
 def long_head(most: int) -> ApiError:
-    """Return a path and headers over the limit."""
+    """Return the error for a path and headers over the limit."""
     return ApiError(431, f"The path and the headers have more than {most} bytes.", "headers_too_large")
 
 
 def encoded_body() -> ApiError:
-    """Return a compressed body, whose size nobody knows."""
+    """Return the error for a compressed body, whose size is unknown."""
     return ApiError(415, "The body must not be compressed. Leave Content-Encoding out.", "unsupported_encoding")
 
 
 def wrong_type(known: str) -> ApiError:
-    """Return a body of another content type."""
+    """Return the error for a body of another content type."""
     return ApiError(415, f"The body's Content-Type must be {known}.", "unsupported_media_type")
 
 
 def too_large(most: int) -> ApiError:
-    """Return a body over the limit."""
+    """Return the error for a body over the limit."""
     return ApiError(413, f"The body has more than {most} bytes.", "request_too_large")
 
 
 def too_slow(seconds: float) -> ApiError:
-    """Return a body that did not come."""
+    """Return the error for a body that did not arrive in time."""
     return ApiError(408, f"The body was not received within {seconds:g} s.", "request_timeout")
 
 
 def over(episode: int, why: str) -> ApiError:
-    """Return the episode takes no more calls."""
+    """Return the error for an episode that accepts no more requests."""
     return ApiError(409, f"Episode {episode} {why}. Calls of it are no longer accepted.", "episode_over", final=True)
 
 
 def too_many(what: str) -> ApiError:
-    """Return more open calls than there may be."""
+    """Return the error for more open requests than allowed."""
     return ApiError(429, f"{what}. Wait for some to end.", "too_many_requests", "rate_limit_error", retry_after=1)
 
 
 def no_holder(seconds: float) -> ApiError:
-    """No process samples for the episode."""
+    """Return the error for an episode for which no process samples."""
     said = f"No rollout worker has served this episode for {seconds:g} s. Send the call again."
     return ApiError(503, said, "no_holder", "server_error", retry_after=5)
 
 
 def broken(seconds: float) -> ApiError:
-    """Return the database is away."""
+    """Return the error for a database that does not answer."""
     return ApiError(
         503,
         f"The database did not answer for {seconds:g} s. Send the call again.",
@@ -126,7 +126,7 @@ def broken(seconds: float) -> ApiError:
 
 
 def differs() -> ApiError:
-    """Return a reply that was begun and cannot be finished."""
+    """Return the error for a response that began and cannot be completed."""
     return ApiError(
         500,
         "The response was interrupted, and its repetition differs. Send the call again.",
@@ -136,5 +136,5 @@ def differs() -> ApiError:
 
 
 def internal() -> ApiError:
-    """Return a mistake of the endpoint itself."""
+    """Return the error for a bug of the endpoint."""
     return ApiError(500, "The endpoint failed; the reason is in its log.", "internal_error", "server_error")

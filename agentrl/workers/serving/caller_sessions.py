@@ -1,10 +1,10 @@
-"""The sessions of the tool server's callers, for tools whose names last from one call to the next.
+"""The sessions of the tool server's callers, for tools whose variables last from one call to the next.
 
-The calls of a session run one after another, in the order in which they came; those of different sessions run in parallel. A
+The calls of a session run one after another, in the order of their arrival; those of different sessions run in parallel. A
 session ends when it is closed, when it was idle for long, when its interpreter is lost, or with the server. It cannot be
-rebuilt, for there are no rows of it; a later call in it gets an error that says so.
+rebuilt, because its calls are not stored; a later call in it gets an error that says so.
 
-The table of sessions is used in the server's event loop alone, so that it needs no lock; only slow work is done in threads.
+Only the server's event loop uses the table of sessions, so it needs no lock. Slow work is done in threads.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from agentrl.workflow.tools.python import Notebook
 
 Answer = TypeVar("Answer")
 IDLE_SECONDS = 600.0
-"""The time without a call after which a session ends; longer than in a tools worker, which can rebuild sessions."""
+"""The time without a call after which a session ends. It is longer than in a tools worker, which can rebuild sessions."""
 
 NAME_BYTES = 16
-"""Random bytes in a session's name, so that nobody can guess it."""
+"""Random bytes in a session's name, so that it cannot be guessed."""
 
 
 @dataclass(eq=False)
 class _CallerSession:
-    """One session. `calls` counts those that run or wait; `rest` is the timer that ends an idle session."""
+    """One session. `calls` counts the calls that run or wait; `rest` is the timer that ends an idle session."""
 
     notebook: Notebook = field(default_factory=Notebook)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # granted in the order of requests
@@ -38,7 +38,7 @@ class _CallerSession:
 
 
 class ServedSessions:
-    """The sessions of one server. Use it in the server's event loop, except for `end`."""
+    """The sessions of one server. Use it only in the server's event loop, except for `end`."""
 
     def __init__(self, most: int = MAX_SESSIONS, idle_seconds: float = IDLE_SECONDS) -> None:
         self.most, self.idle_seconds = most, idle_seconds
@@ -50,7 +50,7 @@ class ServedSessions:
         """Open a session and return its name.
 
         Raises:
-            StateError: the most sessions are open already.
+            StateError: too many sessions are open.
         """
         if len(self._sessions) >= self.most:
             idle = f"wait until one has been idle for {self.idle_seconds:g} s"

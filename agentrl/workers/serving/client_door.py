@@ -1,8 +1,8 @@
-"""The door of `agentrl serve`: a call belongs to the episode of its client, which the first call opens.
+"""Authentication for `agentrl serve`: a request belongs to the episode of its client, and the client's first request opens it.
 
-A client is known by the header X-Agentrl-Episode, and by the API key that it sends where none is asked for; who sends neither
-shares one episode with all who send neither. An episode ends by `POST /v1/episode/end`, when nothing was asked for a while,
-after many calls (the next call opens another), or with the process. After one that failed the next call opens another, too.
+A client is identified by the header X-Agentrl-Episode and, if the server needs no key, by the API key that it sends. Clients
+that send neither share one episode. An episode ends by `POST /v1/episode/end`, after an idle time, after many requests (the
+next one opens another episode), or with the process. After an episode failed, the next request opens another one, too.
 """
 
 import asyncio
@@ -30,38 +30,38 @@ END = "/v1/episode/end"
 HEADER = b"x-agentrl-episode"
 MAX_NAME = 128
 MAX_CLIENTS = 4096
-"""Episodes that are open at once."""
+"""The most open episodes."""
 MAX_END_BYTES = 64 * 1024
 OPEN_SECONDS = 60.0
-"""The longest wait for an episode to be opened, or ended."""
+"""The longest wait for an episode to open or end."""
 ONE_FOR_ALL = "client"
-"""What the episode is called of those who do not say who they are."""
+"""The shared client name of requests that do not identify themselves."""
 
 
 class OpenedEpisode(Protocol):
-    """An episode that takes calls."""
+    """An episode that accepts requests."""
 
     @property
     def id(self) -> int:
-        """Its number."""
+        """Return the episode's number."""
 
     @property
     def key(self) -> str:
-        """What its calls are forwarded with."""
+        """Return the key with which its requests are forwarded."""
 
     @property
     def emit_key(self) -> str:
-        """What its annotations are forwarded with."""
+        """Return the key with which its annotations are forwarded."""
 
 
 class ClientEpisodes(Protocol):
-    """Who opens and ends episodes, in a thread of its own."""
+    """Opens and ends episodes, in a thread of its own."""
 
     def open(self, client: str) -> "Future[Any]":
-        """Open an episode for a client of that name; give an `OpenedEpisode`."""
+        """Open an episode for a client of that name; the future gives an `OpenedEpisode`."""
 
     def is_open(self, episode: int) -> bool:
-        """Return whether the episode takes calls; it may have failed."""
+        """Return whether the episode accepts requests; it may have failed."""
 
     def end(self, episode: int, answer: str | None, rewards: Mapping[str, float] | None) -> "Future[None]":
         """End the episode."""
@@ -69,7 +69,7 @@ class ClientEpisodes(Protocol):
 
 @dataclass(eq=False)
 class _Client:
-    """A client whose episode is open, or being opened."""
+    """A client whose episode is open or is being opened."""
 
     name: str
     opened: asyncio.Task[OpenedEpisode]
@@ -80,13 +80,13 @@ class _Client:
 
 @dataclass
 class ClientDoor:
-    """Use it in the server's event loop alone.
+    """The authenticator of `agentrl serve`. Use it only in the server's event loop.
 
     Args:
         run: the run's name.
-        key: what every call must come with; "" lets calls without one in, from this machine.
-        idle_seconds: an episode in which nothing was asked for so long ends.
-        most_calls: calls of one episode.
+        key: the key that every request must carry; "" accepts requests without one, from this machine.
+        idle_seconds: the time without a request after which an episode ends.
+        most_calls: the most requests of one episode.
     """
 
     episodes: ClientEpisodes
@@ -95,9 +95,9 @@ class ClientDoor:
     idle_seconds: float = 600.0
     most_calls: int = 1000
     allowed_origins: Set[str] = frozenset()
-    """Origins of web pages that may read the answers, if the server has a key."""
+    """Origins of web pages that may read the responses, if the server has a key."""
     calls: int = 0
-    """Calls that were let in."""
+    """The number of accepted requests."""
     _clients: dict[tuple[str, str], _Client] = field(default_factory=dict)
 
     @property
@@ -107,7 +107,7 @@ class ClientDoor:
 
     @property
     def origins(self) -> Set[str]:
-        """See `Authenticator`: none if the server has no key."""
+        """See `Authenticator`; empty if the server has no key."""
         return self.allowed_origins if self.key else frozenset()
 
     async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
@@ -117,7 +117,7 @@ class ClientDoor:
 
     @asynccontextmanager
     async def enter(self, shown: str, headers: Mapping[bytes, bytes], path: str) -> AsyncIterator[str]:
-        """See `Authenticator`: a client's annotations open an episode as its calls do."""
+        """See `Authenticator`. A client's annotations open an episode as its other requests do."""
         who = self._identify(shown, headers)
         client = self._open_client(who) or self._begin(who)
         client.calls += 1
@@ -137,7 +137,7 @@ class ClientDoor:
                 self._rest(who, client)
 
     async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
-        """End the client's episode, with the answer and the rewards that the body names."""
+        """End the client's episode with the answer and the rewards in the body."""
         who = self._identify(shown, headers)  # before anything is kept of who may not
         end = _read_end(await read(MAX_END_BYTES))
         client = self._clients.pop(who, None)
@@ -157,7 +157,7 @@ class ClientDoor:
         return {"episode": opened.id, "run": self.run, "status": "ended"}
 
     def _open_client(self, who: tuple[str, str]) -> _Client | None:
-        """The client, unless its episode is over."""
+        """Return the client, unless its episode is over."""
         client = self._clients.get(who)
         opened = None if client is None else _opened_by(client)
         if client is None or opened is None or self.episodes.is_open(opened.id):
@@ -192,7 +192,7 @@ class ClientDoor:
             raise _unavailable("no episode could be opened") from error
 
     def _rest(self, who: tuple[str, str], client: _Client) -> None:
-        """Ends the episode after a while, or at once where another takes its place."""
+        """End the episode after the idle time, or at once if another has replaced it."""
         if self._clients.get(who) is client:
             client.rest = asyncio.get_running_loop().call_later(self.idle_seconds, self._end, who, client)
         else:
@@ -209,10 +209,10 @@ class ClientDoor:
             self.episodes.end(opened.id, None, None)
 
     def _identify(self, shown: str, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
-        """(API key, name) of the client.
+        """Return (API key, name) of the client.
 
         Raises:
-            ApiError: it is not let in.
+            ApiError: its key is wrong, or it is a page of another site.
         """
         if self.key:
             if not hmac.compare_digest(shown.encode(errors="surrogateescape"), self.key.encode()):
@@ -229,16 +229,16 @@ class ClientDoor:
 
 
 def _opened_by(client: _Client) -> OpenedEpisode | None:
-    """The client's episode; None while it is being opened, and where it could not be."""
+    """Return the client's episode; None while it is being opened, or if that failed."""
     done = client.opened
     return done.result() if done.done() and not done.cancelled() and done.exception() is None else None
 
 
 def _check_local(headers: Mapping[bytes, bytes]) -> None:
-    """Keeps pages of a browser out: one may send requests to this machine, and make its own name lead here.
+    """Refuse pages in a browser, which can send requests to this machine and make their own host name resolve to it.
 
     Raises:
-        ApiError: the call is another site's, or meant for another host.
+        ApiError: the request comes from another site, or names another host.
     """
     origin = headers.get(b"origin", b"").decode("latin-1")
     host = headers.get(b"host", b"localhost").decode("latin-1")
@@ -256,10 +256,10 @@ def _names_loopback(url: str) -> bool:
 
 
 def _read_end(body: bytes) -> AgentResult:
-    """The answer and the rewards of an episode, as its client gives them: what an agent may return, as JSON.
+    """Return the answer and the rewards in a body that ends an episode.
 
     Raises:
-        ApiError: it is nothing of that.
+        ApiError: the body is not such JSON.
     """
     try:
         value = json.loads(body, parse_int=parse_digits) if body.strip() else None

@@ -1,7 +1,7 @@
-"""Cross-origin requests: which pages of other sites may read the answers of `agentrl serve` in a browser.
+"""Cross-origin requests: which pages of other sites may read the responses of `agentrl serve` in a browser.
 
-A browser asks first with OPTIONS (a preflight), and shows a page only answers that name the page's origin. Origins are compared
-whole, as browsers write them: scheme, host and port. There are no patterns.
+A browser first sends OPTIONS (a preflight), and shows a page only responses that name the page's origin. Origins are compared
+as browsers write them: scheme, host and port, without patterns.
 """
 
 import re
@@ -10,14 +10,14 @@ from collections.abc import Mapping, Set
 from agentrl.workers.serving.upstream import Headers
 
 HEADERS = b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode"
-"""Headers that a page may send, besides those of the OpenAI SDK (`x-stainless-...`)."""
+"""The headers that a page may send, besides those of the OpenAI SDK (`x-stainless-...`)."""
 PREFLIGHT_SECONDS = b"600"
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
 _OF_SDK = re.compile(rb"x-stainless-[a-z\-]{1,40}")
 
 
 def read_origins(text: str) -> frozenset[str]:
-    """Return the origins that a text names, separated by commas.
+    """Return the origins in a comma-separated text.
 
     Raises:
         ValueError: one is not an origin as browsers send it.
@@ -30,7 +30,7 @@ def read_origins(text: str) -> frozenset[str]:
 
 
 def answer_headers(headers: Mapping[bytes, bytes], origins: Set[str]) -> Headers:
-    """Return the headers that let a browser show an answer to its page. A page of another origin gets only `vary`."""
+    """Return the headers that let a browser show a response to the page. For any other origin, return only `vary`."""
     if not origins:
         return []
     vary: Headers = [(b"vary", b"Origin")]  # a cache must not give one origin what names another
@@ -41,7 +41,7 @@ def answer_headers(headers: Mapping[bytes, bytes], origins: Set[str]) -> Headers
 
 
 def preflight_headers(headers: Mapping[bytes, bytes], method: str) -> Headers:
-    """Return the headers of the answer to a preflight, besides those of `answer_headers`."""
+    """Return the headers of the response to a preflight, besides those of `answer_headers`."""
     asked = headers.get(b"access-control-request-headers", b"").lower().replace(b" ", b"").split(b",")
     of_sdk = [name for name in asked[:50] if _OF_SDK.fullmatch(name)]
     return [

@@ -1,7 +1,8 @@
-"""The endpoint process: what agents call. It starts in under a second, needs no model, and keeps nothing that is not in rows.
+"""The endpoint process, which agents call. It starts in under a second, needs no model, and stores nothing outside the
+database.
 
-In the embedded stack the supervisor owns the listening socket and hands it on, so that a killed endpoint comes back on the same
-port while its clients wait in the backlog. Its URL is in `service_leases`, for the workers that start agents.
+In the embedded stack, the supervisor owns the listening socket and passes it on. So a killed endpoint returns on the same port
+while its clients wait in the backlog. `service_leases` stores its URL, for the workers that start agents.
 """
 
 import asyncio
@@ -32,14 +33,14 @@ from agentrl.workflow.store.migrate import open_database
 log = getLogger("agentrl.endpoint")
 
 GOODBYE_SECONDS = 2
-"""How long open calls may go on after SIGTERM; their clients send them again."""
+"""The time that open requests get after SIGTERM; their clients send them again."""
 
 
 def run(host: str = LOOPBACK, port: int | None = None) -> None:
-    """Serve until SIGTERM, at the supervisor's socket where it handed one on.
+    """Serve until SIGTERM, on the supervisor's socket if it passed one on.
 
     Raises:
-        ServiceError: the database is not there, or the address is taken.
+        ServiceError: the database does not answer, or the address is taken.
     """
     where = settings()
     with closing(open_database(where.database)) as database, _listener(host, port) as listening:
@@ -60,12 +61,12 @@ def _listener(host: str, port: int | None) -> socket.socket:
 
 
 def make_server(app: Endpoint) -> uvicorn.Server:
-    """Return the HTTP server of the endpoint, or of a policy that is served."""
+    """Return the HTTP server of the endpoint or of a served policy."""
     return guarded_http.make_server(app, MAX_HEAD_BYTES, GOODBYE_SECONDS)
 
 
 async def serve(app: Endpoint, listening: socket.socket, server: uvicorn.Server) -> None:
-    """Serve at the socket until the server is told to exit, and close what the application holds."""
+    """Serve on the socket until the server is told to exit, then close what the application holds."""
     sweeping = asyncio.create_task(sweep(server.server_state.connections))
     try:
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
@@ -88,7 +89,7 @@ async def _run(database: Database, listening: socket.socket, url: str) -> None:
 
 
 async def publish(database: Database, url: str, lease: float) -> None:
-    """Keep the URL in the rows."""
+    """Store the endpoint's URL in the database, and renew its lease."""
     while True:
         try:
             await asyncio.to_thread(leases.publish_service, database, endpoint_reads.ENDPOINT, url, lease)
@@ -99,12 +100,12 @@ async def publish(database: Database, url: str, lease: float) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Ends the process well, before and after it serves; while it does, uvicorn takes the signal."""
+    """Exit with 0 on SIGTERM before and after serving; while it serves, uvicorn handles the signal."""
     sys.exit(0)
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many connections as it may: two for each open call."""
+    """Raise this process's limit of open files: an open request takes two connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

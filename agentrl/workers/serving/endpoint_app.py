@@ -1,8 +1,9 @@
-"""The endpoint's application: routes, keys, limits. Authenticated calls are forwarded to a worker.
+"""The endpoint's application: routes, keys, limits. It forwards authenticated requests to a worker.
 
 `POST /v1/chat/completions`, `GET /v1/models` and `GET /v1/models/ID` take the attempt's key as `Authorization: Bearer KEY` or
-`x-api-key: KEY`, or in the path: `/attempt/KEY/v1/...`. `POST /v1/annotations` takes the key of the attempt's annotations,
-which the other one does not stand for, and so does `POST /v1/traces`, for exporters of OpenTelemetry. `GET /health` takes none.
+`x-api-key: KEY`, or in the path: `/attempt/KEY/v1/...`. `POST /v1/annotations` and `POST /v1/traces` (for OpenTelemetry
+exporters) take
+the attempt's other key, for annotations. `GET /health` needs no key.
 """
 
 import asyncio
@@ -38,7 +39,9 @@ Read = Callable[[int], Awaitable[bytes]]
 MAX_BODY_BYTES = 8 * 2**20
 MAX_HEAD_BYTES = 32 * 2**10
 MAX_HELD_BYTES = 256 * 2**20
-"""Bytes of all bodies together; each is kept until its call is answered, since it may have to be forwarded again."""
+"""The most bytes of all bodies together. Each body is kept until its request is answered, since it may have to be forwarded
+again.
+"""
 BODY_SECONDS = 60.0
 OPEN_PER_ATTEMPT = 64
 MAX_KEY_CHARS = 256
@@ -63,38 +66,37 @@ class EndpointLimits:
 
 
 class Authenticator(Protocol):
-    """Authenticates a call and maps it to an attempt. `shown` is the key of the call, "" if none."""
+    """Authenticates a request and maps it to an attempt. `shown` is the request's key, "" if it has none."""
 
     @property
     def routes(self) -> Mapping[str, str]:
-        """More paths than the endpoint's, each with its method."""
+        """Return further paths, each with its method."""
 
     @property
     def origins(self) -> Set[str]:
-        """Origins of pages that may read the answers."""
+        """Return the origins of pages that may read the responses."""
 
     async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
-        """Return the name of the run that a call would reach.
+        """Return the name of the run that a request with this key reaches.
 
         Raises:
-            ApiError: it would not be let in.
+            ApiError: the key is not accepted.
         """
 
     def enter(self, shown: str, headers: Mapping[bytes, bytes], path: str) -> AbstractAsyncContextManager[str]:
-        """Return the key of the attempt that the call belongs to, for as long as the call is open: the one that writes
-        annotations,
-        if that is what the path is for, else the one that samples.
+        """Give the key of the request's attempt while the request is open: the key for annotations if the path needs it, else
+        the key for sampling.
 
         Raises:
-            ApiError: it is not let in.
+            ApiError: the key is not accepted.
         """
 
     async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
-        """Return the answer, as JSON, to a call of one of the door's own paths, whose body of at most so many bytes `read`
-        reads.
+        """Return the JSON response to a request for one of the authenticator's own paths; `read` reads a body of at most so
+        many bytes.
 
         Raises:
-            ApiError: there is none.
+            ApiError: the request is refused.
         """
 
 
@@ -124,7 +126,7 @@ class AttemptDoor:
         yield _checked(shown)
 
     async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
-        """It has no path of its own."""
+        """See `Authenticator`: no extra routes."""
 
 
 def _checked(shown: str) -> str:
@@ -134,10 +136,10 @@ def _checked(shown: str) -> str:
 
 
 async def find_place(places: Places, key: str) -> AttemptLocation | None:
-    """Return the place of the attempt with that key.
+    """Return the attempt of that key, and the worker that serves it; None for an unknown key.
 
     Raises:
-        ApiError: the database is away.
+        ApiError: the database does not answer.
     """
     try:
         return await places.find(key_hash(key))
@@ -148,12 +150,12 @@ async def find_place(places: Places, key: str) -> AttemptLocation | None:
 
 @dataclass
 class Endpoint:
-    """The ASGI application. It knows the calls that are open and nothing else; all that lasts is in the rows."""
+    """The ASGI application. It holds the open requests and nothing else; everything that lasts is in rows."""
 
     places: Places
     limits: EndpointLimits = EndpointLimits()
     door: Authenticator | None = None
-    """Unset: an `AttemptDoor`."""
+    """The authenticator; None: an `AttemptDoor`."""
     upstreams: Upstreams = field(default_factory=Upstreams)
     _open: "Counter[str]" = field(default_factory=Counter)
     _held_bytes: int = 0
@@ -161,7 +163,7 @@ class Endpoint:
     _turns: "WeakValueDictionary[str, asyncio.Lock]" = field(default_factory=WeakValueDictionary)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Respond to one request."""
         if scope["type"] != "http":
             return
         exchange = AsgiExchange(receive, send)
@@ -212,7 +214,7 @@ class Endpoint:
         await exchange.answer(200, api_errors.as_json(answer))
 
     async def _model(self, name: str, shown: str, headers: dict[bytes, bytes]) -> Any:
-        """The model of that name or, without a name, the list of models, which has one."""
+        """Return the model of that name or, without a name, the list of models, which has one entry."""
         run = await self._door.find_run(shown, headers)
         if name not in ("", run):
             raise api_errors.no_model(name, run)
@@ -220,7 +222,7 @@ class Endpoint:
         return model if name else {"object": "list", "data": [model]}
 
     async def _trace(self, shown: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> None:
-        """Takes an export of OpenTelemetry's traces: its spans become annotations of the key's episode."""
+        """Store an export of OpenTelemetry: its spans become annotations of the key's episode."""
         kind = headers.get(b"content-type", b"").decode("latin-1")[:100].lower()
         try:
             async with self._door.enter(shown, headers, ANNOTATIONS) as key:
@@ -233,7 +235,7 @@ class Endpoint:
         await exchange.answer(200, span_annotations.answer(kind, rejected, why), kind=kind)
 
     async def _take_spans(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> tuple[int, str]:
-        """How many spans were not kept, and why the first of them was not."""
+        """Store the spans; return how many were rejected, and why the first one was."""
         if kind.partition(";")[0].strip() not in (otlp.JSON, otlp.PROTOBUF):
             raise api_errors.wrong_type(f"{otlp.PROTOBUF} or {otlp.JSON}")
         samples = sampling_key(key)
@@ -259,7 +261,7 @@ class Endpoint:
         return found.rejected, found.why
 
     async def _annotate(self, key: str, part: bytes, headers: dict[bytes, bytes]) -> tuple[int, bytes]:
-        """The worker's answer to annotations."""
+        """Return the worker's response to annotations."""
         told, answered = bytearray(), [500]
 
         async def begin(status: int, headers: Headers) -> None:
@@ -304,10 +306,10 @@ class Endpoint:
 
     @asynccontextmanager
     async def _body(self, headers: Mapping[bytes, bytes], exchange: AsgiExchange) -> AsyncIterator[bytes]:
-        """The body, which counts among those of all open calls until the end of the `with`.
+        """Give the body, which counts towards the bytes of all open requests until the context ends.
 
         Raises:
-            ApiError: it is too large, or all of them together are.
+            ApiError: it is too large, or all bodies together are.
         """
         with self._held() as take:
             length = headers.get(b"content-length", b"")
@@ -315,10 +317,10 @@ class Endpoint:
 
     @contextmanager
     def _held(self) -> Iterator[Callable[[int], None]]:
-        """Takes bytes that are kept until the end of the `with`.
+        """Give a function that reserves bytes until the context ends.
 
         Raises:
-            ApiError: too many are.
+            ApiError: too many bytes are reserved.
         """
         taken = 0
 
@@ -336,10 +338,10 @@ class Endpoint:
 
     @contextmanager
     def _slot(self, attempt: str) -> Iterator[None]:
-        """Counts the call as open.
+        """Count the request as open.
 
         Raises:
-            ApiError: too many are.
+            ApiError: too many requests are open.
         """
         if self._open.total() >= self.limits.open_calls:
             raise api_errors.too_many(f"{self.limits.open_calls} calls are open")
@@ -355,13 +357,13 @@ class Endpoint:
 
 
 def _split_path(path: str) -> tuple[str, str]:
-    """The path without a key, and the key in it or ""."""
+    """Return the path without a key, and the key in it, or ""."""
     found = _IN_PATH.fullmatch(path)
     return (found[2], found[1]) if found else (path, "")
 
 
 def _split_model(path: str) -> tuple[str, str]:
-    """The path without a model's name, and that name; "" if the path has none."""
+    """Return the path without a model's name, and that name, or ""."""
     name = path.removeprefix(f"{MODELS}/")
     return (MODELS, name) if name and name != path else (path, "")
 

@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, as ASGI gives them: the body within bounds, an answer that the client gets to read."""
+"""One HTTP request and its response over ASGI: a bounded body, and a response that the client can read."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,11 +19,11 @@ _JSON = (b"content-type", b"application/json")
 
 
 class ClientGone(Exception):
-    """The client hung up."""
+    """The client disconnected."""
 
 
 class AsgiExchange:
-    """One request and its answer over ASGI. Every answer gets `headers`, among them `x-request-id`."""
+    """One request and its response over ASGI. Every response gets `headers`, among them `x-request-id`."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
@@ -38,33 +38,33 @@ class AsgiExchange:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
 
     async def write(self, piece: bytes, more: bool) -> None:
-        """Send bytes, once the client has taken most of those before."""
+        """Send bytes, after the client has read most of the earlier ones."""
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def answer(self, status: int, body: bytes, headers: Headers | None = None, kind: str = "") -> None:
-        """Send a whole answer, as JSON or of another `kind`, after what is left of the request was read."""
+        """Read the rest of the request, then send a complete response, as JSON or of another content type `kind`."""
         await self._drain()
         told = (b"content-type", otlp.PROTOBUF.encode()) if kind.startswith(otlp.PROTOBUF) else _JSON
         await self.begin(status, [told, (b"content-length", str(len(body)).encode()), *(headers or [])])
         await self.write(body, False)
 
     async def answer_empty(self, headers: Headers) -> None:
-        """Read the rest of the request, then send an answer without a body."""
+        """Read the rest of the request, then send a response without a body."""
         await self._drain()
         await self.begin(204, headers)
         await self.write(b"", False)
 
     async def refuse(self, error: ApiError) -> None:
-        """Answer with the error; where another answer was begun, uvicorn closes the connection."""
+        """Respond with the error. If another response has begun, uvicorn closes the connection."""
         if not self._begun:
             await self.answer(error.status, error.body, error.headers)
 
     async def body(self, length: bytes, most: int, seconds: float, take: Callable[[int], None]) -> bytes:
-        """Read the body, of so many bytes at most within so many seconds; `take` is told of each piece before it is kept.
+        """Read the body of at most `most` bytes within `seconds`; call `take` with the size of each piece before it is kept.
 
         Raises:
-            ApiError: it is too large, or does not come.
-            ClientGone: the client hung up.
+            ApiError: it is too large, or did not arrive in time.
+            ClientGone: the client disconnected.
         """
         if length.isdigit() and int(length[:20]) > most:
             raise api_errors.too_large(most)
@@ -82,7 +82,7 @@ class AsgiExchange:
         return bytes(found)
 
     async def unless_gone(self, work: Awaitable[None]) -> None:
-        """Wait for the work, and cancel it when the client hangs up."""
+        """Wait for the work, and cancel it when the client disconnects."""
         doing = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(self._receive())  # says nothing before the client is gone: the body has been read
         try:

@@ -1,8 +1,8 @@
-"""A client's call, forwarded to the worker that has its episode, with retries.
+"""A client's request, forwarded with retries to the worker that holds its episode.
 
-A worker may be lost before its answer or in the middle of it. The call is then forwarded again with the same request id, and
-the worker gives the recorded reply, byte for byte; what the client has is compared by its hash and skipped. While no worker
-holds the episode the client waits, and a streaming one gets a comment now and then.
+A worker may be lost before its response or in the middle of it. The request is then forwarded again with the same request id,
+and the worker sends the recorded response, byte for byte. The part that the client has is compared by hash and skipped. While
+no worker holds the episode, the client waits; a streaming client gets a comment now and then.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ T = TypeVar("T")
 log = getLogger("agentrl.endpoint")
 
 COMMENT = b": waiting\n"
-"""Without a blank line, after which a client might take an event for ended."""
+"""No blank line: it would end the client's current event."""
 FIRST_PAUSE, MAX_PAUSE = 0.1, 1.0
 STEADY_SECONDS = 1.0
-"""A worker that kept the call this long before it was lost had begun it: the wait for another is counted from its loss."""
+"""A worker that kept the request this long before it was lost had begun it: the wait for another starts at its loss."""
 ERROR_BYTES = 64 * 1024
 NOT_HELD = 421
 _DROPPED = {b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"proxy-connection", b"upgrade", b"trailer"}
@@ -40,7 +40,7 @@ Write = Callable[[bytes, bool], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ForwardedCall:
-    """What is forwarded: the same each time."""
+    """The request to forward, the same each time."""
 
     key_hash: str
     path: str
@@ -49,25 +49,25 @@ class ForwardedCall:
 
 
 class _NotHeld(Exception):
-    """The worker does not hold the episode (any more)."""
+    """The worker does not hold the episode."""
 
 
 class Forwarding:
-    """One call on its way; `run` brings its answer to the client."""
+    """One request on its way; `run` brings its response to the client."""
 
     def __init__(
         self, call: ForwardedCall, places: Places, upstreams: Upstreams, begin: Begin, write: Write, wait: float, quiet: float
     ) -> None:
-        """Take the two ways to the client, and two times in seconds.
+        """Prepare to forward a request.
 
         Args:
-            call: what to forward.
-            places: where to.
-            upstreams: the connections.
+            call: the request.
+            places: the lookup of the holder's address.
+            upstreams: the connections to workers.
             begin: sends the client a status and headers.
-            write: sends it bytes, and says whether more follow.
-            wait: the longest wait for a holder.
-            quiet: how long a streaming client hears nothing.
+            write: sends the client bytes, and whether more follow.
+            wait: the longest wait for a holder, in seconds.
+            quiet: the longest silence for a streaming client, in seconds.
         """
         self.call, self._places, self._upstreams = call, places, upstreams
         self._begin_client, self._write_client = begin, write
@@ -80,10 +80,10 @@ class Forwarding:
         self._heard_at = time.monotonic()
 
     async def run(self) -> None:
-        """Forward until the answer is whole.
+        """Forward until the response is complete.
 
         Raises:
-            ApiError: before anything was sent: what to answer instead.
+            ApiError: the response to send instead; raised only if nothing was sent.
         """
         try:
             await self._forward_until_done()
@@ -140,7 +140,7 @@ class Forwarding:
             raise _NotHeld
 
     async def _pass_on(self, connection: WorkerConnection, status: int, headers: Headers) -> None:
-        """Gives the client what it does not have of the answer."""
+        """Send the client the part of the response that it does not have."""
         if self._status is None:
             await self._begin(status, headers)
         elif status != self._status:
@@ -178,7 +178,7 @@ class Forwarding:
         self._heard_at = time.monotonic()
 
     async def _listen(self, connection: WorkerConnection, read: Callable[[], Awaitable[T]]) -> T:
-        """Waits for the worker; comments for the client and a look at the rows while it says nothing."""
+        """Wait for the worker. While it is silent, send the client comments and read the rows."""
         while True:
             try:
                 async with asyncio.timeout(self._quiet):
@@ -196,7 +196,7 @@ class Forwarding:
             await self._write_client(COMMENT, True)
 
     async def _read_short(self, connection: WorkerConnection) -> bytes:
-        """A short body, whole; empty if it is long."""
+        """Return a short body; empty if it is long."""
         found = bytearray()
         while (piece := await self._listen(connection, connection.piece)) is not None:
             found += piece
@@ -205,13 +205,13 @@ class Forwarding:
         return bytes(found)
 
     async def _break_off(self, body: bytes) -> None:
-        """Tells a streaming client why its reply ends here; whoever began the answer then closes the connection."""
+        """Tell a streaming client why its response ends; the caller then closes the connection."""
         if self._is_stream:
             await self._write_client((b"" if self._at_line_start else b"\n\n") + api_errors.event(body), True)
 
 
 class _Said(ApiError):
-    """The worker's own error, of an answer that was begun as another."""
+    """The worker's error for a response that began with another status."""
 
     def __init__(self, said: bytes) -> None:
         super().__init__(500, "", "")
@@ -219,7 +219,7 @@ class _Said(ApiError):
 
     @property
     def body(self) -> bytes:
-        """What the worker said, on one line; or that the reply cannot be finished."""
+        """Return the worker's error on one line, or the error that the response cannot be completed."""
         try:
             found = json.loads(self.said)
         except (ValueError, RecursionError):
@@ -228,10 +228,10 @@ class _Said(ApiError):
 
 
 def require_open(place: AttemptLocation | None) -> AttemptLocation:
-    """Return the place, if there is one whose episode goes on.
+    """Return the place if its episode is open.
 
     Raises:
-        ApiError: 401 or 409.
+        ApiError: 401 for an unknown key, 409 for an episode that is over.
     """
     if place is None:
         raise api_errors.unknown_key()
@@ -241,7 +241,9 @@ def require_open(place: AttemptLocation | None) -> AttemptLocation:
 
 
 async def _asks_for_stream(body: bytes) -> bool:
-    """Whether the client asked for a stream; decoded only when it has waited long, and in a thread if it is long."""
+    """Return whether the client requested a stream. The body is decoded only after a long wait, and in a thread if it is
+    large.
+    """
     if b'"stream"' not in body:
         return False
     return await asyncio.get_running_loop().run_in_executor(None, _reads_stream, body)

@@ -1,4 +1,4 @@
-"""uvicorn's protocol, with an eye on clients that say nothing or read nothing, and refusals in the shape of the API."""
+"""uvicorn's HTTP protocol with timeouts for clients that send or read nothing, and errors in the shape of the API."""
 
 import asyncio
 import logging
@@ -14,17 +14,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from agentrl.workers.serving.api_errors import ApiError
 
 HEADER_SECONDS = 30.0
-"""How long a connection may be open without a whole request head, also between two requests."""
+"""The longest time without a complete request head, also between two requests."""
 STALL_SECONDS = 30.0
-"""How long a client may read nothing of what waits for it."""
+"""The longest time in which a client reads nothing although bytes wait for it."""
 WAITING_BYTES = 16 * 1024
-"""How much may wait for a client that reads slowly."""
+"""The most bytes that wait for a slow client."""
 MAX_CONNECTIONS = 4096
 SWEEP_SECONDS = 1.0
 
 
 class GuardedProtocol(H11Protocol):
-    """One connection of a client. `sweep` looks at all, so that none needs timers of its own."""
+    """One client's connection. `sweep` checks all connections, so that none needs timers of its own."""
 
     header_seconds = HEADER_SECONDS
     stall_seconds = STALL_SECONDS
@@ -37,7 +37,7 @@ class GuardedProtocol(H11Protocol):
         self._unread: tuple[int, float] = (0, 0.0)  # bytes that wait for the client, and since when so many
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, unless there are too many."""
+        """Accept the connection, unless there are too many."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WAITING_BYTES)
         transport.max_size = 4 * WAITING_BYTES  # type: ignore[attr-defined]  # asyncio reads 256 KiB at once where one lets it
@@ -45,7 +45,7 @@ class GuardedProtocol(H11Protocol):
             transport.abort()
 
     def check(self, now: float) -> None:
-        """Cut the connection if the client has been silent or has read nothing for too long."""
+        """Close the connection if the client has sent or read nothing for too long."""
         waits = self.transport.get_write_buffer_size()
         if waits == 0 or waits < self._unread[0] or self._unread[0] == 0:
             self._unread = (waits, now)
@@ -59,12 +59,12 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort() if waits else self.transport.close()
 
     def on_response_complete(self) -> None:
-        """Begin the wait for the next request anew."""
+        """Start the wait for the next request."""
         self._silent_since = None
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, in the shape of the API, and closes."""
+        """Refuse bytes that are not HTTP, in the shape of the API, and close."""
         error = ApiError(400, msg, "invalid_http")
         length = (b"content-length", str(len(error.body)).encode())
         head = h11.Response(
@@ -77,11 +77,11 @@ class GuardedProtocol(H11Protocol):
 
 
 def make_server(app: Any, most_head_bytes: int, goodbye_seconds: int) -> uvicorn.Server:
-    """Return the HTTP server of an application, without logs: hang-ups and bad requests are everyday, and paths hold keys.
+    """Return an application's HTTP server without access logs, because paths contain keys.
 
     Args:
-        most_head_bytes: of a path with its headers.
-        goodbye_seconds: how long open calls may go on after it was told to end.
+        most_head_bytes: the most bytes of a path with its headers.
+        goodbye_seconds: the time that open requests get after the server is told to end.
     """
     getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
@@ -102,7 +102,7 @@ def make_server(app: Any, most_head_bytes: int, goodbye_seconds: int) -> uvicorn
 
 
 async def sweep(connections: set[Any]) -> None:
-    """Check all connections again and again."""
+    """Check all connections periodically."""
     while True:
         await asyncio.sleep(SWEEP_SECONDS)
         now = time.monotonic()

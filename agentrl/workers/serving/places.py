@@ -1,4 +1,6 @@
-"""Keys -> places, read in batches by one thread: however many calls wait, one query is under way."""
+"""The lookup of keys: which attempt a key belongs to, and which worker serves it. One thread reads in batches, one query at a
+time.
+"""
 
 import asyncio
 import time
@@ -9,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from agentrl.workflow.store.endpoint_reads import AttemptLocation
 
 KNOWN_SECONDS = 5.0
-"""How long a place is taken as read. A worker that no longer holds an episode says so (421): an old place costs time alone."""
+"""The lifetime of a cached answer. A worker that no longer holds an episode responds 421, so an old answer costs only time."""
 MAX_KNOWN = 4096
 MAX_READ = 500
 """Keys in one query."""
 
 
 class Places:
-    """The look-up of one endpoint; used in its event loop alone."""
+    """The lookup of one endpoint; use it only in the endpoint's event loop."""
 
     def __init__(self, read: Callable[[Collection[str]], dict[str, AttemptLocation]]) -> None:
         self._read = read
@@ -26,13 +28,13 @@ class Places:
         self._thread = ThreadPoolExecutor(1, "rows")
 
     async def find(self, key_hash: str, fresh: bool = False) -> AttemptLocation | None:
-        """Return the place of the key with that hash; None if no attempt has it.
+        """Return the attempt of the key with that hash; None for an unknown key.
 
         Args:
-            fresh: read it now, whatever was read before.
+            fresh: read it now, even if a cached answer exists.
 
         Raises:
-            ServiceError: the database is away.
+            ServiceError: the database does not answer.
         """
         if not fresh and (found := self._known.get(key_hash)) and time.monotonic() - found[0] < KNOWN_SECONDS:
             return found[1]

@@ -1,7 +1,7 @@
 """`agentrl serve`: a policy behind the endpoint, in one process, for any client; nothing is trained.
 
-The endpoint's thread takes the calls and forwards them to the sampling server of this very process, as it would to a rollout
-worker's; another thread drives the episodes, whose rows are those of any episode.
+The endpoint's thread forwards requests to the sampling server of this same process, as it would to a rollout worker. Another
+thread drives the episodes, which have the same rows as any others.
 """
 
 import asyncio
@@ -37,14 +37,16 @@ from agentrl.workflow.store.served_runs import ServedRun
 
 log = getLogger("agentrl.serve")
 UNRECORDED = "agentrl-serve-"
-"""What the folders are called that hold what is not recorded, with the process's number behind it."""
+"""The prefix of temporary folders for unrecorded serving; the process's number follows."""
 WAIT_SECONDS = 30.0
-"""The longest wait of a call for its episode, which this process itself holds: after a machine's sleep its lease comes back."""
+"""The longest wait of a request for its episode, which this process itself holds: after the machine slept, its lease must be
+renewed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What was served: episodes, calls, and whether the run was ended elsewhere."""
+    """The counts of episodes and requests that were served, and whether the run was ended elsewhere."""
 
     episodes: int
     calls: int
@@ -54,11 +56,11 @@ class Served:
 def serve_policy(
     db: Database, run: ServedRun, experiment: Experiment, policy: OpenPolicy, listening: socket.socket, how: Serving
 ) -> Served:
-    """Serve until SIGTERM, SIGINT or the end of the run; every episode has ended then.
+    """Serve until SIGTERM, SIGINT or the end of the run; then every episode has ended.
 
     Raises:
-        ServiceError: the database is away, or nothing more can be listened at.
-        ModelError: another base was recorded.
+        ServiceError: the database does not answer, or the address cannot be used.
+        ModelError: the run's policy has another base.
         DeviceLost: the GPU failed.
     """
     train_commits.confirm_base(db, run.id, policy.policy.base_hash, base_hashes(policy.policy))
@@ -99,9 +101,9 @@ async def _serve(db: Database, door: ClientDoor, episodes: ServedEpisodes, liste
 
 @contextmanager
 def unrecorded_database() -> Iterator[Database]:
-    """A database in memory, where the machine has such a folder, that is gone with this process.
+    """Give a temporary database, in memory if the machine has such a folder, and delete it at the end.
 
-    A process that is killed leaves its folder; the next one removes it.
+    A killed process leaves its folder; the next one deletes it.
     """
     parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(gettempdir())
     for left in parent.glob(f"{UNRECORDED}*"):
@@ -117,11 +119,11 @@ def unrecorded_database() -> Iterator[Database]:
 
 
 def open_run(db: Database, submission: Submission, worker: str) -> ServedRun:
-    """Write the run, after those whose process is gone were ended and what is kept no longer was forgotten.
+    """Write the run; first end the runs of lost servers and delete episodes whose retention time is over.
 
     Raises:
         ConflictError: its name is taken.
-        ServiceError: the database is away.
+        ServiceError: the database does not answer.
     """
     lease = settings().lease_seconds
     served_runs.end_lost_runs(db, lease)

@@ -1,14 +1,17 @@
-"""The tools over HTTP, for agents outside of agentrl: `agentrl tools serve`.
+"""The tools over HTTP, for outside programs: `agentrl tools serve`.
 
-`GET /tools` lists them, `GET /tools/NAME` describes one, `POST /tools/NAME/call` with `{"arguments": {...}}` runs it as a
-`tools` job does, within the same limits. Whatever a model would read is an answer with status 200: a result, wrong arguments, a
-time-out; `error_class` says which. 401, 404, 413 and 422 are the caller's mistakes; 503 means that the system failed, and that
-the call may be sent again. Requests carry `Authorization: Bearer TOKEN`, except for `/openapi.json`, which names no tool.
+`GET /tools` lists them, `GET /tools/NAME` describes one, `POST /tools/NAME/call` with `{"arguments": {...}}` runs it like a
+`tools` job,
+with the same limits. Everything that a model would read has status 200: a result, wrong arguments, a timeout; `error_class`
+says which. 401, 404, 413 and 422 are the caller's mistakes. 503 means that the system failed, and that the request may be sent
+again. Requests need
+`Authorization: Bearer TOKEN`, except for `/openapi.json`, which names no tool.
 
-`POST /sessions` opens a session, for tools whose names last from one call to the next: `POST /sessions/SESSION/tools/NAME/call`
-calls in it, `DELETE /sessions/SESSION` ends it. 404 says that it is over, and 429 that there are too many.
+`POST /sessions` opens a session, for tools whose variables last from one call to the next. `POST
+/sessions/SESSION/tools/NAME/call` calls
+in it, `DELETE /sessions/SESSION` ends it. 404 means that it is over, 429 that there are too many.
 
-It speaks plain HTTP, records nothing, and a tool that must run `once` runs as often as it is called.
+It speaks plain HTTP and records nothing. A tool that must run `once` runs as often as it is called.
 """
 
 import secrets
@@ -45,7 +48,7 @@ from agentrl.workflow.tools.python import Notebook, keeps_session
 from agentrl.workflow.trajectory import ToolCall, ToolResult, storable
 
 MAX_BYTES = 1_000_000
-"""The largest body of a request. The largest arguments that a tool takes fit into it, however they are escaped."""
+"""The largest body of a request. The largest arguments of a tool fit into it, however they are escaped."""
 
 BACKLOG = 128
 
@@ -60,7 +63,7 @@ class ToolCallBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """The tool's answer, as a model would read it; `error_class` is null for success. `seconds` is the time it took."""
+    """The tool's result as a model would read it; `error_class` is null for success. `seconds` is the time it took."""
 
     result: str
     error_class: str | None
@@ -69,7 +72,7 @@ class CallResult:
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """A session: what to call it, the tools whose names last in it, and after how many seconds without a call it ends."""
+    """A session: its name, the tools whose variables last in it, and the seconds without a call after which it ends."""
 
     session: str
     tools: list[str]
@@ -203,7 +206,7 @@ def listen_at_address(host: str, port: int, guarded: bool) -> Iterator[socket.so
 
     Raises:
         ConfigError: other machines could reach the address, and the user chose no token.
-        ServiceError: the address cannot be listened at.
+        ServiceError: the address cannot be used.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -226,10 +229,10 @@ def listen_at_address(host: str, port: int, guarded: bool) -> Iterator[socket.so
 
 @contextmanager
 def listen_at_path(path: Path) -> Iterator[socket.socket]:
-    """Open a Unix socket at the path, for this user alone; replace one that a killed server left there.
+    """Open a Unix socket at the path, for this user only; replace one that a killed server left there.
 
     Raises:
-        ServiceError: the path cannot be listened at, or another server listens there.
+        ServiceError: the path cannot be used, or another server listens there.
     """
     with socket.socket(socket.AF_UNIX) as made:
         try:
@@ -260,7 +263,7 @@ def _cannot_serve_error(where: str, error: Exception) -> ServiceError:
 
 
 def serve(tools: Mapping[str, Tool], listener: socket.socket, token: str) -> None:
-    """Serve the tools until SIGTERM; begun calls are answered first, then all sessions end."""
+    """Serve the tools until SIGTERM; then answer the calls that have begun and end all sessions."""
     sessions = ServedSessions()
     longest = max(tool.timeout_seconds for tool in tools.values())
     config = uvicorn.Config(

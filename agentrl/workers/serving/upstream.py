@@ -1,4 +1,4 @@
-"""Connections to the rollout workers that sample: HTTP/1.1 by h11, kept open between calls."""
+"""Connections to the rollout workers that sample: HTTP/1.1 by h11, reused for many requests."""
 
 import asyncio
 import time
@@ -13,21 +13,21 @@ Sent = Iterable[tuple[bytes, bytes]]
 
 CONNECT_SECONDS = 5.0
 WRITE_SECONDS = 30.0
-"""A worker that takes no more of a request for so long counts as lost."""
+"""A worker that reads nothing of a request for so long counts as lost."""
 IDLE_SECONDS = 30.0
-"""Connections that rested longer are not used again: the worker may be closing them."""
+"""Connections that were idle for longer are not reused: the worker may be closing them."""
 MAX_IDLE = 64
-"""Connections kept open for each address."""
+"""The most idle connections per address."""
 PIECE = 16 * 1024
 """Bytes that are read at once; twice as many may wait for a slow client."""
 
 
 class Broken(Exception):
-    """The connection to the worker broke, or was never made. The call may be forwarded again."""
+    """The connection to the worker failed. The request may be forwarded again."""
 
 
 class WorkerConnection:
-    """One connection, for one exchange after another."""
+    """One connection, for one request after another."""
 
     def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.address, self._reader, self._writer = address, reader, writer
@@ -39,7 +39,7 @@ class WorkerConnection:
         """Send a request.
 
         Raises:
-            Broken: the connection broke, or the worker reads no more.
+            Broken: the connection failed, or the worker stopped reading.
         """
         fields = [(b"host", self.address.encode()), (b"content-length", str(len(body)).encode()), *headers]
         try:
@@ -57,10 +57,10 @@ class WorkerConnection:
             raise Broken(type(error).__name__) from None
 
     async def head(self) -> tuple[int, Headers]:
-        """Return the status and headers of the answer. It may be called again after it was cancelled.
+        """Return the status and headers of the response. May be called again after it was cancelled.
 
         Raises:
-            Broken: the connection broke.
+            Broken: the connection failed.
         """
         while True:
             found = await self._next_event()
@@ -70,10 +70,10 @@ class WorkerConnection:
                 raise Broken(type(found).__name__)
 
     async def piece(self) -> bytes | None:
-        """Return the next bytes of the answer's body, None after the last. It may be called again after it was cancelled.
+        """Return the next bytes of the response's body; None after the last. May be called again after it was cancelled.
 
         Raises:
-            Broken: the connection broke.
+            Broken: the connection failed.
         """
         while True:
             found = await self._next_event()
@@ -92,12 +92,12 @@ class WorkerConnection:
         return found
 
     def is_reusable(self) -> bool:
-        """Return whether it can take another request, as far as this side knows."""
+        """Return whether the connection can send another request, as far as this side knows."""
         open_here = not (self._writer.is_closing() or self._reader.at_eof())
         return open_here and self._http.our_state is h11.IDLE and time.monotonic() - self.rested_at < IDLE_SECONDS
 
     def rest(self) -> bool:
-        """Make it ready for another request; False if it cannot be."""
+        """Prepare for another request; return False if the connection must be closed."""
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             return False
         self._http.start_next_cycle()
@@ -105,13 +105,13 @@ class WorkerConnection:
         return self.is_reusable()
 
     def cut(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
         with suppress(OSError, RuntimeError):
             self._writer.transport.abort()
 
 
 class Upstreams:
-    """The open connections of one endpoint, by address."""
+    """The connections of one endpoint, by address."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[WorkerConnection]] = defaultdict(list)
@@ -120,7 +120,7 @@ class Upstreams:
         """Return a connection to the address.
 
         Raises:
-            Broken: none can be made.
+            Broken: the connection failed.
         """
         while self._idle.get(address):
             kept = self._idle[address].pop()
@@ -137,7 +137,7 @@ class Upstreams:
         return WorkerConnection(address, reader, writer)
 
     def give_back(self, connection: WorkerConnection) -> None:
-        """Keep the connection for another call, or close it."""
+        """Keep the connection for another request, or close it."""
         for address in [address for address, kept in self._idle.items() if not self._still_kept(kept)]:
             del self._idle[address]
         kept = self._idle[connection.address]
@@ -148,13 +148,13 @@ class Upstreams:
 
     @staticmethod
     def _still_kept(kept: list[WorkerConnection]) -> bool:
-        """Closes those that rested for too long, the oldest first; returns whether any is left."""
+        """Close connections that were idle for too long, the oldest first; return whether any is left."""
         while kept and not kept[0].is_reusable():
             kept.pop(0).cut()
         return bool(kept)
 
     def close(self) -> None:
-        """Close all that rest."""
+        """Close all idle connections."""
         for kept in self._idle.values():
             for connection in kept:
                 connection.cut()

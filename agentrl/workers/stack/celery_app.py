@@ -1,7 +1,7 @@
-"""The Celery app: four queues, JSON only, late acknowledgement; a lost or duplicate message changes nothing.
+"""The Celery app: four queues, JSON only, late acknowledgement. A lost or duplicate message changes nothing.
 
-`rollout` jobs sample episodes, `tools` jobs run one tool call each, `train` jobs run one update, `agents` jobs run one agent
-each. A router admits these queues and `tools.<host>`, and refuses the rest.
+A `rollout` job samples episodes, a `tools` job runs one tool call, a `train` job runs one update, and an `agents` job runs one
+agent. The router accepts these queues and `tools.<host>`, and refuses all others.
 """
 
 import os
@@ -23,9 +23,9 @@ from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import Settings, settings
 
 QUEUES = ("rollout", "tools", "train")
-"""The queues that every stack serves."""
+"""The queues of every stack."""
 AGENTS = "agents"
-"""The queue that is served where a run has an agent."""
+"""The queue that is needed only for runs with an agent."""
 ALL_QUEUES = (*QUEUES, AGENTS)
 _HOST_QUEUE = re.compile(r"tools\.[a-z0-9][a-z0-9.-]{0,63}")
 _QUEUE_OF_JOB = {"agentrl.rollout": "rollout", "agentrl.call": "tools", "agentrl.train": "train", "agentrl.agent": AGENTS}
@@ -34,7 +34,11 @@ TRANSPORT_ALIASES |= dict.fromkeys(("redis", "rediss"), "agentrl.workers.stack.t
 
 
 def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **kw: Any) -> dict[str, Any]:
-    """Return the queue of a job: the one its name begins with, unless a host's own tools queue was asked for."""
+    """Return the queue of a job: the `tools.<host>` queue that the sender chose, else the queue of the job's name.
+
+    Raises:
+        ServiceError: there is no such queue.
+    """
     wanted_queue = options.get("queue")
     wanted_queue = getattr(wanted_queue, "name", wanted_queue)
     if wanted_queue and _HOST_QUEUE.fullmatch(wanted_queue):
@@ -49,13 +53,14 @@ def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None,
 
 @Once
 def own_queue() -> str:
-    """Return the queue that this process alone reads, for calls in its sessions."""
+    """Return the name of the queue that only this process reads, for calls in its sessions."""
     host = re.sub(r"[^a-z0-9.-]", "-", socket.gethostname().lower()).strip(".-")[:32] or "host"
     return f"tools.{host}-{os.getpid()}-{uuid4().hex[:8]}"
 
 
 def row_id(value: object) -> int:
-    """Check that a value can be a row's id, and return it: anybody who reaches the broker can write a message.
+    """Return the value if it can be a row's id. It must be checked, because anyone who can reach the broker can write a
+    message.
 
     Raises:
         ConfigError: the value cannot be an id.
@@ -66,7 +71,7 @@ def row_id(value: object) -> int:
 
 
 def make_app(where: Settings) -> Celery:
-    """Make the app for these settings. Without any one of the options below, a tested fault breaks chords."""
+    """Create the app for these settings. Each of its options is needed: without it, a tested fault breaks chords."""
     app = Celery("agentrl")
     app.conf.update(
         **_broker_options(where),
@@ -122,14 +127,14 @@ def _broker_options(where: Settings) -> dict[str, Any]:
 
 
 def use_broker(where: Settings) -> None:
-    """Turn the app to the broker of these settings, while no worker of this process runs."""
+    """Switch the app to the broker of these settings. No worker of this process may be running."""
     app.conf.update(**_broker_options(where))
     app._after_fork()  # its connections are those of the broker before
     app._backend_cache, app._local = None, threading.local()
 
 
 def log_service_loss(sender: Any = None, exception: BaseException | None = None, **context: Any) -> None:
-    """Log one line for a service that was away for long; the jobs declare `throws`, so that Celery adds no traceback."""
+    """Log one line when a job gives up because a service is away. The jobs declare `throws`, so Celery adds no traceback."""
     if isinstance(exception, ServiceError):
         getLogger("agentrl.app").warning("%s gave up: %s", getattr(sender, "name", "a job"), exception)
 

@@ -1,7 +1,8 @@
-"""The control loop: every few seconds it compares the rows with the world and sends missing messages. A lease keeps it single.
+"""The control loop: every few seconds it reads the rows and sends the messages that are missing. A lease ensures that only one
+loop runs.
 
-It needs no memory and no clock of its own: killed and started elsewhere, it goes on as before. It recovers from lost messages,
-lost workers, a lost Redis and a lost control loop in the same way.
+It keeps no state of its own, so it continues after it was killed and started elsewhere. It recovers in the same way from lost
+messages, lost workers, a lost Redis and a lost control loop.
 """
 
 from logging import getLogger
@@ -21,7 +22,7 @@ log = getLogger("agentrl.control")
 
 
 def run() -> None:
-    """Tick until the process is told to stop."""
+    """Tick until the process is asked to stop."""
     processes, notifier = ReportProcesses(), Notifier(settings())
     try:
         while not stopping.is_set():
@@ -40,7 +41,7 @@ def run() -> None:
 
 
 def tick() -> int | None:
-    """Send the missing messages and return how many it sent; None while another control loop does it."""
+    """Send the missing messages and return their number; None if another control loop holds the lease."""
     where, db = settings(), database()
     if not leases.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
         return None
@@ -48,7 +49,7 @@ def tick() -> int | None:
 
 
 def send_missing() -> int:
-    """Send the missing messages, even if others do so too: a duplicate changes nothing. Returns how many it sent."""
+    """Send the missing messages and return their number. Other processes may send them too: a duplicate changes nothing."""
     db = database()
     actions = plan(control_reads.snapshot(db, settings().lease_seconds))
     for action in actions:

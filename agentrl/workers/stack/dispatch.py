@@ -1,7 +1,7 @@
-"""Sends all messages: an iteration as a chord, single rollouts, the train job, a tool call.
+"""Sends all messages: an iteration as a chord, single rollouts, the train job, a tool call, an agent.
 
-Each sending is written to its row after the message is out. A message sent twice is harmless; one that was written as sent, and
-got lost, is sent again by the control loop.
+After a message was sent, this is recorded in its row. A duplicate message is harmless. If a recorded message is lost, the
+control loop sends it again.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,9 @@ from agentrl.workflow.store.tool_calls import lost_calls
 
 NO_REPLY = ""
 MAX_SENDS = 5
-"""A call sent this often may be what kills its workers: it is not sent again, and its rollout gives up in the end."""
+"""The number of sends after which a tool call is not sent again. A call sent this often may be killing its workers; its rollout
+gives up after a while.
+"""
 
 
 def dispatch(db: Database, iteration: int) -> None:
@@ -41,7 +43,7 @@ def dispatch(db: Database, iteration: int) -> None:
 
 
 def _unsubscribe(body: AsyncResult) -> None:
-    """Ends Celery's subscriptions to the results of a chord: nobody waits for them, since the rows have the results."""
+    """End Celery's subscriptions to the results of a chord. They are not needed, because the results are in the rows."""
     if not isinstance(app.backend, RedisBackend):
         return  # the in-memory result store subscribes to nothing
     header = body.parent.results if isinstance(body.parent, GroupResult) else [body.parent]
@@ -50,7 +52,7 @@ def _unsubscribe(body: AsyncResult) -> None:
 
 
 def send_rollouts(db: Database, groups: Sequence[int]) -> None:
-    """Send these groups' rollouts again, outside of a chord."""
+    """Send the rollout jobs of these groups again, outside of a chord."""
     moment = planning.db_clock_ms(db)
     for part in split_into_headers(tuple(groups)):
         with _broker_errors("rollouts"):
@@ -59,7 +61,6 @@ def send_rollouts(db: Database, groups: Sequence[int]) -> None:
 
 
 def send_train(db: Database, iteration: int) -> None:
-    """Send the iteration's train job."""
     moment = planning.db_clock_ms(db)
     with _broker_errors("train"):
         app.send_task("agentrl.train", args=[iteration], ignore_result=True)
@@ -67,29 +68,35 @@ def send_train(db: Database, iteration: int) -> None:
 
 
 def send_calls_again(db: Database) -> None:
-    """Send the calls that a lost tools worker may have had; their rollouts find the results in the rows."""
+    """Send the tool calls again that a lost tools worker may have had. Their rollouts find the results in the rows."""
     for call in lost_calls(db, MAX_SENDS):
         send_call(call, NO_REPLY)
 
 
 def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
-    """Send one tool call; once its result is recorded, its worker wakes `reply_to`, unless that is `NO_REPLY`.
+    """Send a tool call. When its result is recorded, the tools worker wakes the rollout process at `reply_to`, unless that is
+    `NO_REPLY`.
 
-    `queue`: the queue of all tools workers, or of the one that has the episode's session.
+    Args:
+        call: the call's id.
+        reply_to: the address of the rollout process' reply list.
+        queue: the queue of all tools workers, or of the worker that has the episode's session.
     """
     with _broker_errors("call"):
         app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True, queue=Queue(queue, routing_key=queue))
 
 
 def send_agent(episode: int, attempt: int, reply_to: str) -> None:
-    """Give an attempt of an episode to its agent; once that has ended, its worker wakes `reply_to`."""
+    """Send a job that runs the agent of an attempt at an episode. When the agent has ended, its worker wakes `reply_to`."""
     with _broker_errors("agent"):
         queue = Queue("agents", routing_key="agents")
         app.send_task("agentrl.agent", args=[episode, attempt, reply_to], ignore_result=True, queue=queue)
 
 
 class _broker_errors:  # noqa: N801 - reads as a phrase: `with _broker_errors("train")`
-    """Turns the broker's errors into ours; passes the fault points `send_WHAT.before` and `.after` around the sending."""
+    """A context manager around a send: it converts the broker's errors to ServiceError, and passes the fault points
+    `send_WHAT.before` and `.after`.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -1,7 +1,7 @@
-"""The embedded stack from outside: find, start, keep and stop it.
+"""Finds, starts, keeps and stops the embedded stack from another process.
 
-A lock in the data folder tells whether a supervisor lives; a small state file, which one, and whether it is stopping. A command
-that needs the stack touches the file `asked`; `agentrl up` leaves the file `stay`.
+A lock in the data folder shows whether a supervisor is alive. A small state file has its pid and whether it is stopping. A
+command that needs the stack touches the file `asked`; `agentrl up` creates the file `stay`.
 """
 
 import fcntl
@@ -24,11 +24,13 @@ from agentrl.workflow.settings import Settings, digest
 
 START_SECONDS = 20.0
 ASKED_SECONDS = 20.0
-"""The time that a command has to write its run, after it asked for the stack, before the stack counts as idle."""
+"""The time in seconds that a command has to write its run after it asked for the stack. Until then the stack does not count as
+idle.
+"""
 STOP_SECONDS = 40.0
 ALWAYS_COMPARED = ("AGENTRL_DATABASE_URL", "AGENTRL_AGENTS")
-"""Variables that must have the same value for a stack's workers and a command, which else would see different runs, or have
-another number of agents at once.
+"""Variables that must be the same for a stack's workers and a command. Otherwise they would use different databases, or a
+different number of agents at a time.
 """
 
 PATH_VARIABLES = ("PYTHONPATH", "PWD")
@@ -41,7 +43,7 @@ def log_file(where: Settings, role: str) -> Path:
 
 
 def find_supervisor(where: Settings) -> int | None:
-    """Return the pid of this data folder's supervisor; None if there is none."""
+    """Return the pid of this data folder's supervisor; None if none is running."""
     try:
         with (where.stack_dir / "supervisor.lock").open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -53,21 +55,23 @@ def find_supervisor(where: Settings) -> int | None:
 
 
 def end_orphaned_redis(where: Settings) -> None:
-    """Stop the private Redis of a killed supervisor, unless another supervisor runs by now."""
+    """Stop the private Redis of a killed supervisor, unless another supervisor is running by now."""
     if not where.broker_url and find_supervisor(where) is None:
         broker.end_server(where)
 
 
 def ensure_running(where: Settings, stay: bool = False, separate: bool = False) -> bool:
-    """Start the embedded stack unless it runs, after waiting for one that is stopping; return whether it was started.
+    """Start the embedded stack unless it is running, and return whether this call started it. If a stack is stopping, wait for
+    its end first.
 
     Args:
-        stay: let the stack, even one that runs already, stop only on request.
-        separate: make rollout and train processes of their own.
+        where: the settings.
+        stay: the stack stops only on request; this also applies to a stack that is already running.
+        separate: run rollout and train in separate processes.
 
     Raises:
-        ServiceError: the stack does not start, or the broker that is named does not answer.
-        ConfigError: the stack cannot be separate, or runs already and is not.
+        ServiceError: the stack does not start, or the broker of the settings does not answer.
+        ConfigError: separate processes are impossible, or the running stack does not have them.
     """
     if where.broker_url:
         broker.require_broker(where)
@@ -92,10 +96,10 @@ def ensure_running(where: Settings, stay: bool = False, separate: bool = False) 
 
 
 def check_separate(where: Settings, separate: bool) -> None:
-    """Refuse separate rollout and train processes if they are impossible, or if the running stack has them together.
+    """Check that rollout and train can be separate processes, if `separate` is true.
 
     Raises:
-        ConfigError: saying what to type.
+        ConfigError: they cannot, or the running stack has them in one process; the message says what to type.
     """
     if separate and broker.is_in_memory(where):
         raise no_overlap_error(f"Without a server all workers are one process. {broker.server_hint()}")
@@ -118,7 +122,9 @@ def _is_serving(where: Settings) -> bool:
 
 
 def stop(where: Settings) -> bool:
-    """Stop the embedded stack and wait for its end; False if none runs. Unfinished runs go on at the next start."""
+    """Stop the embedded stack and wait for its end; return False if none is running. Unfinished runs continue at the next
+    start.
+    """
     pid = find_supervisor(where)
     if not pid:
         return False
@@ -132,7 +138,7 @@ def stop(where: Settings) -> bool:
 
 
 def restart(where: Settings, separate: bool = False) -> None:
-    """Restart the stack with the environment of this process; `stay` and `separate` are as before.
+    """Restart the stack with the environment of this process. Its `stay` is kept, and so is a `separate` that is true.
 
     Raises:
         ServiceError, ConfigError: as `ensure_running`.
@@ -143,14 +149,14 @@ def restart(where: Settings, separate: bool = False) -> None:
 
 
 def list_queues(where: Settings) -> tuple[str, ...]:
-    """Return the queues of each worker of the running stack."""
+    """Return the queues of each worker of the running stack, joined by commas."""
     return ("rollout", "train", "tools") if read_state(where)["separate"] else ("rollout,train", "tools")
 
 
 def changed_variables(where: Settings, variables: Iterable[str]) -> list[str]:
-    """Return the variables whose values have changed since the running stack was started.
+    """Return the variables whose values differ from those of the running stack.
 
-    Checks the database's variable; for a stack in memory, whose workers cannot be asked, also the given ones.
+    ALWAYS_COMPARED are checked. The given variables are checked only for a stack in memory, whose workers cannot be asked.
     """
     digests = read_state(where).get("environment", {})
     needed = [*ALWAYS_COMPARED, *(variables if broker.is_in_memory(where) else ())]
@@ -159,7 +165,7 @@ def changed_variables(where: Settings, variables: Iterable[str]) -> list[str]:
 
 
 def _environment_digests(key: str) -> dict[str, str]:
-    """Digests of the environment's values, so that no secret is written to the state file."""
+    """Return digests of the environment's values. They are used so that the state file contains no secret."""
     values = {
         name: value for name, value in os.environ.items() if value and (name.startswith("AGENTRL_") or name in PATH_VARIABLES)
     }
@@ -168,7 +174,7 @@ def _environment_digests(key: str) -> dict[str, str]:
 
 
 def stay_file(where: Settings) -> Path:
-    """Return the file whose presence lets the stack stop only on request."""
+    """Return the path of the file `stay`: while it exists, the stack stops only on request."""
     return where.stack_dir / "stay"
 
 
@@ -182,8 +188,8 @@ def was_asked_lately(where: Settings) -> bool:
 
 
 def read_state(where: Settings) -> dict[str, Any]:
-    """Return the running supervisor's pid (0 until it is written), whether it is stopping, and whether its workers are
-    separate.
+    """Return the state of the supervisor: its pid (0 until it is written), whether it is stopping, and whether rollout and
+    train are separate.
     """
     try:
         state = json.loads((where.stack_dir / "supervisor.json").read_text())
@@ -193,7 +199,9 @@ def read_state(where: Settings) -> dict[str, Any]:
 
 
 def write_state(where: Settings, stopping: bool, separate: bool) -> None:
-    """Write this process's pid as the supervisor's, whether it is stopping, and whether rollout and train are separate."""
+    """Write the state of the supervisor, which is this process: its pid, whether it is stopping, and whether rollout and train
+    are separate.
+    """
     beside = where.stack_dir / "supervisor.json.new"
     with suppress(FileNotFoundError):  # the data folder was removed: the children are ended all the same
         state = {
@@ -208,7 +216,7 @@ def write_state(where: Settings, stopping: bool, separate: bool) -> None:
 
 
 def hold_lock(where: Settings) -> IO[str] | None:
-    """Take the supervisor's lock, held as long as the file is open; None if another process has it."""
+    """Take the supervisor's lock, which lasts until the returned file is closed. Return None if another process has it."""
     file = (where.stack_dir / "supervisor.lock").open("w")
     deadline = time.monotonic() + 1.0  # a process that only checks for a supervisor holds the lock for a moment
     while True:

@@ -1,4 +1,4 @@
-"""The heartbeat of a worker process: one thread that renews the leases of all its claims."""
+"""The heartbeat of a worker process: one thread renews the leases of all its claims."""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +14,9 @@ log = getLogger("agentrl.heartbeat")
 
 @dataclass
 class Heartbeat:
-    """A thread that renews leases every third of their life; it reports a claim that another worker took over as lost."""
+    """A thread that renews leases three times during their life. If another worker has taken over a claim, it calls the claim's
+    `lost`.
+    """
 
     db: Database
     lease_seconds: float
@@ -25,40 +27,40 @@ class Heartbeat:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        """Start the thread, as a daemon."""
+        """Start the thread as a daemon."""
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """Renew nothing any more."""
+        """Stop renewing all leases."""
         self._over.set()
 
     def hold_group(self, fence: Fence, lost: Callable[[], None]) -> None:
-        """Renew the group's lease from now on; call `lost` once if another worker took it."""
+        """Renew the group's lease from now on. Call `lost` once if another worker takes the lease."""
         with self._lock:
             self._groups[fence] = lost
 
     def drop_group(self, fence: Fence) -> None:
-        """No longer renews it."""
+        """Stop renewing the group's lease."""
         with self._lock:
             self._groups.pop(fence, None)
 
     def hold_iteration(self, iteration: int, token: int, lost: Callable[[], None]) -> None:
-        """Renew the iteration's lease from now on; call `lost` once if another trainer took it."""
+        """Renew the iteration's lease from now on. Call `lost` once if another trainer takes the lease."""
         with self._lock:
             self._iterations[iteration, token] = lost
 
     def drop_iteration(self, iteration: int, token: int) -> None:
-        """No longer renews it."""
+        """Stop renewing the iteration's lease."""
         with self._lock:
             self._iterations.pop((iteration, token), None)
 
     def hold_agent(self, agent: int, claim: str, lost: Callable[[], None]) -> None:
-        """Renew the agent's lease from now on; call `lost` once if its episode needs it no longer."""
+        """Renew the agent's lease from now on. Call `lost` once if the episode does not need the agent any more."""
         with self._lock:
             self._agents[agent, claim] = lost
 
     def drop_agent(self, agent: int, claim: str) -> None:
-        """No longer renews it."""
+        """Stop renewing the agent's lease."""
         with self._lock:
             self._agents.pop((agent, claim), None)
 

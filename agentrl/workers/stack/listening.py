@@ -1,4 +1,6 @@
-"""The endpoint's listening socket: who binds it, how it is handed on, and the URL that it has."""
+"""The listening sockets of HTTP servers such as the endpoint: how one is bound, how it is passed to another process, and its
+URL.
+"""
 
 import socket
 from ipaddress import ip_address
@@ -6,17 +8,22 @@ from ipaddress import ip_address
 from agentrl.workflow.errors import ServiceError
 
 LISTENER = "AGENTRL_ENDPOINT_LISTENER"
-"""Environment variable with the descriptor of a listening socket that the supervisor hands on."""
+"""The environment variable with the descriptor of a listening socket that the supervisor passes to the endpoint."""
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
 
 
 def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free port, or to 0.") -> socket.socket:
-    """Listen at the address; port 0 takes a free one. `hint` says what to do where the address is taken.
+    """Return a socket that listens at the address. Port 0 selects a free port.
+
+    Args:
+        host: the host name or address.
+        port: the port.
+        hint: what the user can do if the address is in use.
 
     Raises:
-        ServiceError: it cannot.
+        ServiceError: the process cannot listen there.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -40,12 +47,12 @@ def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free 
 
 
 def is_loopback(listening: socket.socket) -> bool:
-    """Return whether only this machine reaches it."""
+    """Return whether only this machine can reach the socket."""
     return ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(listening: socket.socket) -> str:
-    """Return the URL of a listening socket; of one that listens everywhere, with this host's name."""
+    """Return the URL of a listening socket. If it listens on all addresses, the URL has this host's name."""
     host, port = listening.getsockname()[:2]
     address = ip_address(host.partition("%")[0])
     if address.is_unspecified:

@@ -1,7 +1,7 @@
-"""`/metrics` of a process, in Prometheus' text format: what it is doing, and for the control loop the state of all work.
+"""`/metrics` of a process in Prometheus' text format: the state of the process and, for the control loop, of all work.
 
-Off unless AGENTRL_METRICS_PORT is set; at 127.0.0.1 unless AGENTRL_METRICS_HOST says otherwise. Nothing in it names a task or
-quotes an episode. Each process of a machine has a port of its own: see `port_of`.
+It is off unless AGENTRL_METRICS_PORT is set. It listens at 127.0.0.1 unless AGENTRL_METRICS_HOST is set. It contains no task
+and no text of an episode. Each process of a machine has its own port; see `port_of`.
 """
 
 import os
@@ -25,18 +25,20 @@ from agentrl.workflow.store.reads import open_work
 log = getLogger("agentrl.metrics")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PORT_ORDER = ("control", "rollout", "train", "tools", "agents", "endpoint")
-"""The control loop listens at AGENTRL_METRICS_PORT, each other role at the next port in this order."""
+"""The roles in the order of their ports: the control loop listens at AGENTRL_METRICS_PORT, each following role at the next
+port.
+"""
 REQUEST_SECONDS = 5.0
-"""From one byte of a request to the next."""
+"""The longest wait for the next bytes of a request, in seconds."""
 CONNECTION_SECONDS = 30.0
-"""After which a connection is ended, however much its client sends."""
+"""The longest life of a connection, in seconds."""
 MAX_CONNECTIONS = 16
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PrometheusMetric:
-    """A metric with a value for each set of labels. A name that ends in `_total` is a counter, any other a gauge."""
+    """A metric with a value for each set of labels. A metric whose name ends in `_total` is a counter; others are gauges."""
 
     name: str
     help: str
@@ -45,16 +47,16 @@ class PrometheusMetric:
 
 Collect = Callable[[], Iterable[PrometheusMetric]]
 _collectors: list[Collect] = []
-"""What modules of this process add, such as the sampler's slots."""
+"""Functions of other modules in this process that return metrics, such as those of the sampler's slots."""
 
 
 def add_collector(collect: Collect) -> None:
-    """Let `/metrics` of this process show what `collect` returns; it is called for each request, from any thread."""
+    """Add the metrics that `collect` returns to `/metrics` of this process. It is called for each request, from any thread."""
     _collectors.append(collect)
 
 
 def render(metrics: Iterable[PrometheusMetric]) -> str:
-    """Return the metrics as text, in version 0.0.4 of Prometheus' format."""
+    """Return the metrics as text in version 0.0.4 of Prometheus' format."""
     lines = []
     for metric in metrics:
         lines.append(f"# HELP agentrl_{metric.name} {metric.help}")
@@ -69,7 +71,7 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def collect_process() -> Iterable[PrometheusMetric]:
-    """This process and its machine."""
+    """Yield metrics of this process and its machine."""
     usage, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = [
         ({"of": "process"}, usage.ru_utime + usage.ru_stime),
@@ -88,7 +90,7 @@ def collect_process() -> Iterable[PrometheusMetric]:
 
 
 def collect_work(db: Database) -> Iterable[PrometheusMetric]:
-    """Return the state of all work, from rows: queues, leases, runs, tokens, seconds, losses."""
+    """Yield metrics of all work, from the rows: queues, leases, runs, tokens, seconds, failures."""
     counts = open_work.count_work(db)
     queues = [({"queue": row["queue"], "state": state}, row[state]) for row in counts.queues for state in ("held", "waiting")]
     yield PrometheusMetric("work", "Groups, updates and calls that wait for a worker or have a lease.", queues)
@@ -119,15 +121,17 @@ _RUN_METRICS = (
 
 
 def port_of(where: Settings, roles: Sequence[str]) -> int:
-    """Return the port of a process with these roles; 0: none."""
+    """Return the port for a process with these roles; 0 if metrics are off."""
     return where.metrics_port and where.metrics_port + min(PORT_ORDER.index(role) for role in roles)
 
 
 def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Database]) -> ThreadingHTTPServer | None:
-    """Answer `/metrics` in threads of this process if a port is set. A port that is taken costs a line in the log only.
+    """Serve `/metrics` in threads of this process if a port is set. If the port is in use, log a warning and return None.
 
     Args:
-        db: returns the database; called for the control loop, which tells the state of all work.
+        where: the settings.
+        roles: the roles of this process.
+        db: returns the database; called only in the control loop, for the metrics of all work.
     """
     port = port_of(where, roles)
     if not port:
@@ -156,7 +160,7 @@ def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Databa
 
 
 class _Server(ThreadingHTTPServer):
-    """A server whose clients can hold neither threads without end nor more than some of them."""
+    """A server with a limited number of connections, each of which has a time limit."""
 
     daemon_threads = True
 
@@ -165,7 +169,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, or end the connection if there are too many."""
+        """Handle the request in a thread, or close the connection if there are too many."""
         if len(self._deadlines) >= MAX_CONNECTIONS:
             self.shutdown_request(request)
             return
@@ -173,34 +177,32 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def close_request(self, request: Any) -> None:
-        """Close a connection."""
         self._deadlines.pop(request, None)
         super().close_request(request)
 
     def service_actions(self) -> None:
-        """End the connections that are too old; `serve_forever` calls this each half second."""
+        """Close the connections whose time is over. `serve_forever` calls this every half second."""
         for request, deadline in list(self._deadlines.items()):
             if time.monotonic() > deadline:
                 with suppress(OSError):  # it was closed meanwhile
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log a client that went away, or an answer that failed, without a traceback on standard error."""
+        """Log an error of a request at DEBUG level, instead of a traceback on stderr."""
         log.debug("a request of /metrics failed", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request; a client that says nothing is cut."""
+    """A request. A client that sends nothing for REQUEST_SECONDS is disconnected."""
 
     timeout = REQUEST_SECONDS
     _collecting = threading.Lock()
 
     def collect(self) -> str:
-        """The text of the answer."""
+        """Return the text of the response."""
         raise NotImplementedError
 
     def do_GET(self) -> None:
-        """Answer a request of a path."""
         if self.path.partition("?")[0] != "/metrics":
             self._answer(404, "The only path is /metrics.\n")
             return
@@ -221,4 +223,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log no request."""
+        """Log nothing: requests are not logged."""

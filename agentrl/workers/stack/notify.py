@@ -1,8 +1,8 @@
-"""Notifications: a request to AGENTRL_NOTIFY_URL, or AGENTRL_NOTIFY_COMMAND, when a run ends and when it waits.
+"""Notifications: a request to AGENTRL_NOTIFY_URL, or a run of AGENTRL_NOTIFY_COMMAND, when a run ends and when it waits.
 
-Both come from the machine's settings alone: a run's config cannot name them. The control loop sends them from the runs' events,
-in a thread, so that a server that hangs delays nothing. The last event that was sent is in the database: each is sent at least
-once, also if the control loop was away meanwhile, and given up after some attempts.
+Both are set only in the machine's settings; a run's config cannot set them. The control loop sends notifications from the runs'
+events. It uses a thread, so that a server that hangs delays nothing. The database records the last event that was sent. So each
+event is sent at least once, even if the control loop was away, and is given up after MAX_ATTEMPTS failures.
 """
 
 import json
@@ -26,7 +26,7 @@ URL_SECONDS, COMMAND_SECONDS = 10.0, 60.0
 
 
 class Notifier:
-    """A sender of new events, one after the other."""
+    """Sends new events, one after the other."""
 
     def __init__(self, where: Settings) -> None:
         self._url, self._command = where.notify_url, shlex.split(where.notify_command)
@@ -34,14 +34,14 @@ class Notifier:
         self._attempts = 0
 
     def tend(self, db: Database) -> None:
-        """Start a thread that sends what is new, unless one is still at it, or nobody is to be notified."""
+        """Start a thread that sends new events, unless a thread is still sending or no target is set."""
         if not (self._url or self._command) or (self._thread is not None and self._thread.is_alive()):
             return
         self._thread = threading.Thread(target=self._send_new, args=[db], name="notify", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until what was started is sent."""
+        """Wait until the running thread has ended."""
         if self._thread is not None:
             self._thread.join()
 
@@ -56,7 +56,7 @@ class Notifier:
             log.warning("events could not be read: %s", error)
 
     def _send(self, event: Mapping[str, Any]) -> bool:
-        """Send one event; return whether it is done with: sent, or tried often enough."""
+        """Send an event; return whether to go on to the next one: it was sent, or has failed MAX_ATTEMPTS times."""
         body = json.dumps({name: event[name] for name in ("event", "run", "kind", "status", "detail", "at")}).encode()
         try:
             if self._url:
@@ -72,7 +72,7 @@ class Notifier:
 
 
 def _run(command: Sequence[str], body: bytes) -> None:
-    """Run a program with `body` on its standard input; end all that it started if it takes too long. Its output is not kept.
+    """Run a program with `body` on its standard input and discard its output. If it takes too long, kill its process group.
 
     Raises:
         OSError: it cannot be started.
@@ -90,7 +90,7 @@ def _run(command: Sequence[str], body: bytes) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """The cause, without the target, which may hold a key."""
+    """Return the cause of an error without the target, which may contain a key."""
     if isinstance(error, subprocess.CalledProcessError):
         return f"the command ended with exit code {error.returncode}"
     if isinstance(error, subprocess.TimeoutExpired):
@@ -99,10 +99,10 @@ def _describe(error: Exception) -> str:
 
 
 def _post(url: str, body: bytes) -> None:
-    """Send JSON.
+    """Send the body as JSON to the URL.
 
     Raises:
-        OSError: the server does not answer, or answers with an error.
+        OSError: the server does not respond, or responds with an error.
     """
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "agentrl"}, method="POST")
     with urllib.request.urlopen(request, timeout=URL_SECONDS):

@@ -1,4 +1,4 @@
-"""Kills by the kernel's out-of-memory killer in this process's cgroup; only a counter shows them."""
+"""Counts the kills of the kernel's out-of-memory killer in this process's cgroup. A counter file is the only record of them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def count_kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of processes killed so far in this process's memory cgroup; 0 if the kernel does not say."""
+    """Return the number of processes killed so far in this process's memory cgroup; 0 if the kernel does not report it."""
     for file in _counter_files(cgroups, mine):
         try:
             fields = dict(line.split() for line in file.read_text().splitlines())
@@ -18,7 +18,9 @@ def count_kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup"))
 
 
 def _counter_files(cgroups: Path, mine: Path) -> Iterator[Path]:
-    """The files that may hold the counter, by cgroup version 1 or 2; a container sees its own group at the top."""
+    """Yield the files that may have the counter, for cgroup versions 1 and 2. In a container the own group is at the top of the
+    tree.
+    """
     try:
         groups = [line.split(":", 2) for line in mine.read_text().splitlines()]
     except OSError:

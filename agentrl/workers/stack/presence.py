@@ -1,4 +1,4 @@
-"""Presence of workers and of a control loop, and hints about what to start."""
+"""Finds out which workers, control loop and endpoint are running, and returns hints on what to start."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ ANSWER_SECONDS = 1.5
 
 
 def count_workers_by_queue() -> dict[str, int]:
-    """Queue -> number of workers that answered one request and serve it."""
+    """Return the number of workers that serve each queue, of those that respond within 1.5 s."""
     served = dict.fromkeys(QUEUES, 0)  # beside them, agents and queues of hosts where somebody serves them
     for queues in _ask_queues().values():
         for queue in queues:
@@ -21,12 +21,12 @@ def count_workers_by_queue() -> dict[str, int]:
 
 
 def has_shared_worker() -> bool:
-    """Return whether some worker both rolls out and trains."""
+    """Return whether a worker both rolls out and trains."""
     return any({"rollout", "train"} <= queues for queues in _ask_queues().values())
 
 
 def _ask_queues() -> dict[str, set[str]]:
-    """Worker -> the queues that it serves."""
+    """Return the queues of each worker."""
     answers = app.control.inspect(timeout=ANSWER_SECONDS).active_queues() or {}
     return {worker: {queue["name"] for queue in queues} for worker, queues in answers.items()}
 
@@ -37,24 +37,24 @@ def start_command(role: str) -> str:
 
 
 def missing_worker_hints(queues: Iterable[str]) -> list[str]:
-    """Hints for queues that no worker serves."""
+    """Return a hint for each of these queues, which have no worker."""
     return [f"No worker serves the queue {queue!r}. Start one: {start_command(queue)}" for queue in queues]
 
 
 def missing_control_hints(db: Database) -> list[str]:
-    """Return a hint if no control loop runs; else empty."""
+    """Return a hint if no control loop is running; else an empty list."""
     there = leases.service_holder(db, "control") is not None
     return [] if there else [f"No control loop is running. Start one: {start_command('control')}"]
 
 
 def find_endpoint_url(db: Database) -> str | None:
-    """Return where agents reach the endpoint, without /v1: AGENTRL_ENDPOINT_URL, or what a running one says; None if none
-    runs.
+    """Return the URL at which agents reach the endpoint, without /v1: AGENTRL_ENDPOINT_URL, or the URL that a running endpoint
+    published; else None.
     """
     return settings().endpoint_url.rstrip("/") or leases.service_holder(db, ENDPOINT)
 
 
 def missing_endpoint_hints(db: Database) -> list[str]:
-    """Return a hint if no endpoint runs; else empty."""
+    """Return a hint if no endpoint is running; else an empty list."""
     there = find_endpoint_url(db) is not None
     return [] if there else [f"No endpoint runs. Start one: {start_command(ENDPOINT)}"]

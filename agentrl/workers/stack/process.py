@@ -1,4 +1,4 @@
-"""State of which every worker process has one: its name, its database, its heartbeat, the request to stop."""
+"""The singletons of a worker process: its name, its database, its heartbeat, and the request to stop."""
 
 import json
 import os
@@ -28,12 +28,12 @@ APART_HINT = (
     "Start `agentrl worker rollout` and `agentrl worker train` as separate processes "
     "(embedded: `agentrl down; agentrl up --separate`)"
 )
-"""The command to type where one process must not do both."""
+"""The hint for a run that needs rollout and train in separate processes."""
 
 stopping = threading.Event()
-"""Set when the process is asked to stop: rollouts then hand their claims back.
+"""Set when the process is asked to stop. Rollouts then return their claims.
 
-The main thread, which handles signals, must never wait for it: a waiter briefly holds the lock that `set` needs.
+The main thread handles signals and must never wait for this event: a waiter briefly holds the lock that `set` needs.
 """
 
 shared = threading.Event()
@@ -41,23 +41,24 @@ shared = threading.Event()
 
 
 threaded = threading.Event()
-"""Set while all workers are threads of a person's own process, which calls function agents itself."""
+"""Set while all workers are threads of the user's own process, which calls function agents itself."""
 
 
 def worker_name() -> str:
-    """host:pid of this process."""
+    """Return the name of this process, `host:pid`."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def claim_name() -> str:
-    """host:pid/N: a new name for one claim of this process, by which rows record who works on them."""
+    """Return a new name for a claim of this process, `host:pid/N`. Rows record it as their holder."""
     return f"{worker_name()}/{uuid4().hex[:8]}"
 
 
 def confirm_base(run: int, policy: "Policy") -> None:
-    """Check that the base in memory is the run's; the first worker to load the run's base records it.
+    """Check that the base model in memory is the run's. The first worker that loads the run's base records its hashes.
 
-    If the device was chosen by itself and is the CPU after a GPU failed, the run's events and the log say so.
+    If AGENTRL_DEVICE is `auto` and a GPU failed earlier, so that the model is on the CPU, this is written to the run's events
+    and the log.
 
     Raises:
         ModelError: it is another base.
@@ -68,23 +69,25 @@ def confirm_base(run: int, policy: "Policy") -> None:
 
 
 def base_hashes(policy: "Policy") -> dict[str, str]:
-    """Return what of a base a run records beside its weights: tokenizer, template, and its own code where it has some."""
+    """Return the hashes of a base that a run records in addition to its weights' hash: tokenizer, template, and its own code if
+    it has any.
+    """
     hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
     return hashes | ({"code": policy.code_hash} if policy.code_hash else {})
 
 
 def refuse_overlap(config: RunConfig) -> None:
-    """Refuse a run whose rollouts go on during updates, if this process would do both.
+    """Raise ConfigError for a run whose rollouts continue during updates, if this process does both.
 
     Raises:
-        ConfigError: saying what to start instead.
+        ConfigError: the message says what to start instead.
     """
     if shared.is_set() and config.rollout.max_staleness:
         raise no_overlap_error(f"{APART_HINT}, then `agentrl resume {config.name}`.")
 
 
 def no_overlap_error(hint: str) -> ConfigError:
-    """Return the error of a run with staleness where one process rolls out and trains."""
+    """Return the error for a run with `max_staleness` above 0 if one process both rolls out and trains."""
     return ConfigError(
         "rollout.max_staleness above 0 needs rollouts during updates, but one worker process does both here, so that "
         "nothing could overlap.",
@@ -105,8 +108,8 @@ def _report_cpu(run: int) -> None:
 
 
 def write_when_possible(write: Callable[[], object]) -> None:
-    """Retry a write until the database takes it, or the process is to stop: a claim not handed back counts as a lost
-    worker.
+    """Repeat a write until the database accepts it or the process is asked to stop. A claim that is not returned would count as
+    a lost worker.
     """
     while True:
         try:
@@ -120,7 +123,9 @@ def write_when_possible(write: Callable[[], object]) -> None:
 
 
 def forget() -> None:
-    """End what this process has one of: what is called next reads the settings again and opens their database."""
+    """Close the singletons of this process and clear the cached settings. The next use reads the settings again and opens their
+    database.
+    """
     if heartbeat.made:
         heartbeat().stop()
     if database.made:
@@ -136,13 +141,12 @@ def forget() -> None:
 
 @Once
 def database() -> Database:
-    """Return the process's database."""
     return open_database(settings().database)
 
 
 @Once
 def heartbeat() -> Heartbeat:
-    """Return the process's heartbeat, started."""
+    """Return the process's heartbeat, which is running."""
     beat = Heartbeat(database(), settings().lease_seconds)
     beat.start()
     return beat

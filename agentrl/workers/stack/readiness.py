@@ -1,7 +1,7 @@
-"""Readiness of a worker process: whether it serves, as a file for health checks and as lines in its log.
+"""The readiness of a worker process, as a file for health checks and as lines in its log.
 
-A worker that reaches its broker has the file `AGENTRL_READY_FILE`; for control and the endpoint it is the database. A worker
-removes the file when it loses that, and when it starts: a process killed in a container leaves its file there.
+The file `AGENTRL_READY_FILE` exists while a worker can reach its broker; for control and the endpoint, while they can reach the
+database. A worker also removes the file when it starts, because a process that was killed in a container leaves it behind.
 """
 
 import logging
@@ -17,19 +17,19 @@ from agentrl.workflow.settings import settings
 log = getLogger("agentrl.ready")
 
 CONSUMER_LOG = "celery.worker.consumer.consumer"
-"""The logger on which Celery reports each attempt to reach the broker again."""
+"""The logger on which Celery reports each attempt to reconnect to the broker."""
 LOSS_PREFIXES = ("consumer: ", "Frequent restarts detected")
-"""How Celery's messages about a lost broker begin."""
+"""The beginnings of Celery's messages about a lost broker."""
 
 
 class Readiness:
-    """Whether this process serves. Each change is one line in the log; threads that race may log it twice."""
+    """Whether this process serves. Each change is logged as one line; two threads at the same time may log it twice."""
 
     def __init__(self, file: Path | None) -> None:
-        """Remove the file that an earlier process left.
+        """Remove the file of an earlier process.
 
         Args:
-            file: exists while the process serves; None for none.
+            file: the file that exists while the process serves; None: no file.
         """
         self._file = file
         self._state = "starting"
@@ -45,7 +45,7 @@ class Readiness:
             self._file.touch()
 
     def lose(self, reason: object) -> None:
-        """Record that the broker or the database is away; log the reason, once until `confirm`."""
+        """Record that the broker or the database is away. The reason is logged once until the next `confirm`."""
         if self._state == "lost":
             return
         log.warning("not ready: %s Retrying until it answers.", reason)
@@ -60,12 +60,13 @@ class Readiness:
 
 @Once
 def readiness() -> Readiness:
-    """Return the readiness of this process."""
     return Readiness(settings().ready_file)
 
 
 def follow_celery() -> None:
-    """Let Celery's heartbeats confirm readiness, and its reports of a lost broker end it. Call before the worker is made."""
+    """Confirm readiness at each of Celery's heartbeats, and end it when Celery reports a lost broker. Call this before the
+    worker is created.
+    """
     from celery.signals import heartbeat_sent
 
     heartbeat_sent.connect(_confirm, weak=False)
@@ -80,13 +81,13 @@ def _confirm(sender: Any, **kwargs: Any) -> None:
 
 
 def _reason_of(message: str) -> str:
-    """Why the broker is lost, from a message of Celery; its URL, which may hold a password, is left out."""
+    """Return the reason from Celery's message about a lost broker, without the URL, which may contain a password."""
     match = re.match(r"consumer: Cannot connect to \S+: ([^\n]{1,200})", message)
     return f"the broker does not answer: {match[1].rstrip('. ')}." if match else "the broker does not answer."
 
 
 def _report_loss(record: logging.LogRecord) -> bool:
-    """Keep a record of Celery's consumer, unless it reports a lost broker."""
+    """Return whether to log a record of Celery's consumer. A report of a lost broker is not logged but ends readiness."""
     if not record.getMessage().startswith(LOSS_PREFIXES):
         return True
     readiness().lose(_reason_of(record.getMessage()))

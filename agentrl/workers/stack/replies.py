@@ -1,7 +1,7 @@
-"""Replies to tool calls: a rollout process has one Redis list, and one thread that reads it.
+"""Replies to tool calls: each rollout process has one Redis list, and one thread that reads it.
 
-A reply carries the call's id; the result is in the row, which the waiting rollout also polls now and then. For a call that
-cannot run on the worker that received it, a reply carries the reason, which is only shown to the user.
+A reply has the id of a call whose result is in the row; the waiting rollout also polls the row. If a call cannot run on the
+worker that received it, the reply has the reason, which is only shown to the user.
 """
 
 import math
@@ -30,17 +30,21 @@ MAX_REASON = 500
 """The most characters of the reason why a call cannot run."""
 
 ReplyCallback = Callable[[int, str], None]
-"""Called with the call and the reason why it cannot run; the reason is empty once the call is answered."""
+"""The type of a callback: its arguments are the call's id and the reason why it cannot run, which is empty once the result is
+recorded.
+"""
 
 _local_lists: "dict[str, Replies]" = {}
-"""The lists of this process: if the tools share the process, replies do not go through Redis."""
+"""The reply lists of this process by address. If the tools run in the same process, replies do not go through Redis."""
 
 
 class Replies:
-    """The list of this process; each call's callback runs once, in the reader's thread.
+    """The reply list of this process. The callback of each call is called in the reader's thread, once after the call's result
+    is recorded.
 
     Attributes:
-        answered_at: the monotonic time of the last answer to any call.
+        address: the name of the list in Redis.
+        answered_at: the monotonic time of the last reply with a result, in seconds.
     """
 
     def __init__(self, where: Settings) -> None:
@@ -52,7 +56,9 @@ class Replies:
             threading.Thread(target=self._run, args=(connect_redis(where),), name="replies", daemon=True).start()
 
     def expect(self, call: int, answered: ReplyCallback) -> None:
-        """Register `answered`: called when the call's reply comes, and before that with each reason why it cannot run."""
+        """Register the callback `answered` of a call. It is called when the result is recorded, and before that with each
+        reason why the call cannot run.
+        """
         self._waiting[call] = answered
 
     def forget(self, call: int) -> None:
@@ -60,7 +66,7 @@ class Replies:
         self._waiting.pop(call, None)
 
     def answer(self, call: int, reason: str = "") -> None:
-        """Run the call's callback; with a reason, it stays registered."""
+        """Call the callback of the call and remove it. With a `reason`, it stays registered."""
         answered = self._waiting.get(call) if reason else self._waiting.pop(call, None)
         if not reason:
             self.answered_at = time.monotonic()
@@ -93,7 +99,7 @@ class Replies:
 
 
 class Waker:
-    """The tools side: pushes the ids of answered calls onto the lists of their rollout processes."""
+    """Sends replies from a tools process to the lists of rollout processes."""
 
     def __init__(self, where: Settings) -> None:
         self._where = where
@@ -103,12 +109,13 @@ class Waker:
         return connect_redis(self._where)
 
     def wake(self, address: str, call: int, reason: str = "") -> None:
-        """Wake the rollout that waits for the call, or send the reason why the call cannot run here.
+        """Wake the rollout that waits for the call, or send it the reason why the call cannot run here.
 
-        A broker that is away does no harm, since the rollout polls the row, too.
+        If the broker is away, nothing is lost, because the rollout also polls the row.
 
         Raises:
-            ConfigError: the address is not one of ours; anybody can write a message, and Redis holds other lists, too.
+            ConfigError: the address is not a reply list. This is checked because anyone can write a message, and Redis has
+                other lists too.
         """
         if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
             raise ConfigError(f"A tool call has an invalid reply list: {address!r:.100}.")

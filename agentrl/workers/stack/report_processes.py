@@ -1,4 +1,4 @@
-"""The processes that write runs to trackers: one for each run and tracker, started, watched and ended by one parent."""
+"""The processes that write runs to trackers: one for each run and tracker. One parent starts, watches and ends them."""
 
 import os
 import signal
@@ -20,28 +20,30 @@ from agentrl.workflow.store.run_reports import TrackerReport
 
 log = getLogger("agentrl.reports")
 FAILED = 70
-"""Exit code of a process that has recorded why its report failed; Python itself ends with 1."""
+"""The exit code of a process that has recorded why its report failed. Python's own exit code for an error is 1."""
 CLAIM = "AGENTRL_REPORT_CLAIM"
-"""Environment variable by which the processes that a tracker started are found."""
+"""The environment variable that identifies the processes that a tracker started."""
 MAX_PROCESSES = 8
-"""At once: each takes some 100 MB."""
+"""The most report processes at a time; each takes some 100 MB."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 600.0
-"""Before a report that failed is tried again; doubled each time."""
+"""The first and the longest pause before a failed report is tried again, in seconds; it doubles each time."""
 STOP_SECONDS = 10.0
-"""In which a process may write what is left when it is asked to stop."""
+"""The time that a process has to write the remaining steps when it is asked to stop, in seconds."""
 
 
 class ReportProcess:
-    """A process that writes a report. What its tracker starts is ended with it, also in sessions of their own.
+    """A process that writes a report. When it ends, all processes that its tracker started are killed, even those in other
+    sessions.
 
-    A service that outlives it might send its last steps after the next process has asked what the tracker has.
+    Otherwise such a process might send its last steps after the next report process has asked which steps the tracker has.
     """
 
     def __init__(self, report: TrackerReport, output: int | None = None) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
-            output: file descriptor for its log; None: this process's standard error.
+            report: the report to write.
+            output: the file descriptor of its log; None: this process's stderr.
         """
         self.report, self.claim = report, claim_name()
         command = [sys.executable, "-P", "-m", "agentrl.workers.stack.reporter", str(report.run_id), report.tracker, self.claim]
@@ -51,7 +53,10 @@ class ReportProcess:
         )
 
     def reap(self, db: Database) -> bool | None:
-        """Return None while the process runs, else whether it wrote its report; end what it left, and record how it died."""
+        """Return None while the process is running, else whether it wrote its report.
+
+        When it has ended, kill what it started, release its lease, and record a failure that it did not record itself.
+        """
         code = self.process.poll()
         if code is None:
             return None
@@ -62,11 +67,11 @@ class ReportProcess:
         return code == 0
 
     def release(self, db: Database) -> None:
-        """Let another process write the report at once."""
+        """Release the lease, so that another process can write the report at once."""
         leases.release_service_lease(db, run_reports.lease_name(self.report.run_id, self.report.tracker), self.claim)
 
     def kill(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and all processes that it started."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -78,7 +83,7 @@ class ReportProcess:
 
 
 AGAIN = "The run continues; missing steps are written when it answers, or by `agentrl report`."
-"""What follows the cause of a failure."""
+"""The text that follows the cause of a failure."""
 
 
 def _describe_exit(tracker: str, code: int) -> str:
@@ -89,14 +94,14 @@ def _describe_exit(tracker: str, code: int) -> str:
 
 @dataclass
 class _Pause:
-    """When a report that failed is tried again, and how long it waited for that."""
+    """The pause before a failed report is tried again: its end in monotonic time, and its length, both in seconds."""
 
     until: float
     seconds: float
 
 
 class ReportProcesses:
-    """The processes of all due reports, one for each."""
+    """The processes of all due reports."""
 
     def __init__(self) -> None:
         self._processes: dict[tuple[int, str], ReportProcess] = {}
@@ -108,7 +113,7 @@ class ReportProcesses:
         return tuple(self._processes.values())
 
     def tend(self, db: Database) -> None:
-        """Reap the processes that have ended, and start those that are missing. Waits for none of them."""
+        """Reap the processes that have ended, and start those that are missing. Do not wait for any of them."""
         for key, process in list(self._processes.items()):
             if (written := process.reap(db)) is None:
                 continue
@@ -124,10 +129,11 @@ class ReportProcesses:
                 self._processes[key] = ReportProcess(report)
 
     def stop(self, open_database: Callable[[], Database]) -> None:
-        """Ask all processes to write what is left, and end those that do not end in time.
+        """Ask all processes to write the remaining steps, and kill those that take longer than STOP_SECONDS.
 
         Args:
-            open_database: called only if a process holds a lease: the database may be the reason for stopping.
+            open_database: returns the database. It is called only if there are processes, because the database may be the
+                reason for stopping.
         """
         for process in self._processes.values():
             process.process.terminate()

@@ -1,8 +1,7 @@
 """The process that writes one run to one tracker: `python -m agentrl.workers.stack.reporter RUN_ID TRACKER CLAIM`.
 
-It reads rows and holds no transaction while it waits for the tracker. What the tracker has is asked of the tracker itself, so
-that a process that goes on for a killed one neither doubles nor misses a step. SIGALRM ends a process whose tracker hangs, in
-whatever code it hangs.
+It reads rows, and holds no transaction while it waits for the tracker. It asks the tracker which steps the tracker has. So a
+process that replaces a killed one neither repeats nor misses a step. SIGALRM ends the process if the tracker hangs.
 """
 
 import os
@@ -44,11 +43,11 @@ from agentrl.workflow.trajectory import OPEN
 log = getLogger("agentrl.reporter")
 MAX_ERROR_CHARS = 300
 LEASE_MARGIN_SECONDS = 30.0
-"""Added to a step's time limit: the lease outlives a process that its alarm ends."""
+"""The seconds by which the lease lasts longer than a step's time limit, so that it outlives a process that SIGALRM ends."""
 
 
 class Reporter:
-    """A writer of a run to a tracker, until the run has ended or the process is asked to stop."""
+    """Writes a run to a tracker, until the run has ended or the process is asked to stop."""
 
     def __init__(self, db: Database, report: TrackerReport, claim: str) -> None:
         self.db, self.report, self.claim = db, report, claim
@@ -58,7 +57,7 @@ class Reporter:
         self.last = {ITERATION: 0, EVALUATION: -1}
 
     def write(self) -> None:
-        """Open the tracker's run, and write each step as its rows are committed.
+        """Open the tracker's run, and write each step after its rows are committed.
 
         Raises:
             Fenced: another process writes this report.
@@ -81,7 +80,7 @@ class Reporter:
         run_reports.record_written(self.db, self.report, self.last[ITERATION], status if done else None)
 
     def _write_steps(self, session: TrackerSession) -> bool:
-        """Write the steps that the tracker lacks; return whether an evaluation is still running."""
+        """Write the steps that the tracker does not have; return whether an evaluation is still running."""
         for step in self._iteration_steps():
             self._write_step(session, step)
         for row in run_reports.load_own_evals(self.db, self.report.run_id, self.last[EVALUATION]):
@@ -100,7 +99,7 @@ class Reporter:
         run_reports.record_written(self.db, self.report, self.last[ITERATION])
 
     def _iteration_steps(self) -> Iterator[TrackedStep]:
-        """The iterations that are over and that the tracker lacks, in order, up to the first open one."""
+        """Yield the finished iterations that the tracker does not have, in order, up to the first open one."""
         table = curves.load_curves(self.db, str(self.report.run_id), after=self.last[ITERATION])
         for values in table.rows:
             row = dict(zip(curves.COLUMNS, values, strict=True))
@@ -111,7 +110,7 @@ class Reporter:
                 yield TrackedStep(ITERATION, row["iteration"], row["finished_at"], iteration_metrics(row), text)
 
     def _samples(self, iteration: int) -> str:
-        """The transcripts of the iteration's first episodes, as many as the report shows."""
+        """Return the transcripts of the iteration's first done episodes; the report's `samples` is their number."""
         if not self.report.samples:
             return ""
         chosen = episode_rows.EpisodeFilter(self.run.name, iteration=iteration, status="done")
@@ -120,7 +119,12 @@ class Reporter:
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
-        """Let SIGALRM end the process if the tracker takes too long; it acts on code that never returns to Python, too."""
+        """Let SIGALRM end the process if the block takes longer than AGENTRL_REPORT_SECONDS. This works even if the tracker's
+        code never returns to Python.
+
+        Raises:
+            Fenced: another process holds the lease of this report.
+        """
         lease, seconds = run_reports.lease_name(self.report.run_id, self.report.tracker), self.seconds + LEASE_MARGIN_SECONDS
         if not leases.take_service_lease(self.db, lease, self.claim, seconds):
             raise Fenced("Another process is writing this report.")
@@ -132,13 +136,13 @@ class Reporter:
 
 
 def _transcript(db: Database, episode: int) -> str:
-    """An episode as an indented block of Markdown, which its text cannot end."""
+    """Return an episode's transcript as an indented block of Markdown; no text in it can end the block."""
     lines = (text for text, _ in transcript_lines(episode_rows.find_episode(db, episode)))
     return "\n".join(f"    {line}" for text in lines for line in text.split("\n"))
 
 
 def load_run(db: Database, run_id: int) -> TrackedRun:
-    """Return the run as its trackers show it."""
+    """Return the run in the form that trackers receive."""
     row = run_reports.load_tracked_run(db, run_id)
     config = masked_config(row["config"], os.environ)
     tags = dict.fromkeys([config.get("algorithm.name", ""), *row["tags"]])
@@ -154,7 +158,7 @@ def load_run(db: Database, run_id: int) -> TrackedRun:
 
 
 def describe_failure(report: TrackerReport, tracker: Tracker | None, error: BaseException) -> str:
-    """Return why a report failed, in one sentence with the command that helps."""
+    """Return why a report failed, and what helps, as text."""
     if isinstance(error, ModuleNotFoundError) and tracker is not None and error.name == tracker.package:
         return f"{report.tracker} is not installed here: {install_command(tracker.package)}. {AGAIN}"
     if isinstance(error, AgentRLError):
@@ -164,7 +168,7 @@ def describe_failure(report: TrackerReport, tracker: Tracker | None, error: Base
 
 
 def main(run_id: int, name: str, claim: str) -> int:
-    """Write the report, and return the process's exit code."""
+    """Write the report and return the exit code of the process."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         stopping.set()

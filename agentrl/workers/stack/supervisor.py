@@ -1,12 +1,12 @@
-"""The supervisor: one process that runs a private Redis and its workers, on a machine where nothing runs yet.
+"""The supervisor: one process that runs a private Redis and the workers on this machine.
 
-`agentrl up` starts it, and so does `submit` if no broker is named. It restarts dead processes with back-off, and sends the
-calls of a dead tools worker again. One that `submit` started stops some time after the last run, unless `agentrl up` was used
-since. With `AGENTRL_BROKER_URL` set, it supervises the workers alone, without Redis. Rollout and train share a process, and one
-copy of the base, unless `--separate` is given or an unfinished run has rollouts that go on during updates.
+`agentrl up` starts it, and so does `submit` if the settings have no broker. It restarts dead processes with back-off, and sends
+the calls of a dead tools worker again. A supervisor that `submit` started stops some time after the last run has ended, unless
+`agentrl up` was used since. With `AGENTRL_BROKER_URL` set, it runs the workers without Redis. Rollout and train share a process
+and one copy of the base, unless `--separate` is given or an unfinished run has rollouts that continue during updates.
 
-An endpoint and an agents worker come once a running run has an agent. The endpoint's listening socket is the supervisor's own,
-so that a killed endpoint comes back on the same port, and clients that call meanwhile wait in the backlog.
+An endpoint and an agents worker are started when a running run has an agent. The supervisor owns the endpoint's listening
+socket. So a restarted endpoint has the same port, and clients that connect meanwhile wait in the backlog.
 """
 
 import os
@@ -35,16 +35,18 @@ log = getLogger("agentrl.supervisor")
 WORKERS = ("rollout,train", "tools", "control")
 SEPARATE = ("rollout", "train", "tools", "control")
 CALM_SECONDS = 30.0
-"""A process that lived this long is restarted at once; one that died sooner waits longer each time."""
+"""The life of a process, in seconds, after which it is restarted at once. After a shorter life the wait doubles each time."""
 CALM_SECONDS_OF_ENDPOINT = 1.0
-"""An endpoint starts in no time, and agents wait for it."""
+"""The same limit for the endpoint, in seconds; it starts quickly, and agents wait for it."""
 MAX_BACKOFF = 30.0
-"""At most half a lease: the claims of the dead process wait for their lease anyway, and no longer than that."""
+"""The longest wait before a restart, in seconds. The wait is also at most half a lease, because the claims of the dead process
+become free after a lease.
+"""
 
 
 @dataclass
 class SupervisedProcess:
-    """One supervised process, the time when it may be restarted, and the count of out-of-memory kills before it started."""
+    """A supervised process, the time at which it may be restarted, and the number of out-of-memory kills before its start."""
 
     role: str
     process: "subprocess.Popen[bytes] | None"
@@ -55,8 +57,8 @@ class SupervisedProcess:
 
 
 class Supervisor:
-    """A supervisor that keeps its children alive until it is stopped, or until no run was active for a while (without
-    `stay`).
+    """Keeps its child processes alive until it is stopped. Without `stay` it also stops when no run was active for
+    `idle_stop_seconds`.
     """
 
     def __init__(self, where: Settings, separate: bool = False) -> None:
@@ -70,7 +72,7 @@ class Supervisor:
         threading.Thread(target=self._record_losses, name="news", daemon=True).start()
 
     def run(self) -> None:
-        """Start, watch and stop all children; Redis starts first and stops last."""
+        """Start and watch all child processes, and stop them at the end. Redis starts first and stops last."""
         if broker.is_in_memory(self.where):
             log.warning("no Redis server was found: running all workers in this process with an in-memory broker")
             try:
@@ -99,9 +101,8 @@ class Supervisor:
                 self.stopping = self.stopping or self._is_idle()
 
     def _tend_agents(self, roles: Sequence[str]) -> bool:
-        """Starts those roles once a run has an agent, and looks after the endpoint where nobody else does.
-
-        Returns whether they were started.
+        """Start the processes of these roles when a run has an agent; return whether they were started. With a broker in
+        memory, also restart an ended endpoint.
         """
         running_roles = {child.role for child in self.children}
         for child in self.children if broker.is_in_memory(self.where) else ():
@@ -116,7 +117,7 @@ class Supervisor:
         return True
 
     def _is_idle(self) -> bool:
-        """Whether no run was active for long enough to stop; if so, writes that to the state file before stopping anything."""
+        """Return whether no run was active for long enough to stop. If so, write this to the state file first."""
         if not self._is_quiet():
             return False
         embedded.write_state(self.where, stopping=True, separate=self.separate)
@@ -162,7 +163,7 @@ class Supervisor:
                 log.error("%s", error)
 
     def _record_losses(self) -> None:
-        """Records losses in a thread of its own: a database that is away delays neither restarts nor the stop."""
+        """Record losses, in a thread. So a database that is away delays neither restarts nor the stop."""
         while True:
             tell = self.news.get()
             try:
@@ -203,7 +204,7 @@ class Supervisor:
 
 
 def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:
-    """Records in the runs' events which process was lost, and how it ended."""
+    """Record in the runs' events which process was lost, and how it ended."""
     name = f"{socket.gethostname()}:{pid}"
     if out_of_memory:
         log.error("%s was killed by the kernel, out of memory. %s", role, OOM_HINT)
@@ -213,7 +214,7 @@ def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:
 
 
 def _describe_exit(code: int) -> str:
-    """The end of a process with that exit code, in words."""
+    """Return a text for the exit code: `ended with exit code 1`, `was killed by SIGKILL`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -223,7 +224,9 @@ def _describe_exit(code: int) -> str:
 
 
 def _send_calls_again() -> None:
-    """Sends a dead tools worker's calls again at once, not only after a lease and a tool's time limit have passed."""
+    """Send the calls of a dead tools worker again at once. Otherwise they would wait for a lease and a tool's time limit to
+    pass.
+    """
     from agentrl.workers.stack.dispatch import send_calls_again
 
     send_calls_again(database())  # if that fails, the rollouts do it later
@@ -246,11 +249,11 @@ def _some_run_has_agent() -> bool:
 
 
 def main(stay: bool, separate: bool = False) -> None:
-    """Run the supervisor process.
+    """Run the supervisor process; return at once if another one is running.
 
     Args:
         stay: stop only on request.
-        separate: make rollout and train processes of their own.
+        separate: run rollout and train in separate processes.
     """
     where = settings()
     where.stack_dir.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
-"""kombu's Redis transport with three corrections: invalid messages, and jobs that outlive their connection, do not end the
-worker; and the client is not made anew for each command, which is a fifth of a message's cost.
+"""kombu's Redis transport with three corrections.
+
+Invalid messages do not end the worker. Jobs that outlive their connection do not end it either. The Redis client is not created
+again for each command, which takes a fifth of the time per message.
 """
 
 from logging import getLogger
@@ -12,7 +14,7 @@ log = getLogger("agentrl.transport")
 
 
 class Channel(redis.Channel):  # type: ignore[misc]
-    """The corrected channel, see the module's docstring; all three faults are in kombu 5.7.0."""
+    """A channel with the corrections in the module's docstring. All three faults are in kombu 5.7.0."""
 
     _own: Any = None
 
@@ -40,6 +42,6 @@ class Channel(redis.Channel):  # type: ignore[misc]
 
 
 class Transport(redis.Transport):  # type: ignore[misc]
-    """The transport that uses the corrected channel."""
+    """A transport that uses the corrected channel."""
 
     Channel = Channel

@@ -1,6 +1,6 @@
-"""A worker process: `python -m agentrl.workers.stack.worker rollout,train`, also behind `agentrl worker`.
+"""A worker process: `python -m agentrl.workers.stack.worker rollout,train`, which `agentrl worker` also runs.
 
-Rollout and train may share one process, with one copy of the base; tools and control are processes of their own.
+Rollout and train may share one process with one copy of the base. Each other role has a process of its own.
 """
 
 import logging
@@ -31,7 +31,7 @@ ROLES = ("rollout", "tools", "train", "control", "agents", "endpoint")
 WITHOUT_AGENTS = ROLES[:4]
 """The roles that every run needs."""
 FOR_AGENTS = ("endpoint", "agents")
-"""The roles that a run with an agent needs too."""
+"""The additional roles for a run with an agent."""
 MODULES = {
     "rollout": "agentrl.workers.jobs.rollout",
     "tools": "agentrl.workers.jobs.tool_call",
@@ -41,28 +41,38 @@ MODULES = {
     "endpoint": "agentrl.workers.serving.endpoint",
     "fit": "agentrl.workers.requests.requirements",
 }
-"""Role -> module of its job; `fit`: the module of the check that workers make before a run is written."""
+"""The module of each role's job. `fit` has the check that workers make before a run is written."""
 
 SUPERVISOR = "AGENTRL_SUPERVISOR"
-"""Environment variable with the supervisor's pid: its workers end with it."""
+"""The environment variable with the supervisor's pid. Its workers end when it has ended."""
 
 ORPHAN_SECONDS = 40.0
-"""The time in which a worker whose supervisor is gone hands its claims back."""
+"""The time that a worker has to return its claims after its supervisor has ended, in seconds."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Environment variables that configure torch's allocator: its name since torch 2.9, and older ones, which take precedence."""
+"""Environment variables that configure torch's allocator: the name since torch 2.9, then the older names, which take
+precedence.
+"""
 
 SWITCH_SECONDS = 0.0005
-"""The interpreter's switch interval, instead of 5 ms: the sampler needs the GIL after each of the model's operations, a hundred
-times for a token, and beside one busy thread took five times as long as alone; so did a tool call.
+"""The interpreter's switch interval in seconds; Python's default is 5 ms. The sampler needs the GIL after each operation of the
+model, a hundred times per token. With the default and one busy thread, sampling took five times as long as alone, and so did
+a tool call.
 """
 
 CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
-"""Threads per queue: a rollout job mostly waits for the engine, a tool call for its tool; those of agents are a setting."""
+"""The number of threads per queue. A rollout job mostly waits for the engine, a tool call for its tool. The number for agents
+is a setting.
+"""
 
 
 def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> None:
-    """Serve the roles in this process until SIGTERM; `listening` is for an endpoint: its `host` and `port`.
+    """Serve the roles in this process until SIGTERM.
+
+    Args:
+        roles: the roles.
+        concurrency: the number of threads; None: the sum of the roles' defaults.
+        listening: the `host` and `port` of an endpoint.
 
     Raises:
         ConfigError: a role is unknown, or the roles cannot share a process.
@@ -109,16 +119,18 @@ def _describe_servers(where: Settings) -> str:
 
 
 def _let_segments_grow() -> None:
-    """Let the segments of torch's CUDA allocator grow, unless the environment configures it; before torch is imported.
+    """Let the segments of torch's CUDA allocator grow, unless the environment configures it. Call this before torch is
+    imported.
 
-    The sampler's KV cache grows by copies, each a little larger than the last: of fixed segments none fits the next copy.
+    The sampler's KV cache grows by copies, each a little larger than the last. The next copy would not fit into a segment of
+    fixed size.
     """
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def set_up_logging() -> None:
-    """Log our own messages from INFO on, and other libraries' warnings, as AGENTRL_LOG says."""
+    """Log agentrl's messages from INFO on, and other libraries' from WARNING on. AGENTRL_LOG selects text or JSON."""
     handler = logging.StreamHandler(sys.stderr)
     as_text = logging.Formatter("%(asctime)s %(levelname).1s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if settings().log == "json" else as_text)
@@ -128,7 +140,7 @@ def set_up_logging() -> None:
 
 
 def _end_with_supervisor(supervisor: int, roles: list[str]) -> None:
-    """Ends this process when its supervisor is gone; the control worker also ends the private Redis."""
+    """End this process when its supervisor has ended. The control worker also stops the private Redis."""
     while os.getppid() == supervisor:
         time.sleep(1.0)
     logging.getLogger("agentrl").warning("the supervisor is gone")
@@ -177,10 +189,13 @@ def _run_queues(roles: list[str], concurrency: int) -> None:
 
 
 def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more: Any) -> "Worker":
-    """Make a Celery worker for these queues, with threads, since one engine and one base serve all jobs.
+    """Return a Celery worker for these queues. It has threads, because one engine and one base serve all jobs.
 
     Args:
-        kind: `WorkController` for one that leaves the process's signals, output and logging alone.
+        roles: the roles, which are also names of queues.
+        concurrency: the number of threads.
+        kind: the class of the worker; `WorkController` leaves the process's signals, output and logging unchanged.
+        more: other arguments of the class.
     """
     from kombu import Queue
 
@@ -206,11 +221,11 @@ def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more
 
 
 def run_together(idle: Callable[[], bool], tend: Callable[[], bool]) -> None:
-    """Run every role in this process, for a broker in memory, until `idle()` is true; the endpoint alone is a process, for it
-    needs no broker.
+    """Run all roles in this process, with a broker in memory, until `idle()` is true. Only the endpoint is a separate process,
+    because it needs no broker.
 
-    The tools have a worker with threads of its own: rollouts wait for tools, and must not take up all threads. So have the
-    agents, from the time on when `tend()` says, each second, that some run has an agent.
+    Tools have a worker with threads of their own, because rollouts wait for tools and could otherwise take all threads. The
+    agents have such a worker too; it starts when `tend()`, which is called every second, returns that a run has an agent.
     """
     from celery.app.trace import setup_worker_optimizations
 

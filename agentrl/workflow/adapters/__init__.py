@@ -1,6 +1,6 @@
-"""Adapters: each file here reads model turns from the spans of one convention. See `Adapter`.
+"""Adapters: each file here reads model turns from spans of one convention. See `Adapter`.
 
-What stands in them is a stranger's: texts, calls and tokens are bounded and checked here, for all conventions alike.
+Spans come from other systems and are not trusted: the sizes of texts, calls and tokens are checked here, for all conventions.
 """
 
 import json
@@ -17,12 +17,12 @@ from agentrl.workflow.trajectory import FinishReason, Message, Role, ToolCall
 
 ROLES: Mapping[str, Role] = {**{role: role for role in get_args(Role)}, "developer": "system", "model": "assistant"}
 MAX_TEXT = 4_000_000
-"""Characters of all messages of a turn: a conversation that any model could read is shorter."""
+"""The most characters of all messages of a turn. Every conversation that a model can read is shorter."""
 MAX_MESSAGES = 10_000
 MAX_TOKENS = 1_000_000
 MAX_ID = 2**31 - 1
 LOWEST_LOGPROB = -1e30
-"""What is kept in 32 bits."""
+"""The lowest logprob, which is stored as float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,14 @@ class Turn:
     """A model turn, read from a span.
 
     Args:
-        messages: of its request, the whole history.
-        said: what the model answered.
-        tools: the tools that were offered, as chat APIs write them.
-        prompt_ids, sampled_ids: exact tokens; empty where the span has none.
-        logprobs: of the sampled tokens, natural logarithms; empty where the span has none.
-        answers: of the tools' results since the model's last answer, which of its calls each is of, from 0; -1: of none. Empty:
-            they stand in the order of the calls.
+        messages: the messages of its request, with the complete history.
+        said: the model's message.
+        tools: the offered tools, in the format of chat APIs.
+        finish_reason: why the turn ended.
+        prompt_ids, sampled_ids: the exact tokens; empty if the span has none.
+        logprobs: the natural logprobs of the sampled tokens; empty if the span has none.
+        answers: for each tool result since the model's last message, the number of its call, from 0; -1 for no call. Empty: the
+            results are in the order of the calls.
     """
 
     messages: tuple[Message, ...]
@@ -50,7 +51,7 @@ class Turn:
 
     @property
     def exact(self) -> bool:
-        """True if its token ids and logprobs are known."""
+        """True if the token ids and logprobs are known."""
         return bool(self.prompt_ids and self.sampled_ids) and len(self.logprobs) == len(self.sampled_ids)
 
 
@@ -59,8 +60,8 @@ class Adapter:
     """A convention for model turns in spans.
 
     Args:
-        name: the file's name.
-        turn: reads a span: its turn, or None where it is of something else. ValueError: it makes no sense.
+        name: the name of the file.
+        turn: returns the turn of a span, or None if the span is not a model turn. Raises ValueError if the turn is invalid.
     """
 
     name: str
@@ -72,8 +73,9 @@ class SpanMessage:
     """A message, read from a span.
 
     Args:
-        calls: the ids of its calls, one for each; empty texts where they have none.
-        answers: the id of the call that a tool's result answers; empty where nobody says.
+        message: the message.
+        calls: the id of each of its calls; empty texts for calls without an id.
+        answers: the id of the call to which a tool result belongs; empty if the span does not say.
     """
 
     message: Message
@@ -87,7 +89,7 @@ def make_turn(
     """Build a turn, and check the token ids of the span.
 
     Raises:
-        ValueError: it makes no sense, and why.
+        ValueError: the turn is invalid.
     """
     history, answers = _answered(messages)
     if not history or len(history) > MAX_MESSAGES:
@@ -104,7 +106,7 @@ def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), though
     """Build a message.
 
     Raises:
-        ValueError: its role is none.
+        ValueError: its role is unknown.
     """
     chat_role = ROLES.get(role) if isinstance(role, str) else None
     if chat_role is None:
@@ -115,7 +117,7 @@ def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), though
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
-    """Build a call; unreadable arguments make it an unreadable call."""
+    """Build a call. If its arguments cannot be parsed, the call has an error."""
     value = parsed(arguments) or {}
     return read_arguments(name if isinstance(name, str) else "", dict(value) if isinstance(value, Mapping) else value)
 
@@ -128,10 +130,10 @@ def make_schema(name: Any, description: Any, parameters: Any) -> Schema:
 
 
 def parsed(value: Any) -> Any:
-    """Parse a value that may be JSON text; other text is returned unchanged.
+    """Parse a value that may be JSON text. Other texts and values are returned unchanged.
 
     Raises:
-        ValueError: it is nested too deep.
+        ValueError: the value is nested too deep.
     """
     if isinstance(value, str) and len(value) <= MAX_TEXT:
         with suppress(ValueError, RecursionError):
@@ -142,7 +144,7 @@ def parsed(value: Any) -> Any:
 
 
 def _with_whole_characters(value: Any, levels: int) -> Any:
-    """The value without halves of surrogate pairs, which JSON can spell and no tokenizer reads; deeper levels are left."""
+    """Replace unpaired surrogates, which JSON can express and no tokenizer accepts, in at most `levels` levels of the value."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if not levels:
@@ -153,9 +155,9 @@ def _with_whole_characters(value: Any, levels: int) -> Any:
 
 
 def _answered(messages: Sequence[SpanMessage]) -> tuple[tuple[Message, ...], tuple[int, ...]]:
-    """The messages, where a tool's result has the name of the call that it answers; and which calls the last results answer.
+    """Return the messages, in which each tool result has the name of its call, and the call numbers of the last results.
 
-    A result whose call nobody names is of the next one that has none.
+    A result without a call id belongs to the next call that has no result yet.
     """
     history: list[Message] = []
     calls: tuple[ToolCall, ...] = ()
@@ -181,7 +183,9 @@ def _answered(messages: Sequence[SpanMessage]) -> tuple[tuple[Message, ...], tup
 
 
 def _ids(span: Span, names: Sequence[str]) -> tuple[int, ...]:
-    """The token ids under the first of these names; those of the first answer, where there is a list of answers."""
+    """Return the token ids under the first of these names that exists. If the value is a list of answers, return those of the
+    first answer.
+    """
     value = next((parsed(span.attributes[name]) for name in names if name in span.attributes), None)
     if isinstance(value, list) and value and isinstance(value[0], list):
         value = value[0]

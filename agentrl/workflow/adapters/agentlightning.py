@@ -1,4 +1,4 @@
-"""Spans of agent-lightning 0.3 and of OpenLLMetry, which it uses: `gen_ai.prompt.0.content` and similar."""
+"""Spans of agent-lightning 0.3 and of OpenLLMetry, which it uses: `gen_ai.prompt.0.content` and similar attributes."""
 
 import re
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ def _span_message(entry: Mapping[str, Any]) -> SpanMessage:
 
 
 def _content(value: Any) -> str:
-    """The text of a message, which may be written as a list of parts."""
+    """Return the text of a message, which may be written as a list of parts."""
     parts = parsed(value) if isinstance(value, str) and value.startswith("[{") else value
     if isinstance(parts, list) and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)

@@ -1,4 +1,6 @@
-"""OpenTelemetry's GenAI conventions (1.37, in development): `gen_ai.input.messages`, `gen_ai.output.messages`, their parts."""
+"""OpenTelemetry's GenAI conventions (1.37, in development): `gen_ai.input.messages` and `gen_ai.output.messages` with their
+parts.
+"""
 
 import json
 from collections.abc import Mapping
@@ -28,7 +30,9 @@ def _turn(span: Span) -> Turn | None:
 
 
 def _messages(item: Any) -> list[SpanMessage]:
-    """A message of the conventions; results of several calls in one are several here."""
+    """Return the messages for one message of the conventions. The results of several calls in one message become several
+    messages.
+    """
     if not isinstance(item, Mapping):
         raise ValueError("a message is an object with role and parts")
     parts = item.get("parts", item.get("content", []))

@@ -1,7 +1,7 @@
-"""Arguments and results of Python agents. An agent is a function `solve(task, llm)`, sync or async.
+"""Arguments and return values of Python agents. An agent is a function `solve(task, llm)`, sync or async.
 
-It is given the task's messages and metadata, and where its model is; it returns None, a number (a reward), named rewards, or an
-`Answer`. What a program prints as its answer is read by the same rules.
+It receives the task's messages and metadata, and the address of its model. It returns None, a number (a reward), named rewards,
+or an `Answer`. The answer that an agent program prints is read by the same rules.
 """
 
 import math
@@ -16,7 +16,7 @@ MAX_REWARDS = 64
 MAX_NAME = 64
 MAX_ANSWER = 100_000
 REWARD = "agent"
-"""The name of a reward that an agent gives none."""
+"""The name of a reward that an agent returns without a name."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class LLM:
     """The address of the agent's model, for any client of the OpenAI API.
 
     Args:
-        base_url: ends with `/v1`.
-        api_key: of use for this episode alone.
-        model: its name.
+        base_url: the base URL, which ends with `/v1`.
+        api_key: the key, valid only for this episode.
+        model: the model's name.
     """
 
     base_url: str
@@ -36,14 +36,15 @@ class LLM:
 
 @dataclass(frozen=True)
 class AgentTask:
-    """A task as an agent sees it.
+    """A task as an agent receives it.
 
     Args:
-        key: its name in its dataset.
-        messages: role and content of each, as clients take them.
-        reference: None unless the run shows it to its agent.
-        training: whether what it does trains the model; else it is measured.
-        resources: the run's texts by name, which `text.format(name=...)` fills.
+        key: the task's name in its dataset.
+        messages: the messages with role and content, in the format of the chat API.
+        metadata: the task's metadata.
+        reference: the reference answer; None unless the run shows it to its agent.
+        training: the episode trains the model; otherwise it measures it.
+        resources: the run's texts by name; `text.format(name=...)` fills in their fields.
     """
 
     key: str
@@ -72,7 +73,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AgentResult:
-    """A validated result of an agent: its answer (None: the model's last turn) and its rewards by name."""
+    """The validated result of an agent: its answer (None: the model's last turn) and its rewards by name."""
 
     answer: str | None = None
     rewards: Mapping[str, float] | None = None
@@ -82,7 +83,7 @@ def read_result(value: Any) -> AgentResult:
     """Validate the value that an agent returned.
 
     Raises:
-        TypeError, ValueError: it is nothing that an agent may return; the message says what is.
+        TypeError, ValueError: an agent may not return this value; the message says what it may return.
     """
     if isinstance(value, str):
         value = {"text": value}

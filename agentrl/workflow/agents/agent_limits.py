@@ -1,4 +1,4 @@
-"""Checks that this machine can sandbox an agent, and the agent's command here."""
+"""Checks that this machine can sandbox an agent, and finds the agent's command."""
 
 import os
 import shutil
@@ -12,19 +12,19 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.settings import settings
 
 FUNCTION = "agentrl.workers.agents.function"
-"""The module that runs a function as a program."""
+"""The module that runs a function agent as a program."""
 SYSTEM_PYTHON = "/usr/bin/python3"
 TRIAL = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev")
-"""What the sandbox of any agent asks bubblewrap for."""
+"""The options of bubblewrap that the sandbox of every agent needs."""
 NOBODY = "65534"
 TRIAL_SECONDS = 20.0
 
 
 def check_held(agent: AgentConfig) -> None:
-    """Check that this machine has the agent's program and its sandbox.
+    """Check that this machine has the agent's program and can run its sandbox.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it has no such program, or cannot run the sandbox.
     """
     if agent.sandboxed:
         program = shutil.which("bwrap")
@@ -47,10 +47,11 @@ def check_held(agent: AgentConfig) -> None:
 
 @cache
 def _refusal(program: str, alone: bool) -> str:
-    """What bubblewrap says where it makes no sandbox; empty where it does.
+    """Return bubblewrap's error message if it cannot create a sandbox; else an empty text.
 
     Args:
-        alone: whether the sandbox has a network of its own.
+        program: the path of bubblewrap.
+        alone: the sandbox has a network of its own.
     """
     user = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
     command = [*(user if os.geteuid() == 0 else []), program, *TRIAL, *(["--unshare-net"] if alone else []), "true"]
@@ -63,7 +64,8 @@ def _refusal(program: str, alone: bool) -> str:
 
 
 def command_of(agent: AgentConfig) -> list[str]:
-    """Return the agent's command, with absolute paths for files in this folder: the program runs in another folder.
+    """Return the agent's command. Files of the working directory get absolute paths, because the program runs in another
+    folder.
 
     Raises:
         ConfigError: the program is not found, or the sandbox's user cannot read what it needs.
@@ -99,13 +101,15 @@ def _find_program(name: str, sandboxed: bool) -> str:
 
 
 def folders_of(args: list[str]) -> set[Path]:
-    """Return the folders of the files in a command, and of the targets of links."""
+    """Return the folders of the files in a command. For a link, both its own folder and its target's are included."""
     paths = [Path(arg) for arg in args if arg.startswith("/") and Path(arg).exists()]
     return {folder for path in paths for folder in (path.parent, path.resolve().parent)}
 
 
 def may_read(folder: Path) -> bool:
-    """Return whether the sandbox's user may read the folder (another user than this one if root starts the sandbox)."""
+    """Return whether the sandbox's user can read the folder. If root starts the sandbox, this is another user than the one of
+    this process.
+    """
     if os.geteuid() != 0:
         return os.access(folder, os.R_OK | os.X_OK)
     return all(path.stat().st_mode & 0o001 for path in (folder, *folder.parents)) and bool(folder.stat().st_mode & 0o004)

@@ -1,9 +1,10 @@
 """Calling conventions of agents: a function `solve(task, llm)`, or a class.
 
-A function may take the run's texts too: all of them as `resources`, or one by its name, `solve(task, llm, prompt)`.
-A class has `rollout(task, resources, llm)`, and, where they differ, `training_rollout`, `validation_rollout`.
+A function may also take the run's texts: all of them as `resources`, or single ones by name, `solve(task, llm, prompt)`. A
+class has `rollout(task, resources, llm)` and, if training and validation differ, `training_rollout` and `validation_rollout`.
 
-A class is made once, without arguments, where its agents are forked from; what it holds then, each of them has.
+A class is instantiated once, without arguments, in the process from which its agents are forked. So all agents start with the
+attributes of this instance.
 """
 
 import inspect
@@ -18,13 +19,15 @@ WAYS = ("rollout", "training_rollout", "validation_rollout")
 
 
 class Agent:
-    """The base class of agents: override `rollout`, with only the arguments that it needs."""
+    """The base class of agents. Override `rollout` with the arguments that it needs."""
 
     def rollout(self, task: AgentTask, resources: dict[str, Any], llm: LLM) -> Any:
         """Solve the task by calling the model; return the same values as a function agent.
 
         Args:
-            resources: what it is given beside the task, by name: the run's texts, and `llm`.
+            task: the task.
+            resources: the run's texts by name, and `llm`.
+            llm: the address of the model.
         """
         raise NotImplementedError(f"{type(self).__name__} has no rollout(task, resources, llm)")
 
@@ -50,9 +53,11 @@ def as_function(value: Any) -> Callable[..., Any]:
 
 
 def by_name(function: Callable[..., Any], texts: Collection[str]) -> list[str]:
-    """Return the keyword arguments of a function agent: the run's prompts, if it takes them.
+    """Return the names of the arguments with which a function agent is called by keyword; empty if it takes none of the run's
+    texts.
 
     Args:
+        function: the agent.
         texts: the names of the run's texts.
     """
     taken = _parameters(function)
@@ -90,7 +95,7 @@ def _resources(task: AgentTask, llm: LLM) -> dict[str, Any]:
 
 
 def ways_of(agent: Any) -> list[Callable[..., Any]]:
-    """Return its methods in `WAYS`: overridden ones, or those of `Agent`."""
+    """Return the agent's methods named in `WAYS`, without the `rollout` of `Agent` itself."""
     methods = [getattr(agent, way, None) for way in WAYS]
     return [method for method in methods if callable(method) and getattr(method, "__func__", method) is not Agent.rollout]
 

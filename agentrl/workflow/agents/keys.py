@@ -1,7 +1,7 @@
-"""The two keys of an agent's attempt at an episode: one samples, the other also writes annotations.
+"""The two keys of an agent's attempt at an episode: one may sample, the other may also write annotations.
 
-The one that samples is made from the other, and not the other way round: who has it, as a command that a model wrote may, opens
-nothing else with it. Rows know the hash of the one that samples alone.
+The sampling key is derived from the other key, and not the reverse. So whoever has only the sampling key, such as a command
+that a model wrote, cannot write annotations. The database has the hash of the sampling key only.
 """
 
 import base64
@@ -12,7 +12,7 @@ PREFIX = "agentrl-"
 
 
 def new_emit_key() -> str:
-    """Return a key that nobody can guess."""
+    """Return a random key that cannot be guessed; it may sample and write annotations."""
     return f"{PREFIX}emit-{secrets.token_urlsafe(32)}"
 
 
@@ -23,5 +23,5 @@ def sampling_key(emit_key: str) -> str:
 
 
 def key_hash(key: str) -> str:
-    """Return the hash of a key, as rows store it."""
+    """Return the hash of a key, as the database stores it."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()

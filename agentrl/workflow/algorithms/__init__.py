@@ -1,6 +1,6 @@
 """Algorithms: each file here defines an `Algorithm` (a credit function and a surrogate loss) or a `Search` for prompts.
 
-The functions are named and not imported, so that the command line can check a run's options without loading torch.
+The functions are given by name and not imported, so the command line can check a run's options without loading torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from agentrl.workflow.installation import install_command
 from agentrl.workflow.plugins import find, names
 
 ROUNDING = 1e-6
-"""The largest difference, between two machines, of advantages that are computed from rewards alone."""
+"""The largest difference between two machines in advantages that depend only on rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,12 @@ class Algorithm:
 
     Args:
         name: the file's name.
-        credit: `module:function`: rewards of an update's tokens -> their advantages (`training.advantages.Credit`).
+        credit: `module:function`: the rewards of an update's tokens -> their advantages (`training.advantages.Credit`).
         surrogate: `module:function`: a microbatch's tokens -> each token's loss (`training.losses.Surrogate`).
-        needs_group: whether an episode is compared with the others of its group, so that a group of one teaches nothing.
-        critic: whether a value head is trained beside the policy.
-        options: the options of `config.ALGORITHM_OPTIONS` that it reads, and their defaults.
-        trl: the defaults that differ in TRL's convention; None: the option is not read there.
+        needs_group: whether an episode is compared with the others of its group; a group of one then cannot train.
+        critic: whether a value head is trained besides the policy.
+        options: the options of `config.ALGORITHM_OPTIONS` that the algorithm reads, with their defaults.
+        trl: the defaults that differ in TRL's convention; None if the option is not read there.
         trl_surrogate: the surrogate in TRL's convention, if it differs.
     """
 
@@ -53,7 +53,7 @@ class Algorithm:
         return self.trl_surrogate if self.trl_surrogate and config.convention == "trl" else self.surrogate
 
     def options_in(self, convention: str) -> dict[str, Any]:
-        """Return the options of `config.ALGORITHM_OPTIONS` that it uses in the convention, with their defaults."""
+        """Return the options of `config.ALGORITHM_OPTIONS` that the algorithm reads in this convention, with their defaults."""
         own = {**self.options, **(self.trl if convention == "trl" else {})}
         return {name: value for name, value in own.items() if value is not None}
 
@@ -62,14 +62,14 @@ class Algorithm:
 class Search:
     """An algorithm without gradients: it tries prompts in episodes, and may choose some (`workflow.search`).
 
-    A class of one's own with a method `run`, which takes what it reads of `workflow.search.Given`, is one too.
+    A user's class with a method `run` is a search too; the parameters of `run` are names of fields of `workflow.search.Given`.
 
     Args:
         name: the file's name.
         function: `module:function`.
-        chooses: whether it chooses: by tasks of their own, and is then measured on others.
-        options: the options of `config.SEARCH_OPTIONS` that it reads, and their defaults.
-        needs: a package of an extra of that name.
+        chooses: whether it chooses texts. It then gets separate tasks to choose by, and the choice is measured on others.
+        options: the options of `config.SEARCH_OPTIONS` that the search reads, with their defaults.
+        needs: the package that it needs, which is also the name of the extra; empty for none.
     """
 
     name: str
@@ -83,7 +83,7 @@ def find_gradient(name: str) -> Algorithm:
     """Return the training algorithm with that name.
 
     Raises:
-        ConfigError: there is none of that name, or it is a search.
+        ConfigError: there is no such algorithm, or it is a search.
     """
     algorithm = find("algorithms", name)
     if not isinstance(algorithm, Algorithm):
@@ -98,7 +98,7 @@ def gradients() -> dict[str, Algorithm]:
 
 
 def searches(algorithm: Any) -> bool:
-    """Return whether an algorithm's name belongs to a search."""
+    """Return whether a loaded algorithm is a search."""
     return isinstance(algorithm, Search) or (not isinstance(algorithm, Algorithm) and callable(getattr(algorithm, "run", None)))
 
 
@@ -128,10 +128,10 @@ def search_function(algorithm: Any) -> Callable[..., Any]:
 
 
 def resolve_search(config: RunConfig) -> RunConfig:
-    """Return the config of a run that searches, with the algorithm's defaults filled in.
+    """Return the config of a search run with the algorithm's defaults filled in.
 
     Raises:
-        ConfigError: an option that such a run does not read is set.
+        ConfigError: an option is set that has no effect in such a run.
     """
     algorithm, search = find("algorithms", config.algorithm.name), config.search
     name = getattr(algorithm, "name", config.algorithm.name)
@@ -166,10 +166,10 @@ def _search_options(algorithm: Any, name: str, search: SearchConfig) -> dict[str
 
 
 def resolve_options(config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the options with the algorithm's defaults filled in. Resolved options do not change.
+    """Return the options with the algorithm's defaults filled in. Resolving them again changes nothing.
 
     Raises:
-        ConfigError: there is no such algorithm, or it does not read an option that was set.
+        ConfigError: there is no such algorithm, or an option is set that it does not read.
     """
     algorithm = find_gradient(config.name)
     own = algorithm.options_in(config.convention)
@@ -194,8 +194,8 @@ def resolve_run(config: RunConfig) -> RunConfig:
     """Return a training run's config with the algorithm's defaults filled in.
 
     Raises:
-        ConfigError: as `resolve_options`; a critic's option without a critic, a dual clip within the other clip, or groups of
-            one for an algorithm that compares within groups.
+        ConfigError: see `resolve_options`. Also: a critic's option without a critic, a dual clip within the other clip, or
+            groups of one for an algorithm that compares within groups.
     """
     algorithm = find_gradient(config.algorithm.name)
     if config.search != SearchConfig():
@@ -215,11 +215,11 @@ def resolve_run(config: RunConfig) -> RunConfig:
 
 
 def credits_alike(options: AlgorithmConfig, advantages: Mapping[int, float], recorded: Mapping[int, float]) -> bool:
-    """Return whether a recomputed update credits its episodes as recorded, by episode id.
+    """Return whether a recomputed update gives its episodes the recorded advantages, by episode id.
 
     Advantages may differ by 1e-6, as between two machines. If they depend on the model's outputs, through a critic's values or
-    a KL in the reward, only the sets of episodes are compared: other machines round logprobs and values differently (1e-7 to
-    1e-6 in float32, 2e-3 to 7e-3 in bfloat16), and whitening by a small deviation multiplies that by up to 1e4.
+    a KL in the reward, only the sets of episodes are compared. Other machines round logprobs and values differently (1e-7 to
+    1e-6 in float32, 2e-3 to 7e-3 in bfloat16), and whitening by a small deviation multiplies the difference by up to 1e4.
     """
     algorithm = find_gradient(options.name)
     if advantages.keys() != recorded.keys():

@@ -1,4 +1,4 @@
-"""APO: prompts learn: critique, edit, beam search. Source: arXiv 2305.03495."""
+"""APO: improves prompts by critique, edits and beam search. Source: arXiv 2305.03495."""
 
 from agentrl.workflow.algorithms import Search
 

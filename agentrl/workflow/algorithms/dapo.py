@@ -1,8 +1,8 @@
 """DAPO: GRPO's credit, a wider upper clip, and the mean over all tokens.
 
 Source: arXiv 2503.14476, equations 8 to 12. The wider upper clip lets unlikely tokens grow, which preserves entropy. The
-paper's other two parts belong to the run: sampling until enough groups have unequal rewards is `rollout.dynamic_sampling`, the
-soft penalty for answers that are nearly too long is the reward `overlong`; configs/dapo.yaml has all four.
+paper's other two parts are options of the run: `rollout.dynamic_sampling` samples until enough groups have unequal rewards, and
+the reward `overlong` is the soft penalty for answers that are nearly too long. configs/dapo.yaml has all four.
 """
 
 from agentrl.workflow.algorithms import Algorithm

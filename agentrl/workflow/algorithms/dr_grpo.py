@@ -1,8 +1,8 @@
-"""Dr.GRPO: R - mean, not divided by the deviation; the sum over tokens, divided by the most that an episode may sample.
+"""Dr.GRPO: R - mean, not divided by the deviation; the sum over tokens, divided by the maximum number of tokens of an episode.
 
-Source: arXiv 2503.20783, section 3.2. Dividing by the deviation favours tasks that are nearly always or nearly never solved,
-and dividing by an answer's own length favours long wrong answers; neither is done. The paper, TRL and verl (since 0.9)
-average over answers.
+Source: arXiv 2503.20783, section 3.2. Dividing by the deviation favours tasks that are nearly always or nearly never solved.
+Dividing by an answer's own length favours long wrong answers. Dr.GRPO does neither. The paper, TRL and verl (since 0.9) average
+over answers.
 """
 
 from agentrl.workflow.algorithms import Algorithm

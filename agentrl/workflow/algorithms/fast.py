@@ -1,4 +1,4 @@
-"""Fast: one pass over the tasks, for trying an agent: it scores, and changes nothing."""
+"""Fast: one pass over the tasks, to try an agent. It scores the episodes and changes nothing."""
 
 from agentrl.workflow.algorithms import Search
 

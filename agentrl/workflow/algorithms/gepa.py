@@ -1,4 +1,4 @@
-"""GEPA: prompts learn: reflection and a Pareto front, by the package of that name. Source: arXiv 2507.19457."""
+"""GEPA: improves prompts by reflection and a Pareto front, with the package `gepa`. Source: arXiv 2507.19457."""
 
 from agentrl.workflow.algorithms import Search
 

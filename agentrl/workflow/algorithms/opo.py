@@ -1,7 +1,7 @@
 """OPO: rewards minus the group's length-weighted mean, and the plain policy gradient.
 
-Source: arXiv 2505.23585: the baseline of least variance if a gradient's size grows with the answer's length, and strictly
-on-policy steps. Several steps per iteration are off-policy here, for there is no ratio.
+Source: arXiv 2505.23585. This baseline has the least variance if a gradient's size grows with the answer's length and if the
+steps are strictly on-policy. Several steps per iteration are off-policy here, because there is no ratio.
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -1,8 +1,8 @@
 """REINFORCE: -log pi times the discounted return, without a baseline.
 
 Source: Williams (1992), "Simple statistical gradient-following algorithms". It is the simplest algorithm and the baseline for
-the others: its gradient is unbiased and noisy, and if all rewards are positive every sampled token is pushed up, the better
-ones more. Several steps per iteration are off-policy here, for there is no ratio.
+the others. Its gradient is unbiased and noisy. If all rewards are positive, every sampled token becomes more likely, the better
+ones more. Several steps per iteration are off-policy here, because there is no ratio.
 """
 
 from agentrl.workflow.algorithms import Algorithm

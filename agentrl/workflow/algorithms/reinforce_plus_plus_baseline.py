@@ -1,6 +1,6 @@
 """REINFORCE++ with baseline: R - mean of the group, then whitened over all tokens of the update, and PPO's clip.
 
-Source: arXiv 2501.03262, equation 9. Like GRPO, but with one deviation for the whole minibatch, so that a group whose rewards
+Source: arXiv 2501.03262, equation 9. It is like GRPO, but with one deviation for the whole minibatch, so a group whose rewards
 hardly differ is not amplified.
 """
 

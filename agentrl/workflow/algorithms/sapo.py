@@ -1,6 +1,6 @@
 """SAPO: GRPO's credit, and a soft gate in place of the clip.
 
-Source: arXiv 2511.20347, equations 5 and 6; the mean of the rows' means, as in the paper.
+Source: arXiv 2511.20347, equations 5 and 6. The loss is the mean of the training rows' means, as in the paper.
 """
 
 from agentrl.workflow.algorithms import Algorithm

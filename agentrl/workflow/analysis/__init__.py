@@ -1,1 +1,1 @@
-"""Analysis of stored episodes: verification, differences between two, and updates by other algorithms."""
+"""The analysis of stored episodes: verification, the comparison of two episodes, and updates by other algorithms."""

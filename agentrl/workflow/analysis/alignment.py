@@ -1,6 +1,6 @@
-"""Siblings side by side: which tokens they share from the first one on, and where each goes its own way.
+"""The alignment of sibling episodes: which tokens they share from the first one on, and where each differs.
 
-Lines are packed ids, which are compared as bytes: hundreds of thousands of tokens in a few milliseconds.
+Lines are packed ids that are compared as bytes: hundreds of thousands of tokens in a few milliseconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 TOKEN_BYTES = 4
 BLOCK = 4096
-"""Bytes that are compared at once."""
+"""The number of bytes that are compared at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBranch:
-    """Tokens `start` to before `end`, that all of `members` have, and nobody else has after what they share before."""
+    """The tokens from `start` to before `end` that all of `members` share.
+
+    Among the lines with the same tokens before `start`, no other has them.
+    """
 
     start: int
     end: int
@@ -22,12 +25,14 @@ class TokenBranch:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """How lines are one at first and part later.
+    """The shared beginnings of several lines, as a prefix tree.
 
     Args:
-        common: tokens that all have.
-        branches: a prefix tree: every branch after the one that it goes on from; one without tokens is the end of a line.
-        alone_from: member -> its first token that no other line has after the same ones; its length, where another has all.
+        common: the number of tokens that all lines share.
+        branches: the branches of the tree, each after the branch that it continues. A branch without tokens is the end of a
+            line.
+        alone_from: for each member, the index of its first token that no other line has after the same tokens; its length, if
+            another line has all of its tokens.
     """
 
     common: int
@@ -59,7 +64,7 @@ def align(lines: Mapping[int, bytes]) -> Alignment:
 
 
 def _common_end(lines: Mapping[int, bytes], members: Sequence[int], start: int) -> int:
-    """Up to where these lines are one."""
+    """Return the index of the first token, from `start` on, at which these lines are not all equal."""
     first = lines[members[0]]
     end = len(first) // TOKEN_BYTES
     for member in members[1:]:
@@ -68,7 +73,7 @@ def _common_end(lines: Mapping[int, bytes], members: Sequence[int], start: int) 
 
 
 def _first_difference(one: bytes, other: bytes, start: int, end: int) -> int:
-    """The first token from `start` on at which they differ; `end`, or the shorter one's length, where none before it does."""
+    """Return the first token from `start` on at which the lines differ; otherwise `end` or the shorter line's length."""
     at, last = start * TOKEN_BYTES, min(end * TOKEN_BYTES, len(other))
     while at < last and one[at : (stop := min(at + BLOCK, last))] == other[at:stop]:
         at = stop

@@ -1,8 +1,9 @@
-"""Counterfactual updates: another algorithm on the same episodes and the same weights; nothing is kept.
+"""Counterfactual updates: other algorithms on the same episodes and the same weights. Nothing is stored.
 
-Each algorithm credits the episodes, and takes one step on all of them from exactly the weights, critic and optimizer that the
-run's own update started from; the step is measured and put back. Before the step every ratio is 1 by definition (but for
-stored episodes, whose ratio is to the sampler), so that what a clip would do is only seen after it.
+Each algorithm computes advantages for the episodes, and takes one step on all of them. It starts from exactly the weights,
+critic and optimizer state that the run's own update started from. The step is measured and undone. Before the step every ratio
+is 1 by definition (except for stored episodes, whose ratio is to the sampler). So the effect of a clip is visible only after
+it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import Group, PolicyRef
 
 CHUNK = 1 << 20
-"""Elements of two gradients that are multiplied at a time."""
+"""The elements of two gradients that are multiplied at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,17 @@ class Finding:
 
     Args:
         options: all options of the algorithm.
-        own: whether it is the run's own.
-        skipped: why there is no step; None where there is one.
-        advantages: by episode id, the mean over its tokens.
-        spread: their standard deviation, unbiased; None of less than two.
-        zero: share of them that is 0; None of none.
-        correlation: Pearson's, with the run's own over the episodes that both credit; None where one of them is constant.
+        own: whether it is the run's own algorithm.
+        skipped: why there is no step; None if there is one.
+        advantages: the mean advantage over an episode's tokens, by episode id.
+        spread: the unbiased standard deviation of the advantages; None for fewer than two.
+        zero: the share of advantages that are 0; None if there are none.
+        correlation: Pearson's correlation with the run's own advantages, over the episodes that have both; None if one side is
+            constant.
         start: the metrics of the update (`training.reports.Update`) before the step: `loss`, `grad_norm`, ...
-        cosine: of the policy's gradient with that of the run's own algorithm; None where one of them is missing or 0.
-        after: `ratio`, `clip_fraction`, `policy_kl` of the same tokens after the step.
-        blank: of `critic` and `optimizer` what had learned nothing yet.
+        cosine: the cosine of the policy's gradient with that of the run's own algorithm; None if one of them is missing or 0.
+        after: `ratio`, `clip_fraction` and `policy_kl` of the same tokens after the step.
+        blank: those of `critic` and `optimizer` that had no training yet.
     """
 
     options: AlgorithmConfig
@@ -65,18 +67,19 @@ def whatif(
     iteration: int,
     iterations: int,
 ) -> Iterator[Finding]:
-    """Repeat the update with each of the configs, of which the first is the run's own.
+    """Repeat the update with each of the configs, and yield its results. The first config is the run's own.
 
     Args:
-        policy: the base of the run; its trained weights are those of `start` afterwards.
+        policy: the base of the run. Afterwards its trained weights are those of `start`.
         start: the checkpoint that the update started from.
         borrowed: whether that is another run's checkpoint.
-        groups: the groups that it was trained on.
-        iteration: its number; the run has `iterations`.
+        groups: the groups that the update trained on.
+        iteration: the number of the update's iteration.
+        iterations: the run's number of iterations.
 
     Raises:
-        CheckpointError: the checkpoint is not there, or not whole.
-        InfraError, RewardError: as of `Trainer.update`.
+        CheckpointError: the checkpoint is missing or incomplete.
+        InfraError, RewardError: see `Trainer.update`.
     """
     own: UpdatePreview | None = None
     for config in configs:
@@ -121,12 +124,12 @@ def _finding(options: AlgorithmConfig, is_own: bool, look: UpdatePreview, own: U
 
 
 def _cosine(one: Tensor, other: Tensor) -> float | None:
-    """The cosine of two vectors; None where one of them is 0."""
+    """Return the cosine of two vectors; None if one of them is 0."""
     cosine = _dot(one, other) / sqrt(squares) if (squares := _dot(one, one) * _dot(other, other)) > 0 else nan
     return cosine if isfinite(cosine) else None
 
 
 def _dot(one: Tensor, other: Tensor) -> float:
-    """The product in float64, some at a time: all weights of a model would be much memory twice as wide."""
+    """Return the product in float64, in chunks: all weights of a model in float64 would need too much memory."""
     parts = (slice(start, start + CHUNK) for start in range(0, len(one), CHUNK))
     return fsum(float(one[part].double() @ other[part].double()) for part in parts)

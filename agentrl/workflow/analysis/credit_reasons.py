@@ -1,7 +1,7 @@
-"""Why an episode has the advantage that it has: from rewards and lengths alone, in numbers and in one line.
+"""The reason for an episode's advantage, computed from rewards and lengths only, in numbers and in one line.
 
-What is computed here is compared with what the update recorded: a reason that does not lead to the record is not told as one.
-A critic's values and a KL that is taken off the rewards are not stored: what they lead to is known as the episode's mean alone.
+The result is compared with the advantage that the update recorded. If they differ, the explanation says so. A critic's values
+and a KL in the rewards are not stored; if the advantage depends on them, only its mean over the episode is known.
 """
 
 import math
@@ -15,7 +15,7 @@ from agentrl.workflow.token_chains import as_read, chains_of, reasons_not_to_tra
 from agentrl.workflow.trajectory import Episode
 
 VERL_EPSILON, TRL_EPSILON, WHITEN_EPSILON = 1e-6, 1e-4, 1e-8
-"""As in `training.advantages`, which needs torch."""
+"""The same constants as in `training.advantages`, which needs torch."""
 NO_RECORD = "No update has used it."
 NOT_KNOWN = "The advantage is recorded, but not what it was computed from."
 UNKNOWN = "the mean over its tokens of the advantages from the run's own code"
@@ -23,7 +23,7 @@ UNKNOWN = "the mean over its tokens of the advantages from the run's own code"
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An episode of an update: its number, its group, its reward in the set that was trained on, how many tokens train."""
+    """An episode of an update: its id, its group, its reward in the trained set, and the number of its trained tokens."""
 
     id: int
     group: int
@@ -33,15 +33,15 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What is known of how an episode was credited.
+    """The stored facts about an episode's advantage.
 
     Args:
-        algorithm: its name; None where the run's config has none.
-        options: `algorithm.*` of the config.
-        recorded: the advantage that the update recorded; None: none read it.
-        own: the episode; None where it cannot train.
+        algorithm: the name of the algorithm; None if the run's config has none.
+        options: the keys `algorithm.*` of the config.
+        recorded: the advantage that the update recorded; None if no update used the episode.
+        own: the episode; None if it cannot train.
         group: the episodes of its group that can train.
-        update: all that its update read; asked for only where the algorithm looks at them.
+        update: a function that returns all episodes of its update; called only if the algorithm needs them.
     """
 
     algorithm: str | None
@@ -53,8 +53,10 @@ class Credit:
 
 
 def explain_credit(credit: Credit) -> dict[str, Any]:
-    """Return `value` (the recorded advantage), `how` it came about, what it was computed from, whether that leads to the
-    record.
+    """Return the recorded advantage (`value`), its explanation (`how`) and its inputs.
+
+    `computed` is the advantage that follows from the inputs, and `agrees` says whether it equals the recorded one; None if it
+    cannot be computed.
     """
     rewards = [member.reward for member in credit.group]
     explanation: dict[str, Any] = {
@@ -90,7 +92,7 @@ def _agree(computed: float | None, recorded: float | None) -> bool | None:
 
 
 def _deviation(values: Sequence[float]) -> float | None:
-    """Unbiased; exactly 0 for equal values, None for fewer than two."""
+    """Return the unbiased standard deviation: exactly 0 for equal values, None for fewer than two."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
     return 0.0 if len(set(values)) == 1 else stdev(values)
@@ -114,7 +116,7 @@ def _own_reward(credit: Credit) -> float:
 
 
 def _offset(credit: Credit) -> tuple[float, float]:
-    """R - mean of the group, exactly 0 where all are equal; and the mean."""
+    """Return R - mean of the group, exactly 0 if all rewards are equal, and the mean."""
     rewards = [member.reward for member in credit.group]
     mean = fmean(rewards)
     return (0.0 if len(set(rewards)) == 1 else _own_reward(credit) - mean), mean
@@ -206,7 +208,7 @@ def _group_baseline_whitened(credit: Credit) -> Explained:
 
 
 def _group_means(update: Sequence[Scored]) -> dict[int, tuple[float, bool]]:
-    """Group -> the mean of its rewards, and whether they are all equal."""
+    """Return the mean of each group's rewards, and whether they are all equal, by group."""
     rewards: dict[int, list[float]] = {}
     for member in update:
         rewards.setdefault(member.group, []).append(member.reward)
@@ -214,7 +216,7 @@ def _group_means(update: Sequence[Scored]) -> dict[int, tuple[float, bool]]:
 
 
 def _moments(values: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
-    """Mean and unbiased variance of values that come several times each; None where they are all equal."""
+    """Return mean and unbiased variance of values with counts; None if all values are equal."""
     count = sum(times for _, times in values)
     if count < 2 or len({value for value, times in values if times}) < 2:
         return None
@@ -248,15 +250,15 @@ _EXPLAIN: Mapping[str, Callable[[Credit], Explained]] = {
     "reinforce_plus_plus": _returns_whitened,
     **dict.fromkeys(("ppo", "turn_ppo"), _by_a_critic),
 }
-"""Algorithm -> how its credit is explained; a test holds it to the shipped ones."""
+"""The function that explains an advantage, by algorithm. A test compares the names with the shipped algorithms."""
 
 BY_EPISODE = ("grpo", "dapo", "dr_grpo", "cispo", "gspo", "sapo", "rloo", "pass_at_k", "opo", "reinforce_plus_plus_baseline")
-"""The algorithms that credit all tokens of an episode alike."""
+"""The algorithms in which all tokens of an episode have the same advantage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some tokens of one step, with what stands to be earned at the last of them: the one before has it discounted once."""
+    """Adjacent tokens of one step. `value` is the return at the last of them; each token before has it discounted once more."""
 
     step: int
     tokens: int
@@ -289,10 +291,11 @@ def returns_of(episode: Episode, discount: float) -> list[Stretch]:
 def credit_by_returns(
     episodes: Sequence[Episode], episode: int, discount: float, whitened: bool
 ) -> Mapping[int, Sequence[float]]:
-    """Step -> the advantage of each of its tokens, of one episode of an update whose credit is returns to go.
+    """Return the advantage of each token of one episode, by step, if the update's algorithm uses returns to go.
 
     Args:
-        episodes: all that the update read; without whitening the one suffices.
+        episodes: all episodes of the update; without whitening, the one suffices.
+        episode: the id of the episode.
     """
     returns = {member.id: returns_of(member, discount) for member in episodes}
     move, scale = _whitening([*returns.values()], discount) if whitened else (0.0, 1.0)
@@ -307,7 +310,7 @@ def _token_values(stretch: Stretch, discount: float, move: float, scale: float) 
 
 
 def _whitening(episodes: Sequence[Sequence[Stretch]], discount: float) -> tuple[float, float]:
-    """Mean of all tokens' returns, and 1 / their deviation; 0 where they are all equal."""
+    """Return the mean of all tokens' returns, and 1 / their standard deviation; both 0 if all returns are equal."""
     stretches = [stretch for returns in episodes for stretch in returns]
     count = sum(stretch.tokens for stretch in stretches)
     longest = max((stretch.tokens for stretch in stretches), default=0)
@@ -327,5 +330,5 @@ def _squares(stretch: Stretch, discount: float, mean: float) -> float:
 
 
 def _sum(value: float, discount: float, tokens: int) -> float:
-    """value (1 + discount + discount^2 + ...), of that many terms."""
+    """Return value (1 + discount + discount^2 + ...), with that many terms."""
     return value * tokens if discount == 1.0 else value * (1 - discount**tokens) / (1 - discount)

@@ -1,7 +1,8 @@
-"""Two episodes side by side: the first token that differs, then what differs in results, rewards and endings.
+"""The comparison of two episodes: the first token that differs, then the differences in results, rewards and stop reasons.
 
-Chains are compared, as an agent's calls may come in any order: those that are the same, token for token, are each other's, and
-the others by their numbers. The tokens of a chain are all of its row, those that it shares with another chain, too.
+Chains are compared in pairs, because an agent's requests may come in any order. Chains with the same tokens are paired; the
+others are paired in the order of their first steps. The tokens of a chain are all tokens of its row, including those that it
+shares with another chain.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,14 +19,15 @@ SCALAR = "reward"
 
 @dataclass(frozen=True, slots=True)
 class TokenDifference:
-    """The first place where two token sequences part; an id is None where one has ended.
+    """The first position at which two token sequences differ; an id is None if that sequence has ended.
 
     Args:
-        step: whose tokens; the left episode's, where that has it.
-        part: among those that were new in its prompt (all of its prompt, where it begins a chain), or those that were sampled.
-        index: which of them, from 0.
-        ids: on both sides (recorded and rendered again; this episode and the other).
-        texts: of the ids; empty where no tokenizer is at hand.
+        step: the step with the token: the left episode's, if it has it.
+        part: whether the token is among the step's new prompt tokens (all prompt tokens, if it begins a chain) or its sampled
+            ones.
+        index: the index of the token in that part, from 0.
+        ids: the ids on both sides (recorded and rendered again; or this episode and the other).
+        texts: the texts of the ids; empty without a tokenizer.
     """
 
     step: int
@@ -48,7 +50,10 @@ Chain = Sequence[Step]
 
 @dataclass(frozen=True, slots=True)
 class ResultDifference:
-    """The results of the calls at one place of both episodes, as the left one numbers it; None where there is none (yet)."""
+    """The results of a call at the same position of two episodes, numbered as in the left one.
+
+    A side is None if it has no result (yet).
+    """
 
     step: int
     call: int
@@ -61,12 +66,12 @@ class EpisodeComparison:
     """The comparison of two episodes.
 
     Args:
-        common: tokens that they begin with alike, prompts and sampled ones.
-        tokens: left and right, in all.
-        token: the first that differs; None where all are the same.
-        results: tool results that differ.
-        rewards: (part, left, right) of the parts that differ, the weighted sum as `reward`.
-        stop_reasons, tasks: left and right, where they differ.
+        common: the number of tokens before the first difference, prompt and sampled tokens.
+        tokens: the number of all tokens, left and right.
+        token: the first token that differs; None if all are the same.
+        results: the tool results that differ.
+        rewards: (part, left, right) of the reward parts that differ; the weighted sum is `reward`.
+        stop_reasons, tasks: left and right, if they differ.
     """
 
     common: int
@@ -79,12 +84,12 @@ class EpisodeComparison:
 
     @property
     def same(self) -> bool:
-        """Whether none of this differs."""
+        """True if tokens, results, rewards and stop reasons are the same."""
         return self.token is None and not self.results and not self.rewards and self.stop_reasons is None
 
 
 def compare(left: Episode, right: Episode) -> EpisodeComparison:
-    """Compare two episodes chain by chain, step by step, and their `rewards` and `reward`."""
+    """Compare two episodes chain by chain and step by step, and their `rewards` and `reward`."""
     pairs = _chain_pairs(left, right)
     common, token = _first_difference(left, right, pairs)
     counts = (_token_count(left), _token_count(right))
@@ -102,7 +107,7 @@ def compare(left: Episode, right: Episode) -> EpisodeComparison:
 
 
 def _chain_pairs(left: Episode, right: Episode) -> list[tuple[Chain, Chain]]:
-    """The chains of both that are compared with each other, in the left one's order; an empty one where a side has none."""
+    """Return the pairs of chains to compare, in the left episode's order. If a side has no partner for a chain, it is empty."""
     theirs: dict[tuple[tuple[int, ...], ...], list[Chain]] = {}
     for chain in reversed(chains_of(right)):
         theirs.setdefault(_key(right, chain), []).append(chain)
@@ -122,7 +127,7 @@ def _key(episode: Episode, chain: Chain) -> tuple[tuple[int, ...], ...]:
 def _first_difference(
     left: Episode, right: Episode, pairs: Sequence[tuple[Chain, Chain]]
 ) -> tuple[int, TokenDifference | None]:
-    """The number of tokens that two episodes have alike up to the first that differs, and that one."""
+    """Return the number of tokens before the first difference, and that difference."""
     common = 0
     for ours, theirs in pairs:
         for one, other in zip_longest(_parts(left, ours), _parts(right, theirs), fillvalue=_NOTHING):
@@ -136,12 +141,12 @@ def _first_difference(
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of ids that two sequences begin with alike."""
+    """Return the number of ids at the beginning of two sequences that are equal."""
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def _parts(episode: Episode, chain: Chain) -> Iterator[_Part]:
-    """The tokens of a chain's row; its first prompt has all that stands before it."""
+    """Yield the tokens of a chain's row. Its first prompt includes the context before it."""
     for step in chain:
         begins = step is chain[0] and step.parent is not None
         before = episode.tokens_of(step.parent)[: step.shared] if begins and step.parent is not None else ()
@@ -168,7 +173,7 @@ def _result_differences(pairs: Sequence[tuple[Chain, Chain]]) -> Iterator[Result
 
 
 def _results(step: Step | None) -> list[str]:
-    """The results of a step's calls, in words."""
+    """Return the results of a step's calls as texts."""
     results = step.results or () if step is not None else ()
     return [f"{result.error_class}: {result.content}" if result.error_class else result.content for result in results]
 

@@ -1,4 +1,4 @@
-"""The prompts of tasks as a model reads them, rendered by its template and counted in its tokens."""
+"""The prompts of tasks as the model reads them: rendered by its chat template, and counted in its tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,10 @@ class FirstPrompt:
 
 
 class PromptReader:
-    """A renderer of tasks as a run would render them, with its env, tools and chat template.
+    """A renderer of tasks' prompts, with the env, tools and chat template of a run.
 
     Raises:
-        ModelError: the folder holds no tokenizer with a template.
+        ModelError: the folder has no tokenizer with a chat template.
     """
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
@@ -31,7 +31,7 @@ class PromptReader:
         self.window = context_and_vocabulary(folder, experiment.config.model.trust_remote_code)[0]
 
     def read(self, task: Task) -> FirstPrompt:
-        """Return the task's prompt.
+        """Return the prompt of the task's first turn.
 
         Raises:
             ModelError: the template refuses its messages.

@@ -1,16 +1,16 @@
 """The rounding noise of a model in 16 bits or on a 4-bit base, measured on the episode that is verified.
 
-A token's logprob depends on how the model was run: all tokens of a row at once, as verification does, or one by one in a batch,
-as the sampler did. In 16 bits two such readings differ by more than a constant could allow without allowing forgery. So each
-sampled token is read a second time, in the sampler's way and in a batch of three rows, and the two readings say how much
-differences of rounding are worth here: on this device, with these weights, for these tokens.
+A token's logprob depends on how the model was run: on all tokens of a row at once, as in verification, or token by token in a
+batch, as in the sampler. In 16 bits two such readings differ so much that a constant tolerance would also allow forgery. So
+each sampled token is read a second time, in the sampler's way and in a batch of three rows. The difference of the two readings
+measures the rounding noise on this device, with these weights, for these tokens.
 
-The logprob of a token with probability p has the noise (1 - p) * e, where e is the noise of the logits: at a position, the
-root mean square of (difference of logprobs) / (1 - p) over what could have been drawn there; and at least that over all tokens
-of the episode. For N tokens it is multiplied by 1 + 10 / N, since few tokens measure it badly. In these units ("deviations")
-the bounds are the constants below. The bound of a draw is a multiple of the greatest distance between the two readings'
-cumulative distributions. No token is allowed more than `verify_tokens.TOLERANCES`. docs/measurements.md says how often honest
-episodes fail and forged ones pass.
+The logprob of a token with probability p has the noise (1 - p) * e, where e is the noise of the logits. At a position, e is the
+root mean square of (difference of logprobs) / (1 - p) over all tokens that could be drawn there. It is at least the root mean
+square over all positions of the episode. For N tokens the noise is multiplied by 1 + 10 / N, because few tokens measure it
+badly. In these units ("deviations") the bounds are the constants below. The bound of a draw is a multiple of the largest
+distance between the two readings' cumulative distributions. No token's tolerance exceeds `verify_tokens.TOLERANCES`.
+docs/measurements.md says how often honest episodes fail and forged ones pass.
 """
 
 from collections.abc import Sequence
@@ -24,24 +24,24 @@ from agentrl.workflow.analysis.verify_episode import NoiseReport
 from agentrl.workflow.inference.model_rows import ModelRows
 
 MAX_DEVIATION = 8.0
-"""Deviations that one token's logprob may be from the record."""
+"""The largest difference of one token's logprob from the record, in deviations."""
 MAX_SHIFT = 3.0
-"""How far a draw may be from its token, as a multiple of the distance between the two readings' distributions."""
+"""The largest distance of a draw from its token, as a multiple of the distance between the two readings' distributions."""
 MAX_RMS, MAX_MEAN, PER_TOKEN = 1.25, 0.1, 4.0
-"""Root mean square and absolute mean of an episode's deviations, each plus `PER_TOKEN` / sqrt(N)."""
+"""The largest root mean square and absolute mean of an episode's deviations, each plus `PER_TOKEN` / sqrt(N)."""
 LEAST_DOUBT = 0.01
-"""The least 1 - p: surer tokens have that noise, so that float32's own rounding counts as noise."""
+"""The least 1 - p that is used. For more certain tokens float32's own rounding then counts as noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenNoise:
-    """What two readings of a token say of the noise at its position.
+    """The noise at a token's position, from two readings.
 
     Args:
-        again: its logprob in the second reading, in nats.
+        again: the token's logprob in the second reading, in nats.
         doubt: 1 - p, at least `LEAST_DOUBT`.
-        spread: noise of the logits, in nats.
-        shift: the greatest distance between the two cumulative distributions, in probability.
+        spread: the noise of the logits, in nats.
+        shift: the largest distance between the two cumulative distributions, in probability.
     """
 
     again: float
@@ -51,9 +51,9 @@ class TokenNoise:
 
 
 def read_in_company(rows: ModelRows, ids: Sequence[int], places: Sequence[int]) -> Tensor:
-    """Return the logits (N, V) from which the tokens at the N ascending places are drawn.
+    """Return the logits (N, V) from which the tokens at the N ascending positions were drawn.
 
-    The tokens are read one by one, beside two other rows. The other rows are the same tokens without the first one or two.
+    The tokens are read one by one, in a batch with two other rows. These have the same tokens without the first one or two.
     """
     logits: list[Tensor] = []
     cuts = (2, 1, 0) if places[0] > 3 else (0, 0, 0)  # a row needs a token
@@ -73,9 +73,9 @@ def compare_readings(logprobs: Tensor, again: Tensor, cumulative: tuple[Tensor, 
     """Return the noise at each of N positions.
 
     Args:
-        logprobs, again: (N, V) of the two readings, in nats.
-        cumulative: their cumulative distributions (N, V).
-        ids: (N,) the tokens.
+        logprobs, again: (N, V), the logprobs of the two readings, in nats.
+        cumulative: their cumulative distributions, (N, V) each.
+        ids: (N,), the tokens.
     """
     shares = logprobs.exp()
     deviations = (again - logprobs) / (1 - shares).clamp(min=LEAST_DOUBT)
@@ -89,12 +89,12 @@ def compare_readings(logprobs: Tensor, again: Tensor, cumulative: tuple[Tensor, 
 
 @dataclass(frozen=True, slots=True)
 class NoiseBounds:
-    """The bounds of an episode's tokens; see the module's first lines.
+    """The tolerances of an episode's tokens; see the module.
 
     Args:
-        spread: noise of the logits over all tokens, in nats.
-        shift: distance of the cumulative distributions over all tokens.
-        factor: of the noise, for few tokens.
+        spread: the noise of the logits over all tokens, in nats.
+        shift: the distance of the cumulative distributions over all tokens, in probability.
+        factor: the factor of the noise, which is above 1 for few tokens.
     """
 
     spread: float
@@ -113,18 +113,19 @@ class NoiseBounds:
         return self.factor * noise.doubt * max(noise.spread, self.spread)
 
     def logprob(self, noise: TokenNoise) -> float:
-        """Return how far the token's logprob may be from the record, in nats."""
+        """Return the tolerance of the token's logprob, in nats."""
         return MAX_DEVIATION * self.deviation(noise)
 
     def draw(self, noise: TokenNoise) -> float:
-        """Return how far the token's draw may be from it, in probability."""
+        """Return the tolerance of the token's draw, in probability."""
         return MAX_SHIFT * max(noise.shift, self.shift)
 
     def report(self, noises: Sequence[TokenNoise], logprobs: Sequence[float], recorded: Sequence[float]) -> NoiseReport:
-        """Compare the record with the noise over all tokens: their deviations may be neither too large nor all of one sign.
+        """Compare the record with the noise over all tokens. Their deviations may be neither too large nor mostly of one sign.
 
         Args:
-            logprobs: of the first reading; `recorded`: those of the record.
+            logprobs: the logprobs of the first reading, in nats.
+            recorded: the recorded logprobs, in nats.
         """
         units = [self.deviation(noise) or 1.0 for noise in noises]
         off = [(old - new) / unit for old, new, unit in zip(recorded, logprobs, units, strict=True)]

@@ -1,7 +1,7 @@
-"""The tokens of an episode in a line: its chains one after another, as its model read and sampled them.
+"""The tokens of an episode on one line: its chains one after another, as its model read and sampled them.
 
-A chain begins with what it shares with another one's line, as its training row does. Nothing here reads a token: pieces say
-where the tokens of a stretch of the line are kept.
+A chain begins with the tokens that it shares with another chain, as its training row does. This module reads no tokens: its
+pieces say where the tokens of a part of the line are stored.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,18 +12,20 @@ from agentrl.workflow.token_chains import chains_of
 from agentrl.workflow.trajectory import ROOT, Episode, Step
 
 ELSEWHERE = "it trains in the chain that sampled it"
-"""Why a sampled token that another chain begins with does not train there."""
+"""The reason why a sampled token at the beginning of another chain does not train there."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPiece:
-    """Adjacent tokens of one kind: added by a step's prompt, or sampled.
+    """Adjacent tokens of one kind: new prompt tokens of a step, or sampled tokens.
 
     Args:
-        start, end: their places in the line.
-        step: whose they are, and `chain`, in which chain they stand here.
-        first: the place of the first one among the step's own.
-        shared: they are the beginning of a chain, which another one has.
+        start, end: their positions on the line.
+        kind: `prompt` or `sampled`.
+        step: the index of their step.
+        chain: the chain in which they are here.
+        first: the index of the first one among the step's tokens of this kind.
+        shared: whether they belong to another chain, and are the beginning of this one.
     """
 
     start: int
@@ -37,7 +39,7 @@ class TokenPiece:
 
 @dataclass(frozen=True, slots=True)
 class ChainPlace:
-    """A chain and where its tokens are in the line."""
+    """A chain, and the positions of its tokens on the line."""
 
     start: int
     end: int
@@ -46,7 +48,7 @@ class ChainPlace:
 
 
 def place_chains(episode: Episode) -> list[ChainPlace]:
-    """Return the episode's chains in the line."""
+    """Return the episode's chains with their positions on the line."""
     places: list[ChainPlace] = []
     lengths = _line_lengths(episode)
     start = 0
@@ -59,7 +61,7 @@ def place_chains(episode: Episode) -> list[ChainPlace]:
 
 
 def list_pieces(episode: Episode, places: Sequence[ChainPlace], start: int, end: int) -> list[TokenPiece]:
-    """Return the pieces with a token from `start` to before `end`, whole."""
+    """Return the complete pieces that have a token from `start` to before `end`."""
     lengths = _line_lengths(episode)
     near = (place for place in places if place.start < end and place.end > start)
     return [
@@ -81,7 +83,7 @@ def _chain_pieces(episode: Episode, place: ChainPlace, lengths: Mapping[int, int
 
 
 def _context_pieces(episode: Episode, first: Step, place: ChainPlace, length: int) -> list[TokenPiece]:
-    """What the chain begins with: the line of the step that its first one continues, as far as it does."""
+    """Return the pieces of the chain's context: the line of the step that its first step continues, up to `length` tokens."""
     pieces: list[TokenPiece] = []
     end = 0
     for step in episode.line(first.parent if first.parent is not None else ROOT):
@@ -108,7 +110,10 @@ def _context_length(first: Step, lengths: Mapping[int, int]) -> int:
 
 
 def _line_lengths(episode: Episode) -> dict[int, int]:
-    """Index of a step -> the number of tokens of its line; what continues a step that is not there begins anew."""
+    """Return the number of tokens up to the end of each step, context included, by index.
+
+    The context of a missing parent is empty.
+    """
     lengths = {ROOT: 0}
     for step in episode.steps:
         lengths[step.index] = _context_length(step, lengths) + len(step.prompt_ids) + len(step.sampled_ids)

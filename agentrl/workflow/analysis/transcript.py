@@ -1,4 +1,4 @@
-"""An episode as a transcript: the messages, tool calls and their times, rewards, and the policy's logprobs."""
+"""An episode as a transcript: its messages, tool calls with their durations, rewards, and the policy's logprobs."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,12 @@ STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
 
 
 def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
-    """Yield the episode (an `EpisodeRecord`) as lines to print; only the step `only`, if given."""
+    """Yield the lines of an episode's transcript.
+
+    Args:
+        record: an `EpisodeRecord`.
+        only: the index of the only step to yield; None: the complete episode.
+    """
     yield from _head_lines(record.row)
     yield from _tree_lines(record.episode)
     if only is None:
@@ -37,10 +42,10 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
 
 
 def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterator[Line]:
-    """Turn that are not in a database, as lines like those of `transcript_lines`.
+    """Yield turns that are not in a database, in the format of `transcript_lines`.
 
     Args:
-        of_agent: an agent from outside ran their calls.
+        of_agent: whether an agent ran their calls itself.
     """
     heard: set[str] = set()
     for step in steps:
@@ -56,7 +61,7 @@ def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterato
 
 
 def _call_row(index: int, call: ToolCall, result: ToolResult | None, kind: str) -> dict[str, Any]:
-    """A row as the database would have it, for a call that was made here."""
+    """Return a row in the format of the database, for a call that was made in this process."""
     outcome = result or ToolResult("")
     return {
         **{"call": index, "kind": kind, "tool": call.name, "arguments": call.arguments, "loose": call.loose},
@@ -113,7 +118,10 @@ def _head_lines(row: Any) -> Iterator[Line]:
 
 
 def _tree_lines(episode: Episode) -> Iterator[Line]:
-    """The chains of an episode that has several, each under the step that it continues, with the reason why it began."""
+    """Yield the lines that list an episode's chains, each under the step that it continues, with the reason why it began.
+
+    An episode with one chain has no such lines.
+    """
     chains = chains_of(episode)
     if len(chains) < 2:
         return
@@ -162,7 +170,7 @@ def _step_lines(step: Step, row: Any, calls: list[Any], seen_results: set[str]) 
 
 
 def said_lines(annotations: Sequence[Annotation]) -> Iterator[Line]:
-    """Yield what its agent, tools and hooks said, a line each."""
+    """Yield the annotations, one per line."""
     for annotation in annotations:
         took = "" if annotation.seconds is None else f" ({annotation.seconds:.3f} s)"
         data = json.dumps(dict(annotation.data), ensure_ascii=False) if annotation.data else ""
@@ -193,7 +201,7 @@ def _call_lines(call: Any) -> Iterator[Line]:
 
 
 def _sandbox_note(call: Any) -> str:
-    """The call's processor time and exit code in its sandbox, and how often it was sent."""
+    """Return the call's processor time and exit code in its sandbox, and how often it was sent, as text."""
     code = f", exit code {call['exit_code']}" if call["exit_code"] else ""
     seen = f", {call['cpu_seconds']:.3f} s of processor time in {call['sandbox']}{code}" if call["sandbox"] else ""
     return seen + (f", sent {call['attempts']} times" if call["attempts"] > 1 else "")
@@ -228,7 +236,7 @@ def _end_lines(record: Any) -> Iterator[Line]:
 
 
 def _format_part(rows: list[Any]) -> str:
-    """The value of a reward part, or the sum of its steps' values."""
+    """Return the value of a reward part, or the sum of its steps' values, as text."""
     by_steps = "" if rows[0]["step"] is None else f" (over {len(rows)} steps)"
     return f"{cell(sum(row['value'] for row in rows))} x {cell(rows[0]['weight'])}{by_steps}"
 

@@ -1,11 +1,10 @@
-"""Verification of an episode's record: the episode is repeated from its rows and compared with them.
+"""The verification of an episode's record: the episode is repeated from its rows and compared with them.
 
-Three questions, each with its own report: do the tools return the same again, and did the model read these results
-(`check_tools`), are the rewards the same (`check_rewards`), did the recorded weights and draws give these tokens
-(`analysis.verify_tokens`, since that needs a model)? What cannot or must not be repeated is taken from the record and counted
-by its reason.
+There are three checks, each with its own report. `check_tools`: do the tools return the same results, and did the model read
+these results? `check_rewards`: are the rewards the same? `analysis.verify_tokens`, which needs a model: did the recorded
+weights and draws give these tokens? Parts that cannot or must not be repeated are taken from the record, and counted by reason.
 
-Nothing here needs torch: the reports of `analysis.verify_tokens` are defined here too, so that they can be printed anywhere.
+This module needs no torch. The reports of `analysis.verify_tokens` are defined here too, so they can be printed anywhere.
 """
 
 from collections import Counter
@@ -25,16 +24,19 @@ from agentrl.workflow.settings import is_url
 from agentrl.workflow.trajectory import Episode, FinishReason, Message, PolicyRef, Step, ToolResult
 
 Run = Callable[[str, Mapping[str, Any]], ToolResult]
-"""Runs the named tool with these arguments, within its time limit."""
+"""A function that runs the named tool with these arguments, within its time limit."""
 
 Reads = Callable[[Episode], Sequence[Message]]
-"""What an episode with these steps reads next: the env's words, or a fork's edited ones. Raises what the env raises."""
+"""A function that returns the messages that an episode with these steps reads next: the env's, or a fork's edited ones.
+
+It raises the exceptions of the env.
+"""
 
 NAME = 128
-"""Characters of a tool's name that a call's row holds; what the model reads may hold more."""
+"""The most characters of a tool's name in a call's row. The name that the model reads may be longer."""
 
 REFUSED_CLASSES = frozenset({"parse_error", "too_many_calls", "unknown_tool", "bad_arguments"})
-"""The `error_class` of a call that was answered without running anything; see `agent.refusal`."""
+"""The `error_class` values of calls that were answered without running a tool; see `agent.refusal`."""
 
 # tools
 
@@ -52,11 +54,13 @@ class CallDifference:
 
 @dataclass(frozen=True, slots=True)
 class MessageDifference:
-    """A message of a step that is not the one that the env makes of the recorded results.
+    """A message of a step that differs from the env's message for the recorded results.
 
     Args:
-        index: which of the step's messages.
-        recorded, found: None where a side has no more; `found` may be what the env raised.
+        step: the index of the step.
+        index: the index of the message in the step's prompt.
+        recorded, found: the two messages; None if a side has no more. `found` may be the text of an exception that the env
+            raised.
     """
 
     step: int
@@ -67,15 +71,17 @@ class MessageDifference:
 
 @dataclass(frozen=True, slots=True)
 class ToolsReport:
-    """Tool calls that were run again, and prompts that the env made again of the recorded results.
+    """The report on tool calls that were run again, and on prompts that the env made again from the recorded results.
 
     Args:
-        ran: how many.
-        taken: reason -> how many were taken from the record instead: `once`, `refused`, `timeout`, `unanswered`, `parent's`.
-        differing: how many of those that ran said something else.
+        ran: the number of calls that were run.
+        taken: the number of calls that were taken from the record instead, by reason: `once`, `refused`, `timeout`,
+            `unanswered`, `parent's`, `run by the agent`.
+        differing: the number of calls that were run and had another result.
         first: the first of them.
-        prompts: steps whose messages were compared with the env's.
-        misread: of these, how many read something else; `reading`: the first of them.
+        prompts: the number of steps whose messages were compared with the env's.
+        misread: the number of these steps with another message.
+        reading: the first difference among them.
     """
 
     ran: int
@@ -88,25 +94,25 @@ class ToolsReport:
 
     @property
     def same(self) -> bool:
-        """Whether none differs."""
+        """True if no result and no message differs."""
         return not self.differing and not self.misread
 
     @property
     def compared_count(self) -> int:
-        """How much was compared."""
+        """The number of calls and prompts that were compared."""
         return self.ran + self.prompts
 
 
 def check_tools(
     episode: Episode, calls: Sequence[Mapping[str, Any]], run: Run, effects: Mapping[str, str], reads: Reads
 ) -> ToolsReport:
-    """Run the recorded calls again, in their order, as far as their effects allow; compare what each step read.
+    """Run the recorded calls again in their order, if their effects allow it, and compare the messages that each step read.
 
     Args:
         calls: the episode's rows of `v_tool_calls`, in order.
-        run: how a call is run.
-        effects: of the env's tools as they are now, by name: what has become `once` since is not run either.
-        reads: what the env makes of the recorded results.
+        run: the function that runs a call.
+        effects: the present effects of the env's tools, by name. A call of a tool that is `once` now is not run either.
+        reads: the function that returns the env's messages for the recorded results.
     """
     own = [(call, _why_not_run(call, effects)) for call in calls if call["step"] >= episode.inherited]
     taken = Counter(reason for _, reason in own if reason)
@@ -134,7 +140,7 @@ def _run_again(call: Mapping[str, Any], run: Run) -> CallDifference | None:
 
 
 def _read_again(episode: Episode, step: Step, reads: Reads) -> MessageDifference | None:
-    """The first of the step's messages that is another than the env's."""
+    """Return the first of the step's messages that differs from the env's; None if all are the same."""
     try:
         messages = reads(replace(episode, steps=episode.steps[: step.index]))
     except Exception as error:  # noqa: BLE001 - anybody's `reset` and `step`; that it raises now is the difference
@@ -146,12 +152,12 @@ def _read_again(episode: Episode, step: Step, reads: Reads) -> MessageDifference
 
 
 def _words(message: Message) -> tuple[str, str, str]:
-    """What the record keeps of a message that a step read, and of its name what it keeps of a call's."""
+    """Return the parts of a message that the record stores. The name is cut as in a call's row."""
     return message.role, message.content, message.name.replace("\0", "\ufffd")[:NAME]
 
 
 def _why_not_run(call: Mapping[str, Any], effects: Mapping[str, str]) -> str:
-    """Why a call is taken from the record; empty where it is run again."""
+    """Return why a call is taken from the record; empty if it is run again."""
     if call["kind"] == "agent":
         return "run by the agent"
     if call["result"] is None:
@@ -168,12 +174,17 @@ def _why_not_run(call: Mapping[str, Any], effects: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepScore:
-    """The sampled tokens of one step under the weights that the record names.
+    """The scores of one step's sampled tokens under the recorded weights.
 
     Args:
-        max_difference: greatest |recorded - recomputed logprob|, in nats; `mean_difference` over its tokens.
-        same: draws that give the recorded token; `ties`: another, but within the tolerance; `mismatches`: another. All 0
-            where the engine keyed no draw.
+        step: the index of the step.
+        policy_version: the version of the policy that sampled it.
+        tokens: the number of sampled tokens.
+        max_difference: the largest |recorded - recomputed logprob|, in nats.
+        mean_difference: the mean of these differences over the tokens, in nats.
+        same: the number of draws that give the recorded token; 0 if the engine has no keyed draws, as for the next two.
+        ties: the number of draws that give another token within the tolerance.
+        mismatches: the number of draws that give another token.
     """
 
     step: int
@@ -188,7 +199,7 @@ class StepScore:
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
-    """A token whose logprob was recorded as another than the weights give it; `token` counts within the step."""
+    """A token whose recorded logprob differs from the one under the weights. `token` is its index within the step."""
 
     step: int
     token: int
@@ -203,9 +214,11 @@ class DrawDifference:
     """A token that its draw does not give.
 
     Args:
-        token: its number within its step, which is also the position of its draw.
-        recorded_id: what the record says; `drawn_id`: what the draw gives.
-        distance: probability between the draw and the recorded token's share of [0, 1).
+        step: the index of the step.
+        token: the token's index within its step, which is also the position of its draw.
+        recorded_id: the recorded token id.
+        drawn_id: the token id that the draw gives.
+        distance: the distance between the draw and the recorded token's interval of [0, 1), in probability.
     """
 
     step: int
@@ -219,11 +232,13 @@ class DrawDifference:
 
 @dataclass(frozen=True, slots=True)
 class EndDifference:
-    """A turn that did not end where its tokens say.
+    """A turn whose recorded end differs from the end that its tokens determine.
 
     Args:
-        tokens: how many it has; `recorded`: why it ended.
-        found: after so many of them stands its first end token or stop string; None: there is none.
+        step: the index of the step.
+        tokens: the number of its tokens.
+        recorded: the recorded finish reason.
+        found: the number of tokens up to its first end token or stop string; None if it has neither.
     """
 
     step: int
@@ -234,11 +249,16 @@ class EndDifference:
 
 @dataclass(frozen=True, slots=True)
 class NoiseReport:
-    """Differences of an episode's recorded logprobs, in units of the rounding noise measured on it (`analysis.rounding_noise`).
+    """The differences of an episode's recorded logprobs, in units of the rounding noise measured on it.
+
+    See `analysis.rounding_noise`.
 
     Args:
-        noise: of the logits, in nats.
-        rms: root mean square of the differences; `mean`: their mean; each with the most that honest rounding makes.
+        noise: the noise of the logits, in nats.
+        rms: the root mean square of the differences.
+        max_rms: the largest `rms` that honest rounding makes.
+        mean: the mean of the differences.
+        max_mean: the largest absolute `mean` that honest rounding makes.
     """
 
     noise: float
@@ -249,24 +269,26 @@ class NoiseReport:
 
     @property
     def same(self) -> bool:
-        """Whether rounding explains the differences."""
+        """True if rounding explains the differences."""
         return self.rms <= self.max_rms and abs(self.mean) <= self.max_mean
 
 
 @dataclass(frozen=True, slots=True)
 class TokensReport:
-    """Tokens rendered, scored and drawn again.
+    """The report on tokens that were rendered, scored and drawn again.
 
     Args:
-        precision: what it was computed in: `exact`, `float32` or `coarse` (16 bits, or a quantised base).
-        logprob_tolerance: in nats; `draw_tolerance`: in probability; where noise was measured, the greatest of all tokens.
-        prompts: steps whose prompt was rendered again, and the first that differs.
+        precision: the precision of the computation: `exact`, `float32` or `coarse` (16 bits, or a quantised base).
+        logprob_tolerance: the tolerance of a logprob, in nats; if noise was measured, the largest of all tokens.
+        draw_tolerance: the tolerance of a draw, in probability; if noise was measured, the largest of all tokens.
+        prompts: the number of steps whose prompt was rendered again.
+        prompt: the first difference in a prompt.
         steps: the steps whose tokens were scored and drawn again.
-        parents: steps that a fork has from its parent: verified with the parent, not here.
-        unverified: a sentence for each policy whose weights are gone.
+        parents: the number of steps that a fork inherits from its parent; they are verified with the parent.
+        unverified: a sentence for each policy whose weights no longer exist.
         logprob, draw: the first token beyond the tolerance.
-        ending: the first turn that did not end as its tokens say.
-        noise: the differences of all tokens together, where rounding noise was measured.
+        ending: the first turn whose recorded end differs from the end that its tokens determine.
+        noise: the differences of all tokens together, if rounding noise was measured.
     """
 
     precision: str
@@ -284,21 +306,21 @@ class TokensReport:
 
     @property
     def same(self) -> bool:
-        """Whether nothing that could be verified differs; ties do not."""
+        """True if nothing that could be verified differs; ties do not count."""
         differences = (self.prompt, self.logprob, self.draw, self.ending)
         return all(difference is None for difference in differences) and (self.noise is None or self.noise.same)
 
     @property
     def compared_count(self) -> int:
-        """How much was compared."""
+        """The number of prompts and tokens that were compared."""
         return self.prompts + sum(step.tokens for step in self.steps)
 
 
 def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -> dict[int, str]:
-    """Step -> a sentence on its policy's weights, for the steps whose weights cannot be read any more.
+    """Return a sentence on its policy's weights for each step whose weights can no longer be read, by the step's index.
 
     Args:
-        policies: what each step was sampled with.
+        policies: the policy that each step was sampled with.
         collected: when the weights' files were removed to save space, by step.
     """
     reasons = {}
@@ -315,9 +337,9 @@ def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, d
 
 @dataclass(frozen=True, slots=True)
 class RewardDifference:
-    """A part (or the `reward`, their weighted sum) that comes to something else.
+    """A reward part (or `reward`, the weighted sum) whose value differs when it is computed again.
 
-    `step`: whose; None for the whole episode's.
+    `step` is the index of its step; None for a reward of the whole episode.
     """
 
     part: str
@@ -328,13 +350,15 @@ class RewardDifference:
 
 @dataclass(frozen=True, slots=True)
 class RewardsReport:
-    """One reward set of the episode, computed again.
+    """The report on one reward set of the episode that was computed again.
 
     Args:
-        parts: how many were computed.
-        hooks: parts that hooks added; taken from the record.
-        same_code: whether the rewards' files are those that scored the episode.
-        error: why they could not be computed; empty if they were.
+        reward_set: the name of the set.
+        parts: the number of parts that were computed.
+        hooks: the parts that hooks added; they are taken from the record.
+        same_code: whether the rewards' code is the code that scored the episode.
+        differences: the values that differ.
+        error: why the rewards could not be computed; empty if they were.
     """
 
     reward_set: str
@@ -346,30 +370,30 @@ class RewardsReport:
 
     @property
     def same(self) -> bool:
-        """Whether every number is exactly the recorded one."""
+        """True if every number equals the recorded one exactly."""
         return not self.differences and not self.error
 
     @property
     def compared_count(self) -> int:
-        """How much was compared."""
+        """The number of parts that were compared."""
         return self.parts
 
 
 def check_rewards(
     episode: Episode, reward_set: str, env: Env, weights: Mapping[str, float], recorded: Mapping[str, Part], code: str
 ) -> RewardsReport:
-    """Score a finished episode again; what judges it judges here.
+    """Score a finished episode again. Judges run in this process.
 
     Args:
-        reward_set: its name; the episode's own scalar belongs to `default`.
-        env: what gives rewards of its own to that set; for another set an env that gives none.
-        weights: of the set.
+        reward_set: the name of the set; only `default` contains the episode's own `reward`.
+        env: the env whose own rewards belong to that set; for another set an env without rewards.
+        weights: the weights of the set.
         recorded: the parts in the set, those of hooks too, in the order in which they were recorded.
-        code: `envs.scoring_hash` of the set when it was made.
+        code: `envs.scoring_hash` when the set was made.
 
     Raises:
-        SandboxUnavailable: a judge must run code, and nothing here can hold it.
-        InfraError: the system failed a reward.
+        SandboxUnavailable: a judge has to run code, and this machine has no sandbox for it.
+        InfraError: a reward failed because of the system.
     """
     hooks = tuple(part for part in recorded if part not in weights)
     same_code = False

@@ -1,13 +1,12 @@
-"""Verification of tokens: with the recorded weights, prompts are rendered, tokens scored and drawn again.
+"""The verification of tokens: with the recorded weights, prompts are rendered, tokens are scored, and draws are repeated.
 
-Each training row is read at once by teacher forcing: every sampled token is scored after the recorded tokens before it, so that
-one difference does not become the cause of others. Its draw is repeated from its turn's key by `inference.sampling`, the
-sampler's own code.
+Each training row is read at once by teacher forcing. Every sampled token is scored after the recorded tokens before it, so one
+difference does not cause others. Its draw is repeated from its turn's key by `inference.sampling`, the sampler's own code.
 
-The sampler read the same tokens one by one from its key/value memory, in other company; sums rounded in another order give
-slightly other probabilities, and a draw that falls close to a boundary may then fall on its other side: a *tie*, no mismatch.
-How slightly and how close was measured over 5,000 tokens of a warmed-up tiny model (150 words, sure of most of them) and 1,000
-to 2,000 of a random one with 151,936 words and 8 layers, sampled by the engine in batches and scored here, on a CPU:
+The sampler read the same tokens one by one, with its key/value cache, in a batch with other rows. Sums in another order give
+slightly different probabilities. A draw close to a boundary may then fall on its other side: this is a *tie*, not a mismatch.
+The sizes of these differences were measured over 5,000 tokens of a warmed-up tiny model (150 words, certain of most of them)
+and 1,000 to 2,000 of a random one with 151,936 words and 8 layers, sampled by the engine in batches and scored here, on a CPU:
 
     computed in   greatest |difference|   draws that give another token   the greatest distance of one
     exact         0, 7e-7                 none, none
@@ -18,13 +17,13 @@ to 2,000 of a random one with 151,936 words and 8 layers, sampled by the engine 
 
 `TOLERANCES` are wider than these, for models, lengths and devices that were not measured: for logprobs 6 times (exact), 33
 times (float32) and 2.6 times (coarse), for draws 250 times (float32) and 3.3 times (coarse). `coarse` is 16 bits, or a base
-quantised to 4 or 8. There a constant proves little: 1 nat lets a token pass that was recorded as 2.7 times as likely. So it
-counts only for an 8-bit base, whose rounding depends on the other rows of a batch, and for other programs' samplers. For 16 and
-4 bits each token's tolerance follows from noise that is measured on the episode, and so does a test of all its tokens together
-(`analysis.rounding_noise`).
+quantised to 4 or 8 bits. For `coarse` a constant proves little: a tolerance of 1 nat accepts a token that was recorded as 2.7
+times as likely. So the constant is used only for an 8-bit base, whose rounding depends on the other rows of a batch, and for
+samplers of other programs. For 16 and 4 bits each token's tolerance follows from noise that is measured on the episode, and so
+does a test of all its tokens together (`analysis.rounding_noise`).
 
-Where top_k, top_p or min_p limit what is drawn from, the limit is a sum or a logprob that may be rounded to another side of a
-token too; so a draw is also a tie where the recorded token is within the tolerance of it under a limit moved by the tolerances.
+If top_k, top_p or min_p limit the draws, the limit is a sum or a logprob. Rounding may put it on the other side of a token. So
+a draw is also a tie if the recorded token is within the tolerance of it under a limit that is moved by the tolerances.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,27 +70,27 @@ from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import ROOT, Episode, PolicyRef, SamplingKey, Step
 
 Request = tuple[Sequence[Schema], Mapping[str, Any]]
-"""The tools that a request of an agent brought, and its options for the chat template."""
+"""The tools and the chat template options of an agent's request."""
 NO_REQUESTS: Mapping[int, Request] = MappingProxyType({})
 Sampling = tuple[RolloutConfig, SamplingKey]
-"""How a step was sampled: its limits, and the key of its draws."""
+"""The sampling options of a step, and the key of its draws."""
 
 _Value = tuple[float, int, float, TokenNoise | None]
-"""Logprob, drawn id, distance and noise of a token."""
+"""The logprob, drawn id, distance and noise of a token."""
 
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
-"""Precision -> how far a logprob (in nats) and a draw (in probability) may be from the record."""
+"""The largest differences of a logprob (in nats) and of a draw (in probability) from the record, by precision."""
 
 BLOCK = 1024
-"""Sampled tokens whose logits are in memory at once: 0.6 GB for 152,000 words in float32."""
+"""The number of sampled tokens whose logits are in memory at once: 0.6 GB for 152,000 words in float32."""
 
 CHUNK = 64
-"""Tokens among these whose distributions are: some 80 MB for each tensor of them in float64."""
+"""The number of these tokens whose distributions are in memory at once: about 80 MB for each float64 tensor of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """One sampled token, scored and drawn again; `noise`: where it was measured."""
+    """One sampled token that was scored and drawn again. `noise` is None if it was not measured."""
 
     step: Step
     index: int
@@ -114,7 +113,7 @@ class _Token:
 
 
 class _Tolerances:
-    """How far each token's logprob and draw may be from the record: by measured noise, or by `TOLERANCES`."""
+    """The tolerances of each token's logprob and draw: from measured noise, or from `TOLERANCES`."""
 
     def __init__(self, tokens: Sequence[_Token], precision: str) -> None:
         self._fixed = TOLERANCES[precision]
@@ -122,14 +121,14 @@ class _Tolerances:
         self._bounds = NoiseBounds.of(self._noises) if self._noises else None
 
     def of(self, token: _Token) -> tuple[float, float]:
-        """In nats, and in probability."""
+        """Return the tolerances of a token, in nats and in probability."""
         if self._bounds is None or token.noise is None:
             return self._fixed
         nats, mass = self._fixed  # no token is allowed more, however large the noise is
         return min(nats, self._bounds.logprob(token.noise)), min(mass, self._bounds.draw(token.noise))
 
     def report(self, tokens: Sequence[_Token]) -> NoiseReport | None:
-        """The test of all tokens together."""
+        """Return the test of all tokens together; None if no noise was measured."""
         if self._bounds is None:
             return None
         return self._bounds.report(self._noises, *zip(*((token.logprob, token.recorded) for token in tokens), strict=True))
@@ -147,22 +146,24 @@ def check_tokens(
     sampling: Callable[[int], Sampling] | None = None,
     clock: datetime | None = None,
 ) -> TokensReport:
-    """Render every prompt of the episode's own steps, score and draw every token that it sampled itself, and check how each
-    turn ended.
+    """Verify the prompts, the sampled tokens and the ends of turns of the episode's own steps.
+
+    Every prompt is rendered again. Every token that the episode sampled itself is scored and drawn again.
 
     Args:
-        policies: what each of its own steps was sampled with, by its number.
-        gone: why those weights cannot be read any more (`analysis.verify_episode.missing_weights`), by the step's number.
+        policies: the policy that each of its own steps was sampled with, by the step's index.
+        gone: why the weights can no longer be read (`analysis.verify_episode.missing_weights`), by the step's index.
         policy: the run's base; its published weights are changed.
-        schemas: of the env's tools.
-        key: of the episode's draws.
-        rollout: of the run: how it sampled.
-        requests: what an agent's request brought, by the number of the step that answered it.
-        sampling: how the step of a number was sampled, where its client had a say; unset: as `rollout` and `key` tell.
-        clock: the time at which its prompts were rendered; unset: that of the policy's chat.
+        schemas: the schemas of the env's tools.
+        key: the key of the episode's draws.
+        rollout: the run's options for sampling.
+        requests: the tools and options of an agent's request, by the index of the step that answered it.
+        sampling: a function from a step's index to its sampling options and key, if clients could set them; None: `rollout` and
+            `key`.
+        clock: the time at which its prompts were rendered; None: that of the policy's chat.
 
     Raises:
-        CheckpointError: weights that are there were altered, or do not fit the base.
+        CheckpointError: weights have changed, or do not fit the base.
     """
     precision = policy.precision
     own = [step for step in episode.steps if step.index >= episode.inherited]
@@ -195,7 +196,7 @@ def check_tokens(
 
 
 def _has_measurable_noise(policy: Policy, engine: str) -> bool:
-    """Whether two readings here show the noise of the sampler's reading."""
+    """Return True if two readings here show the noise of the sampler's reading."""
     return policy.precision == "coarse" and not policy.config.load_in_8bit and _is_known(engine) and _find_engine(engine).local
 
 
@@ -205,7 +206,7 @@ def _has_measurable_noise(policy: Policy, engine: str) -> bool:
 def _prompt_difference(
     episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema], requests: Mapping[int, Request]
 ) -> TokenDifference | None:
-    """Where the recorded prompt differs from what the template makes of the recorded messages."""
+    """Return the first difference between the recorded prompt and the rendered messages; None if there is none."""
     if step.shared is not None and not step.prompt_ids:  # another choice of a request: its prompt is the first one's
         return None
     if step.index in requests:
@@ -221,7 +222,7 @@ def _prompt_difference(
 
 
 def _offered_ids(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema]) -> tuple[int, ...]:
-    """What the built-in loop makes of a turn's messages."""
+    """Return the prompt ids that the built-in loop renders for a turn's messages."""
     before = replace(episode, steps=episode.steps[: step.index])
     ids: tuple[int, ...] | None = None
     if before.steps:
@@ -232,7 +233,7 @@ def _offered_ids(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Sch
 def _requested_ids(
     episode: Episode, step: Step, chat: Chat, tools: Sequence[Schema], options: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """What an agent's request renders to: after its parent's tokens, or whole, without those that it shares."""
+    """Return the prompt ids of an agent's request: those after its parent's tokens, or all of them without the shared ones."""
     parent = None if step.parent in (None, ROOT) else episode.steps[step.parent]
     if parent is not None and step.shared is None:
         ids, _ = chat.continuation(step.prompt, tools, parent.sampled_ids, options)
@@ -246,7 +247,10 @@ def _requested_ids(
 
 
 def _end_difference(step: Step, chat: Chat, strings: tuple[str, ...]) -> EndDifference | None:
-    """A turn is over at its first end token or stop string, as `stop`, and as `length` where it has none."""
+    """Return the difference if the turn did not end as its tokens say; None if it did.
+
+    A turn ends with `stop` at its first end token or stop string, and with `length` if it has neither.
+    """
     ids = step.sampled_ids
     stops = chat.stops(strings) if strings else None
     over = (token in chat.end_ids or (stops and stops.is_completed(ids, n)) for n, token in enumerate(ids, 1))
@@ -266,7 +270,7 @@ def _rescore(
     sampling: Callable[[int], Sampling],
     rows: ModelRows | None,
 ) -> Iterator[_Token]:
-    """Every token of the steps that `policies` names: each row is read once for each policy and for each way to sample.
+    """Yield every token of the steps in `policies`. Each row is read once per policy and per set of sampling options.
 
     With `rows` it is read again in these, to measure noise.
     """
@@ -284,7 +288,10 @@ def _rescore(
 
 
 def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], policy: Policy) -> tuple[list[int], list[int]]:
-    """What is before the row and its ids up to the last of the steps, and where in that each token stands that they sampled."""
+    """Return the ids of the row up to the last of the steps, and the positions of the steps' sampled tokens.
+
+    The ids begin with the tokens before the row.
+    """
     ids = list(before)
     places: list[int] = []
     for step in row[: row.index(steps[-1]) + 1]:
@@ -312,7 +319,7 @@ def _values(
     rollout: RolloutConfig,
     rows: ModelRows | None,
 ) -> Iterator[_Value]:
-    """The value of the token at each of the places, in one reading of the ids for every BLOCK of them."""
+    """Yield the values of the token at each position. The ids are read once for every `BLOCK` positions."""
     tolerances = TOLERANCES[policy.precision]
     for start in range(0, len(places), BLOCK):
         wanted = places[start : start + BLOCK]
@@ -323,7 +330,7 @@ def _values(
 
 
 def _logits(model: nn.Module, ids: Sequence[int], places: Sequence[int], device: torch.device) -> Tensor:
-    """Logits (N, V) from which the tokens at the N places were drawn."""
+    """Return the logits (N, V) from which the tokens at the N positions were drawn."""
     before = torch.tensor(places, device=device) - 1
     return kept_logits(model, before, input_ids=torch.tensor([ids[:-1]], device=device), use_cache=False)[0]
 
@@ -337,7 +344,10 @@ def _chunks(
     rollout: RolloutConfig,
     tolerances: tuple[float, float],
 ) -> Iterator[_Value]:
-    """The same for the places that the logits (N, V) are for, CHUNK at a time; `again`: the logits of the second reading."""
+    """Yield the values for the positions of the logits (N, V), `CHUNK` at a time.
+
+    `again` are the logits of the second reading.
+    """
     recorded = torch.tensor([ids[place] for place in places], device=logits.device)
     for start in range(0, len(places), CHUNK):
         part = slice(start, start + CHUNK)
@@ -360,7 +370,7 @@ def _chunks(
 def _distance(
     logprobs: Tensor, draws: Tensor, wanted: Tensor, rollout: RolloutConfig, tolerances: tuple[float, float]
 ) -> Tensor:
-    """How far (N,) the draws are from the wanted ids where limits may be rounded: the least; 1 for one that none can give."""
+    """Return the least distance (N,) of the draws from the wanted ids if limits may be rounded; 1 if no limit allows the id."""
     distances = []
     for side in (-1, 0, 1):
         floor = _floor(logprobs, rollout, side, tolerances)
@@ -372,7 +382,7 @@ def _distance(
 
 
 def _floor(logits: Tensor, rollout: RolloutConfig, side: int = 0, tolerances: tuple[float, float] = (0.0, 0.0)) -> Tensor:
-    """The logit (N,) from which on tokens were drawn; for the side -1 the lowest, for 1 the highest within the tolerances."""
+    """Return the least logit (N,) that may be drawn: with `side` -1 the lowest within the tolerances, with 1 the highest."""
     nats, mass = tolerances
     top_p = rollout.top_p if rollout.top_p == 1 else min(1.0, max(1e-9, rollout.top_p - side * mass))
     top_k = logits.new_full((len(logits),), rollout.top_k, dtype=torch.int64)
@@ -385,7 +395,7 @@ def _floor(logits: Tensor, rollout: RolloutConfig, side: int = 0, tolerances: tu
 
 
 def _is_keyed(engine: str) -> bool:
-    """Whether its draws can be repeated; those of an engine that is not here any more cannot."""
+    """Return True if the engine's draws can be repeated. Those of an engine that is not installed here cannot."""
     return _is_known(engine) and _find_engine(engine).keyed
 
 

@@ -1,7 +1,7 @@
-"""Conversion of tokens to text as they arrive, in pieces of complete characters.
+"""The conversion of tokens to text as they arrive, in pieces of complete characters.
 
-A character may be split over several tokens: an incomplete one at the end waits for the rest. Decoders depend on neighbours (a
-word's leading space), so that a token is decoded with those before it.
+A character may be split over several tokens, so an incomplete one at the end waits for the rest. Decoders depend on neighbours
+(for example a word's leading space), so a token is decoded together with those before it.
 """
 
 from typing import TYPE_CHECKING
@@ -11,17 +11,20 @@ if TYPE_CHECKING:
 
 HALF = "\ufffd"
 MAX_WAITING = 32
-"""Tokens that are read again at each new one, as a character's; a longer run of bytes that make none is told as it grows."""
+"""The most tokens that are decoded again at each new one because they may form one character.
+
+A longer sequence of bytes that forms no character is returned while it grows.
+"""
 
 REREAD = 1.25
-"""So much must a longer run have grown: in all, linear time."""
+"""The factor by which a longer sequence must grow before it is decoded again. The total time is then linear."""
 
 OPEN = 4
-"""The most letters at its end that the next bytes may change."""
+"""The most letters at the end of a text that the next bytes may change."""
 
 
 class Letters:
-    """A decoder of token ids as they arrive; the pieces add up to the text of all ids without the final end tokens."""
+    """A decoder of token ids as they arrive. The pieces add up to the text of all ids without the final end tokens."""
 
     def __init__(self, chat: "Chat") -> None:
         self._chat = chat
@@ -47,7 +50,7 @@ class Letters:
         return new
 
     def rest(self) -> str:
-        """Return the text that still waits, once no token follows."""
+        """Return the text that is still held back. Call it after the last token."""
         text = self._read()[self._told :]
         self._waiting, self._look_at, self._told = [], 0.0, 0
         return text

@@ -1,19 +1,19 @@
-"""Parses a sampled turn into its thought, its tool calls and its content. Parsing never fails, and is linear in the text.
+"""The parser of a sampled turn: its thought, its tool calls and its content. Parsing never fails, and is linear in the text.
 
-`<think>...</think>` at the beginning is the thought. The tool format (`tool_formats`) finds the calls in the rest, and what is
-left is the content. A call that cannot be read carries an `error` for the model to read, and its text stays where it was, so
-that nothing the model wrote is lost. Calls that cannot be read are:
+`<think>...</think>` at the beginning is the thought. The tool format (`tool_formats`) finds the calls in the rest. The
+remaining text is the content. A call that cannot be parsed has an `error` for the model to read, and its text stays in the
+content, so no text of the model is lost. These calls cannot be parsed:
 
-- a text that the format would not write, or in which one object has a key twice;
-- a call that is longer, deeper or has longer numbers than the limits of `call_json`, which are checked before anything is
-  decoded into a value that would be slow to compare or to store;
+- a text that the format would not write, or an object with a duplicate key;
+- a call that is longer or deeper, or has longer numbers, than the limits of `call_json` allow. They are checked before anything
+    is decoded into a value that would be slow to compare or to store;
 - a call that begins inside an unclosed `<think>`. Inside a closed one, a call is thought, and does not count;
 - a call that the end of the turn cuts off (`UNCLOSED`, `UNFINISHED`);
 - under `offered_only`, a call of a tool that was not offered. If none was offered, all text is content and there are no calls.
 
 Small models leave the tags out, and would never learn to call. So in every format that writes JSON, a turn is also a call if
-its content, bare or in a code fence, is one JSON object that begins with "name" or "type", names an offered tool and has
-arguments. Such a call is `loose`. Under `strict` it is text.
+its content is one JSON object, bare or in a code fence. The object must begin with "name" or "type", name an offered tool and
+have arguments. Such a call is `loose`. Under `strict` it is text.
 """
 
 import re
@@ -26,7 +26,7 @@ from agentrl.workflow.tool_formats.hermes import hermes
 from agentrl.workflow.trajectory import Message, ToolCall
 
 MAX_CALLS = 1000
-"""The most calls in one turn; all text after them becomes one call that cannot be read."""
+"""The most calls in one turn. All text after them becomes one unreadable call."""
 
 THINK, END_THINK = "<think>", "</think>"
 _THINK = re.compile(THINK)
@@ -47,14 +47,14 @@ def parse_text(
     offered_only: bool = False,
     strict: bool = False,
 ) -> Message:
-    """Return the assistant's message that a sampled text (without its end-of-turn token) spells.
+    """Return the assistant's message in a sampled text (without its end-of-turn token).
 
-    A call that cannot be read becomes `ToolCall("", {}, error=...)` and its text stays in the content, or in the thought.
+    A call that cannot be parsed becomes `ToolCall("", {}, error=...)`, and its text stays in the content or in the thought.
 
     Args:
-        thinking: whether the prompt ended inside of a thought; None: it did if the text closes one that it did not open.
-        offered_only: only calls of `tools` are calls; the text of others stays in the content.
-        strict: read a bare JSON object as text, not as a call.
+        thinking: whether the prompt ended inside of a thought; None: it did if the text closes a thought that it did not open.
+        offered_only: whether only calls of `tools` are calls; the text of others then stays in the content.
+        strict: whether a bare JSON object is text instead of a call.
     """
     thought, rest = _split_thought(text.replace("\0", "\ufffd"), tool_format, thinking)
     if offered_only and not tools:
@@ -69,7 +69,7 @@ def parse_text(
 
 
 def _loose_call(content: str, tools: Sequence[Schema]) -> ToolCall | None:
-    """The call if the content is one JSON object with an offered tool's name and arguments; else None."""
+    """Return the call if the content is one JSON object with an offered tool's name and arguments, else None."""
     if re.match(LOOSE_BEGINS, content) is None:
         return None
     fenced = _FENCED.fullmatch(content)
@@ -89,7 +89,7 @@ def _loose_call(content: str, tools: Sequence[Schema]) -> ToolCall | None:
 def _content(
     text: str, tool_format: ToolFormat, tools: Sequence[Schema], calls: list[ToolCall], offered: Set[str] | None
 ) -> str:
-    """The text without its calls, which are appended to `calls`."""
+    """Return the text without its calls, which are appended to `calls`."""
     pieces, at = [], 0
     think, call = _THINK.search(text), tool_format.begins.search(text)
     while (think or call) and len(calls) <= MAX_CALLS:
@@ -114,7 +114,7 @@ def _content(
 def _read_calls(
     text: str, at: int, tool_format: ToolFormat, tools: Sequence[Schema], max_calls: int
 ) -> tuple[tuple[ToolCall, ...], int]:
-    """(the calls that begin at `at`, or the one that cannot be read; where their text ends)."""
+    """Return the calls that begin at `at`, or one unreadable call, and the index at which their text ends."""
     try:
         calls, end = tool_format.read(text, at, tools)
     except Unreadable as error:
@@ -123,15 +123,18 @@ def _read_calls(
 
 
 def _check_offered(calls: tuple[ToolCall, ...], offered: Set[str] | None) -> tuple[ToolCall, ...]:
-    """Return the calls, or one unreadable call for all if any is of a tool that was not offered: they share one text."""
+    """Return the calls; one unreadable call for all of them if any names a tool that was not offered.
+
+    They share one text, so they are refused together.
+    """
     others = [call.name for call in calls if offered is not None and call.error is None and call.name not in offered]
     return (unreadable_call(NOT_OFFERED.format(others[0][:100])),) if others else calls
 
 
 def _split_thought(text: str, tool_format: ToolFormat, thinking: bool | None) -> tuple[str, str | None]:
-    """(thought, rest); the rest is None if the thought has no end.
+    """Return (thought, rest); the rest is None if the thought has no end.
 
-    Some templates open `<think>` in the generation prompt: then only the closing tag was sampled.
+    Some templates open `<think>` in the generation prompt. Then only the closing tag was sampled.
     """
     opened = text.lstrip().startswith(THINK)
     if not opened and not (_closes_thought(text, tool_format) if thinking is None else thinking):
@@ -146,5 +149,5 @@ def _closes_thought(text: str, tool_format: ToolFormat) -> bool:
 
 
 def _lost_calls(thought: str, tool_format: ToolFormat) -> list[ToolCall]:
-    """One unreadable call that stands for all calls in a thought without an end; empty if there are none."""
+    """Return one unreadable call for all calls in a thought without an end; empty if there are none."""
     return [unreadable_call(IN_THOUGHT)] if (tool_format.certain or tool_format.begins).search(thought) else []

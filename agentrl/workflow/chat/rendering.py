@@ -1,9 +1,10 @@
-"""Messages to token ids and back, through the tokenizer's own chat template; sampled tokens are never re-tokenised.
+"""The conversion of messages to token ids and back with the tokenizer's own chat template.
 
-An episode is one growing row of tokens. `opening` renders everything before the first sampled turn, `continuation` the part
-between two sampled turns (tool results, a user's message), and `parse` reads a sampled turn (see `chat.parsing`).
+Sampled tokens are never tokenized again. An episode is one growing row of tokens. `opening` renders everything before the first
+sampled turn, `continuation` the part between two sampled turns (tool results, a user's message), and `parse` parses a sampled
+turn (see `chat.parsing`).
 
-The tokenizer comes from outside, so this file needs neither torch nor transformers.
+The caller passes the tokenizer, so this module needs neither torch nor transformers.
 """
 
 import hashlib
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LAST_TOKENS = 16
-"""At the end of a prompt: enough for a tag and the white space behind it, however they are cut into tokens."""
+"""The number of tokens at the end of a prompt that are read to find a tag and the white space after it."""
 
 KEPT = 256
-"""How many prefixes and how many matchers of stop strings are kept: clients may bring any number of tools and strings."""
+"""The most cached prefixes, and the most cached matchers of stop strings. Clients may send any number of tools and strings."""
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -53,7 +54,7 @@ _PROBE_WORDS = (_PROBE_QUESTION.content, _PROBE_ANSWER.content, _PROBE_ANSWER.th
 class _ProbeAnswer(NamedTuple):
     """The probe's answer in a rendered conversation.
 
-    `ids` are all ids up to its end; `end` is the special token that follows them, None if nothing or text follows.
+    `ids` are all ids up to its end. `end` is the special token that follows them; None if no token or text follows.
     """
 
     ids: tuple[int, ...]
@@ -66,19 +67,19 @@ class Chat:
     Args:
         tokenizer: a tokenizer with a chat template in which a special token follows each of the assistant's turns.
         tool_format: a name in `tool_formats`; AUTO: the template's own format.
-        stop_ids: more ids that end a turn, such as those of the model's `generation_config.json`.
-        strict_calls: read calls only as the tool format writes them (see `chat.parsing`).
+        stop_ids: further ids that end a turn, such as those of the model's `generation_config.json`.
+        strict_calls: whether calls are parsed only in the tool format (see `chat.parsing`).
 
-    Templates that ask for the time always read the same one, in UTC: when the chat was made, or the time given to `at`.
+    Templates that ask for the time always get the same one, in UTC: when the chat was made, or the time given to `at`.
 
     Attributes:
         manner: the form in which the template takes messages.
-        end_ids: the ids that end a turn: the template's end-of-turn token or, where it has none, the tokens that open the next
-            role's turn; the tokenizer's end of sequence; those of the tool format; `stop_ids`.
+        end_ids: the ids that end a turn: the template's end-of-turn token or, without one, the tokens that open the next role's
+            turn; the tokenizer's end of sequence; those of the tool format; `stop_ids`.
 
     Raises:
         ModelError: the tokenizer has no chat template, or its turns end without a special token.
-        ConfigError: there is no such format.
+        ConfigError: the tool format does not exist.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Chat:
         )
 
     def at(self, clock: datetime) -> "Chat":
-        """Return the same chat, whose template reads this time."""
+        """Return a copy of the chat whose template always reads this time."""
         view = copy(self)
         view._clock, view._prefixes = clock.astimezone(UTC), OrderedDict()
         view.__dict__.pop("_turn_prompt", None)
@@ -176,12 +177,12 @@ class Chat:
         return rest[1:], ""
 
     def _shows_probe(self, ids: Sequence[int], messages: Sequence[Message]) -> bool:
-        """Whether the ids contain words of the probe that are not from the messages."""
+        """Return True if the ids contain words of the probe that are not in the messages."""
         text = self.decode(ids)
         return any(word in text and not any(word in message.content for message in messages) for word in _PROBE_WORDS)
 
     def _why_not(self, messages: Sequence[Message], tools: Sequence[Schema], options: Mapping[str, Any]) -> str:
-        """Why these messages cannot follow a turn: the template drops its thought, or writes it otherwise altogether."""
+        """Return why these messages cannot follow a turn: the template drops the turn's thought, or rewrites earlier turns."""
         role, thoughtless = messages[0].role, [_PROBE_QUESTION, replace(_PROBE_ANSWER, thought="")]
         before = self._find_answer(self._encode(self._render(thoughtless, tools, generate=False, options=options))).ids
         whole = self._encode(self._render([*thoughtless, *messages], tools, generate=True, options=options))
@@ -190,20 +191,20 @@ class Chat:
         return f"the template rewrites earlier turns before a {role} message"
 
     def check(self, system: bool, tools: bool) -> None:
-        """Refuse a template that cannot be trained with, as `templates.check_template` does before a tokenizer is loaded.
+        """Refuse a template that cannot be used for training, as `templates.check_template` does before a tokenizer is loaded.
 
         Raises:
-            ModelError: it drops parts of messages, cannot be continued token for token, or cannot be rendered.
+            ModelError: the template drops parts of messages, cannot be continued token for token, or cannot be rendered.
         """
         if trouble := find_trouble(self._apply, self.manner, system, tools):
             raise template_error(self.tokenizer.name_or_path, trouble)
 
     def has_end_token(self, sampled_ids: Sequence[int]) -> bool:
-        """Return whether a sampled turn ends with its end token; a turn that a stop string ended does not."""
+        """Return True if a sampled turn ends with an end token; a turn that a stop string ended does not."""
         return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
 
     def stops(self, strings: tuple[str, ...]) -> Stops:
-        """Return the matcher of these stop strings, made once for the same strings.
+        """Return the matcher of these stop strings. Matchers are cached.
 
         Raises:
             ModelError: the tokenizer does not give the bytes of its tokens.
@@ -211,10 +212,10 @@ class Chat:
         return _kept(self._stops, strings, lambda: Stops(self._spelling, strings))
 
     def turn(self, message: Message, tools: Sequence[Schema] = ()) -> tuple[int, ...]:
-        """Return an assistant's message as the policy would have sampled it, end-of-turn token included (for demonstrations).
+        """Return the tokens of an assistant's message as the policy would have sampled it, end-of-turn token included.
 
-        If calls as the template writes them do not read back (it drops the text beside them, or a text in them closes their
-        tag), the tool format writes them instead.
+        This is for demonstrations. The template may write calls that do not parse back to the same calls: it may drop the text
+        next to them, or a text in them may close their tag. Then the tool format writes them.
 
         Raises:
             ModelError: the template does not put the turn right after its generation prompt.
@@ -225,7 +226,7 @@ class Chat:
         return self._close_turn(self._encode(text), message)
 
     def _close_turn(self, ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
-        """Cut the ids behind the first of the end tokens that they end with; append one if they end with none."""
+        """Cut the ids after the first of their final end tokens. If they end with none, append one."""
         place, first = len(ids), None
         while place and (ids[place - 1] in self.end_ids or self.decode(ids[place - 1 : place]).isspace()):
             place -= 1
@@ -257,13 +258,14 @@ class Chat:
         stop: Sequence[str] = (),
         offered_only: bool = False,
     ) -> Message:
-        """Return the message that the sampled ids spell; no ids raise an error.
+        """Return the message that the sampled ids contain. No ids raise an exception.
 
         Args:
-            tools: the tools that were offered; some formats need their schemas to tell the types of arguments.
-            thinking: whether the prompt ended inside of a thought (`leaves_thought_open`); None: as the ids have it.
-            stop: stop texts; the message is cut before the first. The ids still contain it.
-            offered_only: only calls of `tools` are calls; the text of others stays in the content.
+            tools: the offered tools; some formats need their schemas to determine the types of arguments.
+            thinking: whether the prompt ended inside of a thought (`leaves_thought_open`); None: the ids decide (see
+                `parse_text`).
+            stop: stop strings; the message is cut before the first one. The ids still contain it.
+            offered_only: whether only calls of `tools` are calls; the text of others then stays in the content.
         """
         ids = list(sampled_ids)
         while ids and ids[-1] in self.end_ids:
@@ -272,11 +274,11 @@ class Chat:
         return parse_text(text, self.manner.tool_format, tools, thinking, offered_only, self.strict_calls)
 
     def leaves_thought_open(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether a prompt ends inside of a thought, which the turn goes on with: some templates open one."""
+        """Return True if a prompt ends inside of a thought, which the turn continues. Some templates open one."""
         return self.decode(prompt_ids[-LAST_TOKENS:]).rstrip().endswith(THINK)
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes that an id stands for; None where the tokenizer does not give them."""
+        """Return the bytes of an id; None if the tokenizer does not give them."""
         try:
             return self._spelling[token]
         except ModelError:
@@ -296,12 +298,12 @@ class Chat:
 
     @cached_property
     def template_hash(self) -> str:
-        """sha256 of the chat template."""
+        """The sha256 of the chat template."""
         return hashlib.sha256(json.dumps(self.tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        """sha256 of the vocabulary and of the tokens of a text with every kind of character."""
+        """The sha256 of the vocabulary and of the tokens of a text with every kind of character."""
         probe = self._encode("Ünï 12345.6 == \tfoo_bar(  )\n\n<tool_call>{\"a\": [1, 'b']}</tool_call> 漢字 🙂")
         text = json.dumps([self.tokenizer.get_vocab(), probe], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -322,13 +324,13 @@ class Chat:
 
     @cached_property
     def _closing(self) -> frozenset[int]:
-        """The tokens that may follow a turn: no text from outside contains them."""
+        """The tokens that may follow a turn. No text from outside contains them."""
         return frozenset({*self._special.values(), *self._end_of_sequence()})
 
     def _ends_by_next_role(self) -> dict[str, int]:
-        """The token with which a turn ends, by the role that speaks next; "" for the conversation's last turn.
+        """Return the token that ends a turn, by the role of the next turn; "" for the conversation's last turn.
 
-        Templates without an end-of-turn token, such as GLM's, end a turn with the token that opens the next role's. Models
+        Templates without an end-of-turn token, such as GLM's, end a turn with the token that opens the next role's turn. Models
         sample it, and list it in their `generation_config.json`.
 
         Raises:
@@ -365,7 +367,7 @@ class Chat:
         """Find the probe's answer: the last text between special tokens that contains its words.
 
         Raises:
-            ModelError: there is none.
+            ModelError: the answer is missing.
         """
         stop = len(ids)
         while stop >= 0:
@@ -390,7 +392,7 @@ class Chat:
         turns: Sequence[dict[str, Any]] | None = None,
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """The messages as the template renders them; `turns`, if given, are the same messages in its own form."""
+        """Return the messages as the template renders them. `turns`, if given, are the same messages in the template's form."""
         if turns is None:
             turns = self._harmless_turns(messages, tools)
         check_options(options)
@@ -406,7 +408,10 @@ class Chat:
     def _check_system_messages(
         self, messages: Sequence[Message], tools: Sequence[Schema], generate: bool, options: Mapping[str, Any]
     ) -> None:
-        """Refuse a template that drops a system message. One that only changes its text, such as a switch in it, may do so."""
+        """Refuse a template that drops a system message.
+
+        The template may change its text, for example remove a switch in it.
+        """
         marks = {number: f"zqsystem{number}zq" for number, message in enumerate(messages) if message.role == "system"}
         marked = [replace(message, content=marks.get(number, message.content)) for number, message in enumerate(messages)]
         text = self._apply_harmless(self._harmless_turns(marked, tools), tools, generate, options)
@@ -417,7 +422,7 @@ class Chat:
             )
 
     def _harmless_turns(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[dict[str, Any]]:
-        """The messages in the template's own form, without special tokens from outside."""
+        """Return the messages in the template's form, without special tokens from outside."""
         return [*self.manner.plain([self._harmless(message) for message in messages], tools)]
 
     def _apply_harmless(
@@ -439,7 +444,7 @@ class Chat:
         return render_template(source, turns, offered, generate, variables, self._clock)
 
     def _harmless(self, message: Message) -> Message:
-        """The message as it is rendered: what others wrote, and what an assistant calls, has no special token."""
+        """Return the message without special tokens in text from others or in the arguments of calls."""
         calls = [
             replace(call, name=self._defuse(call.name), arguments=self._defuse_all(call.arguments))
             for call in message.tool_calls
@@ -448,13 +453,13 @@ class Chat:
         return replace(message, content=content, name=self._defuse(message.name), tool_calls=tuple(calls))
 
     def _defuse(self, text: str) -> str:
-        """Breaks up special tokens in text from outside, which must neither end its turn nor open another."""
+        """Break up special tokens in text from outside, so that the text can neither end its turn nor open another."""
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
     def _defuse_all(self, value: Any) -> Any:
-        """The same for every text in a schema, a call or an option."""
+        """Apply `_defuse` to every text in a schema, a call or an option."""
         if isinstance(value, str):
             return self._defuse(value)
         if isinstance(value, Mapping):
@@ -463,7 +468,7 @@ class Chat:
 
 
 def _kept(cache: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
-    """What is kept under the key, made where it is not; what was wanted longest ago goes. Threads may share the cache."""
+    """Return the cached value of the key; make it if it is missing. The least recently used values are dropped. Thread-safe."""
     value = cache.get(key)
     if value is None:
         value = cache[key] = make()

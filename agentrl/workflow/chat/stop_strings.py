@@ -1,10 +1,10 @@
 """Stop strings: texts that end a turn as soon as a sampled token completes one.
 
-A stop string may begin and end inside of tokens, and a character may be split over several. So bytes are compared, not texts:
-every id stands for some bytes (`Spelling`), and the token that brings a string's last byte completes it. Since the bytes of a
-character never begin inside another, the result is the same as that of a search in the decoded text.
+A stop string may begin and end inside of tokens, and a character may be split over several tokens. So bytes are compared, not
+texts. Every id stands for some bytes (`Spelling`), and the token with a string's last byte completes it. The bytes of a
+character never begin inside another one, so the result is the same as that of a search in the decoded text.
 
-Nothing is remembered between tokens: the answer depends on the turn's ids alone, however they were sampled.
+No state is kept between tokens: the result depends only on the turn's ids, however they were sampled.
 
 The tokens of a stop string stay in the turn. The client that sent it gets only the text before it (`cut_at_stop`, `StopCut`).
 """
@@ -47,7 +47,7 @@ class Spelling:
         self._known: dict[int, bytes] = {}
 
     def __getitem__(self, token: int) -> bytes:
-        """Return the bytes of an id; empty for an id that the tokenizer has no token for."""
+        """Return the bytes of an id; empty for an id without a token."""
         if token not in self._known:
             name: Any = self._name(token)
             self._known[token] = self._spelled(name) if name else b""
@@ -55,10 +55,10 @@ class Spelling:
 
 
 class Stops:
-    """A matcher of some stop strings for one tokenizer; `Chat.stops` makes and keeps it.
+    """A matcher of some stop strings for one tokenizer. `Chat.stops` makes and caches it.
 
     Args:
-        spelling: the tokenizer's bytes.
+        spelling: the bytes of the tokenizer's ids.
         strings: the stop strings, none of them empty.
     """
 
@@ -69,10 +69,10 @@ class Stops:
         self._may: dict[int, bool] = {}
 
     def is_completed(self, ids: "Sequence[int] | NDArray[np.int64]", end: int | None = None) -> bool:
-        """Return whether the last of a turn's ids completes one of the strings. Only the end of the ids is read.
+        """Return True if the last of a turn's ids completes one of the strings. Only the end of the ids is read.
 
         Args:
-            end: the number of ids sampled so far; None for all.
+            end: the number of ids sampled so far; None: all.
         """
         end = len(ids) if end is None else end
         last = int(ids[end - 1])
@@ -81,7 +81,7 @@ class Stops:
         return self._may[last] and self._completes(ids, end)
 
     def _may_complete(self, token: bytes) -> bool:
-        """Whether one of the strings can end inside of these bytes."""
+        """Return True if one of the strings can end inside of these bytes."""
         parts = [token[:size] for size in range(1, len(token) + 1)]
         return any(string.endswith(part) or part.endswith(string) for part in parts for string in self._strings)
 
@@ -96,13 +96,13 @@ class Stops:
 
 
 def cut_at_stop(text: str, strings: Sequence[str]) -> str:
-    """Return the text before the stop string that is complete first; all of it if there is none."""
+    """Return the text before the first stop string that is completed; all of it if there is none."""
     ends = [(start + len(string), start) for string in strings if (start := text.find(string)) >= 0]
     return text[: min(ends)[1]] if ends else text
 
 
 class StopCut:
-    """A filter that cuts a streamed text where `cut_at_stop` would cut the whole.
+    """A filter that cuts a streamed text where `cut_at_stop` would cut the complete text.
 
     It holds back an end that may be the beginning of a stop string.
     """
@@ -113,7 +113,7 @@ class StopCut:
         self._is_over = False
 
     def take(self, piece: str) -> str:
-        """Add a piece; return the text that no stop string can cut any more."""
+        """Add a piece, and return the text that no stop string can cut any more."""
         if self._is_over:
             return ""
         self._waiting += piece
@@ -136,7 +136,7 @@ def overlap(text: str, string: str) -> int:
 
 
 def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """The kinds of decoders that a tokenizer of the `tokenizers` library chains; empty for others."""
+    """Return the kinds of decoders that a tokenizer of the `tokenizers` library chains; empty for other tokenizers."""
     from transformers import PreTrainedTokenizerFast  # imported here: the command line imports this file, through the chat
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.backend_tokenizer.decoder is None:
@@ -146,7 +146,7 @@ def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
 
 
 def _byte_level(name: str) -> bytes:
-    """The bytes of a token's name in byte-level BPE: one per letter, or the name's UTF-8 if a letter stands for none."""
+    """Return the bytes of a token's name in byte-level BPE: one per letter, or the name's UTF-8 if a letter has no byte."""
     letters = _letters()
     spelled = [letters.get(letter) for letter in name]
     return name.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
@@ -154,13 +154,16 @@ def _byte_level(name: str) -> bytes:
 
 @cache
 def _letters() -> dict[str, int]:
-    """Letter -> byte in byte-level BPE (GPT-2): a printable byte is its own letter, the others have letters from 256 on."""
+    """Return the byte of each letter in byte-level BPE (GPT-2).
+
+    A printable byte is its own letter. The other bytes have letters from 256 on.
+    """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}
 
 
 def _piece(name: str) -> bytes:
-    """The bytes of a SentencePiece: `<0xC3>` is one byte, and U+2581 stands for a space."""
+    """Return the bytes of a SentencePiece token: `<0xC3>` is one byte, and U+2581 stands for a space."""
     byte = _BYTE.fullmatch(name)
     return bytes([int(byte[1], 16)]) if byte else name.replace("\u2581", " ").encode()

@@ -1,6 +1,6 @@
-"""Options of a client for the chat template, such as `enable_thinking`, and their limits.
+"""A client's options for the chat template, such as `enable_thinking`, and their limits.
 
-A template reads them as variables. They must neither stand in for what is rendered nor for how it is, and they are small.
+A template reads them as variables. They must be small, and must not replace the rendered messages or the settings of rendering.
 """
 
 import json
@@ -20,14 +20,14 @@ RESERVED = frozenset(
         *("lipsum", "cycler", "joiner", "caller", "varargs", "kwargs", "additional_special_tokens", "image_token"),
     ]
 )
-"""Names of what is rendered, of how, and of what templates call."""
+"""The names of rendered values, of settings of rendering, and of functions that templates call."""
 
 
 def check_options(options: Mapping[str, Any]) -> str:
-    """Return the options' own spelling, the same for the same options in the same order.
+    """Return the options as JSON; the same options in the same order give the same text.
 
     Raises:
-        ModelError: a name is taken or is none, or the options are too many, too long, too deep, or not JSON.
+        ModelError: a name is reserved or invalid, or the options are too many, too long, too deep, or not JSON.
     """
     if len(options) > MAX_OPTIONS:
         raise _error(f"there are {len(options)}, at most {MAX_OPTIONS} are accepted")

@@ -1,7 +1,7 @@
-"""Probes a chat template: which tool format it writes, what it drops, whether a rendered conversation can be continued.
+"""Probes of a chat template: which tool format it writes, what it drops, and whether a rendered conversation can be continued.
 
-A conversation of words found nowhere else is rendered, and the text searched for them. The caller passes the function that
-renders, so that a command needs neither torch nor transformers.
+A probe renders a conversation of words that occur nowhere else, and searches the text for them. The caller passes the function
+that renders, so a command needs neither torch nor transformers.
 """
 
 import json
@@ -17,10 +17,10 @@ from agentrl.workflow.tool_formats import AUTO, HERMES, Schema, ToolFormat
 from agentrl.workflow.trajectory import Message, ToolCall
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Schema], bool], str]
-"""(messages as templates take them, tools, whether to open the assistant's turn) -> the text."""
+"""A function (messages in the form of templates, tools, whether to open the assistant's turn) -> the text."""
 
 FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Exceptions of a template that cannot take its input."""
+"""The exceptions of a template that cannot render its input."""
 
 NAME, ARGUMENT = "zq_probe", "zqvalue"
 _PROBE_TOOL: Schema = {
@@ -42,10 +42,11 @@ class Manner:
     """The form in which a template takes messages and calls.
 
     Args:
-        tool_format: how calls are written.
-        native: the template writes a turn's calls itself, in that format; else they are written into the turn's content.
-        many: the template writes several calls of one turn, too.
-        ids: the template wants an id for each call and result.
+        tool_format: the format of calls.
+        native: whether the template writes a turn's calls itself, in that format. Otherwise they are written into the turn's
+            content.
+        many: whether the template can write several calls of one turn.
+        ids: whether the template needs an id for each call and result.
     """
 
     tool_format: ToolFormat
@@ -54,7 +55,7 @@ class Manner:
     ids: bool = False
 
     def plain(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Iterator[dict[str, Any]]:
-        """Yield the messages as templates take them."""
+        """Yield the messages in the form of chat templates."""
         answered = 0
         for message in messages:
             answered = answered + 1 if message.role == "tool" else 0
@@ -80,7 +81,7 @@ class Manner:
 
 
 def _id(number: int) -> str:
-    """The id of a turn's call: nine letters and digits, as Mistral's templates require."""
+    """Return the id of a turn's call: nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
 
 
@@ -89,11 +90,11 @@ def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
 
     Args:
         source: the template's text.
-        wanted: a format that a person chose; AUTO: the one that reads what the template writes, or most of it; else one whose
-            marks it has; else Hermes.
+        wanted: the format that a user chose. AUTO: the one that parses what the template writes, or most of it; else one whose
+            marks the template has; else Hermes.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: the format does not exist.
     """
     formats: list[ToolFormat] = [find("tool_formats", name) for name in (names("tool_formats") if wanted == AUTO else [wanted])]
     for with_ids in (False, True):
@@ -128,12 +129,12 @@ def _probe_turn(count: int) -> Message:
 
 
 def _reads(text: str, tool_format: ToolFormat, count: int) -> bool:
-    """Whether the format reads `count` of the probe's calls in the text, and no other."""
+    """Return True if the format parses `count` of the probe's calls in the text, and no others."""
     return parse_text(text, tool_format, [_PROBE_TOOL]).tool_calls == _probe_turn(count).tool_calls
 
 
 def _wants_ids(render: Render, tool_format: ToolFormat) -> bool:
-    """Whether the template takes a tool's result only with an id."""
+    """Return True if the template renders a tool's result only with an id."""
     plain, with_ids = (Manner(tool_format, native=False, ids=ids) for ids in (False, True))
     return not _renders(render, plain) and _renders(render, with_ids)
 
@@ -147,11 +148,12 @@ def _renders(render: Render, manner: Manner) -> bool:
 
 
 def find_trouble(render: Render, manner: Manner, system: bool, tools: bool, later_system: bool = False) -> str:
-    """Return the reason why the template cannot be trained with, as words to follow its name; empty if it can.
+    """Return why the template cannot be used for training, as words that follow its name; empty if it can.
 
     Args:
-        system: conversations begin with a system message; `later_system`: they have others behind it; `tools`: calls are made
-            in them.
+        system: whether conversations begin with a system message.
+        tools: whether conversations contain tool calls.
+        later_system: whether conversations have further system messages.
     """
     try:
         parts = _dropped_parts(render, manner, system, tools, later_system)
@@ -161,7 +163,7 @@ def find_trouble(render: Render, manner: Manner, system: bool, tools: bool, late
 
 
 def can_ask_after_results(render: Render, manner: Manner) -> bool:
-    """Return whether the template shows a user message right after a tool's result, and leaves what is before it as it was."""
+    """Return True if the template renders a user message right after a tool's result without changing the text before it."""
     calling = Message("assistant", "", tool_calls=(_CALL,))
     question = Message("user", "zqagain")
     try:
@@ -201,7 +203,7 @@ def _rewrites(render: Render, manner: Manner) -> str:
 
 
 def writes_unreadable_calls(render: Render, manner: Manner) -> bool:
-    """Return whether the template writes calls itself, in a form that the tool format does not read."""
+    """Return True if the template writes calls itself, in a form that the tool format cannot parse."""
     if manner.native:
         return False
     native = replace(manner, native=True, many=True)
@@ -218,7 +220,7 @@ def _writes_argument(render: Render, turns: Sequence[Mapping[str, Any]]) -> bool
 
 
 def is_silent_on_tools(render: Render, manner: Manner) -> bool:
-    """Return whether the template leaves the tools out of the prompt."""
+    """Return True if the template leaves the tools out of the prompt."""
     try:
         return NAME not in render(list(manner.plain([_USER], [_PROBE_TOOL])), [_PROBE_TOOL], True)
     except FAULTS:

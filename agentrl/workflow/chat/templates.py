@@ -1,7 +1,7 @@
-"""A model's chat template, before the model is loaded: found in its folder or a user's file, rendered, and checked.
+"""A model's chat template before the model is loaded: found in its folder or in a user's file, rendered, and checked.
 
 It is rendered as transformers would, in jinja's sandbox, but without transformers: a command checks it before anything starts.
-A template that cannot be rendered here (because it is in a tokenizer's code) is left to the worker that loads the model.
+A template that cannot be rendered here (because it is in a tokenizer's code) is checked by the worker that loads the model.
 """
 
 import json
@@ -33,22 +33,22 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.tool_formats import AUTO, Schema
 
 MAX_BYTES = 131_072
-"""The largest template that a user may pass; the longest that models come with are a fifth of it."""
+"""The most bytes of a template that a user may pass. The longest templates of models have a fifth of it."""
 
 MAX_CONFIG_BYTES = 1 << 24
-"""The largest tokenizer config, which may hold a template."""
+"""The most bytes of a tokenizer config, which may contain a template."""
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OVERRIDE = "Pass --chat-template FILE, or another model."
 
 
 class _Generation(Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's text and renders its content."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's text. It renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
 
     def parse(self, parser: Parser) -> list[Node]:
-        """The nodes inside the block."""
+        """Return the nodes inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -70,7 +70,7 @@ def _compile(source: str) -> Template:
 
 
 def renderer(source: str, tokens: Mapping[str, str]) -> Render:
-    """Return a function that renders a template, always at the same time; `tokens` are the special tokens that it names."""
+    """Return a function that renders a template, always with the same time. `tokens` are the special tokens that it names."""
     clock = datetime.now(UTC)
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool) -> str:
@@ -87,12 +87,12 @@ def render_template(
     variables: Mapping[str, Any],
     clock: datetime,
 ) -> str:
-    """Return what a template makes of messages and tools.
+    """Return the text that a template renders from messages and tools.
 
     Args:
         generate: whether to open the assistant's turn.
         variables: the special tokens that the template names, and other variables that it reads.
-        clock: the time that it reads (`strftime_now`). Transformers gives the present time, which changes between two turns.
+        clock: the time that it reads (`strftime_now`). Transformers passes the present time, which changes between two turns.
     """
     return _compile(source).render(
         messages=[dict(message) for message in messages],
@@ -107,7 +107,7 @@ def read_template(template: str) -> str:
     """Return the text of a chat template, given as a file's path or as the text itself.
 
     Raises:
-        ConfigError: there is no such file, or it is not a template.
+        ConfigError: the file does not exist, or is not a template.
     """
     source = template if "{" in template or "\n" in template else _read_template_file(Path(template).expanduser())
     if len(source.encode(errors="replace")) > MAX_BYTES:
@@ -133,11 +133,12 @@ def _read_template_file(path: Path) -> str:
 
 
 def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
-    """Return the config section with its template as text and its tool format chosen; AUTO stays if the model is not on this
-    machine.
+    """Return the config section with its template as text and its tool format selected.
+
+    AUTO is kept if the model is not on this machine.
 
     Raises:
-        ConfigError: the template cannot be read, or there is no such format.
+        ConfigError: the template cannot be read, or the format does not exist.
     """
     chosen: dict[str, Any] = {}
     if config.chat_template is not None:
@@ -152,13 +153,13 @@ def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
 
 
 def resolve_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
-    """Return the config with `rollout.last_turn` chosen; `auto` stays if the model is not on this machine.
+    """Return the config with `rollout.last_turn` selected. `auto` is kept if the model is not on this machine.
 
     Args:
-        config: its model as `resolve_chat` returns it.
+        config: the run's config, with its model as `resolve_chat` returns it.
 
     Raises:
-        ConfigError: it says `ask`, and the model's chat template cannot.
+        ConfigError: the value is `ask`, and the model's chat template does not support it.
     """
     spoken = _renderer_and_manner(config.model, folder) if folder is not None else None
     if spoken is None or config.rollout.last_turn == "plain":
@@ -173,14 +174,14 @@ def resolve_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
 
 
 def _recorded_format(folder: Path | None) -> str:
-    """The format in which a model made by agentrl learned its calls; empty if none is recorded."""
+    """Return the tool format that a model made by agentrl was trained with; empty if none is recorded."""
     record = read_object(folder / RECORD) if folder else {}
     name = record.get("tool_format")
     return name if isinstance(name, str) else ""
 
 
 def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict[str, str]] | None:
-    """Return a model's chat template and special tokens; None if its files hold none.
+    """Return a model's chat template and special tokens; None if its files contain none.
 
     Args:
         source: the text of another template to use instead.
@@ -200,7 +201,7 @@ def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict
 
 
 def _template_text(value: object) -> str:
-    """The template in a tokenizer's config; of several, the one for tools."""
+    """Return the template in a tokenizer's config; if it has several, the one for tools."""
     if isinstance(value, str):
         return value
     several = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
@@ -215,7 +216,7 @@ def _token_text(value: object) -> str:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a model; empty if the file is missing, too large or holds something else."""
+    """Return the JSON object in a file of a model; empty if the file is missing, too large or contains something else."""
     try:
         if not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
             return {}
@@ -234,14 +235,14 @@ def _renderer_and_manner(config: ModelConfig, folder: Path) -> tuple[Render, Man
 
 
 def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool, later_system: bool = False) -> None:
-    """Refuse a template that cannot be trained with.
+    """Refuse a template that cannot be used for training.
 
     Args:
-        config: as `resolve_chat` returns it.
-        system, tools, later_system: as of `find_trouble`.
+        config: the section `model`, as `resolve_chat` returns it.
+        system, tools, later_system: see `find_trouble`.
 
     Raises:
-        ModelError: it drops parts of messages, cannot be continued token for token, or cannot be rendered.
+        ModelError: the template drops parts of messages, cannot be continued token for token, or cannot be rendered.
     """
     spoken = _renderer_and_manner(config, folder)
     trouble = find_trouble(*spoken, system, tools, later_system) if spoken else ""
@@ -250,13 +251,14 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool,
 
 
 def template_error(model: str, trouble: str) -> ModelError:
-    """Return the refusal of a model's template, for a reason that `find_trouble` gave."""
+    """Return the exception that refuses a model's template, for a reason from `find_trouble`."""
     return ModelError(f"The chat template of {model!r} {trouble}.", _OVERRIDE)
 
 
 def remark_on_tools(config: ModelConfig, folder: Path) -> str:
-    """Return a remark if the template leaves tools out of the prompt, or writes calls that the format does not read; else
-    empty.
+    """Return remarks on the template's support of tools; empty if there are none.
+
+    A template may leave tools out of the prompt, or write calls that the format cannot parse.
     """
     spoken = _renderer_and_manner(config, folder)
     if spoken is None:

@@ -1,19 +1,22 @@
-"""Texts that are much too long for the model are noticed before all of them is made into tokens, which takes seconds."""
+"""A check that refuses texts much longer than the model's window before all of them is tokenized, which takes seconds."""
 
 from collections.abc import Callable, Sequence
 
 from agentrl.workflow.errors import ModelError
 
 CHEAP = 4
-"""A text of so many characters for each token that fits is made into tokens at once."""
+"""The number of characters per token that fits, up to which a text is not checked."""
 SURE = 2
-"""Tokens of pieces, counted apart, that are so many times what fits are too many whatever the seams cost."""
+"""The factor above the number of tokens that fit, at which a text is certainly too long.
+
+The pieces are tokenized separately, so their count may be somewhat too high.
+"""
 PIECE = 65_536
-"""Characters that are counted at once."""
+"""The number of characters that are tokenized at once."""
 
 
 class TooLong(ModelError):
-    """A text has surely more tokens than fit."""
+    """A text that certainly has more tokens than fit."""
 
 
 def check_length(encode: Callable[[str], Sequence[int]], text: str, max_tokens: int) -> None:

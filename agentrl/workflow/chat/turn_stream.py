@@ -18,7 +18,7 @@ from agentrl.workflow.tool_formats import ToolFormat
 from agentrl.workflow.trajectory import Message
 
 RESCAN = 1.25
-"""Text that is held back as the beginning of a call is looked at again once it has grown by so much: in all, linear time."""
+"""The factor by which held-back text must grow before it is searched again for a call. The total time is then linear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class TurnStream:
     """A reader of a turn's text as it arrives.
 
     Args:
-        tool_format: how its calls are written; `None` if no tool was offered, so that all text is content.
-        thinking: whether the prompt left a thought open, which the turn goes on with.
-        strict: read a bare JSON object as text, not as a call.
+        tool_format: the format of its calls; None if no tool was offered, so that all text is content.
+        thinking: whether the prompt left a thought open, which the turn continues.
+        strict: whether a bare JSON object is text instead of a call.
     """
 
     def __init__(self, tool_format: ToolFormat | None, thinking: bool = False, strict: bool = False) -> None:
@@ -51,7 +51,7 @@ class TurnStream:
         self._thought, self._content = _Stripped(), _Stripped()
 
     def take(self, text: str) -> Iterator[TextPiece]:
-        """Yield the pieces that this text completes. White space completes none: it is kept for the text behind it."""
+        """Yield the pieces that this text completes. White space is held back until text follows it."""
         self._space.append(text)
         if not text.strip():
             return
@@ -65,13 +65,13 @@ class TurnStream:
             yield from _pieces("content", self._content.take(self._take_content()))
 
     def rest(self, message: Message) -> Iterator[TextPiece]:
-        """Yield what is left of the turn, which the parser read as this message."""
+        """Yield the rest of the turn. `message` is the parser's result for the complete turn."""
         self._state = "over"
         yield from _pieces("thought", message.thought[self._thought.sent_chars :])
         yield from _pieces("content", message.content[self._content.sent_chars :])
 
     def _begin(self) -> None:
-        """Decides whether the turn begins with a thought; a model may write the tag again that its prompt ended with."""
+        """Decide whether the turn begins with a thought. A model may repeat the tag with which its prompt ended."""
         text = self._waiting.lstrip()
         if text.startswith(THINK):
             self._state, self._waiting = "thought", text.removeprefix(THINK)
@@ -79,7 +79,7 @@ class TurnStream:
             self._state = "thought" if self._state == "tag" else "content"
 
     def _take_thought(self) -> str:
-        """What belongs to the thought for good."""
+        """Remove and return the text that certainly belongs to the thought."""
         thought, tag, after = self._waiting.partition(END_THINK)
         if tag:
             self._state, self._waiting = "content", after
@@ -89,7 +89,7 @@ class TurnStream:
         return thought[: len(thought) - partial_chars]
 
     def _take_content(self) -> str:
-        """What belongs to the content for good."""
+        """Remove and return the text that certainly belongs to the content."""
         if len(self._waiting) < self._look_at:
             return ""
         before = len(self._before)

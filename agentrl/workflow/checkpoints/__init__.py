@@ -64,10 +64,12 @@ def write(path: str, writer: Writer, then: str = "`agentrl resume`") -> str:
 
 
 def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
-    """Call the reader with the `local_part` folder. A copy that was damaged or evicted after its check is fetched once more.
+    """Call the reader with the folder of `local_part`, and return its result.
+
+    If the copy was damaged or evicted after its check, it is fetched once more.
 
     Raises:
-        CheckpointError, ConfigError, ServiceError: as `local_part`; besides, the reader's own errors.
+        CheckpointError, ConfigError, ServiceError: see `local_part`. The reader's exceptions pass through.
     """
     folder = local_part(path, sha256, part)
     try:
@@ -80,15 +82,15 @@ def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
 
 
 def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
-    """Return the folder of this host that holds a part of the checkpoint at `path`, a folder or a URL; fetched if need be.
+    """Return the local folder with a part of the checkpoint at `path`, a folder or a URL. It is fetched if needed.
 
     Args:
         sha256: the hash of the weights in the policy's row.
 
     Raises:
         BrokenCheckpoint: the checkpoint is missing or incomplete, or its weights are not those of the row.
-        ConfigError: this host does not see the folder where the run keeps its checkpoints, or may not read it.
-        ServiceError: the store did not answer for long, or this host has no space.
+        ConfigError: this host cannot access the folder with the run's checkpoints.
+        ServiceError: the store did not respond for a long time, or this host's disk is full.
     """
     return object_store.local_copy(path, sha256, part) if is_url(path) else _check_here(Path(path))
 
@@ -114,10 +116,10 @@ def find_fault(path: str, sha256: str, part: Part = "weights") -> str:
 
 
 def drop_optimizer(path: str) -> None:
-    """Remove the optimizer's state from a checkpoint that nothing trains on any more; its weights can still be sampled.
+    """Remove the optimizer's state from a checkpoint that no update starts from any more. Its weights can still be sampled.
 
     Raises:
-        ServiceError: the store did not answer for long.
+        ServiceError: the store did not respond for a long time.
     """
     (_own_folder(path) / OPTIMIZER).unlink(missing_ok=True)
     if is_url(path):
@@ -125,10 +127,10 @@ def drop_optimizer(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a checkpoint that was never published.
+    """Remove a checkpoint and this host's copy of it.
 
     Raises:
-        ServiceError: the store did not answer for long.
+        ServiceError: the store did not respond for a long time.
     """
     shutil.rmtree(_own_folder(path), ignore_errors=True)
     if is_url(path):
@@ -136,7 +138,7 @@ def remove(path: str) -> None:
 
 
 def remove_rivals(path: str) -> None:
-    """Remove folders that killed trainers left on this host beside a published checkpoint."""
+    """Remove folders that killed trainers left on this host next to a published checkpoint."""
     sealed_folder.remove_rivals(_folder_of(path) or _own_folder(path))
 
 

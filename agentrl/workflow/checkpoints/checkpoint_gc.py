@@ -1,8 +1,8 @@
-"""Garbage collection of a run's checkpoint folder: finds and removes the parts that no row needs any more.
+"""Garbage collection of a run's checkpoint folder: it finds and removes the parts that no row needs any more.
 
-The disk is read first, then the rows. A folder that existed before the rows were read was written under a claim that the rows
-know; if they neither name it nor let its claim publish, it will never be published. Adapters are removed in the other order:
-their rows are marked as collected first, and a crash in between leaves files that the next collection finds.
+The disk is read first, then the rows. A folder that existed before the rows were read was written under a claim that is in the
+rows. If the rows neither name the folder nor let its claim publish, it will never be published. Adapters are removed in the
+other order. Their rows are marked as collected first, so a crash in between leaves files that the next collection finds.
 """
 
 import re
@@ -22,7 +22,7 @@ KINDS: tuple[Kind, ...] = ("leftovers", "optimizers", "adapters")
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """One folder among a run's checkpoints: its name, its bytes, and the bytes of the optimizer's state among them."""
+    """One checkpoint folder of a run: its name, its size in bytes, and the bytes of its optimizer state."""
 
     name: str
     bytes: int
@@ -36,7 +36,7 @@ class Needs:
     Args:
         named: checkpoints that a policy names and that are not collected.
         collected: checkpoints whose policies were collected.
-        resumable: checkpoints that an update may start from, so that their optimizer's state is needed.
+        resumable: checkpoints that an update may start from, so their optimizer state is needed.
         claims: (iteration, train token) of the updates that a live trainer may still publish.
     """
 
@@ -48,7 +48,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """A folder, or (`optimizers`) the optimizer's state in it, that no row needs, and its bytes."""
+    """A folder, or (`optimizers`) the optimizer state in it, that no row needs, and its size in bytes."""
 
     kind: Kind
     name: str
@@ -56,13 +56,13 @@ class Waste:
 
 
 def list_folders(output_dir: str, key: str) -> list[Folder]:
-    """Return the checkpoints of the run with that key, and leftovers beside them; empty if this machine has no such folder.
+    """Return the checkpoints of the run with that key, and leftovers next to them; empty if this machine has no such folder.
 
     Args:
         output_dir: a folder or a URL.
 
     Raises:
-        ServiceError: the URL's store does not answer.
+        ServiceError: the store at the URL does not respond.
     """
     if not key:
         return []
@@ -78,10 +78,10 @@ def find_waste(folders: Iterable[Folder], needs: Needs, key: str) -> list[Waste]
 
 
 def remove(output_dir: str, item: Waste) -> None:
-    """Remove it from the disk or the store; it is no error if it is already gone.
+    """Remove an item from the disk or the store. It is not an error if the item no longer exists.
 
     Raises:
-        ServiceError: the URL's store does not answer.
+        ServiceError: the store at the URL does not respond.
     """
     path = f"{output_dir.rstrip('/')}/{item.name}"
     if item.kind == "optimizers":
@@ -105,7 +105,7 @@ def _waste(folder: Folder, needs: Needs, key: str, present: Collection[str]) -> 
 
 
 def _parse_name(name: str, key: str) -> tuple[str, tuple[int, int]] | None:
-    """The checkpoint that a folder is or was to become, and the (iteration, train token) under which it was written."""
+    """Return the name of the checkpoint that a folder is or was to become, and the (iteration, train token) that wrote it."""
     found = re.fullmatch(rf"(v(\d{{5,}})\.[tr](\d+)\.{re.escape(key)})(\.tmp|\.old)?", name)
     return (found[1], (int(found[2]) - 1, int(found[3]))) if found else None
 
@@ -115,7 +115,7 @@ def _measure(name: str, files: Mapping[str, int]) -> Folder:
 
 
 def _disk_sizes(place: Path) -> dict[str, dict[str, int]]:
-    """Folder -> path in it -> bytes, for every file."""
+    """Return the size in bytes of every file, by folder and path in it."""
     if not place.is_dir():
         return {}
     return {
@@ -126,7 +126,7 @@ def _disk_sizes(place: Path) -> dict[str, dict[str, int]]:
 
 
 def _size(file: Path) -> int:
-    """Bytes that removing the file would free: none if another checkpoint links to it."""
+    """Return the bytes that removing the file would free: 0 if another checkpoint links to it."""
     try:
         stat = file.stat()
         return stat.st_size if stat.st_nlink == 1 else 0

@@ -1,7 +1,7 @@
 """Links to the checkpoints that ended an epoch: `runs/NAME/epoch_3`, in the folder of the checkpoints.
 
-They are rebuilt from the rows: when such a checkpoint is published, when one is asked for, and before `agentrl gc` removes a
-link's target. So a crash in between leaves a link missing or out of date, and none that stays broken.
+They are rebuilt from the rows: when such a checkpoint is published, when a link is requested, and before `agentrl gc` removes a
+link's target. So after a crash in between, a link may be missing or out of date, but no link stays broken.
 """
 
 import os
@@ -18,12 +18,13 @@ _CHECKPOINT = re.compile(r"v\d+\.[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class EpochEnds:
-    """The checkpoints in a run's folder (or URL, which has no links) that ended an epoch.
+    """The checkpoints in a run's folder that ended an epoch.
 
     Args:
+        output_dir: the folder; or a URL, which has no links.
         key: the suffix of the names of the run's checkpoints.
-        names: epoch, from 1 -> name of the checkpoint.
-        newest: whether no younger run keeps its checkpoints there; of several runs, the youngest has the links.
+        names: the name of the checkpoint by epoch; epochs count from 1.
+        newest: whether no younger run keeps its checkpoints there. If several runs do, the youngest has the links.
     """
 
     output_dir: str
@@ -33,16 +34,16 @@ class EpochEnds:
 
 
 def epoch_number(name: str) -> int | None:
-    """Return the epoch that a link's name means; None for any other name."""
+    """Return the epoch of a link's name; None for any other name."""
     found = NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def link_epochs(ends: EpochEnds) -> None:
-    """Update the links in the run's folder, if the run is the youngest there; an older run has none.
+    """Update the links in the run's folder, if the run is the youngest there. An older run has no links.
 
     Raises:
-        OSError: the folder takes no links.
+        OSError: the links cannot be written.
     """
     unlink_epochs(ends)
     if not ends.newest:
@@ -61,7 +62,7 @@ def link_epochs(ends: EpochEnds) -> None:
 
 
 def unlink_epochs(ends: EpochEnds) -> None:
-    """Remove broken links, and those that lead to a wrong checkpoint of the run.
+    """Remove broken links, and links to a wrong checkpoint of the run.
 
     Raises:
         OSError: the links cannot be removed.
@@ -75,13 +76,13 @@ def unlink_epochs(ends: EpochEnds) -> None:
 
 
 def _links(ends: EpochEnds) -> list[Path]:
-    """The links to epochs in the folder, whichever run they belong to; a URL has none."""
+    """Return the links to epochs in the folder, of any run; a URL has none."""
     entries = () if is_url(ends.output_dir) else Path(ends.output_dir).glob("epoch_*")
     return [entry for entry in entries if entry.is_symlink() and epoch_number(entry.name) is not None]
 
 
 def _wanted_links(ends: EpochEnds) -> dict[str, str]:
-    """Link -> its target, for targets that exist."""
+    """Return the target of each link by its name, for targets that exist."""
     if is_url(ends.output_dir) or not ends.key:
         return {}
     there = Path(ends.output_dir)

@@ -36,9 +36,9 @@ from agentrl.workflow.settings import is_url, settings
 T = TypeVar("T")
 
 RETRY_SECONDS = 30.0
-"""The time for which requests to a store that does not answer are retried."""
+"""The time for which a request is repeated if the store does not respond, in seconds."""
 KEEP = 10
-"""Copies of one run that a host keeps: those of nine overlapping iterations, and one more for an evaluation."""
+"""The number of copies of one run that a host keeps: enough for nine overlapping iterations and one evaluation."""
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # Retries are made here; with botocore's own four on top, a dead connection would look like a slow one.
@@ -46,18 +46,18 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 _DENIED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _UNFINISHED_SUFFIXES = (".tmp", ".old", ".fetch")
-"""Suffixes of a folder's name while it is being made."""
+"""The suffixes of a folder's name while it is being written."""
 _verified_copies: set[tuple[Path, Part]] = set()
-"""Copies whose bytes this process has compared with their manifest."""
+"""The copies whose bytes this process has compared with their manifest."""
 URL_HINT = "Write file:///FOLDER or s3://BUCKET/PREFIX."
 
 
 def check_place(place: str) -> Path | None:
-    """Check with one request that there is a store at the URL. Returns the folder if the URL means one.
+    """Check with one request that there is a store at the URL. Return the folder if the URL or path is one, else None.
 
     Raises:
-        ConfigError: no such bucket, no right to it, a package is missing, or the URL holds a password.
-        ServiceError: the store does not answer.
+        ConfigError: the bucket does not exist, access is denied, a package is missing, or the URL contains a password.
+        ServiceError: the store does not respond.
     """
     if not is_url(place):
         return Path(place)
@@ -89,7 +89,7 @@ def check_place(place: str) -> Path | None:
 
 
 def mounted_folder(url: str) -> Path | None:
-    """Return the folder that a `file://` URL means; None for any other."""
+    """Return the folder of a `file://` URL; None for any other URL."""
     files, key = _store(url)
     return Path(key) if _is_folder(files) else None
 
@@ -169,7 +169,7 @@ def _upload(folder: Path, url: str) -> None:
 
 
 def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
-    """Fetches the files that `copy` lacks or that are broken in it."""
+    """Fetch the files that are missing or broken in `copy`."""
     folder = mounted_folder(url)
     if folder is not None:
         must_see(folder.parent)
@@ -210,7 +210,7 @@ def _move(beside: Path, copy: Path) -> None:
 
 @contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock: one thread of one process of this host at a time."""
+    """Hold the folder's lock, which only one thread of one process of this host can hold."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -252,7 +252,7 @@ def put(url: str, name: str, file: Path) -> None:
     """Write the file as `name` under the URL.
 
     Raises:
-        FileNotFoundError: there is no such bucket.
+        FileNotFoundError: the bucket does not exist.
     """
     files, key = _store(url)
     _retry(url, lambda: files.put_file(str(file), f"{key}/{name}"))
@@ -262,7 +262,7 @@ def get(url: str, name: str, file: Path) -> None:
     """Read `name` under the URL into the file.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: the name does not exist.
     """
     files, key = _store(url)
     _retry(url, lambda: files.get_file(f"{key}/{name}", str(file)))
@@ -280,7 +280,7 @@ def sizes(url: str) -> dict[str, dict[str, int]]:
 
 
 def remove(url: str, name: str = "") -> None:
-    """Remove `name`, or everything, under the URL; it is no error if it is already gone."""
+    """Remove `name`, or everything, under the URL. It is not an error if nothing is there."""
     files, key = _store(url)
     try:
         _retry(url, lambda: files.rm_file(f"{key}/{name}") if name else files.rm(key, recursive=True))
@@ -289,7 +289,7 @@ def remove(url: str, name: str = "") -> None:
 
 
 def _store(url: str) -> tuple[Any, str]:
-    """The file system behind the URL, and the path in it."""
+    """Return the file system behind the URL, and the path in it."""
     from fsspec.core import url_to_fs
 
     scheme = url.partition("://")[0]
@@ -308,7 +308,7 @@ def _is_folder(files: Any) -> bool:
 
 
 def host_trouble(path: str, error: Exception) -> ConfigError | ServiceError | None:
-    """Our error for a host that may not read or write, or has no space; None for other errors."""
+    """Return the exception for a host that may not read or write, or whose disk is full; None for other errors."""
     found = error.errno if isinstance(error, OSError) else None
     if isinstance(error, PermissionError) or found in _DENIED_ERRNOS:
         said = f"The checkpoint {path!r} cannot be read by this host ({socket.gethostname()}): {_words(error)}."
@@ -320,7 +320,7 @@ def host_trouble(path: str, error: Exception) -> ConfigError | ServiceError | No
 
 
 def _retry(url: str, action: Callable[[], T]) -> T:
-    """Runs the action, again and again while the store does not answer; FileNotFoundError is an answer."""
+    """Run the action, and repeat it while the store does not respond. FileNotFoundError counts as a response."""
     deadline = time.monotonic() + RETRY_SECONDS
     pause = 0.1
     while True:

@@ -1,11 +1,11 @@
-"""A checkpoint is a complete folder or none: it is written under another name, synced, sealed by a manifest, then renamed.
+"""The writing of checkpoints. A checkpoint is a complete folder or none.
 
-`write` lets a writer fill `<folder>.tmp`, syncs every file, writes `manifest.json` (size and sha256 of each file) last and
-renames. `verify` reads everything back and names the file that is missing, truncated or altered. Only a database row
-publishes a checkpoint, so a folder that no row names is a leftover and may be replaced.
+`write` lets a writer fill `<folder>.tmp`, syncs every file, writes `manifest.json` (size and sha256 of each file) last, and
+renames the folder. `verify` reads all files and names one that is missing, truncated or changed. Only a database row publishes
+a checkpoint. So a folder that no row names is a leftover, and may be replaced.
 
-The weights have the name that PEFT or transformers look for. Further files that these need are the same in all checkpoints of a
-run, and `link_shared` links them from one folder to the next: the disk holds them once. No update reads them.
+The weights have the file name that PEFT or transformers expect. Further files that these need are the same in all checkpoints
+of a run. `link_shared` links them from one folder to the next, so the disk stores them once. No update reads them.
 """
 
 import errno
@@ -26,28 +26,29 @@ from agentrl.workflow.runtime.faults import faultpoint
 NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """The system's error numbers for a full disk."""
 RECORD = "training.json"
-"""The file in a model made by agentrl that records what it was made from, and how."""
+"""The file in a model made by agentrl that records its origin."""
 MANIFEST = "manifest.json"
 ADAPTER = "adapter_model.safetensors"
 MODEL = "model.safetensors"
 WEIGHTS = "weights.safetensors"
-"""Name of the weights in older checkpoints, whether LoRA or full."""
+"""The name of the weights file in older checkpoints, for LoRA and full weights."""
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MAX_MANIFEST = 1 << 24
-"""The most bytes read of a manifest."""
+"""The most bytes that are read of a manifest."""
 MAX_NAME = 255
 """The most bytes of a file's or folder's name."""
 DEEPEST = 8
-"""The most names in a file's path."""
+"""The most names in a file's path within a checkpoint."""
 NEAREST = 2
-"""How many of the newest checkpoints `link_shared` searches for a file."""
+"""The number of newest checkpoints that `link_shared` searches for a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """The manifest's entry for one file: its size in bytes, the sha256 of its content, and whether the run's checkpoints share
-    it.
+    """The manifest's entry for one file.
+
+    It has the size in bytes, the sha256 of the content, and whether the run's checkpoints share the file.
     """
 
     size: int
@@ -56,23 +57,23 @@ class FileRecord:
 
 
 Part = Literal["weights", "start", "all"]
-"""Part of a checkpoint: `weights` to sample, `start` (all but the optimizer's state) to start a run from, `all` to resume."""
+"""A part of a checkpoint: `weights` to sample, `start` (without the optimizer's state) to start a run from, `all` to resume."""
 
 Writer = Callable[[Path], Collection[str] | None]
-"""Fills the folder it is given; returns the names of the files in it that the run's checkpoints share."""
+"""A function that fills the folder it is given. It returns the names of the files in it that the run's checkpoints share."""
 
 
 def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
-    """Make the checkpoint `folder` from the files that `writer` writes.
+    """Write the checkpoint `folder` from the files that `writer` writes.
 
     Args:
-        then: the command to type after a full disk has room again.
+        then: the command to type after the disk's problem is solved, for the message.
 
     Returns:
         The sha256 of its weights, as in a `PolicyRef`.
 
     Raises:
-        CheckpointError: the disk refused, or the writer wrote no weights. An older checkpoint at `folder` stays.
+        CheckpointError: writing failed, or the writer wrote no weights. An older checkpoint at `folder` is unchanged.
     """
     beside = _sibling(folder, ".tmp")
     try:
@@ -92,17 +93,17 @@ def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
 
 
 def weights_name(names: Collection[str]) -> str:
-    """Return the name of the file, among a checkpoint's files, that holds its weights."""
+    """Return the name of the weights file among a checkpoint's files."""
     return next((name for name in (ADAPTER, MODEL) if name in names), WEIGHTS)
 
 
 def weights_of(folder: Path) -> Path:
-    """Return the path of a checkpoint's weights, whether or not it exists."""
+    """Return the path of a checkpoint's weights; it may not exist."""
     return folder / weights_name([name for name in (ADAPTER, MODEL) if (folder / name).is_file()])
 
 
 def link_shared(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Put files into a checkpoint's folder: as links to those of the newest checkpoints, if the bytes are equal."""
+    """Write files into a checkpoint's folder, as hard links to equal files of the newest checkpoints if there are any."""
     others = sorted(folder.parent.glob(f"*/{MANIFEST}"), reverse=True)[:NEAREST]
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,7 @@ def link_shared(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _try_link(file: Path, target: Path, content: bytes) -> bool:
-    """Makes the target a link to the file if that holds these bytes; whether it did."""
+    """Make the target a hard link to the file if the file has this content. Return True if it was made."""
     try:
         if file.is_symlink() or file.stat().st_size != len(content) or file.read_bytes() != content:
             return False
@@ -122,7 +123,7 @@ def _try_link(file: Path, target: Path, content: bytes) -> bool:
 
 
 def write_error(folder: Path, error: OSError | SafetensorError, then: str, what: str = "checkpoint") -> CheckpointError:
-    """Return the error of a folder that the disk refused; `then` is the command to type after the repair."""
+    """Return the exception for a folder that could not be written. `then` is the command to type after the repair."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     full = (
         error.errno in NO_SPACE_ERRNOS
@@ -134,7 +135,10 @@ def write_error(folder: Path, error: OSError | SafetensorError, then: str, what:
 
 
 def remove_rivals(folder: Path) -> None:
-    """Remove what killed trainers left beside the published `vVERSION.tTOKEN.KEY`: other tokens, and unfinished folders."""
+    """Remove the folders that killed trainers left next to the published `vVERSION.tTOKEN.KEY`.
+
+    These have other tokens, or are unfinished.
+    """
     version, _, key = folder.name.split(".")
     for rival in folder.parent.glob(f"{version}.t*.{key}*"):
         if rival != folder:
@@ -142,13 +146,13 @@ def remove_rivals(folder: Path) -> None:
 
 
 def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> Mapping[str, FileRecord]:
-    """Verify that every file, except those in `without`, is as it was written, and return the manifest.
+    """Verify that every file, except those in `without`, is unchanged, and return the manifest.
 
     Args:
-        shared: verify the files that the run's checkpoints share, too; no update reads them.
+        shared: whether to verify the files that the run's checkpoints share; no update reads them.
 
     Raises:
-        BrokenCheckpoint: naming the first file that is missing, truncated or altered.
+        BrokenCheckpoint: a file is missing, truncated or changed; the message names the first one.
     """
     manifest = read_manifest(folder)
     for name, record in manifest.items():
@@ -207,7 +211,7 @@ def weights_sha256(manifest: Mapping[str, FileRecord]) -> str:
 
 
 def file_error(file: Path, record: FileRecord) -> str:
-    """Return the fault of a file; empty if it is as it was written."""
+    """Return the fault of a file; empty if it matches its record."""
     if not file.is_file():
         return "is missing"
     size = file.stat().st_size
@@ -221,7 +225,7 @@ def _sibling(folder: Path, suffix: str) -> Path:
 
 
 def repair_folder(folder: Path) -> None:
-    """Repair the checkpoint after a process died in `write`."""
+    """Repair the checkpoint after a process was killed in `write`."""
     old = _sibling(folder, ".old")
     if old.exists() and not folder.exists():
         # The process died between the two renames of `_swap`: `old` is the checkpoint that was there before.
@@ -263,13 +267,13 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
-    """Return the manifest of a checkpoint: name -> record of the file.
+    """Return the manifest of a checkpoint: each file's record by name.
 
     Args:
         called: the checkpoint's name in error messages, if the folder is a copy of it.
 
     Raises:
-        BrokenCheckpoint: there is no manifest, or it cannot be read.
+        BrokenCheckpoint: the manifest is missing or cannot be read.
     """
     if not (folder / MANIFEST).is_file():  # opening a pipe would block
         raise broken_error(called or folder, f"{MANIFEST} is missing")
@@ -287,7 +291,7 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether the name means a file inside the folder, and not one elsewhere."""
+    """Return True if the name means a file inside of the folder."""
     parts = name.split("/")
     fits = name.isprintable() and len(parts) <= DEEPEST and all(0 < len(part.encode()) <= MAX_NAME for part in parts)
     return fits and not {".", ".."}.intersection(parts)
@@ -305,7 +309,7 @@ def _record(entry: Mapping[str, Any]) -> FileRecord:
 
 
 def broken_error(where: Path | str, found: str) -> BrokenCheckpoint:
-    """Return the error of a checkpoint, in a folder or at a URL, that is not as it was written."""
+    """Return the exception for a checkpoint, in a folder or at a URL, whose files have changed or are missing."""
     return BrokenCheckpoint(
         f"The checkpoint {str(where)!r} is damaged: {found}.",
         "Put the files back. An unfinished run rebuilds its newest checkpoint by itself.",
@@ -313,6 +317,6 @@ def broken_error(where: Path | str, found: str) -> BrokenCheckpoint:
 
 
 def sha256_file(file: Path) -> str:
-    """Return sha256 of a file's bytes, in hex."""
+    """Return the sha256 of a file's bytes, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

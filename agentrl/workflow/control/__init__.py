@@ -1,1 +1,1 @@
-"""The next actions, decided from rows alone."""
+"""Decides the next messages from the rows alone."""

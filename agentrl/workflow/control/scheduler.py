@@ -1,8 +1,8 @@
-"""plan(snapshot): what to send, decided from rows alone. Pure; resume lives here.
+"""`plan(snapshot)` decides from the rows alone what to send. It is a pure function; resuming a run uses it too.
 
-The database owns the truth and a message is only a wake-up, so that a plan may be computed by anyone, at any time, twice: a
-duplicate message finds its row claimed or done. Chords are sent once per iteration; whatever is still missing long after it was
-sent is sent again, alone.
+The database holds the state, and a message only wakes a worker. So any process may compute a plan, at any time, even twice: a
+duplicate message finds its row claimed or done. A chord is sent once per iteration. Work that is still missing long after its
+message was sent is sent again, as a single message.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from agentrl.workflow.control.snapshot import Claim, IterationState, RunSnapshot, Snapshot
 
 MAX_HEADER = 128
-"""Jobs in one chord header; an iteration of more groups carries several in each."""
+"""The most jobs in a chord's header. If an iteration has more groups, each job has several."""
 
 MAX_DOUBLINGS = 6
-"""A row that no worker takes is waited for twice as long after each sending, this often."""
+"""The number of times that the wait for a row without a worker doubles; it doubles after each sending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send the iteration as a chord: one rollout job per group (or few), then the train job."""
+    """Send the iteration as a chord: one rollout job per group (or per few groups), then the train job."""
 
     iteration: int
     groups: tuple[int, ...]
@@ -26,7 +26,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class SendRollouts:
-    """Send these groups again, alone."""
+    """Send the rollout jobs of these groups again, outside of a chord."""
 
     groups: tuple[int, ...]
 
@@ -42,7 +42,7 @@ Action = Dispatch | SendRollouts | SendTrain
 
 
 def plan(snapshot: Snapshot) -> list[Action]:
-    """Return the messages that are missing; empty where all that can move is moving."""
+    """Return the messages that are missing; empty if all work that can progress is in progress."""
     return [action for run in snapshot.runs for action in _plan_run(run, snapshot.lease_seconds)]
 
 
@@ -74,6 +74,6 @@ def _is_missing(claim: Claim, patience: float) -> bool:
 
 
 def split_into_headers(groups: tuple[int, ...]) -> list[list[int]]:
-    """Return the groups as at most MAX_HEADER jobs."""
+    """Divide the groups into at most MAX_HEADER jobs."""
     per_job = -(-len(groups) // MAX_HEADER)
     return [list(groups[start : start + per_job]) for start in range(0, len(groups), per_job)] if groups else []

@@ -1,17 +1,18 @@
-"""The input of the control loop: the unfinished work of all runs as plain values, read by `store.control_reads`."""
+"""The input of the control loop: the unfinished work of all runs as plain values, which `store.control_reads` reads."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """How a job stands with its row.
+    """The state of a job's message and lease.
 
     Args:
         held: a live worker holds the row's lease.
-        expired_ago: seconds since the lease ran out or was handed back; None if the row is held, never was, or nobody knows.
-        sent_ago: seconds since its message was last sent; None if never, negative if the clock was set back since.
-        sends: how often it was sent.
+        expired_ago: the seconds since the lease expired or was returned; None if the row is held, was never held, or this is
+            unknown.
+        sent_ago: the seconds since its message was last sent; None if it never was, negative if the clock was set back since.
+        sends: how often its message was sent.
     """
 
     held: bool
@@ -22,7 +23,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """A group that is not terminal."""
+    """A group that has not ended."""
 
     id: int
     claim: Claim
@@ -30,9 +31,10 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class IterationState:
-    """An iteration that is not done. `groups` holds only those that are not terminal.
+    """An iteration that is not done. `groups` has only the groups that have not ended.
 
-    `published`: the policy is there that its update starts from; one that was rolled out ahead of the updates waits for it.
+    `published`: the policy from which its update starts exists. The update of an iteration that was rolled out ahead waits for
+    that policy.
     """
 
     id: int
@@ -43,25 +45,25 @@ class IterationState:
 
     @property
     def is_rolled_out(self) -> bool:
-        """Every slot is terminal."""
+        """True if all groups have ended."""
         return not self.groups
 
     @property
     def is_ready(self) -> bool:
-        """Its update may run."""
+        """True if its update may run."""
         return self.is_rolled_out and self.published
 
     @property
     def is_dispatched(self) -> bool:
-        """Its chord was sent at least once."""
+        """True if its chord was sent at least once."""
         return bool(self.train.sends) or any(group.claim.sends for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """A running run: its open iterations, in order, and the median seconds that one of its groups takes.
+    """A running run: its open iterations, in order, and the median time of one of its groups, in seconds.
 
-    `broken`: a checkpoint of it is to be made again before anything samples with it or trains on it.
+    `broken`: one of its checkpoints must be rebuilt before the run continues sampling and training.
     """
 
     id: int
@@ -73,7 +75,7 @@ class RunSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All running runs, and the lease that a claim lives for (seconds)."""
+    """All running runs, and the duration of a lease in seconds."""
 
     runs: tuple[RunSnapshot, ...]
     lease_seconds: float

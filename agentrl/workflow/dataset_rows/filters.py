@@ -1,7 +1,7 @@
-"""Conditions on a dataset's rows, in SQL: `level = 'easy' AND length(question) < 2000`.
+"""SQL conditions on a dataset's rows: `level = 'easy' AND length(question) < 2000`.
 
 SQLite evaluates a condition over the columns of one row, in memory and without access to anything else. Lists and objects are
-JSON text (`extra_info->>'level' = 'easy'`). A column that a row lacks is NULL; one that no row has is an error.
+JSON text (`extra_info->>'level' = 'easy'`). A column that a row lacks is NULL; a column that no row has is an error.
 """
 
 import json
@@ -16,22 +16,24 @@ from agentrl.workflow.errors import DatasetError, did_you_mean
 from agentrl.workflow.sql.readonly import allow_reads
 
 MAX_CONDITION = 4096
-"""Characters."""
+"""The maximum length of a condition, in characters."""
 MAX_INSTRUCTIONS = 1_000_000
-"""SQLite's instructions for one row."""
+"""The maximum number of SQLite instructions for one row."""
 MAX_VALUE_BYTES = 16_000_000
-"""The longest value, twice a row: one function of SQLite is one instruction, however long its argument is."""
+"""The maximum size of a value, in bytes: twice that of a row. A function of SQLite is one instruction, even for a very long
+argument.
+"""
 STEP = 100_000
 BATCH_ROWS = 32
-"""Rows that one query decides on: a query takes longer to start than a condition to evaluate."""
+"""The number of rows that one query evaluates. Starting a query takes longer than evaluating a condition."""
 MAX_QUERIES = 1000
-"""Queries that are kept, one for each set of columns: the rows of JSON lines may all differ in theirs."""
+"""The maximum number of cached queries, one for each set of columns: every row of a JSON lines file may have other columns."""
 LACKS_COLUMN = "no such column: "
 EXAMPLE = "Write a condition in SQL over the columns, with texts in single quotes: --filter \"level = 'easy'\""
 
 
 class RowFilter:
-    """A condition; `select` decides on rows, `check_columns` at the end reports a column that no row had."""
+    """A condition on rows. `select` filters rows; `check_columns`, called at the end, reports a column that no row had."""
 
     def __init__(self, condition: str, source: str) -> None:
         if len(condition) > MAX_CONDITION or "\0" in condition:
@@ -52,10 +54,10 @@ class RowFilter:
         self._connection.set_progress_handler(self._is_over, STEP)
 
     def select(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
-        """Yield the rows that fulfil the condition, and those that cannot be read; NULL does not fulfil it.
+        """Yield the rows for which the condition is true, and the rows that cannot be read. NULL counts as false.
 
         Raises:
-            DatasetError: the condition is not SQL, or takes too much work; the message names the row.
+            DatasetError: the condition is not SQL, or needs too much work; the message names the row.
         """
         batch: list[SourceRow] = []
         columns: tuple[str, ...] = ()
@@ -71,17 +73,16 @@ class RowFilter:
         yield from self._decide(columns, batch)
 
     def check_columns(self) -> None:
-        """Raise DatasetError where the condition names a column that no row had."""
+        """Raise DatasetError if the condition names a column that no row had."""
         if self._seen and (missing := sorted(self._missing - {name.lower() for name in self._seen} - self._seen)):
             hint = f"{did_you_mean(missing[0], self._seen)} Put texts in single quotes."
             raise DatasetError(f"--filter: no row of {self._source!r} has a column {missing[0]!r}.", hint)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _decide(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> Sequence[SourceRow]:
-        """Return those of the rows, which have the same columns, that fulfil the condition."""
+        """Return those rows of a batch with equal columns for which the condition is true."""
         problem = ""
         try:
             return list(compress(batch, self._evaluate(columns, batch))) if batch else ()
@@ -102,7 +103,7 @@ class RowFilter:
         return [match for row in batch for match in self._decide(columns, [row])]  # one of them is at fault
 
     def _evaluate(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> Iterator[Any]:
-        """Return the condition's value for each row."""
+        """Yield the condition's value for each row."""
         bound = self._bound.get(columns)
         if bound is None:
             bound = self._bind(columns)
@@ -121,7 +122,7 @@ class RowFilter:
         self._bound.clear()
 
     def _bind(self, columns: tuple[str, ...]) -> list[str]:
-        """Return the columns that the condition may name, for rows of these columns: no other is bound."""
+        """Return the columns to bind for rows with these columns: those that the condition may name, and the missing ones."""
         self._seen.update(columns)
         condition = self._condition.lower()
         bound = [name for name in columns if name.lower() in condition]
@@ -139,7 +140,7 @@ class RowFilter:
 
 @lru_cache(MAX_QUERIES)
 def _query(condition: str, columns: tuple[str, ...], rows: int) -> str:
-    """Return the query that evaluates the condition on each of the rows alone, so that no function of SQL sees two rows."""
+    """Return the query that evaluates the condition on each row separately, so no SQL function sees two rows."""
     names = [f'"value {number}"' for number in range(len(columns))] or ['"no value"']
     given = ", ".join(f"{name} AS {_quoted(column)}" for name, column in zip(names, columns, strict=False)) or "1"
     table = ", ".join([f"({', '.join('?' * len(columns)) or '1'})"] * rows)
@@ -153,12 +154,12 @@ def _length(value: Any) -> int | None:
 
 
 def _find(text: Any, part: Any) -> int | None:
-    """SQLite's `instr` in linear time: its own would take hours for two texts of a row's size."""
+    """Replace SQLite's `instr` in linear time. Its own would take hours for two texts of the size of a row."""
     return None if text is None or part is None else str(text).find(str(part)) + 1
 
 
 def _replace(*arguments: Any) -> str | None:
-    """SQLite's `replace` in linear time."""
+    """Replace SQLite's `replace` in linear time, with a limit on the result's size."""
     if None in arguments:
         return None
     text, old, new = map(str, arguments)

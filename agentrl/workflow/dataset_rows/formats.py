@@ -1,7 +1,8 @@
-"""Files of rows: JSON lines, CSV, Parquet, Arrow. Each reader yields its rows one at a time, and refuses what is too large.
+"""Readers for files of rows: JSON lines, CSV, Parquet, Arrow. Each yields its rows one at a time, and refuses rows that are too
+large.
 
 Text is UTF-8, with or without a byte-order mark, with lines ended by LF or CRLF. All values of a CSV file are text. Columns of
-bytes, such as images, are left out; a NaN is null, a date is ISO text.
+bytes, such as images, are left out; NaN becomes null, and a date ISO text.
 """
 
 import codecs
@@ -20,19 +21,23 @@ from agentrl.workflow.errors import DatasetError
 
 MAX_ROW_BYTES = 8_000_000
 MAX_DEPTH = 32
-"""Levels of lists and structures in a column."""
+"""The maximum number of nested levels of lists and structures in a column."""
 BATCH_ROWS = 256
-"""Rows that are decoded at once: few, since one value of a compressed file may stand in each of them."""
+"""The number of rows that are decoded at once. It is small, because each row of a compressed file may have the same large
+value.
+"""
 SKIPPED_BYTES = 1 << 20
 
 
 class SourceRow(NamedTuple):
-    """A row of a dataset: its columns, or why it cannot be read.
+    """A row of a dataset: its columns, or the reason that it cannot be read.
 
     Args:
-        label: the beginning of its key: `LABEL/NUMBER` is what it is called for ever.
-        number: from 1; the line of a text file, the row of another.
+        label: the prefix of its permanent key, `LABEL/NUMBER`.
+        number: its number from 1: the line in a text file, the row in another file.
         where: what the number counts: `line`, or `train.parquet, row`.
+        values: its columns; None if it cannot be read.
+        problem: the reason that it cannot be read.
     """
 
     label: str
@@ -43,7 +48,7 @@ class SourceRow(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it stands, for a person: `line 7`, `train.parquet, row 7`."""
+        """The row's position for messages: `line 7`, `train.parquet, row 7`."""
         return f"{self.where} {self.number}"
 
     def columns(self) -> dict[str, Any]:
@@ -61,14 +66,14 @@ Reader = Callable[[Path, str, str], Iterator[SourceRow]]
 
 
 def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRow]:
-    """Yield the rows of a file, by its suffix (`READERS`, in small letters or capitals).
+    """Yield the rows of a file. Its suffix, in lower or upper case, selects the reader (`READERS`).
 
     Args:
-        label: of the rows.
-        where: a text before the unit that its rows are counted in.
+        label: the label of the rows.
+        where: a text before the unit in which the rows are counted.
 
     Raises:
-        DatasetError: there is no such file, it is not of its format, or no reader knows that.
+        DatasetError: there is no such file, it does not have the format of its suffix, or the suffix is unknown.
     """
     suffix = path.suffix.lower()
     if suffix not in READERS:
@@ -88,7 +93,7 @@ def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRo
 
 
 def check_regular(path: Path) -> None:
-    """Check that a path is no pipe or device: one may have no end, and to open a pipe waits for its writer.
+    """Check that a path is not a pipe or device. Such a file may have no end, and opening a pipe waits for its writer.
 
     Raises:
         DatasetError: it is one.
@@ -116,7 +121,7 @@ def _read_json_lines(path: Path, label: str, where: str) -> Iterator[SourceRow]:
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines that the file has now; of one that is too large, the first bytes that show it."""
+    """Yield the lines that the file has now. A line that is too large is cut to a length that still shows this."""
     end = os.fstat(file.fileno()).st_size  # a writer may append as fast as this reads
     while file.tell() < end and (line := file.readline(MAX_ROW_BYTES + 1)):
         yield line
@@ -170,7 +175,7 @@ def _csv_values(names: list[str], fields: list[str]) -> tuple[dict[str, Any] | N
 
 
 def _check_columns(path: Path, names: list[str]) -> None:
-    """Raises DatasetError where columns have no name, one name is two columns', or there are too many."""
+    """Raise DatasetError if a column has no name, two columns have the same name, or there are none or too many."""
     if not names:
         raise DatasetError(f"{str(path)!r} names no columns.", "Write the names of its columns into its first row.")
     repeated = next((name for name in names if names.count(name) > 1), None) if len(names) <= MAX_COLUMNS else None
@@ -183,7 +188,7 @@ def _check_columns(path: Path, names: list[str]) -> None:
 
 
 def _check_delimiter(path: Path, names: list[str], delimiter: str) -> None:
-    """Raises DatasetError where another mark than the delimiter separates the columns."""
+    """Raise DatasetError if another character than the delimiter separates the columns."""
     if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), "")):
         message = f"{str(path)!r} has one column, {names[0]!r:.200}: {mark!r} stands where {delimiter!r} is read."
         raise DatasetError(message, "Separate its columns by commas, or by tabs in a file called .tsv.")
@@ -220,7 +225,7 @@ def _arrow_error(path: Path, error: Exception) -> DatasetError:
 
 
 def _readable_columns(path: Path, schema: Any) -> list[str]:
-    """Return the names of the columns that hold no bytes."""
+    """Return the names of the columns without bytes."""
     _check_columns(path, list(schema.names))
     if deep := next((field.name for field in schema if _depth(field.type) > MAX_DEPTH), ""):
         raise DatasetError(f"{str(path)!r}: the column {deep!r} nests more than {MAX_DEPTH} levels.", "Leave it out.")
@@ -228,7 +233,7 @@ def _readable_columns(path: Path, schema: Any) -> list[str]:
 
 
 def _depth(kind: Any) -> int:
-    """Return the levels of a type, counted no further than is allowed."""
+    """Return the number of nested levels of a type, counted up to just above the maximum."""
     level, depth = [kind], 0
     while level and depth <= MAX_DEPTH:
         level = [node.field(number).type for node in level for number in range(node.num_fields)]
@@ -258,10 +263,10 @@ def _decode(batches: Iterable[Any], names: list[str], label: str, where: str) ->
 
 
 def _read_at_once(batch: Any, odd: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Return the values of the rows, or None if they are too large to be decoded together, or one cannot be read.
+    """Return the values of the rows; None if they are too large to decode together, or one cannot be read.
 
     Args:
-        odd: the columns whose values may not be those of JSON.
+        odd: the columns whose values may not be valid JSON values.
     """
     if batch.nbytes > MAX_ROW_BYTES:
         return None
@@ -276,7 +281,7 @@ def _read_at_once(batch: Any, odd: Sequence[str]) -> list[dict[str, Any]] | None
 
 
 def _read_alone(row: Any, odd: Sequence[str]) -> tuple[dict[str, Any] | None, str]:
-    """Return the values of a batch of one row, or None and why they cannot be read."""
+    """Return the values of a batch of one row and an empty text, or None and the reason that they cannot be read."""
     if row.nbytes > MAX_ROW_BYTES:
         return None, _size_problem(row.nbytes)
     values = {}
@@ -298,7 +303,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value of Arrow as one of JSON: NaN as null, dates and decimals as text, maps as objects."""
+    """Convert a value of Arrow to a JSON value: NaN to null, dates and decimals to text, maps to objects."""
     if isinstance(value, float):
         return value if value == value else None
     if isinstance(value, dict):

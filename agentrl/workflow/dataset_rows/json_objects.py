@@ -1,4 +1,4 @@
-"""Objects of JSON that a database can hold: finite numbers, no endless nesting."""
+"""JSON objects that a database can store: with finite numbers and limited nesting."""
 
 import codecs
 import json
@@ -7,19 +7,19 @@ from collections import Counter
 from typing import Any
 
 MAX_DIGITS = 4300
-"""The most digits of an integer that Python reads from text."""
+"""The maximum number of digits of an integer that Python parses."""
 MAX_COLUMNS = 1000
-"""Columns of a row."""
+"""The maximum number of columns of a row."""
 MAX_LEVELS = 200
-"""Of lists and objects; Python's encoder raises RecursionError somewhere below 1000."""
+"""The maximum number of nested levels of lists and objects. Python's encoder raises RecursionError somewhere below 1000."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_object(line: bytes) -> dict[str, Any]:
-    """Return the JSON object of one line.
+    """Parse one line as a JSON object.
 
     Raises:
-        ValueError: the line holds no object, or one that cannot be stored.
+        ValueError: the line is not an object, or one that cannot be stored.
     """
     try:
         row = _decode(line.decode("utf-8"))
@@ -40,7 +40,7 @@ def read_object(line: bytes) -> dict[str, Any]:
 
 
 def kind_of(value: object) -> str:
-    """Return JSON's name for the type of a value."""
+    """Return the name of a value's JSON type."""
     return {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
 
 

@@ -1,8 +1,8 @@
-"""Where a dataset's rows are: a file, a folder with a file or more for each split, or a dataset of the hub.
+"""Sources of rows: a file, a folder with one or more files for each split, or a dataset of the hub.
 
-Files are those of `formats.READERS`. In a folder the split stands in the file's name or in the name of a folder above it
+`formats.READERS` lists the file formats. In a folder the split is part of the file's name or of the name of a folder above it
 (`train.parquet`, `data/train-00000-of-00002.parquet`, `test/rows.jsonl`), as on the hub. A hub dataset is `OWNER/NAME`, or
-`OWNER/NAME:CONFIG` where it has several configs. No dataset's own code is run.
+`OWNER/NAME:CONFIG` if it has several configs. No code of a dataset is run.
 """
 
 import hashlib
@@ -26,16 +26,19 @@ SPLIT_WORDS = {
     "test": ("test", "testing", "eval"),
     "train": ("train", "training"),
 }
-"""Split -> the words for it in the names of files."""
+"""Split -> the words for it in file names."""
 MAX_FILES = 10_000
 MAX_DEPTH = 4
-"""The files and the levels of a folder that are looked at."""
+"""The maximum numbers of files (MAX_FILES) and of nested levels (MAX_DEPTH) that are searched in a folder."""
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(:[\w.-]+)?", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9]+")
 
 
 def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
-    """Return what a dataset's name stands for. Without a slash or a known suffix it is a plug-in, or else a folder."""
+    """Return the kind of source that a dataset's name refers to.
+
+    A name without a slash and without a known suffix is a plug-in, or a folder if there is no such plug-in.
+    """
     if Path(name).suffix.lower() in READERS or expand_home(name).is_file():
         return "file"
     if "/" not in name and not name.startswith((".", "~")):
@@ -47,10 +50,10 @@ def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
 
 
 def expand_home(name: str) -> Path:
-    """Return a dataset's name as a path, with the home folder for `~`; a user without one is no error.
+    """Return a dataset's name as a path, with `~` expanded; an unknown user is not an error.
 
     Raises:
-        DatasetError: it holds a NUL character, which no path does.
+        DatasetError: the name has a NUL character.
     """
     if "\0" in name:
         raise DatasetError(f"The name of the dataset {name!r:.200} holds a NUL character.", "Leave it out.")
@@ -61,10 +64,10 @@ def expand_home(name: str) -> Path:
 
 
 def source_files(name: str, split: str) -> list[Path]:
-    """Return the files that hold the split, in their order; those of a hub dataset are not here.
+    """Return the files of the split, in order; empty for a hub dataset or a plug-in.
 
     Raises:
-        DatasetError: there is no such folder or split, or the split is there in two formats.
+        DatasetError: there is no such folder or split, or the split exists in two formats.
     """
     kind, path = kind_of_source(name), expand_home(name)
     if kind == "file":
@@ -94,7 +97,7 @@ def _keep(rows: Iterator[SourceRow], condition: RowFilter) -> Iterator[SourceRow
 
 
 def hash_source(name: str, split: str) -> str:
-    """Return the SHA-256 of the split's files, read anew; empty for what is no file or folder."""
+    """Return the SHA-256 of the split's current files; empty if the name is neither a file nor a folder."""
     if kind_of_source(name) not in ("file", "folder"):
         return ""
     digest = hashlib.sha256()
@@ -109,10 +112,10 @@ def hash_source(name: str, split: str) -> str:
 
 
 def nested_value(values: dict[str, Any], column: str) -> Any:
-    """Return the value of a column, or of `COLUMN.KEY` within one.
+    """Return the value of a column, or of `COLUMN.KEY` inside one.
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such column or key.
     """
     if column in values:
         return values[column]
@@ -178,7 +181,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _split_of(path: Path) -> str:
-    """The split that stands in a path, nearest to its end; empty if none does."""
+    """Return the split that is part of a path, nearest to the path's end; empty if there is none."""
     return next(filter(None, map(_named_split, _words(path))), "")
 
 
@@ -220,10 +223,11 @@ def _stream_hub(config: DatasetConfig, name: str, part: str, streaming: bool) ->
 
 
 def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[SourceRow]:
-    """The rows with their columns under the names of the fields that they are mapped to.
+    """Yield the rows with mapped columns under the names of their fields.
 
     Raises:
-        DatasetError: the first row lacks a column; then it is the name that is wrong. A row may lack a key in a column.
+        DatasetError: the first row lacks a mapped column, so the mapping is wrong. A later row that lacks one is only
+            malformed.
     """
     columns = [column for column in config.map.values() if column not in config.map]
     pairs, is_first = tuple(config.map.items()), True
@@ -251,7 +255,7 @@ def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[So
 
 
 def _known_keys(values: dict[str, Any], column: str) -> str:
-    """What helps where a key in a column is missing."""
+    """Return a hint with similar keys, for a key that a column lacks."""
     head, _, key = column.rpartition(".")
     with suppress(KeyError):
         if head and isinstance(inner := nested_value(values, head), dict):

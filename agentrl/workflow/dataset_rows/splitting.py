@@ -1,4 +1,4 @@
-"""Splitting of rows into two JSON-lines files, written atomically, with equal questions on the same side."""
+"""Splitting of rows into two JSON lines files. They are written atomically, and equal questions are in the same file."""
 
 import errno
 import hashlib
@@ -16,15 +16,15 @@ SPLITS = ("train", "test")
 
 
 def is_held_out(key: bytes, share: float, seed: int) -> bool:
-    """Return whether a question belongs to the test split: so decides hash(seed, question), whatever the other rows are."""
+    """Return whether a question belongs to the test split. Only hash(seed, question) decides, independent of other rows."""
     digest = hashlib.sha256(f"{seed}|split|".encode() + key).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def write_splits(rows: Iterable[tuple[dict[str, Any], bool]], folder: Path, force: bool = False) -> dict[str, int]:
-    """Write each row to `test.jsonl` if it is held out, else to `train.jsonl`; return how many rows each has.
+    """Write each row to `test.jsonl` if it is held out, else to `train.jsonl`; return the number of rows of each split.
 
-    Nothing is written unless both files can be.
+    Neither file is written unless both can be.
 
     Raises:
         ConflictError: a file exists, and `force` is off.
@@ -60,7 +60,7 @@ def write_splits(rows: Iterable[tuple[dict[str, Any], bool]], folder: Path, forc
 
 @contextmanager
 def _open_beside(folder: Path) -> Iterator[BinaryIO]:
-    """A file in the folder, which is gone at the end unless it was renamed."""
+    """Open a temporary file in the folder. It is removed at the end unless it was renamed."""
     file = NamedTemporaryFile(dir=folder, prefix=".split-", delete=False)  # noqa: SIM115 - its close may fail
     try:
         yield file  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Datasets: each file here yields tasks. See `Dataset`; `load_tasks` is the entry point."""
+"""Datasets: each file here yields tasks. See `Dataset`; `load_tasks` loads them."""
 
 import hashlib
 import math
@@ -21,9 +21,9 @@ class Dataset:
 
     Args:
         load: split -> tasks, in a fixed order; raises DatasetError.
-        env: the env for its tasks.
-        demonstrations: tasks -> for each, a conversation that solves it (for `agentrl sft`), or None; unset if the dataset
-            has no demonstrations at all.
+        env: the name of the env for its tasks.
+        demonstrations: (tasks, seed) -> for each task a conversation that solves it (for `agentrl sft`), or None. Unset if the
+            dataset has no demonstrations.
         sft_split: the split that `agentrl sft` trains on.
     """
 
@@ -35,14 +35,14 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTasks:
-    """The tasks that a config's dataset section names.
+    """The tasks of a config's dataset section.
 
     Args:
         tasks: the tasks in the dataset's order; at least one, with different keys.
-        env: name of the env for the tasks; empty if those of several datasets differ in it.
-        skipped: malformed rows that were left out, each as `line N: why`.
-        repeated: tasks that were left out because an earlier one says the same.
-        shares: of several datasets with weights, how many of its tasks each gives: name -> (used, read).
+        env: the name of the env for the tasks; empty if several datasets have different envs.
+        skipped: the malformed rows that were left out, each as `line N: why`.
+        repeated: the number of tasks that were left out because an earlier one is the same.
+        shares: for several datasets with weights, the number of tasks that each contributes: name -> (used, read).
     """
 
     tasks: tuple[Task, ...]
@@ -54,7 +54,7 @@ class LoadedTasks:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The tasks of one dataset, read as they are asked for; `skipped` grows with them."""
+    """The tasks of one dataset, read lazily; `skipped` grows while they are read."""
 
     tasks: Iterable[Task]
     env: str
@@ -64,16 +64,16 @@ class _Source:
 def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
     """Load the tasks of a plug-in, a user's `package.module:name`, a file, a folder, a hub dataset, or of several of these.
 
-    Several datasets without weights give all of their tasks. With weights they give tasks in these proportions, as many as the
-    one that ends first has.
+    Several datasets without weights contribute all of their tasks. With weights they contribute tasks in these proportions, as
+    many as possible until one dataset has no more.
 
     Args:
-        seed: chooses the tasks of those that have more than their share.
+        seed: selects the tasks of datasets that have more than their share.
 
     Raises:
-        ConfigError: there is no such dataset, or an option is set that is for rows, and the dataset has none.
+        ConfigError: there is no such dataset, or an option for rows is set for a plug-in.
         DatasetError: there is no such file or split, rows are malformed, the loader raises or yields something other than
-            Tasks, there is no task, or two tasks have one key.
+            Tasks, there is no task, or two tasks have the same key.
     """
     parts = split_mixture(config.name)
     loaded = [_load_one(config.model_copy(update={"name": name})) for name in parts]
@@ -87,10 +87,10 @@ def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
 
 
 def split_mixture(name: str) -> dict[str, float | None]:
-    """Return the datasets of `A,B` or `A=0.7,B=0.3` with their weights (None without); a single name alone.
+    """Parse `A,B` or `A=0.7,B=0.3`; return the weight of each dataset, None without one. A single name is returned alone.
 
     Raises:
-        ConfigError: a weight is missing or not above 0, or one dataset is named twice.
+        ConfigError: a weight is missing or not above 0, or a dataset is named twice.
     """
     if "," not in name or Path(name).is_file():
         return {name: None}
@@ -115,7 +115,7 @@ def split_mixture(name: str) -> dict[str, float | None]:
 def _take_shares(
     parts: dict[str, float | None], loaded: Sequence[LoadedTasks], max_tasks: int | None, seed: int
 ) -> LoadedTasks:
-    """The tasks of several datasets as one, in the order of the datasets."""
+    """Return the tasks of several datasets as one list, in the order of the datasets."""
     chosen = [dataset.tasks for dataset in loaded]
     shares: dict[str, tuple[int, int]] = {}
     if None not in parts.values():
@@ -137,7 +137,7 @@ def _take_shares(
 
 
 def _draw(tasks: Sequence[Task], size: int, seed: int) -> tuple[Task, ...]:
-    """So many of the tasks, by hash(seed, key), in their order: the same on every machine."""
+    """Select `size` of the tasks by hash(seed, key), and keep their order: the selection is the same on every machine."""
     ranked = sorted(tasks, key=lambda task: hashlib.sha256(f"{seed}|mixture|{task.key}".encode()).digest())
     keys = {task.key for task in ranked[:size]}
     return tuple(task for task in tasks if task.key in keys)
@@ -160,7 +160,7 @@ def _load_one(config: DatasetConfig) -> LoadedTasks:
 
 
 class _Repeats:
-    """Leaves out tasks that differ from an earlier one in nothing but their keys; `count` of them so far."""
+    """A filter that removes tasks which equal an earlier one except for the key; `count` is their number so far."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -168,7 +168,7 @@ class _Repeats:
         self._others: defaultdict[int, list[Task]] = defaultdict(list)
 
     def left_out(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """The tasks without the repeated ones."""
+        """Yield the tasks without the repeated ones."""
         for task in tasks:
             if isinstance(task, Task):  # what is none is named later
                 texts = hash((task.reference, *(message.content for message in task.messages)))
@@ -183,17 +183,17 @@ class _Repeats:
 
 
 def is_file(name: str) -> bool:
-    """Return whether a dataset's name is the path of a file of rows, whose only split is `train`."""
+    """Return whether the dataset's name, or each name of a mixture, is a file of rows. A file has one split, `train`."""
     return all(sources.kind_of_source(part) == "file" for part in split_mixture(name))
 
 
 def is_rows(name: str) -> bool:
-    """Return whether a dataset consists of rows: a file, a folder or a hub dataset, and not a plug-in."""
+    """Return whether a dataset consists of rows: it is a file, a folder or a hub dataset, and not a plug-in."""
     return sources.kind_of_source(name) != "plugin"
 
 
 def absolute_name(name: str) -> str:
-    """Return a dataset's name with absolute paths of files and folders: a run may be resumed from anywhere."""
+    """Return a dataset's name with absolute paths of files and folders, because a run may be resumed from any folder."""
     paths = [
         (str(sources.expand_home(part).resolve()) if sources.kind_of_source(part) in ("file", "folder") else part, weight)
         for part, weight in split_mixture(name).items()
@@ -208,7 +208,7 @@ def hash_dataset(config: DatasetConfig) -> dict[str, str]:
 
 
 def changed_files(hashes: Mapping[str, str], split: str) -> list[str]:
-    """Return the files and folders whose rows have changed since `hash_dataset`, or that are missing."""
+    """Return the files and folders that are missing, or whose rows have changed since `hash_dataset`."""
     changed = []
     for name, sha256 in hashes.items():
         try:
@@ -220,7 +220,7 @@ def changed_files(hashes: Mapping[str, str], split: str) -> list[str]:
 
 
 def env_of(config: DatasetConfig) -> str:
-    """Return the name of the dataset's env; empty if several datasets differ. Reads at most the first task.
+    """Return the name of the dataset's env; empty if several datasets have different envs. Read at most the first task.
 
     Raises:
         ConfigError: there is no such dataset.

@@ -1,9 +1,9 @@
-"""arithmetic: generated sums in words, `What is 12 plus 7?`, in three levels of difficulty; always the same ones.
+"""arithmetic: generated sums in words, `What is 12 plus 7?`, in three levels of difficulty. The tasks are always the same.
 
-512 tasks to train on, 256 held out, and 16,384 more (split `warmup`) for supervised fine-tuning; no question is in two
-splits. The demonstrations come from a deliberately unreliable teacher: the form is always right (one calculator call, then its
-result as the answer), but it often mistakes one operator for another. So a model that imitates it solves about half of the
-tasks, and learns by reinforcement what the words mean.
+There are 512 tasks to train on, 256 held out, and 16,384 more (split `warmup`) for supervised fine-tuning. No question is in
+two splits. The demonstrations come from a deliberately unreliable teacher. Their form is always right: one calculator call,
+then its result as the answer. But the teacher often confuses one operator with another. So a model that imitates it solves
+about half of the tasks, and learns the meaning of the words by reinforcement.
 """
 
 import random
@@ -17,19 +17,20 @@ from agentrl.workflow.trajectory import Message, Task, ToolCall
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 SPLITS = {"test": 256, "train": 512, "warmup": 16_384}
 LEVELS = (2, range(1, 21)), (2, range(10, 100)), (3, range(1, 11))
-"""Level -> (how many numbers, their range)."""
+"""For each level the number of operands, and their range."""
 
 CONFUSED_OPERATORS = {"plus": "-", "minus": "*", "times": "+"}
 MISTAKE_RATE = 0.4
-"""How often the teacher writes the confused operator. (Each word is confused with one other, because a model learns that ten
-times faster than operators drawn at random, at the same share of right answers.)"""
+"""The probability that the teacher writes the confused operator. Each word is confused with one other: a model learns that ten
+times faster than random operators, at the same share of right answers.
+"""
 
 
 def load(split: str) -> Iterator[Task]:
     """Yield the tasks of `train`, `test` or `warmup`; `metadata["level"]` is 1 to 3.
 
     Raises:
-        DatasetError: another split.
+        DatasetError: there is no such split.
     """
     if split not in SPLITS:
         raise DatasetError(f"arithmetic has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
@@ -92,7 +93,7 @@ def _expression(numbers: Sequence[str], signs: Sequence[str]) -> str:
 
 
 def _value(expression: str) -> str:
-    """The value of an expression of whole numbers with + - *, products first."""
+    """Return the value of an expression of integers with + - *; products are computed first."""
     terms = expression.replace("-", "+-").split("+")
     return str(sum(_product(term) for term in terms))
 

@@ -3,10 +3,10 @@
 HumanEval (Chen et al. 2021, arXiv:2107.03374): `task_id, prompt, entry_point, canonical_solution, test`. MBPP (Austin et al.
 2021, arXiv:2108.07732): `task_id`, `text` or `prompt`, `code`, `test_list`, and `test_setup_code`, `challenge_test_list`.
 
-All of a row's tests are judged, or the row is refused by its name. Tests over constants (`assert f(1, 2) == 3 * 19`) are read
-here and never run: their arguments go into the sandbox, and the values are compared elsewhere. If one test is more than that (a
-loop, a helper, the value of another call), the row's tests run as a program, in a process without model-written code, and each
-call of the function is relayed to the sandbox of the answer (`sandbox.checks`).
+All of a row's tests are judged, or the row is refused and named. Tests over constants (`assert f(1, 2) == 3 * 19`) are parsed
+here and never run: their arguments go into the sandbox, and the values are compared elsewhere. If one test is more complex (a
+loop, a helper, the value of another call), the row's tests run as a program, in a process without model-written code. Each call
+of the function is relayed to the sandbox of the answer (`sandbox.program_tests`).
 
 A task's key is its row's `task_id`: `HumanEval/0` unchanged, `mbpp/11` for a number in mbpp.jsonl, `mbpp/line-11` for a line
 without one.
@@ -41,9 +41,9 @@ UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
 def code_metadata(
     function: str, cases: Sequence[Case], setup: str = "", visible: Sequence[Case] = (), test: str = ""
 ) -> dict[str, Any]:
-    """Return the metadata that the rewards read: the function's name, the code to run before the answer, the hidden tests, and
-    those
-    that the question shows.
+    """Return the metadata that the rewards read.
+
+    It has the function's name, the code to run before the answer, the hidden tests, and the tests that the question shows.
 
     Args:
         test: the hidden tests as a program, if cases cannot express them.
@@ -56,15 +56,15 @@ def code_metadata(
 
 
 def is_code(row: Mapping[str, Any] | None) -> bool:
-    """Return whether a dataset's first row is HumanEval's or MBPP's."""
+    """Return whether a dataset's first row has the format of HumanEval or MBPP."""
     return row is not None and ({"entry_point", "test"} <= row.keys() or "test_list" in row)
 
 
 def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[str]) -> Iterator[Task]:
-    """Yield the tasks of the rows; add `PLACE: why` to `problems` for each row that is malformed.
+    """Yield the tasks of the rows; add `PLACE: why` to `problems` for each malformed row.
 
     Raises:
-        DatasetError: as `jsonl.add_problem`.
+        DatasetError: see `jsonl.add_problem`.
     """
     seen: dict[str, tuple[str, dict[str, Any]]] = {}
     for source in rows:
@@ -83,7 +83,7 @@ def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[
 
 
 def _key(row: Mapping[str, Any], stem: str, line: int) -> str:
-    """The row's key; a plain number or word gets the file's name as a prefix."""
+    """Return the row's key; a plain number or word gets the file's name as a prefix."""
     given = row.get("task_id")
     if given is None:
         return f"{stem}/line-{line}"
@@ -126,7 +126,7 @@ def _mbpp(key: str, row: Mapping[str, Any]) -> Task:
 
 
 def _tests(source: str, names: Sequence[str], program: str) -> dict[str, Any]:
-    """The tests in the form that `code_metadata` takes.
+    """Return the tests as arguments of `code_metadata`.
 
     Raises:
         ValueError: there is no test, or one uses a name that neither it nor the reference defines.
@@ -146,12 +146,12 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _code_before(prompt: str, function: str) -> str:
-    """The code of a HumanEval prompt above its function."""
+    """Return the code of a HumanEval prompt above its function."""
     return prompt[: max(0, prompt.rfind(f"def {function}("))].strip()
 
 
 def _examples(prompt: str, function: str) -> list[Case]:
-    """The tests that a prompt's docstring shows: `>>> f(1)` and its value."""
+    """Return the tests that a prompt's docstring shows: `>>> f(1)` and its value."""
     cases: list[Case] = []
     constants = Constants()
     with suppress(ValueError):  # text that only looks like examples
@@ -167,7 +167,7 @@ def _examples(prompt: str, function: str) -> list[Case]:
 
 
 def _tested_function(test: str, reference: str) -> str:
-    """The function that a test calls, among those that the reference defines."""
+    """Return the name of the function that a test calls, among those that the reference defines."""
     defined = {node.name for node in ast.walk(parse_source(reference)) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(parse_source(test)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined:

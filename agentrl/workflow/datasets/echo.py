@@ -1,4 +1,6 @@
-"""echo: 64 texts to send through the tool echo and to repeat; the smallest tasks with a tool. Every fourth is held out."""
+"""echo: 64 texts to send through the tool echo and to repeat. These are the smallest tasks with a tool. Every fourth is held
+out.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,7 @@ def load(split: str) -> Iterator[Task]:
     """Yield the tasks of `train` or `test`; the reference is the text.
 
     Raises:
-        DatasetError: another split.
+        DatasetError: there is no such split.
     """
     if split not in SPLITS:
         raise DatasetError(f"echo has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")

@@ -1,11 +1,11 @@
 """gsm8k: 7,473 training and 1,319 test problems of school mathematics (Cobbe et al. 2021, arXiv:2110.14168).
 
-The published JSON lines are read from the folder AGENTRL_GSM8K_DIR, if it is set, else from the hub. A task's reference is the
-number after `####`; its key ends in the row's number, counted from 1 like the lines of the file.
+The published JSON lines are read from the folder AGENTRL_GSM8K_DIR if it is set, else from the hub. A task's reference is the
+number after `####`. Its key ends with the row's number, counted from 1 like the lines of the file.
 
-The solutions carry their computations as `<<48/2=24>>`: in a demonstration each becomes a call of the calculator, with its real
-result. A row has no demonstration if the calculator cannot read an expression, or gets another result: such a call would teach
-the model to write nonsense, or to disregard results. (In the 8,792 rows of the copy used here every annotation is right.)
+The solutions contain their computations as `<<48/2=24>>`. In a demonstration each becomes a call of the calculator with its
+real result. A row has no demonstration if the calculator cannot parse an expression, or gets another result: such a call would
+teach the model to write nonsense, or to disregard results. (In the 8,792 rows of the copy used here every annotation is right.)
 """
 
 import re
@@ -28,7 +28,7 @@ SPLITS = ("train", "test")
 HUB_NAME = "openai/gsm8k"
 ANNOTATION = re.compile(r"<<(.*?)=([^=]*?)>>")
 ROUNDING_SHARE = Fraction(1, 100)
-"""The relative error with which a solution may round a result (`<<1/3=0.33>>`)."""
+"""The largest relative rounding error of a result in a solution (`<<1/3=0.33>>`)."""
 HINT = "Set AGENTRL_GSM8K_DIR to the folder that holds train.jsonl and test.jsonl."
 
 
@@ -36,13 +36,14 @@ def load(split: str) -> Iterator[Task]:
     """Yield the split's tasks, in the published order.
 
     Raises:
-        DatasetError: the split is unknown, neither folder nor hub can be reached, or the rows are not gsm8k's.
+        DatasetError: there is no such split, neither folder nor hub can be read, or the rows are not gsm8k's.
     """
     return (_task(split, row) for row in _rows(split))
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...] | None]:
-    """Yield each task's question, calculator calls with their real results, and the final answer; None if a call is wrong.
+    """Yield for each task the question, calculator calls with their real results, and the final answer; None if a call is
+    wrong.
 
     Args:
         tasks: tasks of this dataset.
@@ -73,7 +74,7 @@ def _turns(solution: str, reference: str, calculate: Calculate) -> list[Message]
 
 
 def _is_same(result: str, written: str) -> bool:
-    """Whether the calculator's result equals the solution's, up to rounding."""
+    """Return whether the calculator's result equals the solution's, up to rounding."""
     try:
         meant = Fraction(written.strip().lstrip("$").rstrip("%").replace(",", ""))
     except (ValueError, ZeroDivisionError):

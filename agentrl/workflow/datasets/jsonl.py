@@ -1,16 +1,17 @@
 """jsonl: rows of a file, a folder or the hub as tasks: `--dataset FILE.jsonl`, FILE.parquet, FILE.csv, FOLDER, OWNER/NAME.
 
 A row has `question` (text), `prompt` (text or messages) or `messages`, and `answer` or `reference` (text or number;
-`"reference": null` where there is none). Of a list of right answers the first is the reference, the others become the
-metadata's `aliases`. Rows of verl and TRL are read as they are: without an answer the reference is
-`reward_model.ground_truth`, else `completion`, else the last message of `chosen`; without a prompt it is what `chosen` and
-`rejected` begin with. All other columns become the task's metadata. `--map question=COLUMN,answer=COLUMN` names others. A
-task's key is its file's name and line.
+`"reference": null` if there is none). If the answer is a list of right answers, the first is the reference, and the others
+become the metadata's `aliases`. Rows of verl and TRL are read unchanged. Without an answer the reference is
+`reward_model.ground_truth`, else `completion`, else the last message of `chosen`. Without a prompt, it is the common beginning
+of `chosen` and `rejected`. All other columns become the task's metadata. `--map question=COLUMN,answer=COLUMN` names other
+columns. A task's key is its file's name and line.
 
-Messages are those of OpenAI's API: `{"role", "content"}`, with `tool_calls` and `tool_call_id`, content as text or as parts of
-text. The developer's are the system's. The last is the user's or a tool's.
+Messages have the format of OpenAI's API: `{"role", "content"}`, with `tool_calls` and `tool_call_id`, and content as text or as
+parts of text. A developer message becomes a system message. The last message must be the user's or a tool's.
 
-All malformed rows are reported at once, so that a file can be repaired in one go. `dataset_rows.formats` says what is read.
+All malformed rows are reported together, so you can repair the file in one pass. `dataset_rows.formats` describes the file
+formats.
 """
 
 import json
@@ -35,7 +36,7 @@ from agentrl.workflow.trajectory import Message, Role, Task, ToolCall
 ENV = "math"
 MAX_PROMPT_BYTES = 1_000_000
 MAX_PROBLEMS = 1000
-"""Malformed rows after which a dataset is read no further."""
+"""The maximum number of malformed rows before reading stops."""
 SHOWN_PROBLEMS = 20
 SKIP_HINT = "Correct them, or leave them out with -s dataset.skip_bad_rows=true."
 PROMPTS = ("question", "prompt", "messages")
@@ -44,7 +45,7 @@ OTHER_NAMES = {
     PROMPTS: ("problem", "input", "instruction", "query", "task", "text"),
     REFERENCES: ("solution", "output", "response", "completion", "target", "label", "ground_truth", "expected", "final_answer"),
 }
-"""What other people call these columns: named in the hint of an error, never read by themselves."""
+"""Common other names of these columns. Errors suggest them; they are never read without `--map`."""
 ROLES: tuple[Role, ...] = get_args(Role)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but \n and \t; lone surrogates too
 ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
@@ -55,7 +56,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """One well-formed line. `line` counts from 1."""
+    """A well-formed row. `line` counts from 1."""
 
     line: int
     messages: tuple[Message, ...]
@@ -64,7 +65,7 @@ class TaskRow:
 
 
 def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[str]) -> Iterator[Task]:
-    """Yield the tasks of the rows; add `PLACE: why` to `problems` for each row that is malformed.
+    """Yield the tasks of the rows; add `PLACE: why` to `problems` for each malformed row.
 
     Raises:
         DatasetError: more than MAX_PROBLEMS rows are malformed, and `config.skip_bad_rows` is off.
@@ -80,7 +81,7 @@ def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[
 
 
 def add_problem(problems: list[str], problem: str, config: DatasetConfig) -> None:
-    """Add a malformed row to those that were found.
+    """Add the problem of a malformed row to the list.
 
     Raises:
         DatasetError: there are more than MAX_PROBLEMS, and `config.skip_bad_rows` is off.
@@ -91,7 +92,7 @@ def add_problem(problems: list[str], problem: str, config: DatasetConfig) -> Non
 
 
 def read_file(path: Path) -> tuple[list[TaskRow], list[str]]:
-    """Return the well-formed rows of a file of JSON lines, and `line N: why` for each other line.
+    """Return the well-formed rows of a JSON lines file, and `line N: why` for each malformed line.
 
     Raises:
         DatasetError: there is no such file, or it cannot be read.
@@ -100,7 +101,7 @@ def read_file(path: Path) -> tuple[list[TaskRow], list[str]]:
 
 
 def malformed_error(source: str, problems: list[str], hint: str) -> DatasetError:
-    """Return the error that shows the first problems and counts the others."""
+    """Return the error that lists the first problems and the number of the others."""
     lines = "".join(f"\n  {problem}" for problem in islice(problems, SHOWN_PROBLEMS))
     more = len(problems) - SHOWN_PROBLEMS
     if "found none among" in problems[0]:
@@ -147,7 +148,12 @@ def _row(number: int, row: dict[str, Any], mapped: tuple[str, ...] = ()) -> Task
 
 
 def prefer_mapped(row: dict[str, Any], mapped: Sequence[str], kinds: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return the row without the other names of a field that a column was mapped to; `kinds` are the names of each field."""
+    """Return the row without columns that compete with a mapped one.
+
+    Args:
+        mapped: the fields to which a column was mapped.
+        kinds: for each kind of field all of its names. If one name is mapped, columns with the other names are removed.
+    """
     for names in kinds:
         if any(name in mapped for name in names):
             row = {key: value for key, value in row.items() if key not in names or key in mapped}
@@ -155,7 +161,7 @@ def prefer_mapped(row: dict[str, Any], mapped: Sequence[str], kinds: Sequence[Se
 
 
 def _has_implicit_prompt(row: Mapping[str, Any]) -> bool:
-    """Whether the row is a pair of whole conversations, whose prompt is what they share (TRL)."""
+    """Return whether the row is a pair of whole conversations, with their common beginning as the prompt (TRL)."""
     pair = isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list)
     return pair and not any(name in row for name in PROMPTS)
 
@@ -166,7 +172,7 @@ def _shared_beginning(chosen: list[Any], rejected: list[Any]) -> list[Any]:
 
 
 def _find_reference(row: Mapping[str, Any]) -> tuple[str, Any]:
-    """The column that the reference is in, which is no metadata then, and the reference."""
+    """Return the name of the reference's column, which is not metadata, and the reference."""
     if not any(name in row for name in REFERENCES):
         judged = row.get("reward_model")
         if isinstance(judged, dict) and "ground_truth" in judged:
@@ -179,10 +185,10 @@ def _find_reference(row: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def answer_text(name: str, value: object) -> object:
-    """Return the text of a completion: of a list of messages the last one's, any other value as it is.
+    """Return the text of a completion: for a list of messages that of the last one, any other value unchanged.
 
     Raises:
-        ValueError: it is a list that does not end with an assistant's message.
+        ValueError: the list does not end with an assistant's message.
     """
     if not isinstance(value, list):
         return value
@@ -220,7 +226,7 @@ def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
 
 
 def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
-    """Return the one of these keys that the row has.
+    """Return the one of these columns that the row has.
 
     Raises:
         ValueError: it has none of them, or several.
@@ -236,7 +242,7 @@ def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
 
 
 def _near_column(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
-    """Return the column that is probably meant by one of these names; empty if none looks like it."""
+    """Return the column that is probably meant by one of these names; empty if none is similar."""
     misspelt = (column for name in names for column in get_close_matches(name, row, 1, 0.75))
     return next(misspelt, "") or next((column for column in row if column.lower() in OTHER_NAMES.get(names, ())), "")
 
@@ -252,10 +258,10 @@ def _messages(name: str, value: object) -> tuple[Message, ...]:
 
 
 def read_messages(name: str, value: object) -> tuple[Message, ...]:
-    """Return the messages of a list in OpenAI's form: calls and their results, parts of text, the developer's role too.
+    """Parse a list of messages in OpenAI's format, with calls and their results, parts of text, and the developer role.
 
     Raises:
-        ValueError: it is no such list; the message names the place.
+        ValueError: the value is not such a list; the message names the place.
     """
     if not isinstance(value, list):
         raise ValueError(f"{name!r} must be a list, not {kind_of(value)}")
@@ -264,7 +270,7 @@ def read_messages(name: str, value: object) -> tuple[Message, ...]:
 
 
 def _message(where: str, item: object, callers: dict[str, str]) -> Message:
-    """The message; `callers` are the names of the tools that were called, by the ids of the calls so far."""
+    """Parse a message. `callers` has the names of the called tools by the ids of the calls so far, and is updated."""
     if not isinstance(item, dict):
         raise ValueError(f"{where} must be an object, not {kind_of(item)}")
     role = "system" if item.get("role") == "developer" else item.get("role")
@@ -290,7 +296,7 @@ def _message(where: str, item: object, callers: dict[str, str]) -> Message:
 
 
 def _joined_parts(where: str, content: object) -> object:
-    """The text of a list of parts; anything else as it is."""
+    """Return the text of a list of parts; any other value unchanged."""
     if not isinstance(content, list):
         return content
     if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
@@ -332,10 +338,10 @@ def _reference(name: str, value: object) -> str:
 
 
 def plain_text(name: str, value: object) -> str:
-    """Check that a value is text, not empty and without control characters, and return it with LF as the end of its lines.
+    """Check that a value is text, not empty and without control characters; return it with LF line ends.
 
     Raises:
-        ValueError: it is not; the message names the value.
+        ValueError: the value is not such a text; the message names the place.
     """
     if not isinstance(value, str):
         raise ValueError(f"{name!r} must be text, not {kind_of(value)}")

@@ -1,7 +1,7 @@
-"""qa: 96 generated questions with answers of a word or a number, without tools; every fourth is held out.
+"""qa: 96 generated questions with answers of a word or a number, without tools. Every fourth is held out.
 
-The kinds are opposites, letters, days, the alphabet, and who owns what: no answer has to be looked up. `metadata["kind"]` names
-the kind.
+The questions are about opposites, letters, days, the alphabet, and who owns what, so no answer has to be looked up.
+`metadata["kind"]` names the kind of a question.
 """
 
 import random
@@ -33,7 +33,7 @@ def load(split: str) -> Iterator[Task]:
     """Yield the tasks of `train` or `test`.
 
     Raises:
-        DatasetError: another split.
+        DatasetError: there is no such split.
     """
     if split not in SPLITS:
         raise DatasetError(f"qa has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")

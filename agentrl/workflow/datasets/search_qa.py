@@ -1,8 +1,8 @@
-"""search_qa: questions whose answers are found in a collection of texts about an invented country, and nowhere else.
+"""search_qa: questions whose answers are only in a collection of texts about an invented country.
 
-There are 36 villages and their founders, with a text each (`texts`), and 72 questions, half of which need two texts (a
-village's founder, then a fact about that person). Every fifth is held out. `metadata["hops"]` is 1 or 2. All is generated, and
-always the same.
+There are 36 villages and their founders, with one text each (`texts`), and 72 questions. Half of the questions need two texts
+(a village's founder, then a fact about that person). Every fifth question is held out. `metadata["hops"]` is 1 or 2. Everything
+is generated and always the same.
 """
 
 import random
@@ -75,7 +75,7 @@ def load(split: str) -> Iterator[Task]:
     """Yield the tasks of `train` or `test`; `metadata["searches"]` are queries that lead to the answer.
 
     Raises:
-        DatasetError: another split.
+        DatasetError: there is no such split.
     """
     if split not in SPLITS:
         raise DatasetError(f"search_qa has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
@@ -87,7 +87,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """Yield the searches with their real results, and the answer, for each task; `seed` is not used."""
+    """Yield for each task the searches with their real results, and the answer; `seed` is not used."""
     from agentrl.workflow.plugins import find  # the env imports this file
 
     search = find("envs", "search_qa").toolset()["search"]

@@ -1,7 +1,7 @@
 """text_to_sql: questions about the database of an invented bookshop (`bookshop.sql`), each with a query that answers it.
 
-Of the 60 questions every fifth is held out (split `test`). A task's reference is its query, and its metadata names the
-database. Tasks of your own need the same: a query as `reference`, and a SQLite file, a .sql script or a postgresql:// URL as
+Every fifth of the 60 questions is held out (split `test`). A task's reference is its query, and its metadata names the
+database. Your own tasks need the same: a query as `reference`, and a SQLite file, a .sql script or a postgresql:// URL as
 `metadata["database"]`.
 """
 
@@ -172,7 +172,7 @@ def load(split: str) -> Iterator[Task]:
     """Yield the questions of `train` or `test`.
 
     Raises:
-        DatasetError: another split.
+        DatasetError: there is no such split.
     """
     if split not in SPLITS:
         raise DatasetError(f"text_to_sql has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")

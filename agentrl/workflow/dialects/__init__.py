@@ -1,7 +1,8 @@
-"""Dialects: each wire format of clients, translated to our values and back. Pure functions, without a web or a model.
+"""Dialects: translations between the wire formats of clients and our values. They are pure functions that need no web server
+and no model.
 
-A client's request becomes an `Ask`, a sampled turn is a `ResponseTurn`, and what cannot be done is a `RequestError`, which the
-dialect puts into the shape of its API.
+A client's request becomes an `Ask`, and a sampled turn is a `ResponseTurn`. A request that cannot be fulfilled is a
+`RequestError`, which the dialect converts to the error format of its API.
 """
 
 from collections.abc import Mapping
@@ -19,21 +20,21 @@ MAX_BODY = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request for the next turn of a conversation, whatever the dialect.
+    """A request for the next turn of a conversation, in any dialect.
 
     Args:
-        messages: the whole conversation; results of tools in the order of the calls before them.
-        model: as the client calls it.
-        tools: what it offers.
-        template_options: what it gives the chat template beside these.
-        max_tokens: the most tokens that it wants; None: as many as there may be.
-        stop: texts that end the turn, beside the run's.
-        count: how many turns it wants, each of its own.
-        asked: the sampling that it asks for (`temperature`, `top_p`, `top_k`, `min_p`, `seed`), as it wrote it.
-        stream: whether it wants the turn as it is sampled.
-        include_usage: whether a stream ends with the numbers of tokens.
-        logprobs: whether it wants the logprob of each token, and `top_logprobs` others for each.
-        token_ids: whether it wants the ids of the prompt and of each turn.
+        messages: the complete conversation; tool results are in the order of their calls.
+        model: the model's name for the client.
+        tools: the offered tools.
+        template_options: other options of the chat template.
+        max_tokens: the most tokens to sample; None: the limits of the run.
+        stop: texts that end the turn, in addition to the run's.
+        count: the number of turns, sampled independently.
+        asked: the client's sampling options (`temperature`, `top_p`, `top_k`, `min_p`, `seed`), as sent.
+        stream: return the turn while it is sampled.
+        include_usage: end a stream with the numbers of tokens.
+        logprobs: return the logprob of each token, and of the `top_logprobs` most likely ones.
+        token_ids: return the ids of the prompt and of each turn.
     """
 
     messages: tuple[Message, ...]
@@ -66,13 +67,13 @@ class ResponseTurn:
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """The part of a reply besides its turns.
+    """The part of a response that does not depend on its turns.
 
     Args:
         prompt_ids: all tokens before the turns.
-        request_id, created: of the request that was answered first.
-        fingerprint: the same for the same weights.
-        cached_tokens: how many tokens of the prompt an earlier turn of the episode has.
+        request_id, created: the id and the time of the request that was sampled; a repeated request gets the same.
+        fingerprint: identifies the weights.
+        cached_tokens: the number of prompt tokens that an earlier turn of the episode has too.
     """
 
     prompt_ids: tuple[int, ...]
@@ -83,12 +84,13 @@ class ReplyHead:
 
 
 class RequestError(AgentRLError):
-    """A request that gets no turn, in the terms of the API.
+    """An error in terms of the API: the request gets no turn.
 
     Args:
-        status: of HTTP.
-        code: the API's own word for it; empty where it has none.
-        param: the field that is wrong, like `messages[3].content`.
+        status: the HTTP status.
+        message: the message.
+        code: the API's error code; empty if it has none.
+        param: the wrong field, such as `messages[3].content`.
         kind: the API's `type`.
     """
 

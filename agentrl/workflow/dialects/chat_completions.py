@@ -1,8 +1,9 @@
-"""`/v1/chat/completions`: parsing of requests, responses at once or as a stream, errors in the API's format.
+"""`/v1/chat/completions`: builds responses, complete or as a stream, and errors in the API's format.
 
-A reply is made of its turn, its request's id and time alone: the same turn answers a second asking byte for byte. The stream
-of a turn gives its thought and its content as they are sampled, its calls whole once it is over; several choices one after the
-other. Token ids have vLLM's names: `prompt_token_ids` at the root (in a stream's first chunk), `token_ids` in a choice.
+A response depends only on its turn and on its request's id and time. So a repeated request gets the same bytes. A stream has
+the thought and the content of a turn as they are sampled, and its calls when the turn has ended. Several choices follow one
+another. Token ids have vLLM's field names: `prompt_token_ids` at the root (in the first chunk of a stream) and `token_ids` in a
+choice.
 """
 
 import hashlib
@@ -28,40 +29,41 @@ Fields = Mapping[str, Any]
 NOTHING: Fields = MappingProxyType({})
 DONE = b"data: [DONE]\n\n"
 KINDS = {"thought": ("reasoning", "reasoning_content"), "content": ("content",)}
-"""Part of a turn -> the fields that it is given in: of the two names for thoughts a client may read either."""
+"""The fields of each part of a turn. A thought is sent under two names, because clients differ."""
 
 
 def whole(ask: Ask, turns: Sequence[ResponseTurn], head: ReplyHead, chat: "Chat") -> dict[str, Any]:
-    """Return the reply with all of its turns: a `ChatCompletion`."""
+    """Return the complete response with all turns, a `ChatCompletion`."""
     choices = [_choice(ask, turn, number, head.request_id, chat) for number, turn in enumerate(turns)]
     reply = _head("chat.completion", ask, head) | {"choices": choices, "usage": _usage(head, turns, chat)}
     return reply | ({"prompt_token_ids": list(head.prompt_ids)} if ask.token_ids else {})
 
 
 def parse_turn(chat: "Chat", ask: Ask, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Message:
-    """Return a turn's message as the client gets it: cut before a stop string, with calls of offered tools only."""
+    """Return the turn's message for the client: cut before a stop string, and with calls of offered tools only."""
     thinking = chat.leaves_thought_open(prompt_ids)
     return chat.parse(sampled_ids, ask.tools, thinking, stop=ask.stop, offered_only=True)
 
 
 def models(names: Sequence[str] | str, created: int = 0) -> dict[str, Any]:
-    """Return the reply to `/v1/models`."""
+    """Return the response of `/v1/models`."""
     listed = [names] if isinstance(names, str) else names
     data = [{"id": name, "object": "model", "created": created, "owned_by": "agentrl"} for name in listed]
     return {"object": "list", "data": data}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """Return the reply to a request that cannot be done."""
+    """Return the body of an error response."""
     return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code or None}}
 
 
 class StreamEvents:
-    """The events of a streamed reply, in order: `begin`, then for each choice `token` by token and its `end`, then `close`.
+    """The events of a streamed response, in order: `begin`; for each choice `token` by token and its `end`; `close`.
 
     Args:
         ask: the request.
-        head: as of the whole reply.
+        head: the head of the response.
+        chat: the chat of the model.
     """
 
     def __init__(self, ask: Ask, head: ReplyHead, chat: "Chat") -> None:
@@ -71,13 +73,15 @@ class StreamEvents:
         self._choices: dict[int, tuple[Letters, StopCut, TurnStream]] = {}
 
     def begin(self) -> bytes:
-        """Return the first event of each choice, which says whose turn it is."""
+        """Return the first event of each choice, which has its role."""
         ids: dict[str, Any] = {"prompt_token_ids": list(self._reply.prompt_ids)} if self._ask.token_ids else {}
         role = {"role": "assistant", "content": ""}
         return b"".join(self._event(number, role, root=ids if number == 0 else {}) for number in range(self._ask.count))
 
     def token(self, choice: int, token: int) -> bytes:
-        """Return the events of the next token of a choice; none while it may yet belong to something else."""
+        """Return the events of the next token of a choice; empty while its text may belong to a stop string, a mark or a longer
+        character.
+        """
         letters, cut, stream = self._stream(choice)
         events = [self._event(choice, _delta(piece)) for piece in stream.take(cut.take(letters.take(token)))]
         if self._ask.token_ids:
@@ -85,7 +89,7 @@ class StreamEvents:
         return b"".join(events)
 
     def end(self, choice: int, turn: ResponseTurn) -> bytes:
-        """Return the events of what is left of a choice: the rest of its text, its calls, why it ended."""
+        """Return the events of the rest of a choice: its remaining text, its calls and its finish reason."""
         letters, cut, stream = self._stream(choice)
         pieces = [*stream.take(cut.take(letters.rest()) + cut.rest()), *stream.rest(turn.message)]
         events = [self._event(choice, _delta(piece)) for piece in pieces]
@@ -97,7 +101,7 @@ class StreamEvents:
         return b"".join(events)
 
     def close(self, turns: Sequence[ResponseTurn]) -> bytes:
-        """Return the last events."""
+        """Return the last events of the stream."""
         if not self._ask.include_usage:
             return DONE
         return _spelled(self._head | {"choices": [], "usage": _usage(self._reply, turns, self._chat)}) + DONE
@@ -116,7 +120,7 @@ class StreamEvents:
 
 
 def error_event(error: RequestError) -> bytes:
-    """Return the event that ends a stream which cannot go on."""
+    """Return the event that ends a stream after an error."""
     return _spelled(error_body(error))
 
 
@@ -146,7 +150,9 @@ def _delta(piece: TextPiece) -> dict[str, str]:
 
 
 def _calls(message: Message, request_id: str, choice: int) -> Iterator[dict[str, Any]]:
-    """The calls that could be read; the text of others is in the content, where it comes back with the history."""
+    """Yield the calls that could be parsed. The text of the others is in the content, so that it comes back with the
+    history.
+    """
     for number, call in enumerate(call for call in message.tool_calls if call.error is None):
         name = hashlib.sha256(f"{request_id}/{choice}/{number}".encode()).hexdigest()[:24]
         function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
@@ -171,7 +177,7 @@ def _usage(head: ReplyHead, turns: Sequence[ResponseTurn], chat: "Chat") -> dict
 
 
 def _count_thought(turn: ResponseTurn, chat: "Chat") -> int:
-    """The tokens up to the one that ends the turn's thought; all of them where it has no end."""
+    """Return the number of tokens up to the end of the turn's thought; all of its tokens if the thought has no end."""
     if not turn.message.thought:
         return 0
     letters, text = Letters(chat), ""
@@ -183,7 +189,7 @@ def _count_thought(turn: ResponseTurn, chat: "Chat") -> int:
 
 
 def _logprobs(ask: Ask, turn: ResponseTurn, chat: "Chat") -> dict[str, Any]:
-    """Natural-log probabilities in the whole vocabulary, at the sampling temperature."""
+    """Return natural logprobs over the whole vocabulary, at the sampling temperature."""
     done = turn.completion
     others = done.top or ((),) * len(done.token_ids)
     entries = [

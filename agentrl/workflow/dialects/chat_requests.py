@@ -1,7 +1,7 @@
-"""A request of `/v1/chat/completions`, read.
+"""Parses a request of `/v1/chat/completions`.
 
-`request_fields` says which fields are honoured, accepted without effect, or refused in the API's own shape. What a reply gives
-(`reasoning`, calls, ids) is understood when it comes back with the history.
+`request_fields` says which fields are honoured, accepted without effect, or refused with the API's error. Fields of a response
+(`reasoning`, calls, ids) are understood when they come back with the history.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,16 +23,16 @@ MAX_TOP_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1
 
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
-"""The parameters of a function that sends none. Templates read both keys, so a missing key is filled in."""
+"""The parameters of a function that has none. Templates read both keys, so missing keys are added."""
 SAMPLING = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read(body: bytes) -> Ask:
-    """Return what the request asks for.
+    """Parse the request.
 
     Raises:
-        RequestError: 400, naming the field.
+        RequestError: 400; the message names the wrong field.
     """
     fields = Fields(load_object(body))
     REQUEST.check(fields)
@@ -92,7 +92,7 @@ def _includes_usage(fields: Fields, stream: bool) -> bool:
 
 
 def _tools(fields: Fields) -> tuple[Schema, ...]:
-    """The tools that are offered, as chat templates take them."""
+    """Return the offered tools, in the form that chat templates take."""
     tools = tuple(_tool(tool) for tool in fields.objects("tools", MAX_TOOLS))
     choice = fields.values.get("tool_choice")
     if choice == "none":
@@ -121,7 +121,9 @@ def _tool(tool: Fields) -> Schema:
 
 
 def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The values but nulls, then the defaults of missing ones. The order is kept: templates may write keys in order."""
+    """Return the values without nulls, followed by the defaults of missing keys. The order is kept, because templates may write
+    keys in order.
+    """
     given = {name: value for name, value in values.items() if value is not None}
     return given | {name: value for name, value in defaults.items() if name not in given}
 
@@ -156,12 +158,12 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
 
 
 def _in_order(results: Mapping[int, Message]) -> list[Message]:
-    """Results in the order of their calls: the order in which they came says nothing."""
+    """Return the results in the order of their calls; the order in the request has no meaning."""
     return [results[place] for place in sorted(results)]
 
 
 def _result(message: Fields, calls: Mapping[str, tuple[int, str]], answered: int) -> tuple[int, Message]:
-    """(the number of its call, the result of a tool)."""
+    """Return the position of a tool result, which follows from its call's number, and its message."""
     name = message.text("tool_call_id", MAX_NAME)
     if name not in calls:
         raise message.error("tool_call_id", "no earlier assistant message has a call with this id")
@@ -170,7 +172,7 @@ def _result(message: Fields, calls: Mapping[str, tuple[int, str]], answered: int
 
 
 def _turn(message: Fields) -> tuple[Message, list[str]]:
-    """An assistant's turn, and the ids of its calls."""
+    """Return the message of an assistant, and the ids of its calls."""
     thought = message.text("reasoning") or message.text("reasoning_content")
     content = _content(message) if message.has("content") else message.text("refusal")
     ids, calls = [], []
@@ -202,7 +204,7 @@ def _arguments(function: Fields) -> Mapping[str, Any]:
 
 
 def _content(message: Fields) -> str:
-    """The text of a message, whole or in parts."""
+    """Return the text of a message, which may be split into parts."""
     content = message.values.get("content")
     if isinstance(content, list):
         return "".join(_parts(message))

@@ -1,5 +1,5 @@
-"""A client's sampling options. Stop strings always apply; the others apply only in runs of kind `serve`. Elsewhere the run's
-sampling wins.
+"""A client's sampling options. Stop strings always apply. The other options apply only in runs of the kind `serve`; in other
+runs the run's options are used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from agentrl.workflow.trajectory import SamplingKey
 
 SEED_BITS = 63
 COLDEST = 1e-4
-"""Below it logits would be divided by nearly nothing, and be no numbers any more."""
+"""The lowest temperature. Below it, divided logits would overflow."""
 GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -32,12 +32,14 @@ def limits_asked(limits: RolloutConfig, options: Mapping[str, Any]) -> RolloutCo
 
 
 def with_stop(limits: RolloutConfig, stop: Sequence[str]) -> RolloutConfig:
-    """Return the limits with the client's stop strings beside the run's."""
+    """Return the limits with the client's stop strings added to the run's."""
     return limits.model_copy(update={"stop": tuple(dict.fromkeys((*limits.stop, *stop)))}) if stop else limits
 
 
 def key_asked(key: SamplingKey, options: Mapping[str, Any]) -> SamplingKey:
-    """Return the key of an episode's draws; with the client's seed one that no episode is part of: it draws the same again."""
+    """Return the key of the draws. With the client's seed it does not depend on the episode, so the same request draws the same
+    tokens.
+    """
     if "seed" not in options:
         return key
     return replace(key, seed=int(options["seed"]) % 2**SEED_BITS, purpose="client", iteration=0, task="", sample=0)

@@ -1,6 +1,6 @@
-"""The fields of a client's JSON, read one by one: each is checked, and an error names it as the client would.
+"""Reads the fields of a client's JSON one by one. Each is checked, and an error has the field's path in the request.
 
-Nothing here trusts a value: its size is bounded before it is compared or kept, and a null counts as a field that is not there.
+No value is trusted: its size is limited before it is compared or stored. A null counts as a missing field.
 """
 
 import json
@@ -14,16 +14,16 @@ from agentrl.workflow.dialects import RequestError
 
 MAX_NESTING = 64
 MAX_INTEGER = 10**MAX_DIGITS
-"""Integers are below it; made once, since that takes long."""
+"""The limit of integers, which must be smaller. It is computed once, because that takes long."""
 SHOWN = 100
-"""The most characters of a client's own words in an error."""
+"""The most characters of a client's text in an error."""
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body.
+    """Parse a body that must be a JSON object.
 
     Raises:
-        RequestError: it is none, or nests too deep, or holds numbers that JSON does not know.
+        RequestError: it is not a JSON object, is nested too deep, or has numbers that JSON does not allow.
     """
     try:
         value = json.loads(body, parse_int=parse_digits, parse_constant=_refuse_constant)
@@ -49,22 +49,22 @@ def _too_deep() -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object of a request, and where it stands in it (`messages[3].`)."""
+    """A JSON object in a request, and its path (`messages[3].`)."""
 
     values: Mapping[str, Any]
     at: str = ""
 
     def error(self, name: str, problem: str, code: str = "") -> RequestError:
-        """Return the error of a field."""
+        """Return the error for a field."""
         where = f"{self.at}{name}"
         return RequestError(400, f"{where}: {problem}.", code, where)
 
     def has(self, name: str) -> bool:
-        """Return whether the field is there, and not null."""
+        """Return whether the field exists and is not null."""
         return self.values.get(name) is not None
 
     def text(self, name: str, max_chars: int | None = None) -> str:
-        """Return a text; empty where there is none."""
+        """Return a text; empty if the field is missing."""
         value = self.values.get(name)
         if value is None:
             return ""
@@ -75,14 +75,14 @@ class Fields:
         return self._clean(name, value)
 
     def flag(self, name: str) -> bool:
-        """True or false; false where it is not there."""
+        """Return true or false; false if the field is missing."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise self._type_error(name, "true or false", value)
         return bool(value)
 
     def integer(self, name: str, lowest: int, highest: int) -> int | None:
-        """Return a whole number within bounds."""
+        """Return an integer from `least` to `most`; None if the field is missing."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -95,7 +95,7 @@ class Fields:
         return value
 
     def number(self, name: str, lowest: float, highest: float) -> float | int | None:
-        """Return a number within bounds."""
+        """Return a number from `least` to `most`; None if the field is missing."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -106,14 +106,14 @@ class Fields:
         return value
 
     def object(self, name: str) -> "Fields":
-        """Return an object; an empty one where there is none."""
+        """Return an object; an empty one if the field is missing."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self._type_error(name, "an object", value)
         return Fields(value or {}, f"{self.at}{name}.")
 
     def array(self, name: str, max_items: int) -> list[Any]:
-        """Return an array; an empty one where there is none."""
+        """Return an array of at most `most` entries; an empty one if the field is missing."""
         value = self.values.get(name)
         if value is None:
             return []
@@ -124,14 +124,14 @@ class Fields:
         return value
 
     def objects(self, name: str, max_items: int) -> Iterator["Fields"]:
-        """Yield the objects of an array."""
+        """Yield the objects of an array of at most `most` entries."""
         for number, value in enumerate(self.array(name, max_items)):
             if not isinstance(value, dict):
                 raise self._type_error(f"{name}[{number}]", "an object", value)
             yield Fields(value, f"{self.at}{name}[{number}].")
 
     def texts(self, name: str, max_texts: int, max_chars: int) -> tuple[str, ...]:
-        """Return a text or several, none of them empty."""
+        """Return the texts of a field that is a text or an array of texts; none may be empty."""
         value = self.values.get(name)
         listed = Fields({name: [value] if isinstance(value, str) else value}, self.at).array(name, max_texts)
         texts = [Fields({name: one}, self.at).text(name, max_chars) for one in listed]
@@ -140,7 +140,7 @@ class Fields:
         return tuple(texts)
 
     def unknown_error(self, name: str) -> RequestError:
-        """Return the error for an unknown field, in the API's words."""
+        """Return the error for an unknown field, in the API's wording."""
         return RequestError(400, f"Unrecognized request argument supplied: {self.at}{_shown(name)}")
 
     def _type_error(self, name: str, wanted: str, value: Any) -> RequestError:
@@ -155,7 +155,11 @@ class Fields:
 
 
 def clean_tree(fields: Fields, name: str, value: Any) -> Any:
-    """Return a JSON value whose texts every database and tokenizer can hold."""
+    """Return a JSON value whose texts and numbers every database and tokenizer accepts.
+
+    Raises:
+        RequestError: a number is too large, or a text has an unpaired surrogate.
+    """
     if isinstance(value, str):
         return fields._clean(name, value)
     if isinstance(value, dict):

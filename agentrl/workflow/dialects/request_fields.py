@@ -1,7 +1,7 @@
-"""Which fields a request of `/v1/chat/completions` may have, object by object, and which of them count.
+"""The fields of a request of `/v1/chat/completions`, object by object, and which of them have an effect.
 
-A field is honoured, accepted without effect, or refused; one that is not named here is refused, as the API does. A refused
-field may have a value with which it asks for nothing: that value is accepted. `docs/how-to.md` shows `table()`.
+A field is honoured, accepted without effect, or refused. An unknown field is refused, as in the API. A refused field is
+accepted if its value requests nothing. `docs/how-to.md` shows `table()`.
 """
 
 import json
@@ -19,10 +19,10 @@ class FieldRules:
     """The fields of one kind of object.
 
     Args:
-        honoured: they do what the API says; the code that reads them checks their values.
-        ignored: accepted without effect, since they change no token here.
-        refused: field -> the values that are accepted all the same.
-        hints: what to do instead of a refused field, where there is something.
+        honoured: fields with the effect that the API describes; the code that reads them checks their values.
+        ignored: fields that are accepted without effect, because they change no token here.
+        refused: refused fields, each with the values that are accepted nevertheless.
+        hints: what to do instead of a refused field.
     """
 
     honoured: tuple[str, ...]
@@ -31,10 +31,10 @@ class FieldRules:
     hints: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, fields: Fields) -> None:
-        """Check that the object has no other fields than these, and none that is refused. A null is a missing field.
+        """Check that the object has only known fields that are not refused. A null counts as a missing field.
 
         Raises:
-            RequestError: 400, naming the field.
+            RequestError: 400; the message names the field.
         """
         for name, value in fields.values.items():
             if value is None or name in self.honoured or name in self.ignored:
@@ -117,7 +117,7 @@ OBJECTS: Mapping[str, FieldRules] = {
 
 
 def table() -> str:
-    """Return the rules as a table in Markdown."""
+    """Return the rules as a Markdown table."""
     rows = ["| in | honoured | accepted without effect | refused, unless the value is |", "|---|---|---|---|"]
     for name, rules in OBJECTS.items():
         refused = [f"`{key}`{_values(values)}" for key, values in rules.refused.items()]

@@ -1,9 +1,9 @@
-"""Engines sample: prompts in, token ids with behavior logprobs out, for many episodes at once.
+"""Engines sample many episodes at once: prompts go in, token ids with behavior logprobs come out.
 
-A request names its weights, its key and its position, and with a `keyed` engine nothing else decides the sampled tokens: one
-uniform number per token comes from (key, position), and picks a token by the inverse of the cumulative distribution in
-vocabulary order. So an episode's tokens do not depend on the other episodes in the batch, on their order, or on the attempt (up
-to the rounding of the model's own sums; under `numerics: exact` none of it matters).
+A request names its weights, its key and its position. With a `keyed` engine nothing else decides the sampled tokens. One
+uniform number per token is computed from (key, position), and selects a token by the inverse of the cumulative distribution in
+vocabulary order. So an episode's tokens do not depend on the other episodes in the batch, on their order, or on the attempt.
+The only exception is the rounding of the model's own sums, which has no effect under `numerics: exact`.
 
 Each file here names an engine and its capabilities (`Backend`). The engines themselves are in `inference`, so that the command
 line can check a run's options without loading torch.
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 MAX_TOP_LOGPROBS = 20
-"""The most tokens beside the sampled one that a request may ask for, at each place."""
+"""The most other tokens that a request may ask for at each position."""
 
 Likeliest = tuple[tuple[int, float], ...]
-"""The likeliest tokens at one place, as (id, logprob), likeliest first."""
+"""The most likely tokens at a position, as (id, logprob), the most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +36,27 @@ class GenerateRequest:
     """A request to sample one turn.
 
     Args:
-        prompt_ids: the whole training row so far, exact ids; at least one.
+        prompt_ids: the exact ids of the complete training row so far; at least one.
         policy: the weights to sample from.
-        key: 64 bits that key its draws (`SamplingKey.of_turn`), and `position`: of its first token's draw, 0 for a whole turn.
+        key: the key of the draws, 64 bits (`SamplingKey.of_turn`).
+        position: the position of the first token's draw; 0 for a complete turn.
         max_new_tokens: the most tokens to sample; the end token counts.
-        temperature: logits are divided by it.
-        top_k: the number of likeliest tokens to draw from; 0: all.
-        top_p: only the likeliest tokens that together reach this probability (arXiv 1904.09751).
-        min_p: only tokens at least this share as likely as the likeliest (arXiv 2407.01082).
-        stop: the turn ends with the token that completes one of these texts; that token stays.
-        follows: whether another turn of its episode may follow; `follows_length`: also after one that ends at a limit, as an
-            agent may go on from any.
-        session: under which an engine may keep what it computed, for an episode's next turn of the same session; no part of the
-            draws. None: nothing is kept.
-        heard: called with each token as it is drawn, by an engine in this process; False ends the turn there, as `length`.
-        top_logprobs: how many of the likeliest tokens to tell for each sampled one, at most `MAX_TOP_LOGPROBS`; no part of the
-            draws.
+        temperature: the divisor of the logits.
+        top_k: the number of most likely tokens to draw from; 0: all.
+        top_p: draw only from the most likely tokens that together reach this probability (arXiv 1904.09751).
+        min_p: draw only from tokens whose probability is at least this share of the most likely token's (arXiv 2407.01082).
+        stop: the turn ends with the token that completes one of these texts; that token is kept.
+        follows: another turn of the episode may follow.
+        follows_length: another turn may also follow one that ends at a limit, because an agent may continue from any turn.
+        heard: called with each token as it is drawn, by an engine in this process. If it returns False, the turn ends with
+            `length`.
+        session: the session for whose next turn the engine may keep its computation; it does not affect the draws. None:
+            nothing is kept.
+        top_logprobs: the number of most likely tokens to return for each sampled one, at most `MAX_TOP_LOGPROBS`; it does not
+            affect the draws.
 
     Raises:
-        ConfigError: more of the likeliest tokens are asked for.
+        ConfigError: `top_logprobs` is out of range.
     """
 
     prompt_ids: tuple[int, ...]
@@ -87,7 +89,7 @@ class GenerateRequest:
         follows: bool = True,
         session: int | None = None,
     ) -> "GenerateRequest":
-        """Return the request for a turn under a run's limits."""
+        """Return the request for a turn with the run's limits."""
         return cls(
             prompt_ids,
             policy,
@@ -128,20 +130,20 @@ class Completion:
 
 
 class Engine(Protocol):
-    """A sampler; its `engines.Backend` lists its capabilities."""
+    """A sampler. Its `engines.Backend` lists its capabilities."""
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Submit a request; errors are raised by the future."""
+        """Submit a request. Errors are set on the future."""
 
     def release(self, session: int | None = None) -> None:
-        """Free the memory kept for a session's next turn, since there will be none; without one, for all sessions."""
+        """Free the memory kept for the next turn of a session, which has no next turn; without a session, of all sessions."""
 
     def close(self) -> None:
-        """End the sampler; unfinished turns fail."""
+        """End the sampler. Unfinished turns fail."""
 
 
 def fail_futures(futures: Iterable[Future[Completion]], error: Exception) -> None:
-    """Set the error on all unfinished futures; an error that is not ours becomes an InfraError."""
+    """Set the error on all unfinished futures. An error that is not an AgentRLError becomes an InfraError."""
     if not isinstance(error, AgentRLError):
         cause = error
         error = InfraError(f"Sampling failed: {type(cause).__name__}: {cause}.")
@@ -167,16 +169,17 @@ class Backend:
     """An engine's name and capabilities.
 
     Args:
-        name: the file's name.
-        start: `module:function`; called with a `Policy` and the machine's `Settings`, it returns an `Engine`.
-        keyed: whether a request alone decides its tokens.
-        logprobs: whether every token comes with its logprob, which training needs.
-        weights: the weights it can sample from besides the base: `lora` adapters, `full` sets of weights, both or neither.
-        quantised: whether it runs the base with the config's quantisation (4 or 8 bits); else its server decides.
-        options: those of `temperature`, `top_k`, `top_p`, `min_p`, `stop` that it honours.
-        local: whether it computes in this process with the policy's own weights; else they need not be read to sample.
-        at_url: whether it samples with the server at the machine's `engine_url`.
-        top_logprobs: whether it can tell the likeliest tokens at each place.
+        name: the name of the file.
+        start: `module:function`; the function takes a `Policy` and the machine's `Settings`, and returns an `Engine`.
+        keyed: the request alone decides its tokens.
+        logprobs: every token has its logprob, which training needs.
+        weights: the kinds of weights other than the base that it can sample from: `lora` adapters, `full` sets of weights, both
+            or neither.
+        quantised: it quantises the base as the config says (4 or 8 bits); otherwise its server decides.
+        options: the options of `temperature`, `top_k`, `top_p`, `min_p`, `stop` that it supports.
+        local: it computes in this process with the policy's own weights; otherwise they need not be loaded to sample.
+        at_url: it samples with the server at the machine's `engine_url`.
+        top_logprobs: it can return the most likely tokens at each position.
     """
 
     name: str
@@ -214,14 +217,16 @@ def window(engine: Engine, max_tokens: int) -> int:
 
 
 def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = False) -> None:
-    """Refuse options that the engine cannot honour, as far as the config shows them.
+    """Check that the engine supports the options of the config.
 
     Args:
-        trains: whether the run trains.
-        trained: whether it starts from weights that another run trained.
+        backend: the engine.
+        config: the run's config.
+        trains: the run trains.
+        trained: the run starts from weights that another run trained.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: an option is not supported; the message names it.
     """
     hint = "Use --engine rolling."
     if config.model.numerics == "exact" and not backend.keyed:
@@ -238,10 +243,10 @@ def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = Fal
 
 
 def check_options(backend: Backend, rollout: RolloutConfig) -> None:
-    """Refuse sampling options that the engine does not support.
+    """Check that the engine supports the sampling options.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: an option is not supported; the message names it.
     """
     for name in ("temperature", "top_k", "top_p", "min_p", "stop"):
         if name not in backend.options and getattr(rollout, name) != RolloutConfig.model_fields[name].default:
@@ -250,14 +255,15 @@ def check_options(backend: Backend, rollout: RolloutConfig) -> None:
 
 
 def check_weights(backend: Backend, kind: str, trained: bool) -> None:
-    """Refuse trained weights that the engine cannot sample from; it can always sample from the base.
+    """Check that the engine can sample from trained weights, if there are any. Every engine can sample from the base.
 
     Args:
-        kind: `lora` or `full`, as the policy trains.
-        trained: whether the run trains, or starts from weights that another run trained.
+        backend: the engine.
+        kind: the kind of weights that the policy trains, `lora` or `full`.
+        trained: the run trains, or starts from weights that another run trained.
 
     Raises:
-        ConfigError: the engine samples from the base alone, or from another kind of weights.
+        ConfigError: the engine samples only from the base, or only from another kind of weights.
     """
     if not trained or kind in backend.weights:
         return

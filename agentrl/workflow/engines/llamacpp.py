@@ -1,4 +1,4 @@
-"""A llama.cpp server, for eval and chat with an untrained base: see `inference.llamacpp_engine`."""
+"""A llama.cpp server, for eval and chat with an untrained base; see `inference.llamacpp_engine`."""
 
 from agentrl.workflow.engines import Backend
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that returns token ids and logprobs, such as vLLM: see `inference.openai_engine`."""
+"""An OpenAI-compatible server that returns token ids and logprobs, such as vLLM; see `inference.openai_engine`."""
 
 from agentrl.workflow.engines import Backend
 

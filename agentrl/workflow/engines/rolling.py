@@ -1,4 +1,4 @@
-"""agentrl's own engine, for every transformers model: see `inference.sampler`."""
+"""agentrl's own engine, for every transformers model; see `inference.sampler`."""
 
 from agentrl.workflow.engines import Backend
 

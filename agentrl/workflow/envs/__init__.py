@@ -1,9 +1,9 @@
-"""Envs: a file here binds tools, rewards and limits into what an agent acts in. See `Env`.
+"""Envs: each file here binds tools, rewards and limits into an environment for an agent. See `Env`.
 
-An env of one's own is an `Env` with other arguments, or a subclass where what it says is not only what tools return. It has
-the three methods of a Gym environment, but keeps no state: the episode is the state. It holds the task, what was said and what
-was returned, and each method is a function of it alone. So nothing is lost with a process, and `agentrl replay --verify` can
-ask again. A guessing game, in a file `guess.py` of your own, is named with `--env guess:guess`:
+Your own env is an `Env` with other arguments, or a subclass if it sends more than the results of tools. It has the three methods of
+a Gym environment, but keeps no state: the episode is the state. It has the task, the messages and the results, and each method is
+a function of it alone. So nothing is lost with a process, and `agentrl replay --verify` can call the methods again. A guessing
+game, in your own file `guess.py`, is selected with `--env guess:guess`:
 
     import re
 
@@ -32,8 +32,8 @@ ask again. A guessing game, in a file `guess.py` of your own, is named with `--e
 
     guess = Guess(rewards={"format": 0.1}, correct=("guessed",))
 
-What is costly to find anew from the episode may be cached under what it follows from. A world outside that cannot be brought
-back to where it was says `resumability="restart"`: then an episode whose worker is lost begins again.
+You may cache values that are costly to compute from the episode, under the values that they depend on. If an outside world cannot be
+restored to an earlier state, set `resumability="restart"`: an episode whose worker is lost then starts again.
 """
 
 import hashlib
@@ -56,19 +56,20 @@ from agentrl.workflow.trajectory import Episode, Message, Task
 
 @dataclass(frozen=True)
 class Env:
-    """The environment of an episode: prompt, tools and rewards. Subclass it (one level) to change `reset`, `step` or
-    `final_reward`.
+    """The environment of an episode: prompt, tools and rewards.
 
-    They are functions of their arguments alone: after a crash, and for `replay`, they are called again with what is recorded.
+    Subclass it (one level) to change `reset`, `step` or `final_reward`. These are functions of their arguments alone: after a
+    crash, and for `replay`, they are called again with the recorded values.
 
     Args:
-        system_prompt: first message of every episode; empty for none.
-        tools: what it offers: names of tools, or tools as they are, made for this env (`search_in(folder)`).
+        system_prompt: the first message of every episode; empty for none.
+        tools: the names of its tools, or tools that were created for this env (`search_in(folder)`).
         rewards: reward name -> weight; the scalar reward is the weighted sum.
-        correct: names of the parts at whose full value, 1, an episode is right (`agentrl eval`: accuracy, pass@k); unset: the
-            heaviest of the env's own, see `stats.evaluation.is_right`. What a run adds to the rewards never says so; where
-            its hooks may have added what an env gives itself, nothing does.
-        resumability: after a lost worker, `replay` goes on from the record, `restart` begins the episode again.
+        correct: the names of the reward parts that decide whether an episode is correct: all must have the full value, 1
+            (`agentrl eval`: accuracy, pass@k). If empty, the heaviest parts of the env's own decide, see
+            `stats.evaluation.is_right`. Parts that a run adds never decide. If a run's hooks may have added parts that look
+            like the env's own, nothing decides.
+        resumability: what happens after a lost worker: `replay` continues from the record, `restart` starts the episode again.
     """
 
     system_prompt: str = ""
@@ -78,13 +79,14 @@ class Env:
     resumability: Literal["replay", "restart"] = "replay"
 
     def toolset(self) -> dict[str, Tool]:
-        """The env's tools by the name the model writes."""
+        """Return the env's tools by the name that the model writes."""
         return _tools_by_name(tool if isinstance(tool, Tool) else _find_tool(tool) for tool in self.tools)
 
     def reset(self, task: Task) -> tuple[Message, ...]:
-        """The messages that open an episode; the siblings of a group read the same.
+        """Return the messages that open an episode; they are the same for all episodes of a group.
 
-        The env's system prompt and the task's own system messages are one message: most chat templates render only the first.
+        The env's system prompt and the task's own system messages become one message, because most chat templates render only
+        the first.
         """
         own = tuple(takewhile(lambda message: message.role == "system", task.messages))
         texts = [text for text in (self.system_prompt, *(message.content for message in own)) if text]
@@ -92,37 +94,38 @@ class Env:
         return (*system, *task.messages[len(own) :])
 
     def step(self, episode: Episode) -> tuple[Message, ...]:
-        """What the model reads after the episode's last turn and its calls' results; nothing where it is over, `answered`.
+        """Return what the model reads after the episode's last turn and its calls' results; empty if the episode has ended,
+        `answered`.
 
-        Here: one tool message per result, in the order of the calls, so that a turn without a call is the answer.
+        Here it is one tool message per result, in the order of the calls, so a turn without a call is the answer.
         """
         last = episode.steps[-1]
         pairs = zip(last.message.tool_calls, last.results or (), strict=True)
         return tuple(Message("tool", result.content, name=call.name) for call, result in pairs)
 
     def final_reward(self, episode: Episode) -> Mapping[str, Value]:
-        """Reward parts that the env itself gives to an ended episode, in addition to `rewards`; each has weight 1.
+        """Return reward parts that the env itself gives to an ended episode, in addition to `rewards`; each has weight 1.
 
-        A part is one number, or a list with one for each step of the episode, in order, where the steps earn it. It runs in the
-        rollout worker: code that the model wrote is run by a `rewards.Judge`, named in `rewards`.
+        A part is one number; or, if the steps earn it, a list with one number for each step, in order. This runs in the rollout
+        worker. Code that the model wrote must be run by a `rewards.Judge`, named in `rewards`.
         """
         return {}
 
 
 def optional_rewards(env: Env, weights: Mapping[str, float]) -> frozenset[str]:
-    """The env's own rewards that have weight 0 because a person named others: they may fail."""
+    """Return the env's own rewards with weight 0, because the user named other rewards. These may fail."""
     return frozenset(name for name, weight in env.rewards.items() if weight and not weights.get(name, 1.0))
 
 
 def score_episode(
     env: Env, episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value | None] = MappingProxyType({})
 ) -> dict[str, Part]:
-    """The named parts of a finished episode's reward: by reward files, see `rewards.score`, and by the env itself.
+    """Return the named reward parts of a finished episode: those of reward files, see `rewards.score`, and the env's own.
 
     Raises:
-        RewardError: a reward or the env raised, or gave what is no finite number; both name a part the same.
-        InfraError: the system failed one of them.
-        SandboxUnavailable: a reward must run code, and nothing here can hold it.
+        RewardError: a reward or the env raised, or returned something else than finite numbers; or both named a part the same.
+        InfraError: the system failed.
+        SandboxUnavailable: a reward must run code, and no sandbox works here.
     """
     parts = score(episode, weights, judged, optional_rewards(env, weights))
     read, places = as_read(episode)
@@ -139,7 +142,8 @@ def score_episode(
 
 
 def scoring_hash(env: Env, weights: Mapping[str, float], anew: bool = False) -> str:
-    """Hash of all code that scores in this env: the rewards', and the env's own file where it gives rewards itself.
+    """Return the hash of all code that scores in this env: of the rewards, and of the env's own file if it gives rewards
+    itself.
 
     Args:
         anew: see `rewards.code_hash`.
@@ -151,10 +155,10 @@ def scoring_hash(env: Env, weights: Mapping[str, float], anew: bool = False) -> 
 
 
 def correctness_rule(env: Env, config: RunConfig) -> dict[str, Any]:
-    """The rule of the env that `stats.evaluation.is_right` reads; a run's manifest keeps it.
+    """Return the env's rule for `stats.evaluation.is_right`; a run's manifest stores it.
 
-    A run's hooks add parts of weight 1, as an env does that gives rewards itself: whose a stored part is, nothing tells. Where
-    those could be the heaviest, nothing says what is right, unless the env names it.
+    A run's hooks add parts of weight 1, and so does an env that gives rewards itself. A stored part does not say which of the
+    two added it. If such parts could be the heaviest, nothing decides correctness unless the env's `correct` does.
     """
     gives = gives_rewards(env)
     if gives and config.hooks and not env.correct and max(env.rewards.values(), default=0.0) <= 1:
@@ -163,17 +167,17 @@ def correctness_rule(env: Env, config: RunConfig) -> dict[str, Any]:
 
 
 def gives_rewards(env: Env) -> bool:
-    """Whether the env adds reward parts of its own, each of weight 1."""
+    """Return whether the env gives reward parts of its own, each of weight 1."""
     return type(env).final_reward is not Env.final_reward
 
 
 def offered_tools(env: Env, config: RunConfig) -> dict[str, Tool]:
-    """The tools that the model may call in a run: the env's and the run's own, by the name it writes.
+    """Return the tools that the model may call in a run, the env's and the run's own, by the name that the model writes.
 
-    A run's `python_session` takes the place of an env's `python`.
+    A run's `python_session` replaces an env's `python`.
 
     Raises:
-        ConfigError: no such tool, or two of one name, or one whose calls would not be found again.
+        ConfigError: there is no such tool, two have the same name, or a name is invalid.
     """
     own = [_find_tool(name) for name in config.tools if not mcp_tool.is_server(name)]
     session_names = {tool.name for tool in own if keeps_session(tool)}

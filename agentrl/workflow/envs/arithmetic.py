@@ -1,4 +1,4 @@
-"""arithmetic: a calculator, and a reward for the right final number."""
+"""arithmetic: a calculator, and a reward for the correct final number."""
 
 from agentrl.workflow.envs import Env
 

@@ -1,4 +1,4 @@
-"""echo: a text goes through the tool and is said again; half of the reward is for the call, half for the answer."""
+"""echo: the model sends a text through the tool and repeats it. Half of the reward is for the call, half for the answer."""
 
 from agentrl.workflow.envs import Env
 

@@ -1,7 +1,7 @@
-"""search_qa: questions about an invented country, and the tool that searches the texts about it.
+"""search_qa: questions about an invented country, and a tool that searches the texts about it.
 
-For a collection of your own write an env like this one, `tools=(search_in("/data/manuals"),)`, or take
-`--env qa --tools search` with AGENTRL_SEARCH set.
+For your own collection write an env like this one, `tools=(search_in("/data/manuals"),)`, or use `--env qa --tools search` with
+AGENTRL_SEARCH set.
 """
 
 from agentrl.workflow.datasets.search_qa import texts

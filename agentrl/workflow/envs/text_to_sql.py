@@ -1,6 +1,7 @@
-"""text_to_sql: a question about a database is answered with a query; the tool sql tries queries out first.
+"""text_to_sql: answers a question about a database with a query; the tool sql runs queries to try them out.
 
-The reward compares what the query gives with what the reference gives, in whatever order unless the reference has one.
+The reward compares the rows of the answered query with those of the reference. Their order counts only if the reference has an
+order.
 """
 
 from agentrl.workflow.datasets.text_to_sql import DATABASE, FOLDER

@@ -1,1 +1,1 @@
-"""Sampling: the engines themselves, and a policy to query in this process."""
+"""Sampling: the engines, and a policy that can be queried in this process."""

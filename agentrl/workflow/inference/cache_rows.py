@@ -1,7 +1,7 @@
-"""The live rows in transformers' own caches: slower than slots, and right for every model that transformers can run.
+"""The live rows in transformers' own caches: slower than slots, and correct for every model that transformers can run.
 
-Rows with equally many tokens that were read together share a cache and decode in one call; others decode in calls of their own.
-A cache is only ever continued, never cropped. `TokenRows` keeps no cache at all and reads each row from its first token.
+Rows with the same number of tokens that were read together share a cache and decode in one call. Other rows decode in separate
+calls. A cache is only continued, never cropped. `TokenRows` keeps no cache at all and reads each row from its first token.
 """
 
 import copy
@@ -18,7 +18,7 @@ from agentrl.workflow.models.logprobs import cache_parameter, causal_model, kept
 from agentrl.workflow.models.policy import Policy
 
 PREFILL_TOKENS = 8192
-"""The most tokens of rows that are read together in one call of the model."""
+"""The most tokens of rows that are read in one call of the model."""
 
 Tokens = tuple[int, ...]
 
@@ -33,10 +33,10 @@ class KeptCache:
 
 @dataclass(slots=True)
 class _Group:
-    """Rows in one cache, all with `length` tokens read.
+    """Rows in one cache, each with `length` tokens read.
 
     Args:
-        rows: row -> its place in the cache; two rows may have the same until they read their next tokens.
+        rows: the position of each row in the cache; two rows may have the same position until they read their next tokens.
         size: the number of rows that the cache holds.
     """
 
@@ -47,7 +47,7 @@ class _Group:
 
 
 class CacheRows:
-    """The rows in caches of their own; see `model_rows.ModelRows` for what its methods promise."""
+    """The rows in transformers' caches; for the methods see `model_rows.ModelRows`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -72,7 +72,7 @@ class CacheRows:
         self._note_tokens()
 
     def resume(self, first: int, rows: Sequence[tuple[KeptCache, Tokens]]) -> None:
-        """Continue what was taken of rows with the tokens since."""
+        """See `ModelRows.resume`."""
         for row, (cache, tokens) in enumerate(rows, start=first):
             group = _Group(cache.cache, {row: 0}, cache.length, 1)
             if tokens:
@@ -81,7 +81,7 @@ class CacheRows:
         self._note_tokens()
 
     def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
-        """Read one token of each row."""
+        """See `ModelRows.next_logits`."""
         self._forget_from(len(newest))
         logits: list[Tensor] = []
         order: list[int] = []
@@ -96,13 +96,13 @@ class CacheRows:
         return torch.cat(logits)[torch.tensor(order, device=self._policy.device).argsort()]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let `target` be a row like `source`, which has read `length` tokens."""
+        """Make `target` a row like `source`, which has read `length` tokens."""
         group = self._group_of(source)
         assert group.length == length
         group.rows[target] = group.rows[source]
 
     def drop(self, row: int, last: int, length: int, broken: bool) -> None:
-        """Forget a row; the last one takes its number."""
+        """See `ModelRows.drop`."""
         del self._group_of(row).rows[row]
         if row < last:
             group = self._group_of(last)
@@ -116,7 +116,6 @@ class CacheRows:
         return KeptCache(_select(group.cache, [group.rows[row]], self._policy.device), length)
 
     def clear(self) -> None:
-        """Free the memory."""
         self._groups, self.tokens = [], 0
 
     def _new_cache(self) -> Cache:
@@ -124,7 +123,7 @@ class CacheRows:
             return DynamicCache(config=causal_model(model).config)
 
     def _call(self, group: _Group, ids: Tensor) -> Tensor:
-        """Logits (B, V) after the last of (B, T) ids, which the group's cache then holds."""
+        """Return logits (B, V) after the last of (B, T) ids. The group's cache then contains these ids."""
         with self._policy.sampling() as model:
             group.length += ids.shape[1]
             inputs = {"input_ids": ids.to(self._policy.device), cache_parameter(model): group.cache, "use_cache": True}
@@ -134,18 +133,18 @@ class CacheRows:
         return next(group for group in self._groups if row in group.rows)
 
     def _forget_from(self, first: int) -> None:
-        """Forget rows that an error left behind while they were about to join."""
+        """Drop rows from `first` on, which an exception left behind while they joined."""
         for group in self._groups:
             group.rows = {row: place for row, place in group.rows.items() if row < first}
         self._groups = [group for group in self._groups if group.rows]
 
     def _note_tokens(self) -> None:
-        """Note the most tokens that were held at once."""
+        """Update the largest number of tokens that were held at once."""
         self.tokens = max(self.tokens, sum(len(group.rows) * group.length for group in self._groups))
 
 
 def _select(cache: Cache, places: list[int], device: torch.device) -> Cache:
-    """Return a cache of the rows at these places; the old one is unchanged."""
+    """Return a cache of the rows at these positions; the old cache is unchanged."""
     chosen = copy.copy(cache)
     chosen.layers = [_copy_layer(layer) for layer in cache.layers]
     chosen.reorder_cache(torch.tensor(places, device=device))  # type: ignore[arg-type]  # annotated LongTensor
@@ -153,7 +152,10 @@ def _select(cache: Cache, places: list[int], device: torch.device) -> Cache:
 
 
 def _copy_layer(layer: Any) -> Any:
-    """Return a layer with the same tensors: reordering sets new ones, in its attributes or in its dictionaries."""
+    """Return a layer with the same tensors.
+
+    Reordering it sets new tensors in its attributes or dictionaries, and does not change the old layer.
+    """
     copied = copy.copy(layer)
     for name, value in vars(copied).items():
         if isinstance(value, dict | list):
@@ -162,7 +164,7 @@ def _copy_layer(layer: Any) -> Any:
 
 
 class TokenRows:
-    """The rows as their tokens alone, read again for each token; see `model_rows.ModelRows`."""
+    """The rows as token ids only, read again for each token; see `model_rows.ModelRows`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -173,15 +175,15 @@ class TokenRows:
         self.rewinds = False
 
     def read(self, first: int, rows: Sequence[Tokens]) -> None:
-        """Remember new rows."""
+        """Store the tokens of new rows."""
         self._rows = {row: tokens for row, tokens in self._rows.items() if row < first} | dict(enumerate(rows, start=first))
 
     def resume(self, first: int, rows: Sequence[tuple[Any, Tokens]]) -> None:
-        """Do nothing: nothing is kept of a row."""
+        """Do nothing: `take` keeps nothing of a row."""
         assert not rows
 
     def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
-        """Read all tokens of each row, and one more."""
+        """Read all tokens of each row and one more token, and return the logits (n, V) after it."""
         self._rows = {row: (*tokens, int(newest[row])) for row, tokens in self._rows.items() if row < len(newest)}
         logits: dict[int, Tensor] = {}
         for length in sorted({len(tokens) for tokens in self._rows.values()}):
@@ -196,14 +198,13 @@ class TokenRows:
         self._rows[target] = self._rows[source][:length]
 
     def drop(self, row: int, last: int, length: int, broken: bool) -> None:
-        """Forget a row; the last one takes its number."""
+        """See `ModelRows.drop`."""
         self._rows[row] = self._rows[last]
         del self._rows[last]
 
     def take(self, row: int, length: int) -> KeptCache:
-        """Raise an error: nothing is kept of a row."""
+        """Raise NotImplementedError: nothing is kept of a row."""
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Forget all rows."""
         self._rows = {}

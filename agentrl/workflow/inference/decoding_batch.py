@@ -1,8 +1,8 @@
-"""The rolling batch: the live turns, all of which sample one token per step.
+"""The rolling batch: the live turns. Each step samples one token for each of them.
 
-When a turn joins, its prompt is read first: once per distinct prompt, since its siblings copy the keys and values, and only the
-new tokens if the episode's keys and values were kept from its last turn. State that changes with every token is in arrays with
-one entry per slot, so that no Python runs per token and turn, except for turns that end.
+When a turn joins, its prompt is read first. A prompt that several turns share is read once, and the others copy its keys and
+values. If the keys and values of the episode's last turn were kept, only the new tokens are read. State that changes with every
+token is in arrays with one entry per slot, so no Python code runs per token and turn, except for turns that end.
 """
 
 import time
@@ -28,7 +28,7 @@ from agentrl.workflow.trajectory import FinishReason
 Number = TypeVar("Number", np.int64, np.float64)
 
 FIRST_WIDTH = 64
-"""Room for sampled tokens per turn at first; it doubles when needed."""
+"""The initial capacity for sampled tokens per turn; it is doubled when needed."""
 
 _STATE = np.dtype(
     [
@@ -52,7 +52,7 @@ _STATE = np.dtype(
 
 @dataclass(slots=True)
 class ActiveTurn:
-    """A request, with the tokens it sampled before it was last evicted."""
+    """A request, with the tokens that were sampled before it was last evicted."""
 
     request: GenerateRequest
     future: Future[Completion]
@@ -64,29 +64,29 @@ class ActiveTurn:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The prompt and the tokens sampled before it joins."""
+        """The prompt and the tokens that were sampled before the turn joins."""
         return (*self.request.prompt_ids, *self.ids)
 
     def finish(self, reason: FinishReason) -> None:
-        """Answer the request."""
+        """Set the result of the request."""
         seconds = time.perf_counter() - self.started
         self.future.set_result(Completion(tuple(self.ids), tuple(self.logprobs), reason, seconds, tuple(self.top)))
 
 
 @dataclass(frozen=True, slots=True)
 class _EndedTurn:
-    """What the model keeps of an ended turn, for its episode's next one."""
+    """The cached values of an ended turn, kept for its episode's next turn."""
 
     ids: tuple[int, ...]
     cache: Kept
 
 
 class Batch:
-    """The live turns, in the order of the model's rows, and what is kept of ended ones.
+    """The live turns, in the order of the model's rows, and the cached values of ended turns.
 
     Args:
         policy: the policy whose published weights sample.
-        rows: its model with what it keeps of the live turns.
+        rows: its model, with the cached values of the live turns.
         slots: the most turns that are live at once.
     """
 
@@ -103,11 +103,11 @@ class Batch:
 
     @property
     def has_kept(self) -> bool:
-        """Whether memory is held for future turns only."""
+        """True if memory is held for turns that may come."""
         return bool(self._left)
 
     def join(self, turns: Sequence[ActiveTurn]) -> None:
-        """Read the turns' prompts into the slots after the live ones, which an error leaves unchanged."""
+        """Read the turns' prompts into the slots after the live ones. An exception leaves the live turns unchanged."""
         started = time.perf_counter()
         fresh, back, copies, holders = self._sort_joining(turns)
         first = len(self.turns)
@@ -124,7 +124,7 @@ class Batch:
         self.turns += joined
 
     def step(self) -> None:
-        """Sample one token for every live turn, and answer those that end with it."""
+        """Sample one token for every live turn, and set the results of turns that end with it."""
         rows = self._state[: len(self.turns)]
         ids, logprobs, tops = self._draw(rows)
         everyone, counts = np.arange(len(rows)), rows["count"]
@@ -150,7 +150,7 @@ class Batch:
             self._free(slot, bool(np.isnan(logprobs[slot])))
 
     def evict(self) -> list[ActiveTurn]:
-        """Take all turns out, with their sampled tokens, and free all memory."""
+        """Remove all turns from the batch and return them with their sampled tokens. Free all memory."""
         turns = self.turns
         for slot, turn in enumerate(turns):
             self._write_back(slot, turn)
@@ -159,24 +159,26 @@ class Batch:
         return turns
 
     def keep_less(self, stepping: bool) -> list[ActiveTurn]:
-        """Free what is kept, and keeps half as many tokens from now on; returns turns that are no longer live.
+        """Free the cached values of ended turns, and keep half as many tokens from now on.
+
+        Return turns that are no longer live.
 
         Args:
-            stepping: a step has failed, which may have changed rows that cannot be read again; such turns are taken out.
+            stepping: whether a step failed. It may have changed rows that cannot be read again; then all turns are evicted.
         """
         self.forget()
         self._share /= 2
         return self.evict() if stepping and not self._rows.rewinds else []
 
     def forget(self, session: int | None = None) -> None:
-        """Free the keys and values kept for a session's next turn; without one, for all sessions."""
+        """Free the keys and values that are kept for a session's next turn; None: for all sessions."""
         if session is None:
             self._left.clear()
         else:
             self._left.pop(session, None)
 
     def clear(self) -> None:
-        """Free all memory, for other processes too; no turn may be live."""
+        """Free all memory, also for other processes. No turn may be live."""
         self._left.clear()
         self._rows.clear()
         free_cached_blocks(self._policy.device)
@@ -186,8 +188,11 @@ class Batch:
     def _sort_joining(
         self, turns: Sequence[ActiveTurn]
     ) -> tuple[list[ActiveTurn], list[tuple[ActiveTurn, Kept]], list[ActiveTurn], dict[tuple[int, ...], int]]:
-        """(turns to read, shortest first; turns to resume, fewest new tokens first; turns whose prompt a row holds; prompt ->
-        that row).
+        """Sort turns by how they join.
+
+        Returns:
+            (turns to read, shortest first; turns to resume, fewest new tokens first; turns whose prompt a row holds; the row of
+                each such prompt).
         """
         holders = {turn.request.prompt_ids: slot for slot, turn in enumerate(self.turns)} if self._rows.rewinds else {}
         fresh: dict[tuple[int, ...], ActiveTurn] = {}
@@ -219,7 +224,10 @@ class Batch:
     # sampling
 
     def _draw(self, rows: NDArray[np.void]) -> tuple[NDArray[np.int64], NDArray[np.float64], dict[int, Likeliest]]:
-        """The next token of each row and its logprob, both (n,); the likeliest tokens of the rows that tell them."""
+        """Return the next token of each row and its logprob, both (n,), and the likeliest tokens.
+
+        The latter are only those of rows whose requests want them.
+        """
         device = self._policy.device
         logits = self._rows.next_logits(torch.from_numpy(rows["newest"].copy()), torch.from_numpy(rows["cached"].copy()))
         draws = torch.from_numpy(uniforms(rows["key"].copy(), rows["drawn"].copy())).to(device)
@@ -233,7 +241,7 @@ class Batch:
     def _tops(
         self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor, drawn: NDArray[np.float64]
     ) -> dict[int, Likeliest]:
-        """Row -> its likeliest tokens; the drawn one has the very logprob that it was drawn with."""
+        """Return each row's likeliest tokens. The sampled one has exactly the logprob that it was sampled with."""
         slots = np.flatnonzero(rows["tops"])
         where = torch.from_numpy(slots).to(logits.device)
         ids, logprobs = likeliest(logits[where], temperature[where], int(rows["tops"].max()))
@@ -241,7 +249,7 @@ class Batch:
         return {row: _top(best, best_logprobs, drawn[:, row], int(rows["tops"][row])) for row, best, best_logprobs in rankings}
 
     def _floor(self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor) -> Tensor | None:
-        """The logits below which no token is drawn; None if no row limits its draws."""
+        """Return the logits (n,) below which no token is drawn; None if no row limits its draws."""
         if not (rows["top_k"].any() or (rows["top_p"] < 1).any() or rows["min_p"].any()):
             return None
         cuts = [torch.from_numpy(rows[name].copy()).to(logits.device) for name in ("top_k", "top_p", "min_p")]
@@ -272,7 +280,10 @@ class Batch:
         self.turns.pop()
 
     def _keep(self, slot: int, turn: ActiveTurn) -> None:
-        """Keeps what the model has of the turn; in all as many tokens as the rows have room for, dropping the oldest first."""
+        """Keep the model's cached values of the turn.
+
+        The total is limited to a share of the rows' capacity in tokens. The oldest values are dropped first.
+        """
         if not self._rows.resumes or (session := turn.request.session) is None:
             return
         length = int(self._state[slot]["cached"])

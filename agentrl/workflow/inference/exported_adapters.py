@@ -1,7 +1,7 @@
 """Exports of published adapters for a server: folders with PEFT's `adapter_config.json` and `adapter_model.safetensors`.
 
-An export is a copy, because a checkpoint may be at a URL, may be old and lack the config, and may be collected while the server
-needs it. It lies in `AGENTRL_HOME/cache/adapters/SHA256`, and the server must see it at the same path.
+An export is a copy for three reasons: a checkpoint may be at a URL, may be old and lack the config, and may be collected while
+the server needs it. It is in `AGENTRL_HOME/cache/adapters/SHA256`, and the server must see it at the same path.
 """
 
 import os
@@ -17,15 +17,15 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import PolicyRef
 
 KEEP = 16
-"""Folders that stay: a server whose memory for adapters is short reads them again."""
+"""The number of exports that are kept. A server that is short of memory for adapters reads them again."""
 
 
 def exported_folder(policy: Policy, ref: PolicyRef) -> Path:
-    """Return a folder with the adapter of a trained policy, as PEFT and vLLM load it; made if need be.
+    """Return a folder with the adapter of a trained policy, in the format of PEFT and vLLM. It is made if it does not exist.
 
     Raises:
-        CheckpointError: the checkpoint is missing, or was altered since its sha256 was recorded.
-        ServiceError: the checkpoint is at a URL that does not answer.
+        CheckpointError: the checkpoint is missing, or has changed since its sha256 was recorded.
+        ServiceError: the checkpoint is at a URL that does not respond.
     """
     target = settings().cache_dir / "adapters" / ref.sha256
     with checkpoints.hold_lock(target.parent):  # locked, so that no other process's export is removed while the server reads it
@@ -50,7 +50,7 @@ def _write(policy: Policy, ref: PolicyRef, folder: Path) -> None:
 
 
 def _is_sound(folder: Path, sha256: str) -> bool:
-    """Whether the export is complete: a power failure may have left a part."""
+    """Return True if the export is complete. A power failure may have left a part of it."""
     files = (folder / ADAPTER, folder / "adapter_config.json")
     return all(file.is_file() for file in files) and sha256_file(files[0]) == sha256
 

@@ -1,4 +1,7 @@
-"""A connection to a server that samples: parses its JSON answers and turns its refusals into our errors. Free of torch."""
+"""A connection to a server that samples.
+
+It parses JSON responses and converts refusals to agentrl's errors. It needs no torch.
+"""
 
 import json
 import time
@@ -15,17 +18,17 @@ from agentrl.workflow.settings import Settings
 Who = Literal["engine", "critic"]
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 900.0
-"""The longest wait for an answer; after that the server is taken for gone, and the turn is given up."""
+"""The longest wait for a response, in seconds. After that the server counts as unavailable, and the turn fails."""
 
 MAX_BYTES = 64 * 1024 * 1024
-"""The largest answer in bytes: a turn of 100,000 tokens, each with its likeliest alternatives, takes half of that."""
+"""The largest response, in bytes. A turn of 100,000 tokens, each with its likeliest alternatives, takes half of that."""
 
 _UNAVAILABLE_STATUSES = (429, 502, 503, 504)
-"""HTTP statuses of a server, or of a proxy before it, that cannot serve for the moment."""
+"""The HTTP statuses of a server, or of a proxy in front of it, that is temporarily unavailable."""
 
 
 class RequestRefused(ModelError):
-    """The server refused a request; `said` is its response, `status` the HTTP status."""
+    """The server refused a request. `said` is the text of its response, `status` the HTTP status."""
 
     def __init__(self, url: str, path: str, status: int, reason: str) -> None:
         super().__init__(f"The server at {url} refused {path}: {status} {reason:.300}")
@@ -35,21 +38,21 @@ class RequestRefused(ModelError):
 
 @cache
 def _tls_context() -> SSLContext:
-    """Read the certificates of trusted authorities, once for all connections of this process."""
+    """Return the certificates of trusted authorities, read once for all connections of this process."""
     return httpx2.create_ssl_context()
 
 
 class Connection:
-    """A server's URL and the connections that are kept to it.
+    """A server's URL and the open connections to it.
 
     Args:
-        settings: with `engine_url` and `engine_key`, or with those of `who`.
-        who: whose server it is: the engine's or the critic's.
-        most: the largest answer in bytes; None: MAX_BYTES.
-        seconds: the longest wait for an answer, to its end.
+        settings: the settings with `engine_url` and `engine_key`, or the ones of `who`.
+        who: the user of the server: the engine or the critic.
+        max_bytes: the largest response, in bytes; None: `MAX_BYTES`.
+        seconds: the longest wait for the end of a response, in seconds.
 
     Raises:
-        ConfigError: there is no URL, or one of another kind.
+        ConfigError: the URL is missing or invalid.
     """
 
     def __init__(
@@ -68,24 +71,24 @@ class Connection:
         )
 
     def close(self) -> None:
-        """Close the connections; requests that still wait raise ServiceError."""
+        """Close the connections. Requests that still wait raise ServiceError."""
         self._client.close()
 
     def read(self, shape: type[Shape], path: str, body: Any = None) -> Shape:
-        """Requests the path, by POST if there is a body, and returns the answer in the route's shape.
+        """Request the path, by POST if there is a body, and return the response in the route's shape.
 
         Raises:
-            ServiceError: the server does not answer, or is not ready.
+            ServiceError: the server does not respond, or is not ready.
             ConfigError: the server refuses the API key.
             RequestRefused: the server refuses the request.
-            InfraError: the server failed, or its answer has another shape.
-            ModelError: its answer is not a JSON object.
+            InfraError: the server failed, or its response has another shape.
+            ModelError: its response is not a JSON object.
         """
         tree = _json(self.url, path, self._ask("GET" if body is None else "POST", path, body))
         return read(shape, tree, self.url, path)
 
     def tell(self, path: str, body: Any) -> None:
-        """Post the body and ignore the answer. Raises as `read` does."""
+        """Post the body and ignore the response. Raises as `read` does."""
         self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Any) -> bytes:
@@ -119,7 +122,7 @@ class Connection:
 
 
 def check_url(settings: Settings, who: Who = "engine") -> None:
-    """Check that the URL of that server can be one.
+    """Check that the URL of that server is valid.
 
     Raises:
         ConfigError: it is missing, or is not an http URL with a host.

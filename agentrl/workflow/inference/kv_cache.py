@@ -1,11 +1,11 @@
 """The sampler's cache: one slot per live row, each with its own length, behind transformers' `Cache` interface.
 
-Live rows occupy the slots 0..n-1 without a gap, so that a decoding step reads a plain slice and copies nothing; when a row
-ends, the last one moves into its slot. What the slot of an ended turn holds can be taken out and put back when the episode goes
-on. Memory grows by copying, when rows or tokens need more.
+Live rows occupy the slots 0..n-1 without a gap, so a decoding step reads a plain slice and copies nothing. When a row ends, the
+last one moves into its slot. The content of an ended turn's slot can be taken out, and put back when the episode continues. If
+rows or tokens need more memory, the stores are copied into larger ones.
 
 A layer keeps keys and values of all tokens, or states of a fixed size (of convolutions and linear attention), or both. States
-are those after the last token that the row has read: they can be continued, never cropped.
+are those after the last token that the row has read. They can be continued, never cropped.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from agentrl.workflow.models.memory_estimate import LENGTH_STEP
 
 @dataclass(frozen=True, slots=True)
 class SlotStates:
-    """The contents of a slot, by layer: keys and values (heads, tokens, head_dim), states (...)."""
+    """The content of a slot, by layer: keys and values (heads, tokens, head_dim), states (...)."""
 
     layers: tuple[tuple[Tensor, ...], ...]
     length: int
@@ -37,42 +37,44 @@ class SlotCache(Cache):
         super().__init__(layers=[_make_layer(*layer_states) for layer_states in zip(layout.layers, layout.states, strict=True)])
 
     def prefill(self, first: int, count: int, length: int) -> None:
-        """Let the next call write (count, length) prompt tokens into the slots first..first+count-1, from position 0."""
+        """Make the next call write (count, length) prompt tokens into the slots first..first+count-1, from position 0."""
         for layer in self._slot_layers():
             layer.place(slice(first, first + count), None, length)
 
     def extend(self, first: int, positions: Tensor, length: int) -> None:
-        """Let the next call write tokens at `positions` (B, T) of the slots from `first` on, and read the first `length`."""
+        """Make the next call write tokens at `positions` (B, T) of the slots from `first` on.
+
+        It reads the first `length` tokens of these slots.
+        """
         slots = torch.arange(first, first + len(positions), device=positions.device)[:, None]
         for layer in self._slot_layers():
             layer.place(slice(first, first + len(positions)), (slots, positions), length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot into another; states must be those after so many tokens."""
+        """Copy the first `length` tokens of one slot into another. States must be those after `length` tokens."""
         for layer in self._slot_layers():
             layer.copy(source, target, length)
 
     def wipe(self, slot: int) -> None:
-        """Zero a slot."""
+        """Set a slot to zeros."""
         for layer in self._slot_layers():
             layer.wipe(slot)
 
     def take(self, slot: int, length: int) -> SlotStates:
-        """Return a copy of a slot's first `length` tokens; states must be those after so many tokens."""
+        """Return a copy of a slot's first `length` tokens. States must be those after `length` tokens."""
         return SlotStates(tuple(layer.take(slot, length) for layer in self._slot_layers()), length)
 
     def put(self, states_taken: SlotStates, slot: int) -> None:
-        """Put what was taken out of a slot into another, from position 0."""
+        """Write the content that was taken from a slot into another slot, from position 0."""
         for layer, states in zip(self._slot_layers(), states_taken.layers, strict=True):
             layer.put(slot, *states)
 
     @property
     def tokens(self) -> int:
-        """The number of tokens whose keys and values the memory can hold."""
+        """The number of tokens whose keys and values fit into the allocated memory."""
         return max((layer.tokens for layer in self.layers if isinstance(layer, KeySlots)), default=0)
 
     def clear(self) -> None:
-        """Free the memory."""
         for layer in self._slot_layers():
             layer.reset()
 
@@ -88,13 +90,13 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything and free the memory."""
+        """Drop all content and free the memory."""
         self._store: tuple[Tensor, Tensor] | None = None
         self.place(slice(0, 0), None, 0)
 
     @property
     def tokens(self) -> int:
-        """Slots times length."""
+        """The number of slots times their length in tokens."""
         return 0 if self._store is None else self._store[0].shape[0] * self._store[0].shape[2]
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
@@ -102,7 +104,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._rows, self._tokens, self._length = slots, tokens, length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores (B, heads, T, head_dim) new keys and values and returns all that this call may read."""
+        """Store new keys and values (B, heads, T, head_dim), and return all that this call may read."""
         stores = self._reserve(key_states, value_states, self._rows.stop, self._length)
         if self._tokens is None:
             for store, states in zip(stores, (key_states, value_states), strict=True):
@@ -122,7 +124,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store[target, :, :length] = store[source, :, :length]
 
     def wipe(self, slot: int) -> None:
-        """Zero one slot's keys and values: a masked NaN would still spoil the slot's next row."""
+        """Set one slot's keys and values to zeros. A masked NaN would still spoil the slot's next row."""
         if self._store is not None and slot < len(self._store[0]):
             for store in self._store:
                 store[slot] = 0
@@ -141,7 +143,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store[slot, :, : keys.shape[1]] = written
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens before this call, as the causal mask counts them."""
+        """Return the number of tokens before this call, for the causal mask."""
         return 0 if self._tokens is None else self._length - self._tokens[1].shape[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -149,11 +151,11 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: the cache grows without limit."""
+        """Return -1: the cache grows without limit."""
         return -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first `update` makes the memory."""
+        """Do nothing: the first `update` allocates the memory."""
 
     def _reserve(self, keys: Tensor, values: Tensor, slots: int, length: int) -> tuple[Tensor, Tensor]:
         if self._store is None:
@@ -165,7 +167,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class StateSlots(LinearAttentionCacheLayerMixin):
     """One layer's states of convolutions and of linear attention, each (slots, ...).
 
-    A slot of zeros is a row that has read nothing. The model reads and writes the views of the placed slots.
+    A slot of zeros is a row that has read nothing. The model reads and writes views of the slots that `place` selects.
     """
 
     def __init__(self, number_of_states: int = 1) -> None:
@@ -173,12 +175,12 @@ class StateSlots(LinearAttentionCacheLayerMixin):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything and free the memory."""
+        """Drop all content and free the memory."""
         self._states: dict[tuple[str, int], Tensor] = {}
         self.place(slice(0, 0), None, 0)
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
-        """Set the slots of the next call: new rows (`tokens` is None), or rows that go on."""
+        """Set the slots of the next call: new rows if `tokens` is None, else rows that continue."""
         self._rows = slots
         for number in range(self.number_of_states):
             self.has_previous_state[number] = tokens is not None and bool(self._states)
@@ -187,7 +189,10 @@ class StateSlots(LinearAttentionCacheLayerMixin):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """Store the last inputs (B, channels, kernel) of a convolution; return those that these tokens' outputs read."""
+        """Store the last inputs (B, channels, kernel) of a convolution.
+
+        Return the inputs that the outputs of these tokens read.
+        """
         width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         if self.has_previous_state[state_idx]:
             conv_states = torch.cat([self._states["conv", state_idx][self._rows], conv_states], dim=-1)
@@ -208,7 +213,7 @@ class StateSlots(LinearAttentionCacheLayerMixin):
             store[target] = store[source]
 
     def wipe(self, slot: int) -> None:
-        """Zero one slot's states."""
+        """Set one slot's states to zeros."""
         for store in self._states.values():
             if slot < len(store):
                 store[slot] = 0
@@ -224,7 +229,7 @@ class StateSlots(LinearAttentionCacheLayerMixin):
             store[slot] = written
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the first update makes the memory."""
+        """Do nothing: the first update allocates the memory."""
 
     def _write(self, name: str, number: int, states: Tensor) -> None:
         if (name, number) not in self._states:
@@ -240,7 +245,7 @@ class StateSlots(LinearAttentionCacheLayerMixin):
                 self._states[key] = larger
 
     def _show(self) -> None:
-        """Show the model the placed slots' states, which it may change in place."""
+        """Give the model the states of the placed slots. It may change them in place."""
         self._grow(self._rows.stop)
         for number in range(self.number_of_states):
             for name, views in (("conv", self.conv_states), ("recurrent", self.recurrent_states)):
@@ -249,14 +254,14 @@ class StateSlots(LinearAttentionCacheLayerMixin):
 
 
 class KeyAndStateSlots(StateSlots, KeySlots):  # type: ignore[no-untyped-call, override]
-    """A layer that has keys and values, and states too."""
+    """A layer's keys and values, and its states."""
 
     def __init__(self, number_of_states: int = 1) -> None:
         KeySlots.__init__(self)
         StateSlots.__init__(self, number_of_states)
 
     def reset(self) -> None:
-        """Forget everything and free the memory."""
+        """Drop all content and free the memory."""
         self._store = None
         self._states = {}
         if hasattr(self, "conv_states"):
@@ -273,7 +278,7 @@ class KeyAndStateSlots(StateSlots, KeySlots):  # type: ignore[no-untyped-call, o
         StateSlots.copy(self, source, target, length)
 
     def wipe(self, slot: int) -> None:
-        """Zero one slot."""
+        """Set one slot to zeros."""
         KeySlots.wipe(self, slot)
         StateSlots.wipe(self, slot)
 
@@ -287,7 +292,7 @@ class KeyAndStateSlots(StateSlots, KeySlots):  # type: ignore[no-untyped-call, o
         StateSlots.put(self, slot, *states[2:])
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the first update makes the memory."""
+        """Do nothing: the first update allocates the memory."""
 
 
 def _make_layer(content: str, states: int) -> Any:
@@ -307,7 +312,10 @@ def _empty_store(states: Tensor) -> Tensor:
 
 
 def _grow(stores: tuple[Tensor, Tensor], slots: int, length: int) -> tuple[Tensor, Tensor]:
-    """The stores, or larger copies: slots rounded up to a power of two, length to a multiple of LENGTH_STEP."""
+    """Return the stores, or larger copies.
+
+    Slots are rounded up to a power of two, the length to a multiple of `LENGTH_STEP`.
+    """
     has_slots, _, has_length, _ = stores[0].shape
     if slots <= has_slots and length <= has_length:
         return stores

@@ -1,10 +1,10 @@
 """The engine over a llama.cpp server (`llama-server -m MODEL.gguf`): an untrained base, for eval and chat.
 
-Prompts go as token ids to `/completion`, whose answer has the sampled ids and their logprobs at temperature 1, so that no other
-temperature is allowed. `/tokenize` shows whether the file has the same vocabulary; whether it has the same weights, and at
-which precision, cannot be checked from here.
+Prompts are sent as token ids to `/completion`. Its response has the sampled ids and their logprobs at temperature 1, so no
+other temperature is allowed. `/tokenize` shows whether the file has the same vocabulary. Whether it has the same weights, and
+in which precision, cannot be checked.
 
-The server tells nothing of a token that ends within a character: the logprob of such a one is asked for by itself.
+The server returns no logprob for a token that ends within a character. A separate request gets that logprob.
 """
 
 from collections.abc import Sequence
@@ -25,32 +25,31 @@ _MAX_LISTED = MAX_LIKELIEST - 1
 """The likeliest tokens among which one that was sampled is looked for."""
 _CERTAIN = 100.0
 MAX_CHARACTER = 4
-"""Bytes."""
+"""The most bytes of a character in UTF-8."""
 _PROBE = "Ünï 12345.6 == foo_bar(  )\n\n漢字"
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine over the server at the machine's `engine_url`; the server may start later.
+    """Return the engine over the server at the machine's `engine_url`. The server may start later.
 
     Raises:
-        ConfigError: there is no URL.
+        ConfigError: the URL is missing or invalid.
     """
     return ServedEngine(policy, LlamaServer(policy, Connection(settings)), settings.slots)
 
 
 class LlamaServer:
-    """The routes of llama.cpp that sample."""
+    """The routes of a llama.cpp server that sample."""
 
     def __init__(self, policy: Policy, connection: Connection) -> None:
         self._policy = policy
         self._connection = connection
 
     def close(self) -> None:
-        """Close the connections."""
         self._connection.close()
 
     def greet(self) -> int:
-        """Ask for the context window, and compare the tokenizers.
+        """Return the server's context window in tokens, after a comparison of the tokenizers.
 
         Raises:
             ModelError: the server has another vocabulary.
@@ -64,7 +63,11 @@ class LlamaServer:
         return window or self._policy.max_context
 
     def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
-        """Sample one turn from the base."""
+        """Sample one turn from the base.
+
+        Raises:
+            ConfigError: the request has a temperature other than 1, or names a trained policy.
+        """
         if request.temperature != 1:
             message = f"llama.cpp gives logprobs at temperature 1, and {request.temperature:g} was asked for."
             raise ConfigError(message, "Sample at temperature 1, or with --engine rolling.")
@@ -127,7 +130,7 @@ class LlamaServer:
 
 
 def ends_within_character(text: bytes) -> bool:
-    """Return whether a character of several bytes began in the last few, and is not whole, as llama.cpp decides it."""
+    """Return True if the last bytes begin a character of several bytes and do not complete it. llama.cpp uses the same rule."""
     for back in range(1, min(MAX_CHARACTER, len(text)) + 1):
         lead = text[-back]
         length = 2 if lead & 0xE0 == 0xC0 else 3 if lead & 0xF0 == 0xE0 else 4 if lead & 0xF8 == 0xF0 else 1
@@ -137,7 +140,7 @@ def ends_within_character(text: bytes) -> bool:
 
 
 def _body(request: GenerateRequest, limit: int) -> dict[str, Any]:
-    """The request, with every sampling option set: the server's defaults differ from ours."""
+    """Return the body of the request. Every sampling option is set, because the server's defaults differ from agentrl's."""
     return {
         "prompt": list(request.prompt_ids),
         "n_predict": limit,

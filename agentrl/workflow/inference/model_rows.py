@@ -1,11 +1,11 @@
-"""The model as the rolling batch sees it: numbered rows that read tokens, in the fastest of three ways that is right.
+"""The model as the rolling batch uses it: numbered rows that read tokens, in the fastest of three ways that is correct.
 
 - `slot_rows`: a slot for each row, one call of the model per token.
-- `cache_rows.CacheRows`: transformers' own caches, one call for each group of rows of one length.
+- `cache_rows.CacheRows`: transformers' own caches, one call for each group of rows of the same length.
 - `cache_rows.TokenRows`: no cache.
 
-Each is tried before it is used: its logits must be those of a plain forward pass over the whole row, which is what the trainer
-computes.
+Each way is tested before it is used. Its logits must be those of a plain forward pass over the complete row, which is what the
+trainer computes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,8 +32,10 @@ log = getLogger("agentrl.engine")
 SERVER_HINT = "Sample with a server that can run it: --engine openai."
 
 HALF_ROUNDING, ROUNDING = 0.1, 1e-3
-"""The largest mean difference that counts as rounding, relative to the standard deviation, in half precision and otherwise. A
-wrong cache makes about 1."""
+"""The largest mean difference that counts as rounding, relative to the standard deviation: in half precision, and otherwise.
+
+A wrong cache makes a difference of about 1.
+"""
 
 
 class Kept(Protocol):
@@ -43,12 +45,12 @@ class Kept(Protocol):
 
 
 class ModelRows(Protocol):
-    """The model and what it keeps of the live rows.
+    """The model and the cached values of the live rows.
 
     Attributes:
-        name: what a person is told of it.
-        resumes: whether what `take` returns can be continued by several tokens.
-        rewinds: whether a row's first tokens can be copied after it has read more, and a failed call be repeated.
+        name: the description for logs.
+        resumes: whether the result of `take` can be continued by several tokens.
+        rewinds: whether a row's first tokens can be copied after it has read more, and a failed call can be repeated.
         tokens: the number of tokens that the memory holds.
     """
 
@@ -61,41 +63,49 @@ class ModelRows(Protocol):
         """The number of tokens that the memory holds."""
 
     def read(self, first: int, rows: Sequence[tuple[int, ...]]) -> None:
-        """Read new rows, shortest first, as rows from `first` on; rows from there on that an error left are forgotten."""
+        """Read new rows, shortest first, as rows from `first` on.
+
+        Rows from there on that an exception left behind are dropped.
+        """
 
     def resume(self, first: int, rows: Any) -> None:
-        """Continue kept rows, as rows from `first` on: pairs of what was kept and the tokens since, fewest first."""
-
-    def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
-        """Read one more token of each row; return the logits (n, V) after it.
+        """Continue kept rows, as rows from `first` on.
 
         Args:
-            newest: (n,) the token; `read`: (n,) the number of tokens read before.
+            rows: pairs of the result of `take` and the tokens since, fewest first.
+        """
+
+    def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
+        """Read one more token of each row, and return the logits (n, V) after it.
+
+        Args:
+            newest: (n,), the token.
+            read: (n,), the number of tokens that were read before.
         """
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Make `target`, the next row, of the first `length` tokens of another."""
+        """Make the row `target`, the next one, from the first `length` tokens of the row `source`."""
 
     def drop(self, row: int, last: int, length: int, broken: bool) -> None:
-        """Forget a row; the last one, which has read `length` tokens, takes its number.
+        """Drop a row. The last row, which has read `length` tokens, gets its number.
 
         Args:
-            broken: its logits were NaN.
+            broken: whether the row's logits were NaN.
         """
 
     def take(self, row: int, length: int) -> Any:
-        """Return a copy of what is kept of a row that has read `length` tokens."""
+        """Return a copy of the cached values of a row that has read `length` tokens."""
 
     def clear(self) -> None:
-        """Forget all rows and free the memory."""
+        """Drop all rows and free the memory."""
 
 
 @torch.no_grad()
 def open_rows(policy: Policy) -> ModelRows:
-    """Return the fastest way to run the policy's model that is right.
+    """Return the fastest correct way to run the policy's model.
 
     Raises:
-        ModelError: there is none: the model is not causal, needs more than tokens, or returns NaN.
+        ModelError: there is none: the model is not causal, needs other inputs than tokens, or returns NaN.
     """
     with policy.sampling() as model:
         config: PreTrainedConfig = causal_model(model).config
@@ -123,7 +133,7 @@ def open_rows(policy: Policy) -> ModelRows:
 
 @torch.no_grad()
 def sample_one(rows: ModelRows, policy: Policy) -> None:
-    """Sample one token after a prompt of one.
+    """Sample one token after a prompt of one token, as a test.
 
     Raises:
         ModelError: the model returns NaN.
@@ -145,7 +155,7 @@ def _ways(policy: Policy, config: PreTrainedConfig, layout: CacheLayout | None) 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """Two rows of tokens, the second longer, and the plain forward pass's logits (T, V) after each token."""
+    """The expected results of a test: a plain forward pass's logits (T, V) for two rows of tokens, the second longer."""
 
     rows: tuple[tuple[int, ...], tuple[int, ...]]
     logits: tuple[Tensor, Tensor]
@@ -178,7 +188,7 @@ class _Expected:
 
 
 def _try_out(rows: ModelRows, expected: _Expected) -> str:
-    """Return why the rows' logits are not the expected ones, or an empty text; turns `resumes` off if only that is wrong."""
+    """Return why the rows' logits are not the expected ones; empty if they are. If only `resumes` fails, it is set to False."""
     fault = _try_rows(rows, expected, resumes=False)
     if rows.resumes and not fault:
         rows.clear()
@@ -214,7 +224,10 @@ def _try_rows(rows: ModelRows, expected: _Expected, resumes: bool) -> str:
 
 
 def _step(rows: ModelRows, *tokens: tuple[tuple[int, ...], int]) -> Tensor:
-    """The logits after one more token of each row, each given with all its tokens and the number of those read before."""
+    """Return the logits (n, V) after one more token of each row.
+
+    A row is given by all its tokens and the number read before.
+    """
     newest = torch.tensor([row[read] for row, read in tokens])
     return rows.next_logits(newest, torch.tensor([read for _, read in tokens]))
 

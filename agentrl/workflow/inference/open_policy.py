@@ -38,10 +38,10 @@ class PolicyOutput(NamedTuple):
     """The policy's outputs for rows of tokens (B, T), all on its device.
 
     Args:
-        logits: (B, T, V) as the model computes them, at temperature 1: those at t predict the token at t + 1.
-        logprobs: (B, T) float32, logprob of each token given those before it, in nats and at the limits' temperature, as a
-            sampler records it (`Step.behavior_logprobs`); 0 for a row's first token, and where the mask is 0.
-        values: (B, T) the critic's value after the token at t, in units of the reward; None if the policy has no critic.
+        logits: (B, T, V) as the model computes them, at temperature 1. Those at t predict the token at t + 1.
+        logprobs: (B, T) float32, the logprob of each token given those before it, in nats and at the limits' temperature, as a
+            sampler records it (`Step.behavior_logprobs`). 0 for a row's first token and for padding.
+        values: (B, T), the critic's value after the token at t, in units of the reward; None if the policy has no critic.
     """
 
     logits: Tensor
@@ -50,13 +50,13 @@ class PolicyOutput(NamedTuple):
 
 
 class OpenPolicy:
-    """A loaded policy with its sampler; several threads may use it at once. Close it, or use it in a `with`.
+    """A loaded policy with its sampler; thread-safe. Close it, or use it in a `with`.
 
     Args:
         policy: the model.
         ref: the weights to use; None: the untrained base.
         limits: the sampling options (`max_new_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `engine`).
-        seed: the seed that keys every draw.
+        seed: the seed of all draws.
 
     Raises:
         ConfigError: the engine cannot sample from these weights or with these limits, or lacks a setting.
@@ -84,7 +84,7 @@ class OpenPolicy:
         self.close()
 
     def close(self) -> None:
-        """End the sampler; unfinished turns fail."""
+        """End the sampler. Unfinished turns fail."""
         self._end()
 
     def generate(
@@ -95,22 +95,23 @@ class OpenPolicy:
         sample: int = 0,
         **limits: Any,
     ) -> Step:
-        """Sample one turn: the step has the parsed `message`, the exact ids and their logprobs.
+        """Sample one turn. The returned step has the parsed `message`, the exact ids and their logprobs.
 
-        The turn ends at the model's end token, at a stop string, after `max_new_tokens` (`finish_reason` is then `length`),
-        or at the latest where the model's window is full. Tool calls are not run: run them, and go on with their results.
+        The turn ends at the model's end token, at a stop string, after `max_new_tokens` (`finish_reason` is then `length`), or
+        when the model's window is full. Tool calls are not run: run them, and call `generate` again with their results.
 
         Args:
-            messages: the whole conversation; with `before`, only the messages since its last turn.
-            tools: the tools offered, the same in every turn of a conversation.
-            before: the conversation's turns so far, whose exact tokens are continued.
-            sample: another number draws another turn; with a keyed engine, the same number draws the same again.
-            limits: `max_new_tokens`, `temperature` and the like for this turn alone.
+            messages: the complete conversation; with `before`, only the messages since its last turn.
+            tools: the offered tools, the same in every turn of a conversation.
+            before: the conversation's turns so far; their exact tokens are continued.
+            sample: the number of the draw. Another number draws another turn; with a keyed engine, the same number draws the
+                same turn.
+            limits: `max_new_tokens`, `temperature` and other options, only for this turn.
 
         Raises:
             ConfigError: a limit is invalid, or the engine does not support it.
             ModelError: the template refuses the messages, or the model cannot sample.
-            AgentRLError: as the engine's `submit` says.
+            AgentRLError: see the engine's `submit`.
         """
         return self._ask(messages, tools, before, sample, limits).result()
 
@@ -122,7 +123,7 @@ class OpenPolicy:
         sample: int = 0,
         **limits: Any,
     ) -> Stream:
-        """As `generate`, while the turn is sampled: iterate over its pieces of text, then read its `result`."""
+        """Sample one turn as `generate` does, and stream it. Iterate over the pieces of text, then read `result`."""
         return self._ask(messages, tools, before, sample, limits)
 
     @torch.no_grad()
@@ -133,11 +134,11 @@ class OpenPolicy:
 
         Args:
             input_ids: (B, T), padded on either side.
-            attention_mask: (B, T), 1 where there is a token; None: 1 everywhere.
+            attention_mask: (B, T), 1 if there is a token; None: 1 everywhere.
 
         Raises:
-            ModelError: there is no token, an id is outside of the vocabulary, or a row exceeds the model's window.
-            CheckpointError: the weights, or the critic beside them, cannot be read.
+            ModelError: there are no tokens, an id is outside of the vocabulary, or a row exceeds the model's window.
+            CheckpointError: the weights or the critic cannot be read.
         """
         ids, mask = self._check_inputs(input_ids, attention_mask)
         self.policy.publish(self.ref)
@@ -217,11 +218,11 @@ def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int 
     """Load a model and start its sampler.
 
     Args:
-        model: `tiny`, a folder or a hub name; or a run's config, for a run's policy: `open_policy(*find_policy("RUN@best"))`
-            with `cli.targets.find_policy`.
+        model: `tiny`, a folder or a hub name; or, for a run's policy, the run's config: `open_policy(*find_policy("RUN@best"))`
+            with `cli.resolve_targets.find_policy`.
         ref: the weights to use; None: the untrained model.
-        seed: the seed that keys every draw.
-        limits: options of the config's section `rollout`: `max_new_tokens`, `temperature`, `top_p`, `engine` and the like.
+        seed: the seed of all draws.
+        limits: options of the config's section `rollout`, such as `max_new_tokens`, `temperature`, `top_p`, `engine`.
 
     Raises:
         ModelError: the model cannot be loaded.

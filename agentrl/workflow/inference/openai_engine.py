@@ -2,13 +2,13 @@
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank 8 --generation-config vllm
 
-Prompts go as token ids to `/v1/completions`. The base is requested by its own name, a trained adapter by its sha256, after
-`/v1/load_lora_adapter` was given its folder, which the server must see at the same path (`exported_adapters`). Every answer
-must name the requested model. Adapters that this process published and no longer needs are unloaded; one that the server lost
-is published again.
+Prompts are sent as token ids to `/v1/completions`. The base is requested by its own name, a trained adapter by its sha256.
+Before that, `/v1/load_lora_adapter` loads the adapter from its folder, which the server must see at the same path
+(`exported_adapters`). Every response must name the requested model. Adapters that this process published and no longer needs
+are unloaded. An adapter that the server lost is published again.
 
 Logprobs must be those at the sampling temperature over the whole vocabulary. At temperature 1 without top_k, top_p and min_p
-all servers agree on them. Otherwise they depend on vLLM's `--logprobs-mode`, which a test request reveals; options for which
+all servers agree on them. Otherwise they depend on vLLM's `--logprobs-mode`, which a test request detects. Options for which
 the server would return other logprobs are refused.
 """
 
@@ -34,28 +34,30 @@ from agentrl.workflow.trajectory import FinishReason, PolicyRef
 log = getLogger("agentrl.openai")
 
 KEEP = 10
-"""Adapters of this process that stay on the server though no turn needs them: those of nine overlapping iterations, and one for
-an evaluation."""
+"""The number of this process's adapters that stay on the server although no turn needs them.
+
+They suffice for nine overlapping iterations and one evaluation.
+"""
 
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 _TOKEN = re.compile(r"token_id:([0-9]{1,10})")
-"""How vLLM names a token under `return_tokens_as_token_ids`."""
+"""The pattern of vLLM's names of tokens under `return_tokens_as_token_ids`."""
 
 _HOT_TEMPERATURE = 8.0
-"""The temperature of the test request for the logprobs mode: at it, even the likeliest token is unlikely."""
+"""The temperature of the test request for the logprobs mode. At it, even the likeliest token is unlikely."""
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine over the server at the machine's `engine_url`; the server may start later.
+    """Return the engine over the server at the machine's `engine_url`. The server may start later.
 
     Raises:
-        ConfigError: there is no URL.
+        ConfigError: the URL is missing or invalid.
     """
     return ServedEngine(policy, OpenAIServer(policy, Connection(settings)), settings.slots)
 
 
 class OpenAIServer:
-    """The routes of vLLM that sample and publish."""
+    """The routes of a vLLM server that sample and that publish adapters."""
 
     def __init__(self, policy: Policy, connection: Connection) -> None:
         self._policy = policy
@@ -67,14 +69,14 @@ class OpenAIServer:
         self._published: set[str] = set()
 
     def close(self) -> None:
-        """Close the connections; adapters stay on the server, for another worker may sample from them."""
+        """Close the connections. Adapters stay on the server, because another worker may sample from them."""
         self._connection.close()
 
     def greet(self) -> int:
-        """Check which base the server serves.
+        """Check which base the server serves, and return its context window in tokens.
 
         Raises:
-            ModelError: the base's name is not the policy's; no more than the name can be checked from here.
+            ModelError: the base's name is not the policy's. Only the name can be checked.
         """
         cards = [card for card in self._cards() if not card.parent]
         ours = {Path(self._policy.config.path).name, self._policy.folder.name}
@@ -90,7 +92,7 @@ class OpenAIServer:
         return fitting[0].max_model_len or self._policy.max_context
 
     def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
-        """Sample one turn; publishes the adapter first if the server does not have it."""
+        """Sample one turn. If the server does not have the adapter, publish it first."""
         self._check_logprobs(request)
         body = self._body(request, limit)
         try:
@@ -129,7 +131,10 @@ class OpenAIServer:
         return self._connection.read(Cards, "/v1/models").data
 
     def _body(self, request: GenerateRequest, limit: int) -> dict[str, Any]:
-        """The request, with every sampling option set: vLLM takes others from the model's generation_config."""
+        """Return the body of the request.
+
+        Every sampling option is set, because vLLM takes others from the model's generation_config.
+        """
         return {
             "prompt": list(request.prompt_ids),
             "max_tokens": limit,
@@ -172,7 +177,7 @@ class OpenAIServer:
             )
 
     def _likeliest(self, temperature: float) -> float:
-        """The logprob of the base's likeliest token at that temperature, after a token that every prompt contains."""
+        """Return the logprob of the base's likeliest token at that temperature, after a token that every prompt contains."""
         prompt = tuple(sorted(self._policy.chat.end_ids))[:1]
         request = GenerateRequest(prompt, PolicyRef("", ""), 0, 0, 1, temperature)
         response = self._complete(self._base, self._body(request, 1)).logprobs
@@ -183,7 +188,7 @@ class OpenAIServer:
 
     @contextmanager
     def _model(self, ref: PolicyRef) -> Iterator[str]:
-        """Gives the name of the weights, which the server keeps while the context is open."""
+        """Yield the server's name of the weights. The server keeps them while the context is open."""
         if not ref.path:
             yield self._base
             return
@@ -229,7 +234,7 @@ class OpenAIServer:
 
 
 def _by_id(place: Mapping[str, float], url: str) -> dict[int, float]:
-    """The likeliest tokens at one place, by their ids: several may have the same text."""
+    """Return the logprobs of the likeliest tokens at one position, by id: several tokens may have the same text."""
     by_match = {_TOKEN.fullmatch(name): logprob for name, logprob in place.items()}
     if None in by_match:
         raise ModelError(
@@ -239,7 +244,7 @@ def _by_id(place: Mapping[str, float], url: str) -> dict[int, float]:
 
 
 def _names(card: Card) -> set[str]:
-    """The names of a model on the server."""
+    """Return the names of a model on the server."""
     return {Path(name).name for name in (card.id, card.root) if name}
 
 

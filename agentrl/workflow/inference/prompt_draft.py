@@ -56,7 +56,7 @@ class Draft:
         delivered: bool = True,
         draw: int | None = None,
     ) -> Step:
-        """Return the step of a completion; `message` is what its ids spell."""
+        """Return the step of a completion. `message` is the message that was parsed from its ids."""
         return Step(
             index=index,
             prompt=self.messages,
@@ -124,7 +124,7 @@ def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str
 
 
 def shared_messages(known: Sequence[Message], messages: Sequence[Message]) -> int:
-    """Return how many of the first messages are the same to the letter, in the order of their keys, too."""
+    """Return how many of the first messages are identical, including the order of the keys in arguments."""
     count = 0
     for one, other in zip(known, messages, strict=False):
         if not _same(one, other):
@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class Lines:
-    """The lines of an episode's steps, token for token."""
+    """The tokens of the lines of an episode's steps."""
 
     steps: list[Step] = field(default_factory=list)
     _ends: dict[int, NDArray[np.int32]] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Lines:
         self.steps.append(step)
 
     def replace(self, step: Step) -> None:
-        """Take another value of a step with the same tokens."""
+        """Replace a step by one with the same tokens."""
         self.steps[step.index] = step
 
     def tokens(self, index: int) -> Ids:
@@ -176,7 +176,10 @@ class Lines:
         return tuple(self._line(index).tolist())
 
     def longest_share(self, ids: Ids) -> tuple[int, int]:
-        """Return (step, n): the first step, and how many of its line's tokens, that share the most of the ids' beginning."""
+        """Return the first step whose line shares the most of the ids' beginning, and the number of shared tokens.
+
+        If no line shares any, the step is `ROOT`.
+        """
         wanted = np.asarray(ids, np.int32)
         best, shared = ROOT, 0
         for end, line in sorted(self._ends.items()):

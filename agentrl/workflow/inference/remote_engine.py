@@ -1,10 +1,11 @@
 """The common part of engines that sample with an HTTP server.
 
-Each turn is one request, for which a thread waits; the server batches them. It is greeted before the first turn, and again
-after it was away, since its window may have changed. A server that does not answer costs no attempt (ServiceError: the job is
-handed back and tried later); one that answers a different question ends the run.
+Each turn is one request, and one thread waits for its response; the server batches the requests. Before the first turn the
+engine checks the server and asks for its window (`greet`). It does so again after the server was unavailable, because the
+window may have changed. A server that does not respond costs no attempt: on ServiceError the job returns its claim and is tried
+later. A wrong response ends the run.
 
-Nothing here reads the base's weights.
+This module does not read the base's weights.
 """
 
 import threading
@@ -21,10 +22,10 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.trajectory import FinishReason
 
 ROUNDING = 1e-3
-"""A logprob may be this much above 0."""
+"""The largest logprob above 0 that counts as rounding."""
 
 LEAST = -3.4e38
-"""The least finite float32, rounded: logprobs are recorded as float32."""
+"""The least finite float32, rounded. Logprobs are recorded as float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class EngineServer(Protocol):
         """Check that the server serves this base.
 
         Returns:
-            The window: tokens of prompt and answer together.
+            The window: the most tokens of prompt and response together.
         """
 
     def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
@@ -58,9 +59,9 @@ class ServedEngine:
     """An engine that samples with a server.
 
     Args:
-        policy: names the base and the end of its turns; its weights are not read.
+        policy: the policy that names the base and the end tokens; its weights are not read.
         server: the server's routes.
-        slots: the most requests open at once; the others wait in order.
+        slots: the most open requests; the others wait in order.
     """
 
     def __init__(self, policy: Policy, server: EngineServer, slots: int) -> None:
@@ -75,11 +76,11 @@ class ServedEngine:
         self._closed = False
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Submit a request. A prompt that fills the window ends at once as `length`, with nothing sampled.
+        """Submit a request. A prompt that fills the window ends at once as `length`, without sampled tokens.
 
-        The future raises ServiceError (the server is away), ConfigError (the server was started without a needed option),
-        ModelError (another base or vocabulary, an answer without ids or with NaN), CheckpointError or InfraError (the server
-        failed, or its answer cannot be read or trusted).
+        The future raises ServiceError (the server is unavailable), ConfigError (the server was started without a needed
+        option), ModelError (another base or vocabulary, a response without ids or with NaN), CheckpointError or InfraError (the
+        server failed, or its response is invalid).
         """
         future: Future[Completion] = Future()
         with self._submitting:
@@ -95,19 +96,20 @@ class ServedEngine:
         return future
 
     def window(self) -> int:
-        """Return the tokens of prompt and answer together, as the server said when it was greeted last; it is greeted if it was
-        not.
+        """Return the most tokens of prompt and response together, as the server said at the last `greet`.
+
+        If it was not greeted, it is greeted now.
 
         Raises:
-            ServiceError, ModelError, InfraError: as a turn does, see `submit`.
+            ServiceError, ModelError, InfraError: see `submit`.
         """
         return self._ensure_greeted()
 
     def release(self, session: int | None = None) -> None:
-        """Do nothing: nothing is kept here, and the server manages its own cache."""
+        """Do nothing: this engine keeps no cached values, and the server manages its own cache."""
 
     def close(self) -> None:
-        """End the threads; unfinished requests fail."""
+        """Stop the threads. Unfinished requests fail."""
         with self._submitting:
             self._closed = True
         self._server.close()
@@ -160,10 +162,10 @@ def _completion(turn: ServerTurn, request: GenerateRequest, limit: int, seconds:
 
 
 def token_ids(ids: list[int] | None, vocabulary: int, url: str) -> list[int]:
-    """Check that an answer has ids, each below `vocabulary`, and return them.
+    """Return the ids of a response, after a check that it has ids and that each is below `vocabulary`.
 
     Raises:
-        ModelError: the answer has no ids, or some outside of the vocabulary.
+        ModelError: the response has no ids, or one is outside of the vocabulary.
     """
     if ids is None:
         raise ModelError(
@@ -177,10 +179,10 @@ def token_ids(ids: list[int] | None, vocabulary: int, url: str) -> list[int]:
 
 
 def logprobs(values: Sequence[float | None] | None, url: str) -> list[float]:
-    """Check an answer's logprobs and return them.
+    """Return the logprobs of a response after a check.
 
     Raises:
-        ModelError: there are none, or one is NaN or no finite float32.
+        ModelError: there are none, or one is NaN or not a finite float32.
         InfraError: one is above 0 by more than rounding.
     """
     if values is None:
@@ -196,10 +198,10 @@ def logprobs(values: Sequence[float | None] | None, url: str) -> list[float]:
 
 
 def likeliest(candidates: Mapping[int, float | None], count: int, vocabulary: int, url: str) -> Likeliest:
-    """Check the tokens that a response lists for one position, id -> logprob, and return the likeliest.
+    """Return the likeliest tokens at one position, after a check of the logprobs that a response lists for it by id.
 
     Raises:
-        ModelError: an id is outside of the vocabulary, or a logprob no number.
+        ModelError: an id is outside of the vocabulary, or a logprob is not a number.
         InfraError: a logprob is above 0 by more than rounding.
     """
     pairs = zip(token_ids(list(candidates), vocabulary, url), logprobs(list(candidates.values()), url), strict=True)
@@ -207,5 +209,5 @@ def likeliest(candidates: Mapping[int, float | None], count: int, vocabulary: in
 
 
 def seed(request: GenerateRequest) -> int:
-    """Return a 63-bit seed from key and position, for a server that draws by itself."""
+    """Return a 63-bit seed from the request's key and position, for a server that draws by itself."""
     return (request.key + request.position * 0x9E3779B97F4A7C15) % 2**63

@@ -1,7 +1,7 @@
-"""Our own engine: the model of a `Policy`, run in one thread over a rolling batch (`inference.decoding_batch`).
+"""agentrl's own engine: the model of a `Policy`, run in one thread over a rolling batch (`inference.decoding_batch`).
 
-Waiting requests join between two tokens, ended ones leave at once. Rows of different weights never share a batch: when the
-request at the head of the queue wants other weights, the batch drains first, and then all requests for those weights join.
+Waiting requests join between two tokens, and ended ones leave at once. Rows of different weights never share a batch. If the
+first request in the queue needs other weights, the batch drains first, and then all requests for those weights join.
 """
 
 import threading
@@ -23,14 +23,16 @@ from agentrl.workflow.settings import Settings
 log = getLogger("agentrl.engine")
 
 IDLE_SECONDS = 2.0
-"""After this long without work, the KV cache is freed."""
+"""The time without work after which the KV cache is freed, in seconds."""
 
 CALM_STEPS = 2000
-"""After this many tokens during which turns waited for a slot, and memory sufficed, twice as many slots are tried."""
+"""The number of steps with enough memory, while turns wait for a slot, after which the number of slots is doubled."""
 
 SHARE = 8
-"""While more turns wait than fit, they join once n / SHARE of the n slots are free: reading a prompt costs each of the others
-about a token's time, an empty slot costs only its own."""
+"""The divisor of the slots that gives how many must be free before turns join, if more turns wait than fit.
+
+To read a prompt costs each of the other turns about the time of a token. An empty slot costs only its own time.
+"""
 
 
 def start(policy: Policy, settings: Settings) -> "RollingEngine":
@@ -42,7 +44,7 @@ class RollingEngine:
     """An engine that samples from a `Policy`'s published weights.
 
     Args:
-        policy: its lock is held during each call of the model, and only then, so that a trainer can take turns.
+        policy: the policy. Its lock is held only during each call of the model, so a trainer can run between two calls.
         slots: the most turns that are live at once; the others wait in order.
 
     Raises:
@@ -66,11 +68,11 @@ class RollingEngine:
         self._thread.start()
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Submit a request. A prompt that fills the context ends at once as `length`, with nothing sampled.
+        """Submit a request. A prompt that fills the context ends at once as `length`, without sampled tokens.
 
-        The future raises ModelError (ids outside the vocabulary, NaN from the model, stop strings with a tokenizer that does
+        The future raises ModelError (ids outside of the vocabulary, NaN from the model, stop strings with a tokenizer that does
         not give the bytes of its tokens), CheckpointError (weights that cannot be published), InfraError (the model call
-        failed, the sampler was closed) or DeviceLost (no later call on this device can succeed).
+        failed, or the sampler was closed) or DeviceLost (every later call on this device fails).
         """
         room = self._policy.max_context - len(request.prompt_ids)
         turn = ActiveTurn(request, Future(), limit=min(request.max_new_tokens, room))
@@ -89,13 +91,13 @@ class RollingEngine:
         return turn.future
 
     def counts(self) -> dict[str, int]:
-        """Return the turns that are `live` and `waiting`, and the `limit` of live ones."""
+        """Return the number of turns that are `live` and `waiting`, and the `limit` of live ones."""
         return {"live": len(self._batch.turns), "waiting": len(self._waiting), "limit": self._slots.limit}
 
     def release(self, session: int | None = None) -> None:
-        """Free the memory kept for a session's next turn; without one, for all sessions, and before it returns.
+        """Free the memory that is kept for a session's next turn; None: for all sessions, and before this method returns.
 
-        Do not call it while holding the policy's lock.
+        Do not call it while you hold the policy's lock.
         """
         with self._changed:
             self._released.append(session)
@@ -104,7 +106,7 @@ class RollingEngine:
                 self._changed.wait_for(lambda: None not in self._released or self._closed)
 
     def close(self) -> None:
-        """End the thread; waiting and live turns fail with InfraError."""
+        """Stop the thread. Waiting and live turns fail with InfraError."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -139,7 +141,7 @@ class RollingEngine:
                 _fail([*self._batch.turns, *self._joining, *self._waiting], self._end)
 
     def _wait(self) -> bool:
-        """Waits until there is work (True) or the engine is closed (False)."""
+        """Wait until there is work (return True) or the engine is closed (return False)."""
 
         def ready() -> bool:
             return self._closed or None in self._released or bool(self._waiting or self._batch.turns)
@@ -162,9 +164,9 @@ class RollingEngine:
             self._changed.notify_all()
 
     def _take(self) -> list[ActiveTurn]:
-        """The waiting turns that join now: from the head of the queue, as long as they want the current weights.
+        """Remove the turns that join now from the queue and return them. They are its first ones that need the current weights.
 
-        A new batch takes every turn that wants the head's weights: so two runs alternate by batches, not by turns.
+        A new batch takes every turn that needs the weights of the first one. So two runs alternate by batches, not by turns.
         """
         taken: list[ActiveTurn] = []
         with self._changed:
@@ -195,7 +197,7 @@ class RollingEngine:
             self._join(taken)
 
     def _join(self, turns: Sequence[ActiveTurn]) -> None:
-        """Lets turns join; if all at once fail, in halves, so that a turn at fault fails alone."""
+        """Let turns join. If that fails, try both halves separately, so that a faulty turn fails alone."""
         try:
             self._batch.join(turns)
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the others go on
@@ -207,7 +209,7 @@ class RollingEngine:
                 self._handle(error, turns)
 
     def _advance(self) -> None:
-        """Samples one token for every live turn."""
+        """Sample one token for every live turn."""
         try:
             self._batch.step()
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the thread lives on
@@ -217,10 +219,10 @@ class RollingEngine:
                 log.info("memory has been sufficient for a while: sampling %d turns at once", self._slots.limit)
 
     def _handle(self, error: Exception, joining: Sequence[ActiveTurn]) -> None:
-        """Answer an error of the turns that were about to join, or without any, of the live ones; the thread lives on.
+        """Handle an error of the turns that were about to join; without any, of the live turns. The thread continues.
 
         Raises:
-            Exception: the error, where the device is lost: it ends the thread.
+            Exception: the error itself, if the device is lost; it ends the thread.
         """
         match classify(error):
             case "out_of_memory":
@@ -231,9 +233,10 @@ class RollingEngine:
                 _fail(joining or self._batch.evict(), error)
 
     def _retreat(self, joining: Sequence[ActiveTurn], error: Exception) -> None:
-        """Backs off after memory ran out: keeps less for later turns, or else samples half as many turns at once for a while.
+        """Reduce the memory use after memory ran out.
 
-        Evicted turns go back to the head of the queue and continue from there.
+        If values are kept for later turns, keep fewer of them. Otherwise sample half as many turns at once for a while. Evicted
+        turns return to the head of the queue and continue from their tokens.
         """
         turns = list(joining)
         if self._batch.has_kept:
@@ -250,10 +253,11 @@ class RollingEngine:
 
 
 class _SlotLimit:
-    """How many turns are sampled at once: halved where memory runs out, doubled after a calm time, up to `slots`.
+    """The number of turns that are sampled at once.
 
-    Another process's peak passes, while a size that is too large stays so: if it fails soon after it was tried again, the next
-    try waits twice as long.
+    It is halved if memory runs out, and doubled after a calm time, up to `slots`. Memory may be short only for a moment because
+    of another process; but a limit that is too large always fails. So if the limit fails soon after it was raised, the next
+    rise waits twice as long.
     """
 
     def __init__(self, slots: int) -> None:
@@ -264,14 +268,14 @@ class _SlotLimit:
         self._has_grown = False
 
     def halve(self, turns: int) -> None:
-        """Allow half as many as the `turns` for which memory did not suffice."""
+        """Lower the limit to half of the `turns` for which memory did not suffice."""
         failed_again = self._has_grown and self._calm_steps < self._patience
         self._patience = 2 * self._patience if failed_again else CALM_STEPS
         self.limit = max(1, turns // 2)
         self._calm_steps, self._has_grown = 0, False
 
     def note_calm_step(self) -> bool:
-        """Count a token that was sampled while turns waited for a slot; return whether the limit was raised."""
+        """Count a token that was sampled while turns waited for a slot. Return True if the limit was raised."""
         self._calm_steps += 1
         if self.limit == self._slots or self._calm_steps < self._patience:
             return False

@@ -1,6 +1,7 @@
-"""Keyed sampling: one uniform number per (key, position), turned into a token by the inverse CDF. Pure functions.
+"""Keyed sampling: one uniform number per (key, position), converted to a token by the inverse CDF. Pure functions.
 
-Nothing else decides a draw, so that an episode sampled again, on another machine or in another batch, has the same tokens.
+A draw depends on nothing else. So an episode that is sampled again, on another machine or in another batch, has the same
+tokens.
 """
 
 import numpy as np
@@ -9,13 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 128
-"""Tokens per block: probabilities are summed by blocks first, and then inside the block that is drawn."""
+"""The tokens per block. Probabilities are summed by blocks first, and then inside the block that contains the draw."""
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1) for (key, position), both (N,): a counter hash, the same on every machine.
+    """Return uniform numbers in [0, 1) for (key, position), both (N,): a counter hash, the same on every machine.
 
-    Source: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014), once over the position and once over key + that.
+    Source: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014), applied to the position and then to key + that result.
     """
     return (_mix(keys + _mix(positions)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -23,18 +24,18 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
 def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverse CDF over float32 probabilities, in vocabulary order.
 
-    Sums are taken over blocks of the vocabulary first, and then inside the block that is drawn, so that only one pass writes a
-    tensor as large as the logits, and none does in float64.
+    Probabilities are first summed by blocks of the vocabulary, and then inside the block that contains the draw. So only one
+    pass writes a tensor as large as the logits, and none of them in float64.
 
     Args:
         logits: (N, V); float64 is kept, other types are computed in float32.
         uniforms: (N,) float64 in [0, 1).
         temperature: a number, or (N,).
-        floor: (N,) the least logit, divided by the temperature, that may be drawn (see `lowest_logit`).
+        floor: (N,), the least logit, divided by the temperature, that may be drawn (see `lowest_logit`).
 
     Returns:
-        ids (N,) int64, never one of probability 0, and their logprobs (N,) float32 in the whole vocabulary. A row with a NaN
-        gives the logprob NaN.
+        ids (N,) int64, never one of probability 0, and their logprobs (N,) float32 over the whole vocabulary. A row with a NaN
+            has the logprob NaN.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     vocabulary = logits.shape[-1]
@@ -56,12 +57,12 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
 
 
 def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ids and the logprobs (N, K) of the K likeliest tokens, in the whole vocabulary, likeliest first.
+    """Return the ids and the logprobs (N, K) of the K likeliest tokens, over the whole vocabulary, likeliest first.
 
     Args:
         logits: (N, V).
         temperature: (N,).
-        count: K, unless the vocabulary has fewer.
+        count: K; the size of the vocabulary if that is smaller.
     """
     scaled = scale_logits(logits, temperature)
     best = scaled.topk(min(count, scaled.shape[-1]), dim=-1)
@@ -69,7 +70,10 @@ def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, 
 
 
 def _choose_ids(blocks: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
-    """The ids (N, 1) that the uniforms (N,) choose among weights (N, B, BLOCK), whose blocks add up to `sums` (N, B) so far."""
+    """Return the ids (N, 1) that the uniforms (N,) select among weights (N, B, BLOCK).
+
+    `sums` (N, B) are the cumulative sums of the blocks.
+    """
     total = sums[:, -1:].contiguous()
     target = uniforms.double()[:, None] * total
     block = _first_place(sums, target, total)
@@ -81,7 +85,10 @@ def _choose_ids(blocks: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _first_place(sums: Tensor, target: Tensor, total: Tensor) -> Tensor:
-    """The first place (N, 1) where the sums (N, B) exceed the target; the last one if rounding puts it behind all weights."""
+    """Return the first index (N, 1) at which the sums (N, B) exceed the target.
+
+    If rounding puts it after all weights, return the last one.
+    """
     return torch.minimum(torch.searchsorted(sums, target, right=True), torch.searchsorted(sums, total)).clamp(
         max=sums.shape[1] - 1
     )
@@ -105,7 +112,7 @@ def cumulative_probabilities(logprobs: Tensor) -> Tensor:
 
 
 WIDTHS = (256, 8192)
-"""Numbers of likeliest tokens to try before all: sorting a whole vocabulary costs as much as a small model."""
+"""The numbers of likeliest tokens that are tried before all: to sort a whole vocabulary costs as much as a small model."""
 
 
 def mask_below(logits: Tensor, floor: Tensor) -> Tensor:
@@ -114,19 +121,19 @@ def mask_below(logits: Tensor, floor: Tensor) -> Tensor:
 
 
 def lowest_logit(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return the logit (N,) from which on tokens may be drawn: `top_k`, then `top_p` of what is left, then `min_p`.
+    """Return the least logit (N,) that may be drawn: `top_k` applies first, then `top_p` to the rest, then `min_p`.
 
-    The order is that of transformers' `generate`, after the temperature (vLLM takes `min_p` first). A limit is a value, not a
+    The order is that of transformers' `generate`, after the temperature (vLLM applies `min_p` first). A limit is a value, not a
     rank, so tokens as likely as the last allowed one are allowed too. The likeliest token is always allowed.
 
     Args:
-        logits: (N, V) divided by the temperature, up to a constant per row: logprobs will do.
+        logits: (N, V) divided by the temperature, up to a constant per row; logprobs are allowed.
         top_k: (N,) int64, the number of likeliest tokens; 0: all (Fan et al., arXiv 1805.04833).
-        top_p: (N,) float, the probability they must reach together; 1: all (Holtzman et al., arXiv 1904.09751).
+        top_p: (N,) float, the probability that they must reach together; 1: all (Holtzman et al., arXiv 1904.09751).
         min_p: (N,) float, the least share of the likeliest one's probability; 0: all (Nguyen et al., arXiv 2407.01082).
 
     Returns:
-        (N,) of the logits' type; -inf where all tokens are allowed, NaN in a row with a NaN.
+        (N,) in the logits' dtype; -inf if all tokens are allowed, NaN in a row with a NaN.
     """
     vocabulary = logits.shape[-1]
     for width in (*(width for width in WIDTHS if width < vocabulary), vocabulary):
@@ -146,7 +153,10 @@ def _kth(best: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _nucleus(best: Tensor, mass: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The last of the best logits (N, W) with less than top_p of the mass (N,) before it, and whether they reach top_p."""
+    """Return the last of the best logits (N, W) that has less than top_p of the mass (N,) before it.
+
+    Also return whether these logits reach top_p together.
+    """
     sums = (best - mass[:, None]).double().exp().cumsum(-1)
     before = (sums[:, :-1] < top_p[:, None]).sum(-1)
     last = best.gather(-1, before[:, None])[:, 0]
@@ -154,7 +164,7 @@ def _nucleus(best: Tensor, mass: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]
 
 
 def draw_distance(cumulative: Tensor, uniforms: Tensor, ids: Tensor) -> Tensor:
-    """Return the distance (N,) of each uniform from its id's interval in [0, 1); 0 inside."""
+    """Return the distance (N,) of each uniform from its id's interval in [0, 1); 0 inside of it."""
     total = cumulative[:, -1]
     draws = uniforms.double() * total
     above = cumulative.gather(-1, ids[:, None])[:, 0]

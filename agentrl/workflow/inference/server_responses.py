@@ -1,7 +1,7 @@
-"""Shapes of the answers of servers that sample, one per route: `read` refuses an answer of another shape.
+"""The shapes of responses of servers that sample, one per route. `read` refuses a response of another shape.
 
-A shape has the fields that an engine reads; servers may send more. In a list, only the first wrong item is reported. Whether
-the numbers are plausible is checked in `inference.remote_engine`.
+A shape has the fields that an engine reads; servers may send more. In a list, only the first wrong item is reported.
+`inference.remote_engine` checks whether the numbers are plausible.
 """
 
 from reprlib import Repr
@@ -32,7 +32,7 @@ Likeliest = Annotated[dict[str, float], BeforeValidator(_few)]
 
 
 class Card(ServerResponse):
-    """A model that vLLM serves; `parent` is the base of an adapter, `max_model_len` its window in tokens."""
+    """A model that vLLM serves. `parent` is the base of an adapter, `max_model_len` the window in tokens."""
 
     id: str
     root: str | None = None
@@ -41,38 +41,38 @@ class Card(ServerResponse):
 
 
 class Cards(ServerResponse):
-    """`/v1/models`."""
+    """The response of `/v1/models`."""
 
     data: list[Card] = Field(fail_fast=True)
 
 
 class ChatMessage(ServerResponse):
-    """A message of a chat."""
+    """The message of a chat response."""
 
     content: str | None = None
 
 
 class ChatChoice(ServerResponse):
-    """An answer of a chat."""
+    """A choice of a chat response."""
 
     message: ChatMessage
 
 
 class ChatReply(ServerResponse):
-    """`/v1/chat/completions`."""
+    """The response of `/v1/chat/completions`."""
 
     choices: list[ChatChoice] = Field(fail_fast=True)
 
 
 class Logprobs(ServerResponse):
-    """The logprob of each sampled token, and text -> logprob of the likeliest ones."""
+    """The logprob of each sampled token, and the logprobs of the likeliest tokens at its position, by their text."""
 
     token_logprobs: list[float | None] | None = Field(None, fail_fast=True)
     top_logprobs: list[Likeliest | None] | None = Field(None, fail_fast=True)
 
 
 class Choice(ServerResponse):
-    """A turn that vLLM sampled; a server that is new enough returns the prompt's ids, too."""
+    """A turn that vLLM sampled. Only newer servers return the prompt's ids."""
 
     token_ids: list[int] | None = Field(None, fail_fast=True)
     prompt_token_ids: list[int] | None = Field(None, fail_fast=True)
@@ -81,39 +81,39 @@ class Choice(ServerResponse):
 
 
 class Completions(ServerResponse):
-    """`/v1/completions`, with one choice."""
+    """The response of `/v1/completions`, with one choice."""
 
     model: str | None = None
     choices: list[Choice] = Field(min_length=1, fail_fast=True)
 
 
 class SlotWindow(ServerResponse):
-    """The window of a slot of llama.cpp, in tokens."""
+    """The window of a llama.cpp slot, in tokens."""
 
     n_ctx: int | None = Field(None, gt=0)
 
 
 class Props(ServerResponse):
-    """`/props` of llama.cpp."""
+    """The response of llama.cpp's `/props`."""
 
     default_generation_settings: SlotWindow = SlotWindow()
 
 
 class TokenizeAnswer(ServerResponse):
-    """`/tokenize` of llama.cpp."""
+    """The response of llama.cpp's `/tokenize`."""
 
     tokens: list[int] = Field(fail_fast=True)
 
 
 class Likely(ServerResponse):
-    """A token that llama.cpp might have sampled, and its logprob."""
+    """A token that llama.cpp could have sampled, and its logprob."""
 
     id: int
     logprob: float | None = None
 
 
 class Probability(ServerResponse):
-    """The logprob of one token that llama.cpp sampled, and the likeliest ones at its place."""
+    """The logprob of one token that llama.cpp sampled, and the likeliest tokens at its position."""
 
     id: int | None = None
     logprob: float | None = None
@@ -121,7 +121,7 @@ class Probability(ServerResponse):
 
 
 class LlamaTurn(ServerResponse):
-    """`/completion` of llama.cpp."""
+    """The response of llama.cpp's `/completion`."""
 
     tokens: list[int] | None = Field(None, fail_fast=True)
     completion_probabilities: list[Probability] | None = Field(None, fail_fast=True)
@@ -133,10 +133,10 @@ _short.maxstring = _short.maxother = 80
 
 
 def read(shape: type[Shape], answer: Any, url: str, path: str) -> Shape:
-    """Validate the answer of the server at `url` to `path`.
+    """Validate the response of the server at `url` to `path`.
 
     Raises:
-        InfraError: the answer has another shape; the message names the first difference.
+        InfraError: the response has another shape; the message names the first difference.
     """
     try:
         return shape.model_validate(answer)

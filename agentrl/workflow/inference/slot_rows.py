@@ -1,4 +1,4 @@
-"""The live rows in slots (`kv_cache`): rows of different lengths read their next token in one call of the model."""
+"""The live rows in slots (`kv_cache`). Rows of different lengths read their next token in one call of the model."""
 
 from collections.abc import Sequence
 
@@ -11,17 +11,18 @@ from agentrl.workflow.models.cache_layout import CacheLayout
 from agentrl.workflow.models.policy import Policy
 
 PREFILL_TOKENS = 8192
-"""The most padded prompt tokens in one call of the model, so that activations stay small beside the weights."""
+"""The most padded prompt tokens in one call of the model. Its activations stay small compared with the weights."""
 
 Tokens = tuple[int, ...]
 
 
 class SlotRows:
-    """The rows in slots 0..n-1; see `model_rows.ModelRows` for what its methods promise.
+    """The rows in slots 0..n-1; for the methods see `model_rows.ModelRows`.
 
     Args:
         policy: the policy whose published weights sample.
-        config: of its model; `layout`: of the slots for it.
+        config: the config of its model.
+        layout: the layout of the slots for that model.
     """
 
     def __init__(self, policy: Policy, config: PreTrainedConfig, layout: CacheLayout) -> None:
@@ -55,7 +56,7 @@ class SlotRows:
                     self._slots.wipe(slot)
 
     def resume(self, first: int, rows: Sequence[tuple[SlotStates, Tokens]]) -> None:
-        """Put back what was taken of rows and read the tokens since, fewest first."""
+        """Put the kept rows back and read the tokens since, fewest first."""
         for slot, (states, _) in enumerate(rows, start=first):
             self._slots.put(states, slot)
         for start, count in _chunks([len(tokens) for _, tokens in rows], padded=self.rewinds):
@@ -69,7 +70,7 @@ class SlotRows:
                 self._extend(first + start, _pad([tokens for _, tokens in part]), positions, int(positions.max()) + 1)
 
     def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
-        """Read one token of each row."""
+        """See `ModelRows.next_logits`."""
         longest = int(read.max())
         return self._extend(0, newest[:, None], read[:, None], longest + 1, even=longest == int(read.min()))
 
@@ -81,23 +82,24 @@ class SlotRows:
             self._slots.wipe(target)
 
     def drop(self, row: int, last: int, length: int, broken: bool) -> None:
-        """Forget a row; the last one, which has read `length` tokens, takes its slot."""
+        """Drop a row. The last row, which has read `length` tokens, moves to its slot."""
         if broken:
             self._slots.wipe(row)
         if row < last:
             self._slots.copy(last, row, length)
 
     def take(self, row: int, length: int) -> SlotStates:
-        """Return a copy of a row."""
+        """Return a copy of a row's content."""
         return self._slots.take(row, length)
 
     def clear(self) -> None:
-        """Free the memory."""
         self._slots.clear()
 
     def _extend(self, first: int, ids: Tensor, positions: Tensor, length: int, even: bool = False) -> Tensor:
-        """Logits (B, V) after the last of (B, T) ids that continue the slots from `first` on; `even`: T is 1, and all rows have
-        one length.
+        """Return logits (B, V) after the last of (B, T) ids that continue the slots from `first` on.
+
+        Args:
+            even: whether T is 1 and all rows have the same length.
         """
         positions = positions.to(self._policy.device)
         if self._direct and even:
@@ -109,13 +111,13 @@ class SlotRows:
         return self._call(ids, positions, mask)
 
     def _call(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits (B, V) after the last of (B, T) ids; mask (B, T, length) of all earlier tokens."""
+        """Return logits (B, V) after the last of (B, T) ids. The mask (B, T, length) covers all earlier tokens."""
         device = self._policy.device
         with self._policy.decoding() as forward:
             return forward(ids.to(device), positions.to(device), self._mask(mask, positions.to(device)), self._slots)
 
     def _mask(self, mask: Tensor | None, positions: Tensor) -> Tensor | dict[str, Tensor | None] | None:
-        """The mask as the model takes it: (B, 1, T, length), one for each kind of layer if they differ, or (B, length)."""
+        """Return the mask in the model's form: (B, 1, T, length), one for each kind of layer if they differ, or (B, length)."""
         if mask is None or not self._direct:
             return mask if mask is None else mask[:, 0]
         if self._layout.window is None:
@@ -129,7 +131,7 @@ class SlotRows:
 
 
 def _chunks(lengths: Sequence[int], padded: bool) -> list[tuple[int, int]]:
-    """(start, count) of chunks of at most PREFILL_TOKENS padded tokens; `lengths` are ascending.
+    """Return (start, count) of chunks of at most `PREFILL_TOKENS` padded tokens; `lengths` are ascending.
 
     Args:
         padded: whether rows of unequal lengths may share a chunk; padding would change a row's states.
@@ -145,5 +147,5 @@ def _chunks(lengths: Sequence[int], padded: bool) -> list[tuple[int, int]]:
 
 
 def _pad(rows: Sequence[Tokens]) -> Tensor:
-    """Ids (B, T), padded on the right to the length of the last row, the longest."""
+    """Return ids (B, T), padded on the right to the length of the last row, which is the longest."""
     return torch.tensor([[*row, *(0,) * (len(rows[-1]) - len(row))] for row in rows])

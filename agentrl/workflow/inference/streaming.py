@@ -1,4 +1,4 @@
-"""A turn while it is sampled: its text in pieces of complete characters, and then its step."""
+"""The stream of a turn while it is sampled: its text in pieces of complete characters, and then its step."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -13,15 +13,15 @@ from agentrl.workflow.trajectory import Step
 
 
 class Stream:
-    """An iterator over a turn's text as it is sampled; leaving the loop early stops the turn.
+    """An iterator over a turn's text while it is sampled. A loop that is left early stops the turn.
 
-    A remote engine gives the whole turn as one piece.
+    A remote engine returns the complete turn as one piece.
 
     Args:
         engine: the engine that samples.
-        request: the turn to sample.
+        request: the request for the turn.
         chat: the policy's chat.
-        step: makes the step of a completion.
+        step: a function that makes the step from a completion.
 
     Attributes:
         context: all ids before the turn.
@@ -50,15 +50,15 @@ class Stream:
             self.stop()
 
     def stop(self) -> None:
-        """End the turn with the token now being sampled; do nothing to a turn that is over."""
+        """End the turn with the token that is being sampled. If the turn has ended, do nothing."""
         self._stopped.set()
         self._future.cancel()
 
     def result(self) -> Step:
-        """Return the turn, once it is over; one that was stopped ends as `length`.
+        """Wait for the end of the turn and return its step. A turn that was stopped ends as `length`.
 
         Raises:
-            AgentRLError: as the engine's `submit` says.
+            AgentRLError: see the engine's `submit`.
             CancelledError: the turn was stopped before it began.
         """
         return self._step(self._future.result())

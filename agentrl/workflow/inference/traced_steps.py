@@ -1,7 +1,8 @@
-"""Turns that were sampled elsewhere, as the steps of an episode: what continues an earlier one token for token is its chain.
+"""The conversion of turns that another system sampled to an episode's steps.
 
-Tokens are the span's own where it has them, with their logprobs. Elsewhere the messages are rendered by the model's template,
-as for demonstrations: such steps can be imitated and scored, and say nothing of what their sampler thought.
+A turn that continues an earlier one token for token joins its chain. If a span has token ids and logprobs, these are used.
+Otherwise the messages are rendered by the model's template, as for demonstrations. Such steps can be imitated and scored, but
+their sampler's logprobs are unknown.
 """
 
 import math
@@ -14,9 +15,9 @@ from agentrl.workflow.inference.prompt_draft import Draft, Lines, continuing, op
 from agentrl.workflow.trajectory import CallRecord, Message, StepRecord, StepRequest, messages_of
 
 OTHER = "its request does not continue an earlier turn's tokens"
-"""Why a turn opens another chain."""
+"""The reason why a turn opens another chain."""
 UNKNOWN = math.nan
-"""The logprob of a token whose own is not known."""
+"""The logprob of a token whose logprob is unknown."""
 
 
 def traced_steps(
@@ -64,7 +65,7 @@ def _place(lines: Lines, messages: tuple[Message, ...], prompt_ids: tuple[int, .
 
 
 def _shown(records: Sequence[StepRecord], draft: Draft, answers: Sequence[int]) -> dict[tuple[int, int], str]:
-    """What came of the calls of the step that the draft goes on from: the tools' messages; `answers` as in `Turn`."""
+    """Return the results of the parent step's calls, from the tools' messages in the draft; for `answers` see `Turn`."""
     if not records or draft.parent < 0:
         return {}
     results = [message.content for message in draft.messages if message.role == "tool"]

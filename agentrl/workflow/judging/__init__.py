@@ -1,1 +1,1 @@
-"""Judging of code: tests read from their source, and checks of the values that model-written code returned."""
+"""Judging of code: tests parsed from their source, and checks of values that model-written code returned."""

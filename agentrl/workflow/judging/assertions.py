@@ -1,8 +1,8 @@
-"""Reads the asserts of a test's source, without running it.
+"""Parsing of the asserts in a test's source, without running it.
 
-An assert over one call with constant arguments (`assert f(1, 2) == 3 * 19`, `assert not f("x")`,
-`assert abs(f(2) - 1.41) < 1e-2`) is a `Case`: data alone. A source with more than that (a loop, a helper, the value of another
-call) is a program, and is run as one (`sandbox.checks`); here only its names are checked.
+An assert over one call with constant arguments (`assert f(1, 2) == 3 * 19`, `assert not f("x")`, `assert abs(f(2) - 1.41) <
+1e-2`) is a `Case`, which is only data. A source with anything else (a loop, a helper, the value of another call) is a program,
+and is run as one (`sandbox.program_tests`); here only its names are checked.
 """
 
 import ast
@@ -20,7 +20,7 @@ def parse_source(source: str) -> ast.Module:
     """Parse a source.
 
     Raises:
-        ValueError: it is no Python.
+        ValueError: it is not Python.
     """
     try:
         return ast.parse(source)
@@ -32,10 +32,11 @@ def read_asserts(source: str, names: Sequence[str], constants: Constants | None 
     """Return (the cases of these functions, the number of asserts in another form).
 
     Args:
-        constants: the evaluator that this source shares with others, and with it their common size limit.
+        names: the names of the functions.
+        constants: an evaluator that several sources share; its size limit counts for all of them together.
 
     Raises:
-        ValueError: it is no Python.
+        ValueError: the source is not Python.
     """
     asserts = [node for node in ast.walk(parse_source(source)) if isinstance(node, ast.Assert)]
     constants = constants or Constants()
@@ -44,12 +45,13 @@ def read_asserts(source: str, names: Sequence[str], constants: Constants | None 
 
 
 def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
-    """Return the cases of a source, if each of its asserts stands alone and is a case; None if the source must be run.
+    """Return the cases of a source if each of its asserts is a case that depends on nothing else; None if the source must be
+    run.
 
     `assert True` tests nothing, and does not count.
 
     Raises:
-        ValueError: it is no Python.
+        ValueError: the source is not Python.
     """
     tree, constants = parse_source(source), Constants()
     if not all(_is_alone(statement, constants, top=True) for statement in tree.body):
@@ -60,10 +62,10 @@ def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
 
 
 def check_names(source: str, program: str) -> None:
-    """Check that all names that a source uses are defined when it runs after `program`.
+    """Check that all names in a source are defined when it runs after `program`.
 
     Raises:
-        ValueError: a name is undefined, the source holds no assert, or it is not Python.
+        ValueError: a name is undefined, the source has no assert, or it is not Python.
     """
     tree, before = parse_source(source), parse_source(program)
     if not any(isinstance(node, ast.Assert) and not _says_nothing(node) for node in ast.walk(tree)):
@@ -75,7 +77,7 @@ def check_names(source: str, program: str) -> None:
 
 
 def _is_alone(statement: ast.stmt, constants: Constants, top: bool) -> bool:
-    """Whether the asserts in it depend on nothing around them: no loop, no variable, no helper."""
+    """Return whether the asserts in the statement depend on nothing around them: no loop, no variable, no helper."""
     match statement:
         case ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant() | ast.Name()):
             return True
@@ -91,7 +93,7 @@ def _says_nothing(node: ast.Assert) -> bool:
 
 
 def _case(test: ast.expr, names: Sequence[str], constants: Constants) -> Case | None:
-    """The case of an assert's test; None if it has another form."""
+    """Return the case of an assert's test; None if it has another form."""
     try:
         return _read_case(test, names, constants)
     except (ValueError, TypeError, RecursionError):  # an argument that is not constant
@@ -135,6 +137,6 @@ def _number(node: ast.expr, constants: Constants) -> float:
 
 
 def _check_storable(case: Case) -> Case:
-    """Returns the case if its data are plain, else raises."""
+    """Return the case; raise if its data are not plain."""
     assert case.text
     return case

@@ -1,8 +1,9 @@
-"""Judges values that model-written code returned, in a process that may be killed and that never ran such code.
+"""Judging of values that model-written code returned, in a process that can be killed and that never ran such code.
 
-Such a process is a session of the sandbox that knows `sandbox.cases` and `checks`, and nothing of a model. There are as many as
-cores; each question is a call in a fork of one, limited in processor time and memory, and gone afterwards. A value that uses
-these up fails its test. If the process is lost in another way, the system has failed, and the value is not judged.
+The process is a session of the sandbox that has only `sandbox.function_tests` and `program_tests`. There is one session per
+core. Each request is a call in a fork of a session, with limits on processor time and memory, and the fork ends with the
+request. A value that uses up these limits fails its test. If the process is lost in another way, it is a system failure, and
+the value is not judged.
 """
 
 import inspect
@@ -17,10 +18,10 @@ from agentrl.workflow.sandbox import CodeResult, Limits, Session, exact_json, fu
 from agentrl.workflow.tools.python import sandbox, system_failed
 
 LIMITS = Limits(cpu_seconds=2.0)
-"""Limits of one question. A million characters of ordinary data take a tenth of them."""
+"""The limits of one request. A million characters of ordinary data use a tenth of them."""
 
 WHOLE_CPU_SECONDS = 6.0
-"""Processor time of all questions about one function; values not judged by then count as wrong."""
+"""The processor time of all requests about one function, in seconds. Values that are not judged by then count as wrong."""
 
 ATTEMPTS = 2
 MAX_ROUNDS = 8
@@ -28,7 +29,7 @@ MAX_ROUNDS = 8
 
 
 def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Return whether the value passes, for each pair of a case and the value that a function returned for it, both as text.
+    """Return for each pair of a case and the value that a function returned for it, both as text, whether the value passes.
 
     Raises:
         SandboxUnavailable: no sandbox works here.
@@ -54,15 +55,18 @@ def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
 
 
 def relayed(reference: str, test: str, function: str, call: Callable[[str], str | None]) -> list[bool]:
-    """Return whether the model's function passes each test of a program of tests.
+    """Return for each test of a test program whether the model's function passes it; empty if a value of the function broke the
+    tests.
 
     Args:
-        reference: the program that the tests run after; it defines the correct function.
+        reference: the program that runs before the tests; it defines the correct function.
+        test: the tests.
+        function: the name of the function.
         call: arguments -> the value of the model's function, both as text; None if the call failed.
 
     Raises:
         ValueError: these tests cannot judge any answer.
-        SandboxUnavailable, InfraError: as `passed`.
+        SandboxUnavailable, InfraError: see `passed`.
     """
     known_calls: list[tuple[str, str | None]] = []
     for turn in range(MAX_ROUNDS + 1):
@@ -84,7 +88,9 @@ def _describe(result: CodeResult) -> str:
 
 
 def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """The pairs in order, in batches of no more characters than one value may have, unless one pair alone has more."""
+    """Yield the pairs in order, in batches of at most as many characters as one value may have; a longer pair is a batch of its
+    own.
+    """
     batch: list[tuple[str, str]] = []
     for pair in pairs:
         if batch and sum(len(case) + len(value) for case, value in [*batch, pair]) > exact_json.MAX_CHARACTERS:
@@ -96,14 +102,14 @@ def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]
 
 
 def asked(function: str, args: str, warm: Warm[Session] | None = None, limits: Limits = LIMITS) -> CodeResult:
-    """Call a function of ours inside, with arguments as text: the result is `ok`, or say that they took too much.
+    """Call one of our functions inside, with arguments as text. The result is `ok`, or says which limit the call used up.
 
     Args:
-        warm: the sessions that know the function; None: those of this file.
+        warm: the sessions that have the function; None for those of this file.
         limits: the call's limits.
 
     Raises:
-        SandboxUnavailable, InfraError: as `passed`.
+        SandboxUnavailable, InfraError: see `passed`.
     """
     for _ in range(ATTEMPTS):
         with (warm or judges).one() as session:

@@ -1,7 +1,7 @@
-"""Evaluates constant expressions in a source, as long as their values are no larger than a test needs.
+"""Evaluation of constant expressions in a source, with a limit on the size of their values.
 
-The value of a short text may exceed any memory, `[[[0]*99999]*99999]*99999`: so the size of an operator's result, with all its
-items, is counted before it is made, for one source in total. So are keys of the same hash in a set.
+A short text may have a value that exceeds any memory, such as `[[[0]*99999]*99999]*99999`. So the size of an operator's result,
+with all its items, is counted before it is computed, in total for one source. Keys with equal hashes in a set are limited too.
 """
 
 import ast
@@ -11,11 +11,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 MAX_BITS = 4096
-"""The most bits of a number that an operator takes or makes."""
+"""The maximum number of bits of a number that an operator takes or returns."""
 MAX_MADE = 100_000
-"""The most digits, characters and items that the operators of a source take and make in total."""
+"""The maximum number of digits, characters and items that the operators of a source take and return in total."""
 MAX_ALIKE = 1000
-"""The most keys of a set or dict with the same hash: building it takes time quadratic in their number."""
+"""The maximum number of keys of a set or dict with the same hash: building it takes quadratic time in their number."""
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -36,10 +36,10 @@ class Constants:
         self._room = MAX_MADE
 
     def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression of constants and operators between them.
+        """Return the value of an expression of constants and operators.
 
         Raises:
-            ValueError, TypeError: the expression holds something else, has no value, or is too large.
+            ValueError, TypeError: the expression contains something else, has no value, or is too large.
         """
         try:
             match node:
@@ -69,7 +69,7 @@ class Constants:
         return True
 
     def _apply(self, sign: type[ast.operator], left: Any, right: Any) -> Any:
-        """The value of an operation; its size is checked before it is computed."""
+        """Return the value of an operation; check its size before computing it."""
         if not (_is_short(left) and _is_short(right)):
             raise ValueError("a number that is too large")
         if sign in (ast.Pow, ast.Mod) and not (isinstance(left, int | float) and isinstance(right, int | float)):
@@ -92,14 +92,14 @@ class Constants:
 
 
 def _distinct(keys: Sequence[Hashable]) -> Sequence[Hashable]:
-    """Returns the keys, or raises if too many have the same hash."""
+    """Return the keys; raise if too many have the same hash."""
     if max(Counter(map(hash, keys)).values(), default=0) > MAX_ALIKE:
         raise ValueError("too many keys of the same hash")
     return keys
 
 
 def _size(value: Any) -> int:
-    """The number of digits, characters and items in a value; an item held twice counts twice."""
+    """Return the number of digits, characters and items in a value; an item that occurs twice counts twice."""
     match value:
         case str() | bytes():
             return 1 + len(value)

@@ -1,1 +1,1 @@
-"""Tools of Model Context Protocol servers, and the servers' processes."""
+"""Tools of Model Context Protocol (MCP) servers, and the servers' processes."""

@@ -1,7 +1,7 @@
-"""The processes of Model Context Protocol servers in a tools worker: one per COMMAND, shared by all threads.
+"""The processes of Model Context Protocol servers in a tools worker: one for each COMMAND, shared by all threads.
 
-One thread with an event loop talks to all of them, as the SDK requires. A process is started at the first call, and again after
-it died; it ends when its input is closed, which also happens when the worker is killed.
+One thread with an event loop communicates with all of them, as the SDK requires. A process is started at the first call, and
+started again if it has ended. It ends when its input is closed, which also happens when the worker is killed.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = getLogger("agentrl.mcp")
 PREFIX = "mcp:"
 START_SECONDS = 60.0
-"""The time a server may take to start and to list its tools; `npx` and `uvx` may have to fetch it first."""
+"""The time in which a server must start and list its tools, in seconds. `npx` and `uvx` may have to download it first."""
 
 STOP_SECONDS = 5.0
 
@@ -54,7 +54,7 @@ def command(name: str) -> list[str]:
     """Return the words of the command in a server's name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name has no command, or quotes in it are not closed.
     """
     try:
         args = shlex.split(name.removeprefix(PREFIX))
@@ -66,17 +66,14 @@ def command(name: str) -> list[str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error in words; for an exception group, the error inside it."""
+    """Return a text for the error; for an exception group, for the error inside it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 class McpServer:
-    """The process behind a server's name, shared by all threads.
-
-    `started` counts its processes.
-    """
+    """The process of a server, shared by all threads. `started` counts how often it was started."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -88,7 +85,7 @@ class McpServer:
         self._over = False
 
     def open(self) -> None:
-        """Start the process where there is none.
+        """Start the process if it is not running.
 
         Raises:
             InfraError: the process does not start.
@@ -96,11 +93,13 @@ class McpServer:
         asyncio.run_coroutine_threadsafe(self._connect(), _loop()).result()
 
     def call(self, tool: ServedTool, arguments: dict[str, Any], seconds: float) -> str:
-        """See `McpTool.call`. A call past its time is cancelled at the server a second after its caller gave up."""
+        """Call a tool; see `McpTool.call`. A call that takes too long is cancelled at the server one second after its caller
+        has given up.
+        """
         return asyncio.run_coroutine_threadsafe(self._call(tool, arguments, seconds + 1.0), _loop()).result()
 
     def stop(self) -> None:
-        """End the process, if there is one, for good: a call that this cuts off does not start another."""
+        """End the process for good. A call that is interrupted by this does not start another process."""
         self._over = True
         asyncio.run_coroutine_threadsafe(self._stop(), _loop()).result()
 
@@ -134,7 +133,7 @@ class McpServer:
             return self._client
 
     async def _run_process(self, ready: "asyncio.Future[Client]", end: asyncio.Event) -> None:
-        """Runs one process from its start to its end, in one task, as the SDK requires."""
+        """Run the process from its start to its end, in one task, as the SDK requires."""
         from mcp import Client, stdio_client
 
         try:
@@ -156,7 +155,9 @@ class McpServer:
             ready.set_exception(failed)
 
     async def _has_died(self, client: "Client") -> bool:
-        """Whether the process is gone; if so, the next call starts another."""
+        """Return whether the process has ended or does not respond. In that case stop it, so that the next call starts
+        another.
+        """
         async with self._turn:
             if client is not self._client:
                 return True
@@ -177,7 +178,7 @@ class McpServer:
 
 
 def _may_be_gone(error: Exception) -> bool:
-    """Whether the error may mean that the process is gone; a server may send the same code for its own reasons."""
+    """Return whether the error may mean that the process has ended. A server may send the same code for other reasons."""
     from mcp import MCPError
     from mcp_types import CONNECTION_CLOSED
 
@@ -213,7 +214,7 @@ _servers_lock = threading.Lock()
 
 
 def server(name: str) -> McpServer:
-    """Return the server of that name in this process, made but not started at first use.
+    """Return the server of that name in this process. The first use creates it but does not start its process.
 
     Raises:
         ConfigError: the SDK is not installed here.
@@ -227,7 +228,7 @@ def server(name: str) -> McpServer:
 
 @Once
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop that talks to every server of this process."""
+    """Return the event loop that communicates with all servers of this process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="mcp", daemon=True).start()
     atexit.register(stop_servers)
@@ -235,7 +236,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def stop_servers() -> None:
-    """End all servers that this process started."""
+    """End all servers of this process."""
     with _servers_lock:
         for mcp_server in _servers.values():
             mcp_server.stop()

@@ -1,11 +1,12 @@
 """Tools of a Model Context Protocol server: `--tools 'mcp:COMMAND'`, through the official SDK (the extra `mcp`).
 
-The server lists its tools once, when a run is submitted, and the list is part of the run's config: every episode reads the
-same. A tools worker starts one process per COMMAND at the first call, keeps it, and starts another when it dies. COMMAND is
-split into words as a shell would; nothing else of a shell is understood. Of the environment the process gets HOME, PATH and the
-like alone: a server that needs a secret is started by a script that knows where it is.
+The server lists its tools once, when a run is submitted. The list is part of the run's config, so every episode sees the same
+tools. A tools worker starts one process per COMMAND at the first call, keeps it, and starts another if it ends. COMMAND is
+split into words as in a shell; other shell syntax is not supported. The process gets only HOME, PATH and similar variables of
+the environment. If a server needs a secret, start it by a script that reads the secret.
 
-A tool's effects come from the server's hints: readOnlyHint is `none`, idempotentHint `repeatable`, else it runs `once`.
+A tool's effects follow from the server's hints: readOnlyHint is `none`, idempotentHint is `repeatable`, and other tools run
+`once`.
 """
 
 import asyncio
@@ -34,12 +35,12 @@ MAX_TOOLS = 128
 
 
 def is_server(name: str) -> bool:
-    """Return whether the name in `tools` means a server."""
+    """Return whether the name in `tools` is that of a server."""
     return name.startswith(PREFIX)
 
 
 def absolute_name(name: str) -> str:
-    """Return the name with files by their absolute paths: a tools worker starts the server in another folder."""
+    """Return the name with absolute paths of files, because a tools worker starts the server in another folder."""
     if not is_server(name):
         return name
     # Links are not resolved: an interpreter behaves differently under another name.
@@ -55,7 +56,7 @@ class McpTool(Tool):
 
     @classmethod
     def of(cls, served_tool: ServedTool) -> "McpTool":
-        """Return the tool that a run's config describes."""
+        """Return the tool for a description in a run's config."""
         return cls(
             _nothing,
             served_tool.effects,
@@ -66,12 +67,12 @@ class McpTool(Tool):
 
     @property
     def name(self) -> str:
-        """The name the model writes."""
+        """The name that the model writes."""
         return self.served_tool.name
 
     @property
     def title(self) -> str:
-        """The name of the tool in error messages."""
+        """The tool's name for error messages."""
         return f"{super().title} of {self.served_tool.server!r}"
 
     @cached_property
@@ -83,9 +84,9 @@ class McpTool(Tool):
         """Call the tool on the server.
 
         Raises:
-            ToolFailure: the server refuses the arguments, or says that the tool failed.
-            UnknownOutcome: the server died during a call that must not run twice.
-            InfraError: the server does not start, or dies again and again.
+            ToolFailure: the server refused the arguments, or the tool failed.
+            UnknownOutcome: the server ended during a call that must not run twice.
+            InfraError: the server does not start, or ended twice during the call.
             ConfigError: the SDK is not installed here.
         """
         return clip(
@@ -101,10 +102,10 @@ def _nothing() -> str:
 
 
 def list_tools(name: str) -> tuple[ServedTool, ...]:
-    """Return the tools that the server of that name offers: it is started, asked and stopped.
+    """Start the server of that name, return its tools, and stop it.
 
     Raises:
-        ConfigError: there is no SDK, no such command, or it is not a server that offers tools.
+        ConfigError: the SDK is not installed, there is no such command, or the command is not a server with tools.
     """
     check_sdk()
     with tempfile.TemporaryFile("w+") as log:

@@ -1,1 +1,1 @@
-"""Models: lookup, loading, the policy and its trainable weights, logprobs, export for other programs."""
+"""Models: lookup, loading, the policy and its trainable weights, logprobs, and export for other programs."""

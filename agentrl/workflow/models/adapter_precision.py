@@ -1,7 +1,8 @@
 """The precision that LoRA adapters compute in: that of their base, while the trained weights stay in float32.
 
-PEFT keeps adapters in float32 and casts the input of each to it. In 16 bits these copies are a third of what an update keeps
-for its backward pass. Here each product casts the adapter instead, which is small, so that layers with one input share it.
+PEFT keeps adapters in float32 and casts the input of each adapter to float32. In 16 bits these copies are a third of the memory
+that an update keeps for its backward pass. Here each product casts the adapter instead, which is small. So layers with the same
+input share it.
 """
 
 from typing import Any
@@ -11,7 +12,10 @@ from torch.nn import functional
 
 
 class CastLinear(nn.Linear):
-    """A linear layer without a bias that computes in its input's precision; its weight's gradient has the weight's."""
+    """A linear layer without a bias that computes in its input's precision.
+
+    The gradient of its weight has the weight's precision.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product (..., out) of the input (..., in)."""
@@ -19,7 +23,10 @@ class CastLinear(nn.Linear):
 
 
 def cast_adapters_down(model: Any) -> None:
-    """Let the LoRA adapters of a PEFT model compute in their input's precision; where that is theirs, nothing changes."""
+    """Make the LoRA adapters of a PEFT model compute in their input's precision.
+
+    If both precisions are the same, nothing changes.
+    """
     from peft.tuners.lora import LoraLayer
 
     for layer in model.modules():
@@ -31,7 +38,7 @@ def cast_adapters_down(model: Any) -> None:
 
 
 def _cast_linear(plain: Any) -> CastLinear:
-    """Return a layer with the same weight, which is not copied."""
+    """Return a `CastLinear` that shares the layer's weight."""
     layer = CastLinear(plain.in_features, plain.out_features, bias=False, device="meta")
     layer.weight = plain.weight
     return layer

@@ -1,7 +1,7 @@
 """The contents of the sampler's slots for each layer of a model, from its config: keys and values, states, a window.
 
-A layer that is not known here (compressed or indexed keys, attention in chunks) has no place in a slot; such a model is sampled
-with transformers' own cache (`inference.cache_rows`).
+Some kinds of layers are not supported here (compressed or indexed keys, attention in chunks). A model with such a layer is
+sampled with transformers' own cache (`inference.cache_rows`).
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 Content = Literal["keys", "states", "keys and states", "nothing"]
 
 EmptyLayer: Any = getattr(cache_utils, "DummyLayer", None)
-"""The cache layer of a layer that keeps nothing; older versions of transformers 5 have none."""
+"""The cache layer of a layer that keeps no data; None in older versions of transformers 5."""
 
 _CONTENTS: dict[type, Content] = {
     DynamicLayer: "keys",
@@ -34,11 +34,11 @@ class CacheLayout:
     """The content of a slot.
 
     Args:
-        layers: what each layer keeps of a row.
-        states: convolution and recurrent states of each layer that has states.
-        window: the most tokens that the layers with a sliding window attend to; None without such layers, or where no row is
+        layers: the data that each layer keeps of a row.
+        states: the number of convolution and recurrent states of each layer; 1 for layers without states.
+        window: the most tokens that the layers with a sliding window attend to; None without such layers, or if no row is
             longer than the window.
-        kinds: the names of the layers' kinds, if there are layers with the window and others: their masks differ.
+        kinds: the names of the kinds of layers, if some have the window and others do not: their masks differ.
     """
 
     layers: tuple[Content, ...]
@@ -48,17 +48,20 @@ class CacheLayout:
 
     @property
     def rewinds(self) -> bool:
-        """Whether a row's first tokens can be read back out of a slot: states are those after its last token."""
+        """True if the first tokens of a row can be taken from its slot.
+
+        A layer with states does not allow it: it keeps only those after the row's last token.
+        """
         return all("states" not in content for content in self.layers)
 
     @property
     def is_plain(self) -> bool:
-        """Whether all layers attend to all earlier tokens and keep nothing but keys and values."""
+        """True if all layers attend to all earlier tokens and keep only keys and values."""
         return self.window is None and all(content == "keys" for content in self.layers)
 
 
 def read_layout(config: PreTrainedConfig, longest: int) -> CacheLayout | None:
-    """Return the layout of a model's slots, or None if slots cannot hold what one of its layers keeps.
+    """Return the layout of a model's slots; None if slots cannot hold the data of one of its layers.
 
     Args:
         longest: the most tokens in a row.

@@ -1,6 +1,6 @@
-"""The value head: a linear layer on the policy's own body, which the trainer alone has. Samplers never see it.
+"""The value head: a linear layer on the policy's own body. Only the trainer has it; samplers never load it.
 
-It is initialised to 0, so that it predicts nothing before it has learned something, and all processes begin alike.
+It is initialised to 0. So it predicts 0 before it is trained, and all processes start from the same weights.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ FILE = "critic.safetensors"
 
 
 def make_critic(policy: Policy) -> nn.Linear:
-    """Return a new value head (H) -> (1) for the policy: float32, or float64 where its body computes in it."""
+    """Return a new value head (H) -> (1) for the policy: float32, or float64 under `numerics: exact`."""
     with policy.training() as model:
         head = causal_model(model).get_output_embeddings()  # type: ignore[no-untyped-call]
         width = int(head.in_features)
@@ -36,7 +36,6 @@ def critic_parameters(critic: nn.Linear) -> dict[str, nn.Parameter]:
 
 
 def save_critic(critic: nn.Linear, folder: Path) -> None:
-    """Write the critic into a checkpoint's folder."""
     save_file({name: p.detach().cpu().contiguous() for name, p in critic_parameters(critic).items()}, folder / FILE)
 
 

@@ -1,4 +1,7 @@
-"""Writes the model folder of a GGUF file: `python -m agentrl.workflow.models.dequantise FILE FOLDER`, for `gguf_files`."""
+"""A program that writes the model folder of a GGUF file: `python -m agentrl.workflow.models.dequantise FILE FOLDER`.
+
+`gguf_files` starts it.
+"""
 
 import json
 import os
@@ -17,10 +20,11 @@ from agentrl.workflow.checkpoints import RECORD
 def dequantise(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file, with its tokenizer, into a new folder.
 
-    Weights of an F32 file stay float32 and those of an F16 file float16; all others become bfloat16.
+    The weights of an F32 file stay float32 and those of an F16 file float16. All others become bfloat16.
 
     Raises:
-        ValueError: transformers keeps the weights of this architecture quantised. It raises more for files it cannot read.
+        ValueError: transformers keeps the weights of this architecture quantised. For files that it cannot read, transformers
+            raises other exceptions.
     """
     kinds = {tensor.tensor_type.name for tensor in GGUFReader(file).tensors if len(tensor.shape) == 2}
     dtype = torch.float32 if kinds == {"F32"} else torch.float16 if kinds == {"F16"} else torch.bfloat16

@@ -1,4 +1,4 @@
-"""Classification of device errors: out of memory, device lost, or neither. No other module decides this."""
+"""The classification of device errors: out of memory, device lost, or neither. Only this module decides it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,20 +17,23 @@ _OUT_OF_MEMORY = (
 """Texts of out-of-memory errors without a class of their own: torch's on a CPU, the driver's, cuBLAS's and cuDNN's."""
 
 _LOST = ("CUDA error:", "HIP error:", "CUDA driver error:", "STATUS_EXECUTION_FAILED", "STATUS_INTERNAL_ERROR")
-"""Texts of errors after which no later call of the device succeeds in this process, where torch has no class for them."""
+"""Texts of errors without a class in torch, after which every later call of the device fails in this process."""
 
 _UNHARMED = (
     *("no kernel image is available", "invalid device ordinal", "driver version is insufficient"),
     *("invalid argument", "invalid configuration argument", "STATUS_NOT_SUPPORTED", "STATUS_INVALID_VALUE"),
 )
-"""Texts of errors after which the device still works: the card does not fit this build of torch, or a call was refused."""
+"""Texts of errors after which the device still works.
+
+Either the card does not fit this build of torch, or a call was refused.
+"""
 
 
 def classify(error: BaseException) -> DeviceError:
-    """Return what the error says of the device.
+    """Return the kind of the error.
 
     CUDA reports a failed kernel (illegal address, device-side assert, ECC error, launch failure) at every later call in the
-    process: `device_lost` means that only a new process can use the device again.
+    process. So `device_lost` means that only a new process can use the device again.
     """
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in text for part in _OUT_OF_MEMORY):
@@ -45,7 +48,7 @@ def classify(error: BaseException) -> DeviceError:
 
 
 def as_device_lost(error: BaseException) -> DeviceLost | None:
-    """Return the error as `DeviceLost` if it means that, else None."""
+    """Return the error as `DeviceLost` if the device is lost, else None."""
     if isinstance(error, DeviceLost):
         return error
     if classify(error) != "device_lost":
@@ -57,7 +60,7 @@ def as_device_lost(error: BaseException) -> DeviceLost | None:
 
 @contextmanager
 def translate_device_lost() -> Iterator[None]:
-    """Raise errors inside that mean a lost device as `DeviceLost`, for a command that ends with them.
+    """Convert exceptions that mean a lost device to `DeviceLost`, for a command that ends with them.
 
     Raises:
         DeviceLost: the device is lost.

@@ -1,15 +1,18 @@
-"""The device that a model runs on: which one, in what precision, and whether it runs a kernel."""
+"""The device that a model runs on: its name, its precision, and a test that it runs a kernel."""
 
 from typing import Literal
 
 import torch
 
 SIDE = 16
-"""Side of the matrices of the trial kernel: their product's elements, 16, and its sum, 4096, are exact in every dtype."""
+"""The side of the matrices of the test kernel.
+
+The elements of their product, 16, and its sum, 4096, are exact in every dtype.
+"""
 
 
 def pick_device(device: str) -> str:
-    """Return the device; `auto` becomes the best that this machine has."""
+    """Return the device. `auto` becomes `cuda` if torch can use a GPU, else `cpu`."""
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,8 +21,9 @@ def pick_device(device: str) -> str:
 def auto_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dtype:
     """Return the precision of `model.dtype: auto`.
 
-    LoRA on a GPU computes in bfloat16, or in float16 on a card that has no bfloat16 units (Turing and older), where torch only
-    emulates it. All else computes in float32: trained weights need more bits than bfloat16 has, as steps are about 1e-4.
+    LoRA on a GPU computes in bfloat16. On a card without bfloat16 units (Turing and older), where torch only emulates it, LoRA
+    computes in float16. Everything else computes in float32: steps are about 1e-4, and trained weights in bfloat16 have too few
+    bits for them.
     """
     if device.type != "cuda" or kind == "full":
         return torch.float32
@@ -29,10 +33,10 @@ def auto_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dty
 
 
 def mixed_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dtype | None:
-    """Return what products compute in where float32 weights train; None: in float32 too.
+    """Return the precision of matrix products if float32 weights train; None: float32 too.
 
     On a GPU with bfloat16 units all weights train in mixed precision (Micikevicius et al. 2018, arXiv 1710.03740), in bfloat16,
-    which needs no loss scale. LoRA's frozen base is in `auto_dtype` itself.
+    which needs no loss scale. LoRA needs none: its frozen base is in `auto_dtype` itself.
     """
     return torch.bfloat16 if kind == "full" and auto_dtype(device, "lora") == torch.bfloat16 else None
 
@@ -41,7 +45,7 @@ def try_kernel(device: torch.device, dtype: torch.dtype) -> None:
     """Run a small matrix product on the device and wait for it.
 
     Raises:
-        RuntimeError, AssertionError: the device is not there, its driver does not fit, or torch has no kernels for it.
+        RuntimeError, AssertionError: the device does not exist, its driver does not fit, or torch has no kernels for it.
     """
     ones = torch.ones(SIDE, SIDE, device=device, dtype=dtype)
     product = float((ones @ ones).sum())  # reading it waits for the kernel

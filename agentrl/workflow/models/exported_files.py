@@ -1,4 +1,4 @@
-"""The files that make a checkpoint's weights a model for other programs: tokenizer, chat template, config.
+"""The files that make a checkpoint's weights usable as a model in other programs: tokenizer, chat template, config.
 
 With them PEFT (LoRA) or transformers (all weights) load the same model from the checkpoint's folder as agentrl does.
 """
@@ -18,7 +18,11 @@ GENERATION = "generation_config.json"
 
 
 def make_files(policy: Policy, place: Path) -> dict[str, bytes]:
-    """File name -> content of these files. `place` is a folder for temporary files."""
+    """Return the content of these files by name.
+
+    Args:
+        place: a folder for temporary files.
+    """
     scratch = place / "plain"
     scratch.mkdir()
     policy.tokenizer.save_pretrained(scratch)
@@ -34,7 +38,7 @@ def make_files(policy: Policy, place: Path) -> dict[str, bytes]:
 
 
 def adapter_config(policy: Policy) -> "LoraConfig":
-    """PEFT's config of the policy's adapter."""
+    """Return PEFT's config of the policy's adapter."""
     config = policy.lora_config()
     config.base_model_name_or_path = str(policy.folder)
     config.inference_mode = True

@@ -1,9 +1,10 @@
 """The sampler's forward pass: transformers' Llama, Mistral, Qwen2 and Qwen3 with few operations.
 
-A decoding step computes little per operation, so that its time depends on the number of operations. This pass has a fourth as
-many as transformers' modules: products with the same input are one (packed where `packed_weights` can), a LoRA adapter adds two
-small ones, heads that share keys are one query block, and values common to all layers are computed once. The weights stay those
-of the modules. Other architectures, and models configured with other attention, run through their own modules.
+A decoding step computes little per operation, so its time depends on the number of operations. This pass has a fourth of the
+operations of transformers' modules. Products with the same input are one product (packed if `packed_weights` can). A LoRA
+adapter adds two small products. Heads that share keys form one query block, and values common to all layers are computed once.
+The weights are still those of the modules. Other architectures, and models configured with other attention, run through their
+own modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +24,10 @@ SUPPORTED = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCau
 HALVES = (torch.float16, torch.bfloat16)
 
 Mask = Tensor | dict[str, Tensor | None] | None
-"""One mask, one for each kind of layer, or none."""
+"""One mask, a mask for each kind of layer, or no mask."""
 
 Pass = Callable[[Tensor, Tensor, Mask, Cache], Tensor]
-"""(ids, positions, mask, slots) -> logits, as in `FastForward.__call__`."""
+"""A function (ids, positions, mask, slots) -> logits, see `FastForward.__call__`."""
 
 Product = Callable[[Tensor], Tensor]
 Norm = Callable[[Tensor], Tensor]
@@ -34,7 +35,7 @@ Norm = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A layer's functions of (B, T, width)."""
+    """A layer's functions of hidden states (B, T, width)."""
 
     before: Norm
     attend: Product
@@ -46,12 +47,12 @@ class _Block:
 
 
 class FastForward:
-    """A forward pass to the logits (B, V) after the last of (B, T) ids; equal to `model(...)` up to rounding.
+    """A forward pass that returns the logits (B, V) after the last of (B, T) ids. It equals `model(...)` up to rounding.
 
     Args:
         model: a model of a `SUPPORTED` type, or one under PEFT.
-        own: nobody else reads these weights and they never change, so that a second, packed copy may be kept.
-        adapter: PEFT's name of the active adapter.
+        own: True if only this pass reads the weights and they never change. Then it may keep a second, packed copy.
+        adapter: PEFT's name of the active adapter; empty without PEFT.
     """
 
     def __init__(self, model: Any, own: bool, adapter: str = "") -> None:
@@ -71,13 +72,16 @@ class FastForward:
         self._head = product(core.lm_head)
 
     def __call__(self, ids: Tensor, positions: Tensor, mask: Mask, slots: Cache) -> Tensor:
-        """Read the keys and values of earlier tokens from the slots, and write those of these.
+        """Return the logits (B, V) after the last token.
+
+        Keys and values of earlier tokens are read from the slots, and those of these tokens are written.
 
         Args:
             ids: (B, T).
             positions: (B, T).
-            mask: (B, 1, T, L) bool, which of the L tokens in the slots each may read; None: all up to itself.
-            slots: prepared with `prefill` or `extend` (`inference.kv_cache`).
+            mask: (B, 1, T, L) bool, True for each of the L tokens in the slots that a token may read; None: each token reads
+                all up to itself.
+            slots: a cache prepared with `prefill` or `extend` (`inference.kv_cache`).
         """
         hidden = self._embed(ids)
         cos, sin = self._rotary_factors(hidden, positions)
@@ -91,7 +95,7 @@ class FastForward:
         return logits
 
     def _rotary_factors(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary positions, (B, T, 1, head_dim) each; the sine of the first half negated."""
+        """Return cosines and sines of the rotary positions, (B, T, 1, head_dim) each; the sine of the first half is negated."""
         cos, sin = self._angles(hidden, positions)
         half = sin.shape[-1] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
@@ -118,13 +122,16 @@ class FastForward:
 
 
 def is_supported(model: Any, adapter: str = "") -> bool:
-    """Return whether `FastForward` can compute this model."""
+    """Return True if `FastForward` can compute this model."""
     core = model.get_base_model() if adapter else model
     return type(core) in SUPPORTED and core.config._attn_implementation == "sdpa"
 
 
 def transformers_pass(model: Any) -> Pass:
-    """Return the `Pass` of any model, by transformers' own forward pass; the mask gets the form that its attention takes."""
+    """Return the `Pass` of any model, by transformers' own forward pass.
+
+    The mask must have the form of the model's attention.
+    """
     parameter = cache_parameter(model)
 
     def run(ids: Tensor, positions: Tensor, mask: Mask, slots: Cache) -> Tensor:
@@ -148,7 +155,7 @@ def _block(layer: Any, product: Callable[..., Product]) -> _Block:
 
 
 def _norm(module: Any) -> Norm:
-    """Root mean square norm (Zhang and Sennrich, arXiv 1910.07467)."""
+    """Return the root mean square norm (Zhang and Sennrich, arXiv 1910.07467) with the module's weight."""
     if module.weight.dtype == torch.float64:  # transformers' own computes in float32, with another result
         return module  # type: ignore[no-any-return]
     shape, eps = module.weight.shape, module.variance_epsilon
@@ -160,7 +167,7 @@ def _norm(module: Any) -> Norm:
 
 
 def scaled_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, copies: bool) -> Tensor:
-    """Return attention (B, H, T, D) for several tokens per row; without a bias each sees all up to itself.
+    """Return attention (B, H, T, D) for several tokens per row; without a bias each token attends to all up to itself.
 
     Args:
         copies: whether each of the H heads gets its own copy of the shared keys and values (B, K, L, D).
@@ -175,15 +182,16 @@ def scaled_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor
 
 
 def wants_copies(device: str, dtype: torch.dtype, bias: bool) -> bool:
-    """Return whether a GPU would, without copies, materialise the scores (B, H, T, L) of all heads.
+    """Return True if a GPU needs copies of shared keys and values.
 
-    It has a kernel for heads that share keys (not in float32), and one for a bias, but none for both.
+    Without them it would store the scores (B, H, T, L) of all heads. A GPU has a kernel for heads that share keys (not in
+    float32), and one for a bias, but none for both.
     """
     return device != "cpu" and (bias or dtype not in HALVES)
 
 
 def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """Attention (B, K, G, D) of G queries over the same keys: on a CPU two products are faster than the fused kernel."""
+    """Return attention (B, K, G, D) of G queries over the same keys. On a CPU two products are faster than the fused kernel."""
     if queries.device.type != "cpu" or queries.dtype not in (torch.float32, torch.float64):
         return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
     scores = torch.matmul(queries * queries.shape[-1] ** -0.5, keys.transpose(2, 3))
@@ -192,7 +200,10 @@ def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tens
 
 
 def _product(layers: Sequence[Any], own: bool, adapter: str, dtype: torch.dtype) -> Product:
-    """The layers' outputs side by side, as one function of their common input in the dtype; a GPU casts adapters to it."""
+    """Return a function from the layers' common input to their concatenated outputs in the dtype.
+
+    On a GPU it casts adapters to the dtype.
+    """
     if own:
         weight = torch.cat([layer.weight for layer in layers])
         bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
@@ -214,7 +225,7 @@ def _product(layers: Sequence[Any], own: bool, adapter: str, dtype: torch.dtype)
 
 
 def _adapter_up(layer: Any, tuned: bool, adapter: str, like: Tensor) -> Tensor:
-    """The adapter's up projection (O, R) for a layer; (O, 0) for a layer without one."""
+    """Return the adapter's up projection (O, R) for a layer; (O, 0) for a layer without one."""
     return layer.lora_B[adapter].weight * layer.scaling[adapter] if tuned else like.new_empty(layer.out_features, 0)
 
 
@@ -225,5 +236,5 @@ def _concat_outputs(layers: Sequence[Any]) -> Product:
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where the mask is true and -inf elsewhere, once for all layers."""
+    """Return a bias for all layers: 0 where the mask is True, and -inf elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

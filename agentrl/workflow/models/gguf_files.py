@@ -1,7 +1,7 @@
-"""Conversion of a GGUF file to a model folder with dequantised weights and a tokenizer; done once per file.
+"""The conversion of a GGUF file to a model folder with dequantised weights and a tokenizer. It is done once per file.
 
-transformers reads the file, in a process of its own, because a command that names a model has not loaded torch. What is made
-lies in `AGENTRL_HOME/cache/gguf`.
+transformers reads the file in a separate process, because a command that names a model has not loaded torch. The folders are in
+`AGENTRL_HOME/cache/gguf`.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ SERVER_HINT = "Pass a folder in the hub's format, or sample the file with a llam
 
 
 def folder_of_gguf(file: Path) -> Path:
-    """Return the model folder of a GGUF file; the first call for a file makes it.
+    """Return the model folder of a GGUF file. The first call for a file makes it.
 
     Raises:
-        ModelError: there is no such file, transformers cannot read it, or the disk has no room.
+        ModelError: the file does not exist, transformers cannot read it, or the disk has no room.
     """
     if not file.is_file():
         raise ModelError(f"There is no file {str(file)!r}.", SERVER_HINT)
@@ -37,7 +37,7 @@ def folder_of_gguf(file: Path) -> Path:
 
 
 def read_gguf_record(folder: Path) -> dict[str, Any]:
-    """Return the file and the precision that a folder was made of, or nothing for another folder."""
+    """Return the record of the GGUF file and the precision that a folder was made from; empty for another folder."""
     try:
         record = json.loads((folder / RECORD).read_bytes())
     except (OSError, ValueError):

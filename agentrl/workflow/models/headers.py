@@ -1,6 +1,6 @@
-"""A model's shapes from its files, without loading a weight, torch or numpy: `config.json` and the headers of `*.safetensors`.
+"""A model's shapes from `config.json` and the headers of `*.safetensors`, without loading a weight, torch or numpy.
 
-The files may come from anybody: sizes are bounded before anything is parsed, and every header is checked against its file.
+The files are untrusted: sizes are limited before anything is parsed, and every header is checked against its file.
 """
 
 import json
@@ -14,7 +14,7 @@ from agentrl.workflow.errors import ModelError
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format itself: https://huggingface.co/docs/safetensors."""
+"""The most bytes of a header: the limit of the format itself, https://huggingface.co/docs/safetensors."""
 MAX_DIMENSIONS, MAX_LENGTH = 16, 2**63
 BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -24,21 +24,21 @@ BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of a number, by the format's name of its type."""
+"""The bits of a number, by the format's name of its type."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Name of a weight -> its shape."""
+"""The shapes of weights, by name."""
 
 _COPY = "Copy the model again, all files of one version."
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a model's files say of it.
+    """The config and the shapes of a model, from its files.
 
     Args:
         config: the object in `config.json`.
-        shapes: of every weight in the files.
+        shapes: the shape of every weight in the files, by name.
     """
 
     config: Mapping[str, Any]
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _check_index(folder: Path) -> None:
-    """Refuse a folder that lacks a file which its index names."""
+    """Raise ModelError if the folder lacks a file that its index lists."""
     index, present = folder / "model.safetensors.index.json", {file.name for file in folder.glob("*.safetensors")}
     if not index.is_file():
         return
@@ -105,7 +105,7 @@ def _check_index(folder: Path) -> None:
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Parse one file's header: 8 bytes with its length, then JSON with each weight's type, shape and place."""
+    """Parse one file's header: 8 bytes with its length, then JSON with the type, shape and offsets of each weight."""
     if not file.is_file():
         raise ValueError("it is not a regular file")
     size = file.stat().st_size
@@ -123,11 +123,11 @@ def checked_shape(entry: Any, data_bytes: int) -> tuple[int, ...]:
     """Return the shape in a header's entry.
 
     Args:
-        entry: what the header has under a weight's name.
-        data_bytes: of all weights in the file.
+        entry: the value under a weight's name in the header.
+        data_bytes: the bytes of all weights in the file.
 
     Raises:
-        ValueError: it is malformed, or does not fit the file.
+        ValueError: the entry is malformed, or does not fit the file.
     """
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]} if dtype in BITS:

@@ -1,12 +1,12 @@
 """Logprobs of chosen tokens without all logits: a language model's head, applied to a few hundred positions at a time.
 
-With 152,000 words the logits of 4,096 tokens are 2.5 GB and their gradient as much again; this is where an update runs out of
-memory. Here only the positions asked for meet the head, in chunks, and no more than one chunk of (tokens, words) exists.
+With 152,000 words the logits of 4,096 tokens are 2.5 GB, and so is their gradient; at this point an update runs out of memory.
+Here the head is applied only to the requested positions, in chunks, and only one chunk of (tokens, words) exists at a time.
 
-The gradient needs no logits either. With p = softmax(W h / T), d logprob(t) / d h = (W[t] - p W) / T: one vector per token,
-made while its chunk is there, and the backward pass only scales it. Where the head itself trains, d logprob(t) / d W =
-(onehot(t) - p) h / T is as large as the chunk was; the backward pass then makes each chunk once more. An entropy bonus needs
-the entropy's gradient too, d H / d h = -(p (log p + H)) W / T, which is made beside the other where it is asked for.
+The gradient needs no stored logits either. With p = softmax(W h / T), d logprob(t) / d h = (W[t] - p W) / T. This is one vector
+per token. It is computed together with the chunk, and the backward pass only scales it. If the head itself trains, d logprob(t)
+/ d W = (onehot(t) - p) h / T is as large as the chunk, so the backward pass computes each chunk again. An entropy bonus also
+needs the entropy's gradient, d H / d h = -(p (log p + H)) W / T. It is computed in the same place if it is requested.
 """
 
 from collections.abc import Iterator
@@ -30,11 +30,11 @@ def head_logprobs(
         head: (H) -> (V) words, with or without a bias, frozen or trained.
         hidden: (N, H).
         targets: (N,) ids.
-        temperature: logits are divided by it.
+        temperature: the divisor of the logits.
         entropy_trains: whether the entropies have a gradient too.
 
     Returns:
-        Two tensors (N,), in nats: float32, or float64 where the hidden states are.
+        Two tensors (N,), in nats: float32, or float64 if the hidden states are float64.
     """
     device = hidden.device.type
     weight: Tensor = head.weight
@@ -51,7 +51,10 @@ def head_logprobs(
 
 
 def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy_trains: bool = False) -> tuple[Tensor, Tensor]:
-    """As `head_logprobs`, from logits (N, V) that a model made itself; in chunks, each computed twice for a gradient."""
+    """Return the result of `head_logprobs` from logits (N, V) that a model computed itself.
+
+    They are processed in chunks. For a gradient, each chunk is computed twice.
+    """
     size = _chunk_size(logits.shape[-1])
     pairs = zip(torch.split(logits, size), torch.split(targets, size), strict=True)
     parts = [checkpoint(_scores, *pair, temperature, entropy_trains, use_reentrant=False) for pair in pairs]
@@ -65,7 +68,7 @@ def _scores(logits: Tensor, targets: Tensor, temperature: float, entropy_trains:
 
 
 class _Head(Function):
-    """The linear head and the softmax as one step; H hidden features, V words, N tokens."""
+    """The linear head and the softmax as one differentiable function; H hidden features, V words, N tokens."""
 
     @staticmethod
     def forward(
@@ -77,7 +80,10 @@ class _Head(Function):
         temperature: float,
         entropy_trains: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Scores; saves for the backward pass their gradients (N, H), or all inputs if the head trains."""
+        """Return the logprobs and entropies (N,).
+
+        For the backward pass it saves their gradients (N, H), or all inputs if the head trains.
+        """
         like = _widen(hidden[:0])
         logprobs, entropy = like.new_empty(len(hidden)), like.new_empty(len(hidden))
         trains = any(ctx.needs_input_grad[1:3])
@@ -101,7 +107,11 @@ class _Head(Function):
 
     @staticmethod
     def backward(ctx: "_Context", *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the hidden states and, if they train, weight and bias, from d loss / d logprobs and d entropy (N,)."""
+        """Return the gradients of the hidden states and, if they train, of weight and bias.
+
+        Args:
+            gradients: d loss / d logprobs and d loss / d entropy, (N,) each.
+        """
         scale = gradients[0] / ctx.temperature
         widening = gradients[1] / ctx.temperature if ctx.entropy_trains else None
         slopes, spreads, targets, *inputs = ctx.saved_tensors
@@ -138,7 +148,7 @@ class _Context(FunctionCtx):
 
 
 def _softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(l) and l (C, V) of a chunk, l = logits / T less their greatest, and the sums (C,) of exp(l)."""
+    """Return exp(l) and l (C, V) of a chunk, and the sums (C,) of exp(l). l is logits / T minus their maximum."""
     logs = _widen(linear(hidden, weight, bias))
     if temperature != 1:
         logs /= temperature
@@ -148,9 +158,9 @@ def _softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: f
 
 
 def _logit_gradient(shares: Tensor, total: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
-    """(onehot(t) - p) * scale (C, V) of a chunk, written over the shares.
+    """Return (onehot(t) - p) * scale (C, V) of a chunk, written over the shares.
 
-    For a likely token 1 - p is small: it is computed here, since the difference of two products in 16 bits would be noise.
+    For a likely token 1 - p is small. It is computed here, because the difference of two products in 16 bits would be noise.
     """
     rise = shares.mul_((-scale / total)[:, None])
     rise[torch.arange(len(rise), device=rise.device), targets] += scale
@@ -158,7 +168,7 @@ def _logit_gradient(shares: Tensor, total: Tensor, targets: Tensor, scale: Tenso
 
 
 def _entropy_gradient(shares: Tensor, logs: Tensor, total: Tensor) -> Tensor:
-    """d entropy / d (logits / T) = -p (log p + H), (C, V), of a chunk, in memory of its own."""
+    """Return d entropy / d (logits / T) = -p (log p + H), (C, V), of a chunk, in new memory."""
     ours = logs - total.log()[:, None]
     probabilities = shares / total[:, None]
     entropy = -torch.linalg.vecdot(probabilities, ours)
@@ -166,7 +176,7 @@ def _entropy_gradient(shares: Tensor, logs: Tensor, total: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed up in total's own type."""
+    """Add left @ right to total, accumulated in total's dtype."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
     else:

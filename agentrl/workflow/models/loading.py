@@ -1,4 +1,4 @@
-"""Loading of a base from its folder: tokenizer, context window, quantisation, precision, and LoRA adapters that fit it."""
+"""The loading of a base from its folder: tokenizer, context window, quantisation, precision, and the layers for LoRA."""
 
 import logging
 import threading
@@ -48,14 +48,17 @@ warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprec
 _COPY = "Copy the model again, all files of one version."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _loading_lock = threading.Lock()
-"""Held while transformers builds a model: of two built at once, one has its tied weights untied."""
+"""A lock that is held while transformers builds a model. If two are built at once, one loses the tie of its tied weights."""
 
 
 def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal["lora", "full"]) -> Any:
-    """Load the model; `kind` (lora or full) decides what `auto` precision means.
+    """Load the model.
+
+    Args:
+        kind: lora or full; it decides what `auto` precision means.
 
     Raises:
-        ModelError: the files make no model.
+        ModelError: the files are not a valid model.
     """
     dtype = _dtype(config, device, kind)
     extra = _placement(config, dtype, device)
@@ -81,13 +84,13 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal[
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a plan says of a model, from its files alone.
+    """Facts about a model for a plan, from its files alone.
 
     Args:
         sampler: how the built-in sampler will run it.
-        lora_layers: how many layers of each name get an adapter; empty if all weights train.
-        trained: the parameters that train, of all.
-        remarks: sentences on what was dequantised, and on what does not train.
+        lora_layers: the number of layers with an adapter, by name; empty if all weights train.
+        trained: the number of parameters, and of those that train.
+        remarks: sentences about dequantised weights, and about weights that do not train.
     """
 
     sampler: str
@@ -97,13 +100,13 @@ class ModelFacts:
 
 
 def check(config: ModelConfig, folder: Path) -> ModelFacts:
-    """Check that `load` would succeed, without reading weights: only their shapes in the files' headers.
+    """Check that `load` would succeed. It reads no weights, only their shapes in the files' headers.
 
-    The attention implementation is left to `load`: what matters is the machine that loads the model.
+    The attention implementation is not checked: it depends on the machine that loads the model.
 
     Raises:
-        ModelError: the files make no model or tokenizer, the weights are incomplete or differ in shape from the config, the
-            chat template cannot be rendered, or there is nothing that LoRA could train.
+        ModelError: the files are not a valid model or tokenizer, the weights are incomplete or have other shapes than the
+            config, the chat template cannot be rendered, or LoRA has no layer to train.
     """
     check_code(config, folder)
     longest, vocabulary = context_and_vocabulary(folder, config.trust_remote_code)
@@ -125,7 +128,7 @@ def check(config: ModelConfig, folder: Path) -> ModelFacts:
 
 
 def _describe_sampler(config: ModelConfig, model: Any, longest: int) -> str:
-    """How the sampler will run the model, if the try at load confirms it."""
+    """Return how the sampler will run the model, if the test at load confirms it."""
     layout = read_layout(model.config, longest)
     masked = model.config._attn_implementation == "sdpa" and config.attn_implementation in ("auto", "sdpa")
     if layout is None or not (layout.window is None or masked):
@@ -146,22 +149,22 @@ def _remark_on_experts(model: Any) -> tuple[str, ...]:
 
 
 def _place(name: str) -> str:
-    """A weight's place in its layer: a model with several parts may keep its text layers under another name."""
+    """Return a weight's name within its layer. A model with several parts may keep its text layers under another prefix."""
     return name.rpartition("layers.")[2]
 
 
 def _check_vocabulary(chat: Chat, vocabulary: int, folder: Path) -> None:
-    """Raises ModelError for a tokenizer that is not the model's; tokens that were added to one may exceed the vocabulary."""
+    """Raise ModelError if the tokenizer belongs to another model. Tokens that were added to it may exceed the vocabulary."""
     if chat.tokenizer.vocab_size > vocabulary:
         problem = f"The tokenizer in {str(folder)!r} has {chat.tokenizer.vocab_size:,} tokens, the model only {vocabulary:,}"
         raise ModelError(f"{problem}: it belongs to another model.", _COPY)
 
 
 def build_without_weights(config: ModelConfig, folder: Path) -> Any:
-    """Build the model that the folder's config describes, on the device `meta`, which holds no numbers.
+    """Build the model that the folder's config describes, on the device `meta`, which stores no numbers.
 
     Raises:
-        ModelError: the config describes no causal language model.
+        ModelError: the config does not describe a causal language model.
     """
     with _loading_lock, pause_gc(), _translate_faults(folder, "model"), torch.device("meta"):
         described = AutoConfig.from_pretrained(folder, **_options(config.trust_remote_code))
@@ -170,7 +173,7 @@ def build_without_weights(config: ModelConfig, folder: Path) -> Any:
 
 
 def _refuse_other_kinds(config: Any) -> None:
-    """Raises ModelError for a model that does not read tokens from left to right, as far as its config says."""
+    """Raise ModelError if, by its config, the model is not a causal language model."""
     is_supported = type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(
         config, "auto_map", {}
     )
@@ -183,8 +186,8 @@ def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
     """Return the layers that LoRA trains.
 
     Raises:
-        ModelError: the model lacks layers that the config names, or has no linear layer. Of the layers in an older run's
-            default, which its config names one by one, one suffices.
+        ModelError: the model lacks layers that the config names, or has no linear layer. Configs of older runs name the layers
+            of their default; for these, one existing layer suffices.
     """
     head = model.get_output_embeddings()
     linear = {
@@ -210,12 +213,12 @@ def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
 
 
 def _width(layer: Any) -> int:
-    """The number of a linear layer's inputs and outputs."""
+    """Return the number of a linear layer's inputs plus outputs."""
     return int(layer.in_features + layer.out_features if isinstance(layer, nn.Linear) else sum(layer.weight.shape))
 
 
 def _decoder_modules(model: Any) -> list[tuple[str, str]]:
-    """(name of the decoder in the model, name in the decoder) of each module of the language model's decoder."""
+    """Return (name of the decoder in the model, name in the decoder) of each module of the language model's decoder."""
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # some models call their head so
         decoder = model
@@ -229,7 +232,10 @@ def _other_shapes(folder: Path, which: str = "") -> ModelError:
 
 
 def lora_config(config: ModelConfig, rank: int, layers: LoraLayers) -> "LoraConfig":
-    """LoRA (Hu et al. 2021) on these layers, by default on all linear ones, as in QLoRA (Dettmers et al. 2023)."""
+    """Return PEFT's config of LoRA (Hu et al. 2021) on these layers.
+
+    The default is all linear layers, as in QLoRA (Dettmers et al. 2023).
+    """
     # Imported here: with bitsandbytes it takes as long as all other imports, and full weights need neither.
     from peft import LoraConfig
 
@@ -244,12 +250,12 @@ def lora_config(config: ModelConfig, rank: int, layers: LoraLayers) -> "LoraConf
 
 
 def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
-    """Return (tokens that fit into one row, number of ids in the model's last layer).
+    """Return the most tokens of one row, and the number of ids in the model's last layer.
 
-    A model whose config names no limit, such as one without positions, has none.
+    If the config names no limit, as for models without positions, the first number is `MAX_INT`.
 
     Raises:
-        ModelError: the files make no model.
+        ModelError: the files are not a valid model.
     """
     with _translate_faults(folder, "model"):
         config = AutoConfig.from_pretrained(folder, **_options(code)).get_text_config()
@@ -258,21 +264,24 @@ def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
 
 
 def load_tokenizer(folder: Path, code: bool = False) -> Any:
-    """Load the folder's tokenizer; `code`: the folder's own code may run.
+    """Load the folder's tokenizer.
+
+    Args:
+        code: whether the folder's own code may run.
 
     Raises:
-        ModelError: the files make no tokenizer.
+        ModelError: the files are not a valid tokenizer.
     """
     with _translate_faults(folder, "tokenizer"):
         return AutoTokenizer.from_pretrained(folder, **_options(code))
 
 
 def load_chat(config: ModelConfig, folder: Path) -> Chat:
-    """Load the folder's tokenizer with the chat template and the tool format that the config names.
+    """Load the folder's tokenizer, with the chat template and the tool format of the config.
 
     Raises:
-        ModelError: the files make no tokenizer, or its template cannot be rendered.
-        ConfigError: there is no such format.
+        ModelError: the files are not a valid tokenizer, or its template cannot be rendered.
+        ConfigError: the tool format does not exist.
     """
     tokenizer = load_tokenizer(folder, config.trust_remote_code)
     if config.chat_template is not None:
@@ -281,7 +290,7 @@ def load_chat(config: ModelConfig, folder: Path) -> Chat:
 
 
 def read_stop_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a turn by `generation_config.json`, or by `config.json` where that file names none."""
+    """Return the ids that end a turn, from `generation_config.json`, or from `config.json` if that file lists none."""
     for name in ("generation_config.json", "config.json"):
         listed = read_object(folder / name).get("eos_token_id")
         ids = [token for token in (listed if isinstance(listed, list) else [listed]) if type(token) is int]
@@ -292,7 +301,10 @@ def read_stop_ids(folder: Path) -> tuple[int, ...]:
 
 @contextmanager
 def _translate_faults(folder: Path, part: str) -> Iterator[None]:
-    """Turns errors of the folder's files into one sentence; errors of the machine, such as out of memory, pass unchanged."""
+    """Convert exceptions about the folder's files to ModelError.
+
+    Exceptions of the machine, such as out of memory, are not changed.
+    """
     try:
         yield
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
@@ -307,7 +319,10 @@ def _translate_faults(folder: Path, part: str) -> Iterator[None]:
 
 @contextmanager
 def _translate_attention(config: ModelConfig) -> Iterator[None]:
-    """Turns transformers' refusal of an attention implementation, by the install or by the model, into one sentence."""
+    """Convert transformers' refusal of an attention implementation to ModelError.
+
+    This machine or the model may not support it.
+    """
     try:
         yield
     except (ImportError, ValueError) as error:
@@ -318,12 +333,12 @@ def _translate_attention(config: ModelConfig) -> Iterator[None]:
 
 
 def _options(code: bool) -> dict[str, Any]:
-    """The options of every `from_pretrained`."""
+    """Return the options that every call of `from_pretrained` gets."""
     return {"local_files_only": True, "trust_remote_code": code}
 
 
 def _sentence(error: Exception) -> str:
-    """transformers' message, without its advice to install another transformers."""
+    """Return transformers' message without its advice to install another transformers."""
     text = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
     return f"it names an unknown {text}" if isinstance(error, KeyError) else text[:300]
 
@@ -350,7 +365,10 @@ def _placement(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def _disable_repacking(model: Any) -> Any:
-    """Stops bitsandbytes' repacking for the CPU: the first sampled token would repack for good, and training would fail."""
+    """Disable bitsandbytes' repacking for the CPU.
+
+    The first sampled token would repack permanently, and training would fail.
+    """
     from bitsandbytes.nn.modules import Linear4bit
 
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""Logprobs by teacher forcing: the logprob of every wanted token of a row, given those before it.
+"""Logprobs by teacher forcing: the logprob of every wanted token of a row, given the tokens before it.
 
-The model's body reads every token; its head sees only the wanted positions (`models.lm_head`). Rows with a common beginning,
-such as the episodes of a group, share it: it is read once, its keys and values serve all of its rows, and the gradient comes
-back through them as a sum. The result is the same up to the order of sums.
+The model's body reads every token; its head computes only the wanted positions (`models.lm_head`). Rows with a common
+beginning, such as the episodes of a group, share it: it is read once, and all of its rows use its keys and values. The gradient
+flows back through them as a sum. The result is the same up to the order of sums.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,19 +22,19 @@ from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.lm_head import head_logprobs, logits_logprobs
 
 _plain_models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Model -> whether its logits are exactly its head applied to its body's last hidden states."""
+"""By model, whether its logits are exactly its head applied to its body's last hidden states."""
 
 _apart_models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Model -> whether rows packed on one line do not see each other."""
+"""By model, whether rows packed on one line do not attend to each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Common beginnings of the rows (B): G prefixes of up to S tokens, padded on the right.
+    """Common beginnings of rows: G prefixes of up to S tokens, padded on the right.
 
     Args:
         ids: (G, S).
-        mask: (G, S), 1 where there is a token.
+        mask: (G, S), 1 if there is a token.
         of: (B,), the number of the prefix that each row continues.
     """
 
@@ -45,11 +45,11 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of the tokens 1..T-1, each (B, T - 1) and 0 where not wanted: float32, or float64 if the model computes in it.
+    """Scores of the tokens 1..T-1, each (B, T - 1) and 0 if not wanted: float32, or float64 if the model computes in float64.
 
     Args:
-        logprobs: logprob of each token given those before it, in nats.
-        entropy: entropy of the distribution before each token, in nats.
+        logprobs: the logprob of each token given those before it, in nats.
+        entropy: the entropy of the distribution before each token, in nats.
         values: the critic's value before each token; None without a critic.
     """
 
@@ -66,19 +66,19 @@ def token_logprobs(
     wanted: Tensor | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `token_scores` without a critic: the logprobs, and the entropies without a gradient."""
+    """Return the logprobs and the entropies of `token_scores`, without a critic. The entropies have no gradient."""
     scores = token_scores(model, input_ids, attention_mask, temperature, wanted, prefixes)
     return scores.logprobs, scores.entropy
 
 
 def line_logprobs(model: nn.Module, input_ids: Tensor, positions: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return logprobs of the wanted tokens on lines that pack several rows; as `token_scores`. Requires `keeps_apart(model)`.
+    """Return logprobs (B, T - 1) of the wanted tokens on lines that pack several rows. Requires `keeps_apart(model)`.
 
     Args:
         input_ids: (B, T).
-        positions: (B, T), the position of each token in its row; 0 begins a row.
-        wanted: (B, T), True where a token is scored; never a row's first.
-        temperature: logits are divided by it.
+        positions: (B, T), the position of each token in its row; a row begins at 0.
+        wanted: (B, T), True if a token is scored; never the first of a row.
+        temperature: the divisor of the logits.
     """
     causal = causal_model(model)
     chosen = wanted[:, 1:]
@@ -98,13 +98,13 @@ def token_scores(
     critic: nn.Linear | None = None,
     entropy_trains: bool = False,
 ) -> Scores:
-    """Logprob of every wanted token given those before it, entropy of its distribution, and its value.
+    """Return the logprob of every wanted token given those before it, the entropy of its distribution, and its value.
 
     Args:
         input_ids: (B, T), padded on the right.
-        attention_mask: (B, T), 1 where there is a token.
-        temperature: logits are divided by it, as the sampler did.
-        wanted: (B, T), True where a token is scored; None for all.
+        attention_mask: (B, T), 1 if there is a token.
+        temperature: the divisor of the logits, as in the sampler.
+        wanted: (B, T), True if a token is scored; None: all are.
         prefixes: the beginnings that the rows continue; requires `shares_prefixes(model)`.
         critic: (H) -> (1), applied to the hidden state before the token.
         entropy_trains: whether the entropy has a gradient.
@@ -124,17 +124,17 @@ def token_scores(
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
-    """Return the language model itself, without peft's wrapper."""
+    """Return the language model itself, without PEFT's wrapper."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def cache_parameter(model: nn.Module) -> str:
-    """Return the name by which the model's forward pass takes its cache; transformers 5.24 has renamed it."""
+    """Return the name of the cache parameter in the model's forward pass; transformers 5.24 has renamed it."""
     return next((name for name in ("cache", "cache_params") if takes_parameter(model, name)), "past_key_values")
 
 
 def takes_parameter(model: nn.Module, name: str) -> bool:
-    """Return whether the language model's forward pass names such a parameter."""
+    """Return True if the language model's forward pass has a parameter of that name."""
     return name in _parameters(type(causal_model(model)).forward)
 
 
@@ -144,7 +144,7 @@ def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 def kept_logits(model: nn.Module, keep: int | Tensor, **inputs: Any) -> Tensor:
-    """Return the model's own logits (B, N, V) at N places: the last `keep`, or those in a tensor."""
+    """Return the model's own logits (B, N, V) at N positions: the last `keep`, or those in a tensor."""
     if takes_parameter(model, "logits_to_keep"):
         logits: Tensor = model(**inputs, logits_to_keep=keep).logits
         return logits
@@ -153,8 +153,9 @@ def kept_logits(model: nn.Module, keep: int | Tensor, **inputs: Any) -> Tensor:
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Return whether rows can continue cached keys and values: every layer attends to all earlier tokens, and the head is
-    plain.
+    """Return True if rows can continue cached keys and values.
+
+    Every layer must attend to all earlier tokens, and the logits must be the head's output on the last hidden states.
     """
     causal = causal_model(model)
     layers = DynamicCache(config=causal.config).layers
@@ -162,7 +163,7 @@ def shares_prefixes(model: nn.Module) -> bool:
 
 
 def keeps_apart(model: nn.Module) -> bool:
-    """Return whether rows packed on one line do not see each other; tried out once per model."""
+    """Return True if rows packed on one line do not attend to each other. It is tested once per model."""
     causal = causal_model(model)
     if causal not in _apart_models:
         training = causal.training
@@ -174,7 +175,7 @@ def keeps_apart(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _probe_keeps_apart(causal: PreTrainedModel) -> bool:
-    """Compares a row alone with the same row between others on one line."""
+    """Compare a row with the same row after and before other rows on a line."""
     first, other, row = [1, 2, 3, 4], [4, 3, 2, 1], [2, 4, 1]
     lines = [[*first, *row], [*other, *row], [*row, *first]]
     positions = [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3]]
@@ -186,16 +187,18 @@ def _probe_keeps_apart(causal: PreTrainedModel) -> bool:
 
 
 def _hidden_on_lines(body: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-    """Last hidden states (B, T, H) of lines of several rows."""
+    """Return the last hidden states (B, T, H) of lines of several rows."""
     return cast(Tensor, body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state)
 
 
 @contextmanager
 def checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
-    """Turn on gradient checkpointing inside: layers in train mode keep only their inputs and are computed again.
+    """Turn on gradient checkpointing inside the context, if `on`.
+
+    Layers in train mode then keep only their inputs and are computed again.
 
     Raises:
-        ModelError: the model cannot do that.
+        ModelError: the model does not support it.
     """
     causal = causal_model(model)
     if not on:
@@ -215,7 +218,7 @@ def checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
 
 
 def _hidden(body: nn.Module, ids: Tensor, mask: Tensor, prefixes: Prefixes | None) -> Tensor:
-    """Last hidden states (B, T, H) of the rows."""
+    """Return the last hidden states (B, T, H) of the rows."""
     if prefixes is None:
         return cast(Tensor, body(**_inputs(ids, mask), use_cache=False).last_hidden_state)
     cache = DynamicCache()
@@ -227,15 +230,15 @@ def _hidden(body: nn.Module, ids: Tensor, mask: Tensor, prefixes: Prefixes | Non
 
 
 def _inputs(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """The inputs of a model's body; the mask may also cover tokens that were read before."""
+    """Return the inputs of a model's body. The mask may also cover tokens that were read before."""
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
 
 
 def _own_logits(causal: nn.Module, ids: Tensor, mask: Tensor, chosen: Tensor, hidden: bool) -> tuple[Tensor, Tensor]:
-    """The model's own logits (N, V) before the chosen tokens (B, T - 1), computed for columns where any row has one.
+    """Return the model's own logits (N, V) before the chosen tokens (B, T - 1), computed for columns in which any row has one.
 
-    With `hidden` also the last hidden states (N, H) there, else an empty tensor (0,).
+    With `hidden` also return the last hidden states (N, H) there, else an empty tensor (0,).
     """
     columns = chosen.any(0).nonzero()[:, 0]
     if not hidden:
@@ -253,7 +256,7 @@ def _is_plain(causal: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _probe_plain_head(causal: PreTrainedModel) -> bool:
-    """Runs the model, and compares its head's input with the body's hidden states, and its output with the logits."""
+    """Run the model, and compare its head's input with the body's hidden states, and the head's output with the logits."""
     head, body = causal.get_output_embeddings(), causal.base_model  # type: ignore[no-untyped-call]
     if type(head) is not nn.Linear or body is causal:
         return False

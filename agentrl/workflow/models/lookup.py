@@ -1,7 +1,7 @@
-"""Lookup of models by name: the folder of files, their hash, and the LoRA rank; nothing is loaded, so torch is not needed.
+"""The lookup of models by name: the folder of files, their hash, and the LoRA rank. It loads no weights, and needs no torch.
 
-A model is a folder in the hub's format: `config.json`, `*.safetensors`, tokenizer files. A name is `tiny` (made by
-`agentrl sft`), a folder in the models directory, a path, or a name on the hub.
+A model is a folder in the hub's format: `config.json`, `*.safetensors`, tokenizer files. A name is `tiny` (made by `agentrl
+sft`), a folder in the models directory, a path, or a name on the hub.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from agentrl.workflow.trajectory import PolicyRef
 
 TINY = "tiny"
 TINY_DATASET = "arithmetic"
-"""The dataset whose model the name `tiny` means if no dataset is named."""
+"""The dataset whose model the name `tiny` means if no dataset is given."""
 SMALL = 50_000_000
-"""Below this many parameters all weights train, unless the config says otherwise."""
+"""The number of parameters below which all weights train, unless the config sets a rank."""
 TRUST = "Read the code, and pass --trust-remote-code if it may run here."
 MAX_FILE_BYTES = 1 << 43
-"""No file of weights on the hub is larger."""
+"""The most bytes of a weights file on the hub."""
 MAX_CONFIG = 1 << 24
-"""The most bytes read of a model's config."""
+"""The most bytes that are read of a model's config."""
 _FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
 HUB_HINT = "Pass a local model folder, or tiny."
 _TEXT_FILES = (
@@ -42,12 +42,11 @@ _TEXT_FILES = (
 
 
 def resolve_model(name: str, dataset: str) -> str:
-    """Return the folder, or hub name, that a model's name means for runs on that dataset; of a GGUF file, the folder made of
-    it.
+    """Return the folder, or hub name, of a model's name for runs on that dataset. A GGUF file is converted to a folder.
 
     Raises:
-        ModelError: the tiny model for this dataset has not been made yet, or a GGUF file is no model.
-        ConfigError: there is no such dataset.
+        ModelError: the tiny model for this dataset does not exist yet, or a GGUF file is not a valid model.
+        ConfigError: the dataset does not exist.
     """
     folder = settings().models_dir / (sft_model_name(name, dataset) if name == TINY else name)
     if (folder / "config.json").is_file():
@@ -63,7 +62,7 @@ def starting_policy(name: str, dataset: str) -> PolicyRef:
     """Return the policy of an untrained base. A local folder is hashed now, a hub model when a worker first loads it.
 
     Raises:
-        ModelError: there is no such folder, and no such model on the hub.
+        ModelError: the folder does not exist, or the hub has no such model.
     """
     base = existing_model(name, dataset)
     folder = Path(base)
@@ -71,7 +70,7 @@ def starting_policy(name: str, dataset: str) -> PolicyRef:
 
 
 def existing_model(name: str, dataset: str) -> str:
-    """As `resolve_model`, and checks that the folder or hub model exists. Raises as `starting_policy`."""
+    """Return `resolve_model`'s result, after a check that the folder or hub model exists. Raises as `starting_policy`."""
     base = resolve_model(name, dataset)
     folder = Path(base)
     if not folder.is_dir():
@@ -96,12 +95,15 @@ def _no_tiny(dataset: str) -> ModelError:
 
 
 def sft_model_name(model: str, dataset: str) -> str:
-    """Return the name of the model that `agentrl sft` makes: `tiny-arithmetic`."""
+    """Return the default name of a model that `agentrl sft` makes, such as `tiny-arithmetic`."""
     return f"{Path(model).name}-{Path(dataset).stem}"
 
 
 def refuse_existing(target: Path, overwrite: bool, how: str = "Pass --force") -> None:
-    """Raise ConflictError if the folder exists; only one with a RECORD may be overwritten, which `how` asks for."""
+    """Raise ConflictError if the folder exists and may not be overwritten.
+
+    Only a folder with a `RECORD` may be overwritten, and only with `overwrite`. `how` says in the hint how to request that.
+    """
     if not target.exists():
         return
     if not overwrite:
@@ -111,14 +113,14 @@ def refuse_existing(target: Path, overwrite: bool, how: str = "Pass --force") ->
 
 
 def code_files(folder: Path) -> tuple[Path, ...]:
-    """Return the code files in a model's folder, if its config or its tokenizer's names one of them."""
+    """Return the code files in a model's folder; none unless the config of the model or the tokenizer names one of them."""
     modules = {name for config in ("config.json", "tokenizer_config.json") for name in _named_modules(folder / config)}
     there = tuple(sorted(folder.glob("*.py")))
     return there if modules & {file.stem for file in there} else ()
 
 
 def _named_modules(file: Path) -> Iterator[str]:
-    """The modules that `auto_map` names (`modeling_x` in `modeling_x.Model`), singly or in lists."""
+    """Yield the modules that `auto_map` names (`modeling_x` in `modeling_x.Model`), singly or in lists."""
     try:
         with file.open("rb") as stream:
             tree = json.loads(stream.read(MAX_CONFIG))
@@ -139,16 +141,19 @@ def check_code(config: ModelConfig, folder: Path) -> None:
 
 
 def code_hash(folder: Path) -> str:
-    """Return sha256 over the code in a model's folder; empty if there is none."""
+    """Return the sha256 over the code in a model's folder; empty if there is none."""
     lines = [f"{file.name} {sha256_file(file)}" for file in code_files(folder)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
 
 
 def model_folder(path: str, code: bool = False) -> Path:
-    """Return the local folder of a model, fetched from the hub if needed, with its code if `code` may run.
+    """Return the local folder of a model. It is downloaded from the hub if needed.
+
+    Args:
+        code: whether the model's own code may run; it is then downloaded too.
 
     Raises:
-        ModelError: there is no such folder, and the hub does not know the model or cannot be reached.
+        ModelError: the folder does not exist or has no config, the hub has no such model, or the hub cannot be reached.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
@@ -161,10 +166,10 @@ def model_folder(path: str, code: bool = False) -> Path:
 
 
 def local_folder(path: str) -> Path | None:
-    """Return the folder of a model on this machine, the hub's cache included; None for a hub model that was not fetched yet.
+    """Return the folder of a model on this machine, including the hub's cache; None for a hub model that is not downloaded yet.
 
     Raises:
-        ModelError: the folder holds no model.
+        ModelError: the folder does not contain a model.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -182,7 +187,7 @@ def check_on_hub(name: str) -> None:
     """Check that a hub model exists, in the cache or on the hub.
 
     Raises:
-        ModelError: the hub does not know it, or cannot be reached.
+        ModelError: the hub has no such model, or cannot be reached.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -219,15 +224,16 @@ def _download(name: str, code: bool) -> Path:
 
 
 def find_model_files(name: str, dataset: str) -> ModelFiles | None:
-    """Read what a model's files say of it, on this machine or, without downloading weights, on the hub.
+    """Return the config and shapes from a model's files, on this machine or on the hub. No weights are downloaded.
 
-    Returns None if neither can say: the hub does not know the model, or does not answer.
+    Returns None if the hub does not know the model, or does not respond.
 
     Args:
-        name: a model's name or folder; `dataset` decides which model `tiny` is.
+        name: a model's name or folder.
+        dataset: the dataset that decides which model `tiny` is.
 
     Raises:
-        ModelError: there is no such model here, or its files are malformed.
+        ModelError: the model does not exist here, or its files are malformed.
     """
     base = resolve_model(name, dataset)
     folder = local_folder(base)
@@ -264,7 +270,7 @@ def lora_rank(config: ModelConfig, folder: Path) -> int:
 
 
 def lora_rank_of(config: ModelConfig, shapes: Shapes) -> int:
-    """Return the LoRA rank in effect for a model of these weights."""
+    """Return the LoRA rank in effect for a model with these weights; 0 trains all weights."""
     if config.lora_r is not None:
         return config.lora_r
     if config.load_in_4bit or config.load_in_8bit:
@@ -273,10 +279,10 @@ def lora_rank_of(config: ModelConfig, shapes: Shapes) -> int:
 
 
 def base_hash(folder: Path) -> str:
-    """Return sha256 over a model's weights, config and tokenizer files (about a second per gigabyte).
+    """Return the sha256 over a model's weights, config and tokenizer files (about a second per gigabyte).
 
     Raises:
-        ModelError: the folder holds no `*.safetensors`.
+        ModelError: the folder has no `*.safetensors`.
     """
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
@@ -287,7 +293,10 @@ def base_hash(folder: Path) -> str:
 
 
 def check_base(base: str, expected_hash: str) -> None:
-    """Check by its hash (empty: not known) that a local base is the one that weights were trained on.
+    """Check that a local base is the one that weights were trained on.
+
+    Args:
+        expected_hash: the recorded hash of the base; empty if it is unknown.
 
     Raises:
         ModelError: the base has changed.

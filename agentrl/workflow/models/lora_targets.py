@@ -1,6 +1,6 @@
-"""Which layers LoRA trains, by their names: those of the config, or by default every linear layer of the decoder.
+"""The layers that LoRA trains, by name: those of the config, or by default every linear layer of the decoder.
 
-Nothing here needs torch: names and shapes come from a loaded model or from the headers of its files.
+This module needs no torch: names and shapes come from a loaded model or from the headers of its files.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,8 +10,10 @@ from agentrl.workflow.config import ALL_LINEAR
 from agentrl.workflow.models.headers import Shapes
 
 LEFT_OUT = frozenset({"gate", "router", "shared_expert_gate", "indexer", "encoder_attn"})
-"""Parts of models that get no adapter: layers that choose experts, whose choice an adapter makes unstable; layers that choose
-keys, which get no gradient; attention to an encoder, which a decoder alone has not.
+"""Parts of models that get no adapter.
+
+An adapter makes the choice of experts unstable. Layers that choose keys get no gradient. A decoder alone has no attention to an
+encoder.
 """
 
 
@@ -20,10 +22,10 @@ class LoraLayers:
     """The layers of a model that LoRA trains.
 
     Args:
-        names: their full names.
-        targets: names that choose these layers and no others: the last ones where that suffices.
-        width: the number of weights that an adapter of rank 1 has.
-        transposed: the layers keep their weights as (inputs, outputs), as GPT-2's do.
+        names: the full names of the layers.
+        targets: names that select these layers and no others: only the last parts of the names, if they suffice.
+        width: the number of weights of an adapter with rank 1.
+        transposed: whether the layers store their weights as (inputs, outputs), as in GPT-2.
     """
 
     names: tuple[str, ...]
@@ -33,28 +35,32 @@ class LoraLayers:
 
     @classmethod
     def of(cls, chosen: Mapping[str, int], modules: Iterable[str], transposed: bool) -> "LoraLayers":
-        """Return the chosen ones among all modules of a model; `chosen`: layer -> its inputs and outputs."""
+        """Return the selected layers among all modules of a model.
+
+        Args:
+            chosen: the number of inputs plus outputs of each selected layer, by name.
+        """
         last = tuple(count_by_name(chosen))
         taken = {_last(name) for name in set(modules) - set(chosen)}
         return cls(tuple(chosen), tuple(chosen) if taken & set(last) else last, sum(chosen.values()), transposed)
 
 
 EXPERT_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Names that PEFT takes for those of experts in a model that has experts, though other layers have them too."""
+"""The names that PEFT treats as experts in a model that has experts, though other layers have them too."""
 
 _NO_DECODER = ("embed", "vision", "visual", "audio", "multi_modal", "conv1d")
-"""Parts of names of what is no linear layer of the decoder, where only a file's names are known."""
+"""Parts of names of weights that are not linear layers of the decoder, for use when only a file's names are known."""
 
 
 def choose_linear(names: Iterable[str], siblings: Collection[str]) -> list[str]:
-    """Return the layers of LoRA's default among the linear layers of a decoder.
+    """Return the layers that LoRA trains by default, among the linear layers of a decoder.
 
-    The parts in `LEFT_OUT` get none, nor do the output and step-size layers of Mamba, whose kernels read the weights past an
-    adapter. In a model with experts, other layers with names of experts get none either.
+    Layers in `LEFT_OUT` get no adapter. Nor do the output and step-size layers of Mamba: its kernels read the weights directly,
+    without an adapter. In a model with experts, other layers with names of experts get none either.
 
     Args:
-        names: of the linear layers, without the head.
-        siblings: names of all parameters of the model; Mamba's layers have one called `D`.
+        names: the names of the linear layers, without the head.
+        siblings: the names of all parameters of the model; Mamba's layers have one called `D`.
     """
     hidden = EXPERT_NAMES if any(".experts." in name for name in siblings) else frozenset()
     candidates = [name for name in names if not LEFT_OUT & set(name.split(".")) and _last(name) not in hidden]
@@ -62,7 +68,7 @@ def choose_linear(names: Iterable[str], siblings: Collection[str]) -> list[str]:
 
 
 def adapted_shapes(shapes: Shapes, targets: Sequence[str], vocabulary: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the weights that get an adapter, as far as the names in a model's files say.
+    """Return the shapes of the weights that get an adapter, as far as the names in a model's files tell.
 
     Args:
         vocabulary: the number of token ids; embedding and head have that many rows.
@@ -78,7 +84,7 @@ def adapted_shapes(shapes: Shapes, targets: Sequence[str], vocabulary: int) -> l
 
 
 def count_by_name(names: Iterable[str]) -> dict[str, int]:
-    """Return how many layers there are of each last name, in the order in which they come."""
+    """Return the number of layers by the last part of their name, in the order of first occurrence."""
     counts: dict[str, int] = {}
     for name in names:
         counts[_last(name)] = counts.get(_last(name), 0) + 1

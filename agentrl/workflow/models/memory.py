@@ -1,4 +1,4 @@
-"""Memory handed over to other processes: what torch and the C library would keep for later."""
+"""The return of freed memory to other processes, which torch and the C library would otherwise keep."""
 
 import ctypes
 import platform
@@ -11,13 +11,16 @@ MMAP_THRESHOLD = -3
 """`M_MMAP_THRESHOLD` of glibc's malloc.h."""
 
 RETURN_THRESHOLD, DEFAULT_THRESHOLD = 2**20, 2**25
-"""Allocation sizes, in bytes, from which memory comes from the system, not the heap: inside the context, and else (glibc's)."""
+"""The allocation size, in bytes, from which memory comes from the system instead of the heap.
+
+The first is used inside the context; the second is glibc's default.
+"""
 
 
 def free_cached_blocks(device: torch.device) -> None:
-    """Return the blocks that torch's allocator keeps for later to the GPU, where another process may need them.
+    """Return the free blocks of torch's allocator to the GPU, where another process may need them.
 
-    Does nothing for another kind of device.
+    On another kind of device it does nothing.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -25,7 +28,10 @@ def free_cached_blocks(device: torch.device) -> None:
 
 @contextmanager
 def return_freed_memory(device: torch.device, lean: bool) -> Iterator[None]:
-    """Return memory that is freed inside to the GPU at the end, and if `lean`, that of the CPU to the system at once."""
+    """Return GPU memory that was freed inside the context at its end.
+
+    If `lean`, return freed CPU memory to the system at once.
+    """
     try:
         with _without_heap(lean):
             yield
@@ -35,7 +41,7 @@ def return_freed_memory(device: torch.device, lean: bool) -> Iterator[None]:
 
 @contextmanager
 def _without_heap(wanted: bool) -> Iterator[None]:
-    """Returns the memory of large CPU tensors to the system as soon as they are freed, at the price of time.
+    """Return the memory of large CPU tensors to the system as soon as they are freed, at the cost of time.
 
     glibc's heap cannot reuse a gap for an aligned tensor of the same size, so an update of a quantised base held twice the
     memory in use. With another C library this does nothing.

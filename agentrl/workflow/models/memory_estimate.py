@@ -1,7 +1,7 @@
-"""An estimate of an iteration's memory, in bytes by part, from a model's files; no weights are loaded.
+"""An estimate of an iteration's memory, in bytes by part, from a model's files. No weights are loaded.
 
-What the libraries take for themselves (CUDA: about half a GiB), and what lies free between the parts, is not included. The
-parts are checked against a loaded model and against what autograd saves in `tests/models/test_memory_estimate.py`.
+It does not include the libraries' own memory (CUDA: about half a GiB), or gaps between the parts.
+`tests/models/test_memory_estimate.py` checks the parts against a loaded model and against the tensors that autograd saves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,48 +15,51 @@ from agentrl.workflow.models.headers import ModelFiles, Shapes
 from agentrl.workflow.models.lora_targets import adapted_shapes
 
 FLOAT = 4
-"""Bytes of a float32."""
+"""The bytes of a float32."""
 LENGTH_STEP = 64
-"""The cache of keys and values grows by multiples of this many tokens, so that a long turn is not copied at each token."""
+"""The multiple of tokens by which the cache of keys and values grows, so a long turn is not copied at each token."""
 HEAD_CHUNK = 2**23
-"""Logits in memory at once in an update: 32 MB in float32."""
+"""The number of logits in memory at once in an update: 32 MB in float32."""
 COPY_LIMIT = 250_000_000
-"""Below this many parameters the sampler of a fully trained model has its weights twice: as modules, and packed for its forward
-pass. Beside the trained copy, its gradient and two moments, that is a sixth copy."""
+"""The number of parameters below which the sampler of a fully trained model holds its weights twice.
+
+It holds them as modules, and packed for its forward pass. Together with the trained copy, its gradient and two moments, the
+packed copy is the sixth.
+"""
 
 MICROBATCH_TOKENS = 1536
-"""Tokens of a microbatch where neither the config nor a GPU's memory decides."""
+"""The tokens of a microbatch if neither the config nor a GPU's memory decides."""
 FREE_SHARE = 0.8
-"""The share of a GPU's free memory that a microbatch may take; the estimate leaves out what lies free between its parts."""
+"""The share of a GPU's free memory that a microbatch may take. The rest is for gaps, which the estimate does not include."""
 
 RECURRENT_SIZES = (
     ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
 )
-"""The sizes of a layer's recurrent state, as configs name them: gated delta nets (Qwen3.5), Mamba 2 (Granite 4, Falcon-H1)."""
+"""The config keys with the sizes of a layer's recurrent state: gated delta nets (Qwen3.5), Mamba 2 (Granite 4, Falcon-H1)."""
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError)
-"""What a config that is not of a real model raises."""
+"""The exceptions that a config with missing or invalid sizes raises."""
 
 MAX_BYTES = 2**60
-"""No estimate is larger."""
+"""The bytes from which an estimate is treated as invalid."""
 
 Parts = Mapping[str, int]
-"""Bytes, by what takes them."""
+"""The bytes of memory, by a description of their use."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides how much memory is taken.
+    """The sizes that decide how much memory is needed.
 
     Args:
-        config: the object in the model's `config.json`, of the text model where it is one of several.
-        weights: shapes of all weights.
-        rank: of the LoRA adapters; 0 trains all weights.
+        config: the object in the model's `config.json`; in a model with several parts, that of the text model.
+        weights: the shapes of all weights.
+        rank: the rank of the LoRA adapters; 0 trains all weights.
         element: bytes per number in the model's computation: 4 on a CPU, 2 on a GPU, 8 with `numerics: exact`.
-        bits: of a stored weight of the projections, where they are quantised; 0: as the model computes.
-        targets: layers that have an adapter.
-        mixed: weights in float32 train with products in 2 bytes.
+        bits: bits per stored weight of quantised projections; 0: not quantised.
+        targets: the layers that have an adapter.
+        mixed: whether float32 weights train with products in 2 bytes.
     """
 
     config: Mapping[str, Any]
@@ -69,60 +72,60 @@ class Shape:
 
     @cached_property
     def hidden(self) -> int:
-        """Width of the hidden states."""
+        """The width of the hidden states."""
         return int(self.config["hidden_size"])
 
     @cached_property
     def layers(self) -> int:
-        """Number of decoder layers."""
+        """The number of decoder layers."""
         return int(self.config["num_hidden_layers"])
 
     @cached_property
     def heads(self) -> int:
-        """Query heads of a layer."""
+        """The number of query heads of a layer."""
         return int(self.config["num_attention_heads"])
 
     @cached_property
     def head_width(self) -> int:
-        """Width of one head."""
+        """The width of one head."""
         return int(self.config.get("head_dim") or self.hidden // self.heads)
 
     @cached_property
     def keys(self) -> int:
-        """Width of a layer's keys."""
+        """The width of a layer's keys."""
         return self.head_width * int(self.config.get("num_key_value_heads") or self.heads)
 
     @cached_property
     def attention_layers(self) -> int:
-        """Number of layers that keep keys and values: all but those of convolutions, Mamba and linear attention."""
+        """The number of layers that keep keys and values: all except convolutions, Mamba and linear attention."""
         kinds: Sequence[str] = self.config.get("layer_types") or ()
         return self.layers - sum(kind == "linear_attention" or "attention" not in kind for kind in kinds)
 
     @cached_property
     def convolution_states(self) -> int:
-        """Numbers that all layers keep of a row for their convolutions: what a kernel (channels, 1, width) reads."""
+        """The numbers per row that all layers keep for their convolutions: the inputs of each kernel (channels, 1, width)."""
         return sum(prod(shape) for name, shape in self.weights.items() if len(shape) == 3 and shape[1] == 1 and "conv" in name)
 
     @cached_property
     def recurrent_states(self) -> int:
-        """Numbers that all layers of linear attention or Mamba keep of a row, in float32."""
+        """The float32 numbers per row that all layers of linear attention or Mamba keep."""
         layers = sum(name.endswith("conv1d.weight") for name in self.weights)
         names = next((names for names in RECURRENT_SIZES if names[0] in self.config), ())
         return layers * prod(int(self.config[name]) for name in names) if names else 0
 
     @cached_property
     def vocabulary(self) -> int:
-        """Number of token ids."""
+        """The number of token ids."""
         return int(self.config["vocab_size"])
 
     @cached_property
     def base(self) -> int:
-        """Weights in the projections: matrices that are neither the embedding nor the head."""
+        """The number of weights in the projections: matrices that are neither the embedding nor the head."""
         return sum(prod(shape) for shape in self.weights.values() if len(shape) == 2 and self.vocabulary not in shape)
 
     @cached_property
     def embeddings(self) -> int:
-        """Weights of the embedding, and of the head where it is one of its own."""
+        """The number of weights of the embedding, and of the head if it is separate."""
         sizes = {name: prod(shape) for name, shape in self.weights.items() if len(shape) == 2 and self.vocabulary in shape}
         if self.config.get("tie_word_embeddings", False):
             sizes = {name: size for name, size in sizes.items() if not name.endswith("lm_head.weight")} or sizes
@@ -130,31 +133,31 @@ class Shape:
 
     @cached_property
     def small(self) -> int:
-        """Biases and norms."""
+        """The number of weights in biases and norms."""
         return sum(prod(shape) for shape in self.weights.values() if len(shape) != 2)
 
     @cached_property
     def adapted(self) -> list[tuple[int, ...]]:
-        """Shapes of the layers that have an adapter."""
+        """The shapes of the layers that have an adapter."""
         return adapted_shapes(self.weights, self.targets, self.vocabulary)
 
     @property
     def lora(self) -> int:
-        """Weights of one adapter."""
+        """The number of weights of one adapter, over all its layers."""
         return sum(self.rank * sum(shape) for shape in self.adapted)
 
     @property
     def all(self) -> int:
-        """Weights of the model without adapters."""
+        """The number of weights of the model without adapters."""
         return self.base + self.embeddings + self.small
 
     @cached_property
     def kept(self) -> int:
-        """Bytes per token that one layer keeps for its backward pass.
+        """The bytes per token that one layer keeps for its backward pass.
 
-        What both norms and all projections read, query, keys, values, attention's result, gate, its SiLU, and up, and what
-        adapters read in between. Norms keep what they read in float32. In mixed precision they keep what they return too, and
-        each of five projections has a copy of its own.
+        These are the inputs of both norms and all projections, query, keys, values, attention's result, gate, its SiLU, and up,
+        and the adapters' intermediate values. Norms keep their input in float32. In mixed precision they keep their output too,
+        and each of five projections has its own copy.
         """
         inner = int(self.config.get("intermediate_size") or 4 * self.hidden)
         adapters = len(self.adapted) // self.layers if self.rank else 0
@@ -163,9 +166,9 @@ class Shape:
         return FLOAT * (norms * self.hidden + self.heads + 2) + self.element * states
 
     def activations(self, tokens: int, checkpointing: bool) -> int:
-        """Return bytes that all layers keep for the backward pass; with checkpointing only what they read.
+        """Return the bytes that all layers keep for the backward pass; with checkpointing only the layers' inputs.
 
-        Weights that are cast to the precision of products are kept too.
+        Weights that are cast to the precision of products are included.
         """
         if checkpointing:
             return tokens * self.layers * (FLOAT if self.mixed else self.element) * self.hidden
@@ -173,8 +176,9 @@ class Shape:
         return tokens * self.layers * self.kept + self.element * cast
 
     def at_work(self, tokens: int, checkpointing: bool) -> int:
-        """Return bytes for one layer's backward pass: its widest gradients and a whole weight, and what it keeps if made
-        again.
+        """Return the bytes for one layer's backward pass: its widest gradients, one complete weight, and its activations.
+
+        The activations are included only with checkpointing, because the layer then computes them again.
         """
         inner = int(self.config.get("intermediate_size") or 4 * self.hidden)
         gradients = FLOAT * (self.hidden + 3 * inner)
@@ -183,7 +187,7 @@ class Shape:
 
 
 def always(shape: Shape) -> Parts:
-    """Return the bytes held while the model is loaded."""
+    """Return the bytes held while the model is loaded, by part."""
     if not shape.rank:
         packed = shape.all < COPY_LIMIT
         return {"trained weights in float32": FLOAT * shape.all, "the sampler's": (1 + packed) * shape.element * shape.all}
@@ -208,9 +212,9 @@ def _projections(shape: Shape) -> Parts:
 
 
 def while_sampling(shape: Shape, rows: int, tokens: int) -> Parts:
-    """Return the bytes needed to sample `rows` rows of up to `tokens` tokens.
+    """Return the bytes needed to sample `rows` rows of up to `tokens` tokens, by part.
 
-    Slots come in powers of two. Layers with a sliding window keep the keys of all tokens too, behind a mask.
+    The number of slots is a power of two. Layers with a sliding window keep the keys of all tokens too, and mask them.
     """
     length, slots = -(-tokens // LENGTH_STEP) * LENGTH_STEP, 1 << (rows - 1).bit_length()
     states = shape.element * shape.convolution_states + FLOAT * shape.recurrent_states
@@ -227,7 +231,7 @@ def while_sampling(shape: Shape, rows: int, tokens: int) -> Parts:
 
 
 def while_updating(shape: Shape, tokens: int, checkpointing: bool) -> Parts:
-    """Return the bytes needed for an update in microbatches of `tokens` tokens."""
+    """Return the bytes needed for an update in microbatches of `tokens` tokens, by part."""
     trained = shape.lora if shape.rank else shape.all
     return {
         "gradients": FLOAT * trained,
@@ -241,10 +245,14 @@ def while_updating(shape: Shape, tokens: int, checkpointing: bool) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes that one process takes which samples and trains: what is always there, and the larger of the two stages.
+    """The bytes that one process needs to sample and train.
 
     Args:
-        rows: that are sampled at once, of so many `tokens` each.
+        always: the bytes that are always held.
+        sampling: the additional bytes while it samples.
+        update: the additional bytes while it updates.
+        rows: the number of rows that are sampled at once.
+        tokens: the tokens of each of these rows.
     """
 
     always: int
@@ -255,7 +263,7 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """Peak bytes."""
+        """The peak memory, in bytes: `always` plus the larger of the two stages."""
         return self.always + max(self.sampling, self.update)
 
     def __str__(self) -> str:
@@ -265,10 +273,10 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: RunConfig, files: ModelFiles, rank: int, slots: int, on_gpu: bool) -> MemoryEstimate | None:
-    """Estimate the memory of a run, or return None where the model's config.json does not say how it is built.
+    """Return an estimate of a run's memory; None if the model's config.json lacks the sizes.
 
     Args:
-        rank: of the LoRA adapters, 0 without.
+        rank: the rank of the LoRA adapters; 0 without.
         slots: the most rows that are sampled at once.
         on_gpu: whether the workers compute on a GPU.
     """
@@ -293,7 +301,7 @@ def estimate_memory(config: RunConfig, files: ModelFiles, rank: int, slots: int,
 
 
 def shape_of(config: RunConfig, files: ModelFiles, rank: int, on_gpu: bool) -> Shape:
-    """Return what decides how much memory a run takes; arguments as of `estimate_memory`."""
+    """Return the sizes that decide how much memory a run needs; for the arguments see `estimate_memory`."""
     model = config.model
     bits = 4 if model.load_in_4bit else 8 if model.load_in_8bit else 0
     text = files.config.get("text_config", files.config)
@@ -305,7 +313,7 @@ def shape_of(config: RunConfig, files: ModelFiles, rank: int, on_gpu: bool) -> S
 def microbatch_that_fits(shape: Shape, free: int, checkpointing: bool) -> int:
     """Return the tokens of the largest microbatch whose update takes at most `FREE_SHARE` of the `free` bytes.
 
-    It is a multiple of 64 from 256 to 16,384; of a model whose config does not say how it is built, `MICROBATCH_TOKENS`.
+    It is a multiple of 64 from 256 to 16,384. If the model's config lacks the sizes, it is `MICROBATCH_TOKENS`.
     """
     try:
         fixed, with_one = (sum(while_updating(shape, tokens, checkpointing).values()) for tokens in (0, 1))

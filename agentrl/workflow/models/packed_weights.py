@@ -1,10 +1,11 @@
-"""Products with weights packed in the layout of a CPU's matrix kernels, for a frozen model that samples.
+"""Products with weights that are packed in the layout of a CPU's matrix kernels, for a frozen model that samples.
 
-A decoding step multiplies few rows by all weights. Plain `torch.nn.functional.linear` packs each weight at every call; here
-oneDNN does so once. The order of sums differs, so logprobs differ by a rounding.
+A decoding step multiplies few rows by all weights. `torch.nn.functional.linear` packs each weight at every call; here oneDNN
+does so once. The order of sums differs, so logprobs differ by a rounding.
 
-torch's operations for this are private, and the processor features they need differ by dtype (bfloat16: AVX-512 or the like).
-So each process tries them out, once per dtype, and multiplies plainly if they are missing, raise or give other numbers.
+torch's operations for this are private, and the processor features that they need differ by dtype (bfloat16: AVX-512 or
+similar). So each process tests them once per dtype. It uses plain products if they are missing, raise an exception or return
+wrong numbers.
 """
 
 from collections.abc import Callable
@@ -17,14 +18,17 @@ from torch.nn import functional
 Product = Callable[[Tensor], Tensor]
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""The dtypes that are packed -> the largest error of a product, relative to its greatest entry."""
+"""The dtypes that are packed, each with the largest error of a product relative to its largest entry."""
 
 WORTH_PRODUCTS = 2_000_000
-"""Below this many multiplications the call of oneDNN takes longer than its product saves."""
+"""The number of multiplications below which the overhead of calling oneDNN exceeds the saved time."""
 
 
 def pack_weight(weight: Tensor, bias: Tensor | None) -> Product:
-    """inputs (..., I) -> (..., O) for the present values of a weight (O, I): packed if this machine can, else plain."""
+    """Return a function from inputs (..., I) to outputs (..., O) for the present values of a weight (O, I).
+
+    The weight is packed if this machine can do so.
+    """
     if not can_pack(weight.device, weight.dtype):
         return lambda inputs: functional.linear(inputs, weight, bias)
     fast = pack_with_onednn(weight, bias)
@@ -40,13 +44,13 @@ def pack_weight(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether weights are packed: on a CPU, in float32 or bfloat16, if this processor and this torch can."""
+    """Return True if weights are packed: on a CPU, in float32 or bfloat16, if this processor and this torch can."""
     return device.type == "cpu" and dtype in ROUNDING and not why_not_packed(dtype)
 
 
 @cache
 def why_not_packed(dtype: torch.dtype) -> str:
-    """Return the reason why this process does not pack a dtype of `ROUNDING`; empty if a packed product was right."""
+    """Return the reason why this process does not pack a dtype of `ROUNDING`; empty if the test product was right."""
     draw = torch.Generator().manual_seed(0)
     weight, bias, inputs = (torch.randn(size, generator=draw).to(dtype) for size in ((80, 48), (80,), (7, 48)))
     exact = functional.linear(inputs.double(), weight.double(), bias.double())
@@ -61,7 +65,7 @@ def why_not_packed(dtype: torch.dtype) -> str:
 
 
 def pack_with_onednn(weight: Tensor, bias: Tensor | None) -> Product:
-    """Return the packed product itself; raises if oneDNN has none."""
+    """Return the packed product. Raise an exception if oneDNN or this torch does not support it."""
     packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def product(inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Counts a model's parameters and those that train: in a module, or in files, without loading them or torch."""
+"""The number of a model's parameters and of those that train: in a module, or in files, without loading them or torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,13 +29,17 @@ class Parameters:
 
 
 def count_trained(base: int, rank: int, layers: LoraLayers | None) -> Parameters:
-    """Count the parameters of a base with LoRA of that rank on these layers; without any, all train."""
+    """Count the parameters of a base with LoRA of that rank on these layers. Without layers all parameters train.
+
+    Args:
+        base: the number of the base's parameters.
+    """
     adapters = rank * layers.width if layers else 0
     return Parameters(adapters or base, base + adapters)
 
 
 def count_parameters(module: "nn.Module") -> Parameters:
-    """Count a module's parameters: quantised layers at their original size, the sampler's adapter left out."""
+    """Count a module's parameters. Quantised layers count with their original size; the sampler's adapter is left out."""
     sizes = [(_size(p), p.requires_grad) for name, p in module.named_parameters() if ".sampler." not in name]
     return Parameters(sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes))
 
@@ -46,7 +50,7 @@ def _size(parameter: "nn.Parameter") -> int:
 
 
 def count_in_files(config: ModelConfig, folder: Path) -> Parameters | None:
-    """Count the parameters of the model in the folder by the headers of its files; None if they do not say."""
+    """Count the parameters of the model in the folder from the headers of its files; None if that is impossible."""
     try:
         return count_in_headers(read_model_files(folder), lora_rank(config, folder), config.lora_targets)
     except ModelError:  # loading it reports the error
@@ -54,11 +58,13 @@ def count_in_files(config: ModelConfig, folder: Path) -> Parameters | None:
 
 
 def count_in_headers(files: ModelFiles, rank: int, targets: Sequence[str]) -> Parameters | None:
-    """Count the parameters; None without any, and for a base that is stored quantised, whose shapes are of packed numbers.
+    """Count the parameters; None if there are none, or if the base is stored quantised.
+
+    The shapes of a quantised base are those of packed numbers.
 
     Args:
-        rank: of LoRA; 0 trains all weights.
-        targets: layers that LoRA trains.
+        rank: the rank of LoRA; 0 trains all weights.
+        targets: the layers that LoRA trains.
     """
     if "quantization_config" in files.config:
         return None

@@ -1,12 +1,12 @@
 """The policy: a base model, the part of it that trains, and the frozen published weights that sampling reads.
 
-There are two kinds. `lora`: one base (4-bit, 8-bit or whole) with two adapter slots: the optimizer writes `policy`, and
-`sampler` holds the published weights; the reference is the base with its adapter switched off. `full`: all weights of a small
-model train, and the sampler is a second, frozen copy. So one process serves rollout and train with one base, and sampling never
-reads a tensor that the optimizer writes.
+There are two kinds. `lora` has one base (4-bit, 8-bit or unquantised) with two adapters: the optimizer writes `policy`, and
+`sampler` holds the published weights. The reference is the base with its adapter switched off. With `full` all weights of a
+small model train, and the sampler is a second, frozen copy. So one process serves rollout and train with one base, and sampling
+never reads a tensor that the optimizer writes.
 
-The context managers `sampling`, `training` and `reference` hand out modules, and `decoding` hands out the sampling weights as
-one function; each holds `lock` while it is open, because they share one base. Keep them short.
+The context managers `sampling`, `training` and `reference` yield modules, and `decoding` yields the sampling weights as one
+function. Each holds `lock` while it is open, because they share one base. Keep them short.
 """
 
 import copy
@@ -52,10 +52,10 @@ class Policy:
         base_hash: the hash that names the base in every `PolicyRef`.
         code_hash: the hash of the base's own code that ran; empty if none did.
         kind: `lora` or `full`.
-        max_context: tokens that fit into one row.
-        vocabulary: number of ids that the model can sample.
+        max_context: the most tokens of one row.
+        vocabulary: the number of ids that the model can sample.
         lock: held while the modules are in use.
-        mixed_dtype: what products of the float32 weights that train compute in; None: in float32.
+        mixed_dtype: the precision of products with trained float32 weights; None: float32.
     """
 
     def __init__(self, config: ModelConfig, folder: Path, device: str, weights: bool = True) -> None:
@@ -92,15 +92,15 @@ class Policy:
         """Load a base and make its trainable part.
 
         Args:
-            config: quantisation, LoRA and numerics. `numerics: exact` computes on the CPU in float64, one thread.
+            config: quantisation, LoRA and numerics. `numerics: exact` computes on the CPU in float64, on one thread.
             path: a folder in the hub's format, or a hub name (see `models.lookup.resolve_model`).
-            device: auto takes a GPU where there is one.
-            threads: CPU threads for the whole process; 0 leaves torch's choice.
-            weights: whether to read the weights now; else at first use: a process that samples with a server may never
-                need them.
+            device: the device; `auto` uses a GPU if there is one.
+            threads: CPU threads for the whole process; 0: torch's choice.
+            weights: whether to read the weights now. Otherwise they are read at first use: a process that samples with a server
+                may never need them.
 
         Raises:
-            ModelError: the model is not found, the hub cannot be reached, or the files make no model.
+            ModelError: the model is not found, the hub cannot be reached, or the files are not a valid model.
         """
         if config.numerics == "exact":
             if device not in ("auto", "cpu"):
@@ -115,37 +115,37 @@ class Policy:
 
     @contextmanager
     def sampling(self) -> Iterator[nn.Module]:
-        """The frozen published weights, in eval mode; the caller computes without gradient."""
+        """Yield the frozen published weights in eval mode. The caller must turn gradients off."""
         with self.lock:
             model = self._active("sampler")
             yield model.eval() if model.training else model
 
     @contextmanager
     def decoding(self) -> Iterator[Pass]:
-        """The weights of `sampling` as the engine's forward pass; the caller computes without gradient."""
+        """Yield the weights of `sampling` as the engine's forward pass. The caller must turn gradients off."""
         with self.sampling() as model:
             if self._pass is None:
                 self._pass = self._forward_pass(model)
             yield self._pass
 
     def has_fast_forward(self) -> bool:
-        """Return whether `decoding` computes with agentrl's own forward pass."""
+        """Return True if `decoding` uses agentrl's own forward pass."""
         with self.sampling() as model:
             layout = read_layout(causal_model(model).config, self.max_context)
             return layout is not None and layout.is_plain and is_supported(model, self._sampling_adapter)
 
     @contextmanager
     def training(self) -> Iterator[nn.Module]:
-        """The trained weights, in train mode; inside, products compute in `mixed_dtype`."""
+        """Yield the trained weights in train mode. Inside the context, products compute in `mixed_dtype`."""
         with self.lock, self._mixed_precision():
             yield self._active("policy").train()
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
-        """The base as it was before training, in eval mode: adapter off, or a frozen copy made on first use.
+        """Yield the base as it was before training, in eval mode: without its adapter, or a frozen copy made at first use.
 
         Raises:
-            CheckpointError: the base's files are not those that were loaded first.
+            CheckpointError: the base's files have changed since they were loaded.
         """
         with self.lock:
             if self.kind == "lora":
@@ -163,12 +163,12 @@ class Policy:
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype, cache_enabled=False)
 
     def publish(self, ref: PolicyRef) -> bool:
-        """Make `sampling` read `ref`'s weights (an empty path: the base itself); return whether that changed them.
+        """Make `sampling` use `ref`'s weights (an empty path: the base itself). Return True if that changed them.
 
         Raises:
-            CheckpointError: the weights are for another base, missing, or altered since their sha256 was recorded; or the
-                base's files have changed since they were loaded.
-            ServiceError: they are at a URL that does not answer.
+            CheckpointError: the weights belong to another base, are missing, or have changed since their sha256 was recorded;
+                or the base's files have changed since they were loaded.
+            ServiceError: the weights are at a URL that does not respond.
         """
         self.check(ref)
         if ref.sha256 == self._published:
@@ -184,14 +184,17 @@ class Policy:
         """Check that `ref` belongs to this base.
 
         Raises:
-            CheckpointError: it belongs to another.
+            CheckpointError: it belongs to another base.
         """
         if ref.base_hash not in ("", self.base_hash):  # empty: the submitting machine did not have the base
             raise CheckpointError(f"Policy version {ref.version} was trained on another base ({ref.base_hash[:12]}).")
 
     @property
     def precision(self) -> Literal["exact", "float32", "coarse"]:
-        """What sampler and trainer compute in; `coarse`: 16 bits, or a base quantised to 4 or 8, in either of them."""
+        """The precision of sampler and trainer.
+
+        `coarse` means that at least one of them uses 16 bits, or a base quantised to 4 or 8 bits.
+        """
         if self.config.numerics == "exact":
             return "exact"
         with self.lock:
@@ -199,12 +202,12 @@ class Policy:
         return "float32" if kinds == {torch.float32} else "coarse"
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Return name in the weights file -> parameter that the optimizer trains."""
+        """Return the parameters that the optimizer trains, by their name in the weights file."""
         return self._slot("policy")
 
     @property
     def lora_layers(self) -> LoraLayers:
-        """The layers that have an adapter, if the kind is `lora`; to know them, no weights are read."""
+        """The layers that have an adapter, for the kind `lora`. Reading this property loads no weights."""
         if self._lora_layers is None:
             built = loading.build_without_weights(self.config, self.folder)
             self._lora_layers = loading.find_lora_layers(self.config, built)
@@ -212,7 +215,10 @@ class Policy:
 
     @cached_property
     def trained_part(self) -> dict[str, Any]:
-        """What a run records of its adapters: how many layers of each name have one, and the numbers of parameters."""
+        """The facts about adapters that a run records.
+
+        They are the number of layers with an adapter by name, and the numbers of parameters. It is empty for the kind `full`.
+        """
         if self.kind == "full":
             return {}
         base = loading.build_without_weights(self.config, self.folder).num_parameters()
@@ -221,7 +227,7 @@ class Policy:
         return {"lora": {"layers": layers, "trained": counts.trainable, "parameters": counts.all}}
 
     def lora_config(self) -> "LoraConfig":
-        """PEFT's config of the adapters."""
+        """Return PEFT's config of the adapters."""
         return loading.lora_config(self.config, self.rank, self.lora_layers)
 
     @property
@@ -236,11 +242,11 @@ class Policy:
         save_file(tensors, file, metadata={"format": "pt"})
 
     def load_weights(self, file: Path | None) -> None:
-        """Set the trained part from a file; None goes back to the base.
+        """Set the trained part from a file; None: to the base.
 
         Raises:
-            CheckpointError: the file is missing, broken, or of another model; or the base's files have changed since they
-                were loaded.
+            CheckpointError: the file is missing, broken, or of another model; or the base's files have changed since they were
+                loaded.
         """
         weights = self._base_weights() if file is None else _read(file)
         with self.lock:
@@ -276,7 +282,7 @@ class Policy:
         return {"policy": model, "sampler": model}
 
     def _check_places(self, model: Any) -> None:
-        """Checks that PEFT gave adapters to the layers that the plan names; an older run's default is left to PEFT."""
+        """Check that PEFT added adapters to exactly the planned layers. For an older run's default this is not checked."""
         names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
         got = {name.partition(".lora_A.")[0].removeprefix("base_model.model.") for name in names}
         if got != set(self.lora_layers.names) and self.config.lora_targets != PROJECTIONS:
@@ -295,7 +301,7 @@ class Policy:
 
     @torch.no_grad()
     def _forward_pass(self, model: Any) -> Pass:
-        """The engine's forward pass over the published weights; a base that the trainer shares gets no packed copy."""
+        """Return the engine's forward pass with the published weights. A base that the trainer shares gets no packed copy."""
         if not self.has_fast_forward():
             return transformers_pass(model)
         return FastForward(model, self.kind == "full" and model.num_parameters() < COPY_LIMIT, self._sampling_adapter)
@@ -323,7 +329,10 @@ class Policy:
         return self._initial
 
     def _reload_base(self) -> Any:
-        """Reads the base from its folder again; the hash is checked after reading, so that no change slips in between."""
+        """Read the base from its folder again.
+
+        Its hash is checked after reading, so a change during the reading is detected too.
+        """
         loaded = self._base()
         current_hash = base_hash(self.folder)
         if current_hash != self.base_hash:
@@ -354,10 +363,10 @@ def _read_published(ref: PolicyRef) -> dict[str, Tensor]:
 
 
 def checked_weights(folder: Path, sha256: str) -> Path:
-    """Return the weights file of a checkpoint's folder, checked against the recorded sha256.
+    """Return the weights file of a checkpoint's folder, after a check of its sha256.
 
     Raises:
-        CheckpointError: the file is missing, or was altered.
+        CheckpointError: the file is missing, or differs from the recorded sha256.
     """
     file = weights_of(folder)
     if not file.is_file():
@@ -384,7 +393,8 @@ def open_run_base(
     """Load the base that a run was made with.
 
     Args:
-        base_hash: the run's hash of the base; `manifest`: its hashes of tokenizer and chat template, where recorded.
+        base_hash: the run's hash of the base; empty if it was not recorded.
+        manifest: the run's manifest, with its hashes of tokenizer and chat template, if they were recorded.
 
     Raises:
         ModelError: the base cannot be loaded, or is not the run's.
@@ -406,7 +416,7 @@ def open_with_weights(ref: PolicyRef, config: ModelConfig, manifest: Mapping[str
     """Load the base, with the policy's weights as the trained part. Raises as `open_run_base`.
 
     Raises:
-        CheckpointError: the weights were altered, or belong to another base.
+        CheckpointError: the weights have changed, or belong to another base.
     """
     policy = open_run_base(config, ref.base, ref.base_hash, manifest, device, threads)
     if ref.path:

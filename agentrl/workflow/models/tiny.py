@@ -1,9 +1,9 @@
 """The tiny model: about a million parameters of Qwen2's architecture, with its own tokenizer and chat template.
 
-Its supervised warm-up takes less than a minute on two CPU cores, so that the whole workflow can train for real anywhere. The
+Its supervised warm-up takes less than a minute on two CPU cores, so the complete workflow can train on any machine. The
 template has Qwen's markup (`<|im_start|>role`, `<tool_call>`, `<tool_response>`) with one short line for the tools. The
-tokenizer is a byte-level BPE trained on the demonstrations; each digit is one token, and so is each phrase that the
-demonstrations keep repeating: an episode of two turns has about 45 tokens.
+tokenizer is a byte-level BPE trained on the demonstrations. Each digit is one token, and so is each frequent phrase of the
+demonstrations. An episode of two turns has about 45 tokens.
 """
 
 import json
@@ -26,7 +26,7 @@ VOCABULARY = 2048
 CONTEXT = 1024
 
 INIT = 0.06
-"""Standard deviation of the initial weights. Qwen's 0.02 suits widths of 1,000; with it copying is learned half as fast."""
+"""The standard deviation of the initial weights. Qwen's 0.02 suits widths of 1,000; with it copying is learned half as fast."""
 
 TEMPLATE = """\
 {%- if tools or messages[0].role == 'system' -%}
@@ -62,9 +62,9 @@ TEMPLATE = """\
 
 
 def tiny_tokenizer(texts: Sequence[str], vocabulary: int = VOCABULARY) -> Qwen2Tokenizer:
-    """Train a byte-level BPE tokenizer with the tiny template on the texts; the same texts give the same tokenizer.
+    """Train a byte-level BPE tokenizer with the tiny template on the texts. The same texts give the same tokenizer.
 
-    It is of Qwen2's own class, because transformers loads every `qwen2` folder with that class and its splitting rules.
+    It has Qwen2's own class, because transformers loads every `qwen2` folder with that class and its splitting rules.
     """
     backend = Qwen2Tokenizer().backend_tokenizer
     trainer = BpeTrainer(
@@ -90,13 +90,16 @@ def tiny_tokenizer(texts: Sequence[str], vocabulary: int = VOCABULARY) -> Qwen2T
 
 
 def phrases(texts: Sequence[str]) -> list[str]:
-    """Return the phrases between special tokens and digits that at least every twentieth text has; each becomes one token."""
+    """Return the phrases between special tokens and digits that occur in at least every twentieth text.
+
+    Each becomes one token.
+    """
     counts = Counter(part for text in texts for part in set(re.split(r"\d", SPECIAL.sub("0", text))) if len(part) > 1)
     return sorted(part for part, count in counts.items() if count * 20 >= len(texts))
 
 
 def tiny_model(vocabulary: int, seed: int, layers: int = 4, width: int = 128) -> Qwen2ForCausalLM:
-    """Return a Qwen2 with random weights."""
+    """Return a Qwen2 with random weights, drawn with the seed."""
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -117,6 +120,6 @@ def tiny_model(vocabulary: int, seed: int, layers: int = 4, width: int = 128) ->
 
 
 def save_tiny(folder: Path, model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
-    """Write both in the hub's format."""
+    """Write model and tokenizer in the hub's format."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

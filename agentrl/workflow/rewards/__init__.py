@@ -1,13 +1,13 @@
-"""Rewards: a file here scores an Episode. See `Reward`, `score`, and `Judge` for one that must run what the model wrote.
+"""Rewards: each file here scores an Episode. See `Reward` and `score`; a reward that must run model-written code is a `Judge`.
 
-Rewards that a run names (`--reward NAME=WEIGHT`) are its objective; those of its env that it does not name are recorded with
-weight 0. One of your own is a function in a file of yours, `--reward mine:polite=0.2`, that returns one number for the episode,
-or a list with one for each of its steps:
+The rewards that a run names (`--reward NAME=WEIGHT`) are its objective. Rewards of its env that it does not name are recorded
+with weight 0. Your own reward is a function in a file of yours, `--reward mine:polite=0.2`. It returns one number for the
+episode, or a list with one number for each of its steps:
 
-    def polite(episode):
-        return [float("please" in step.message.content) for step in episode.steps]
+  def polite(episode):
+      return [float("please" in step.message.content) for step in episode.steps]
 
-What it earns step by step is kept so (`rewards.step`), and an algorithm that credits turns credits each with its own.
+Numbers of steps are stored as such (`rewards.step`). An algorithm that assigns credit to turns uses each turn's own number.
 """
 
 import hashlib
@@ -27,39 +27,43 @@ from agentrl.workflow.tools import Tool
 from agentrl.workflow.trajectory import Episode, ToolResult
 
 Value = float | Sequence[float]
-"""What a reward gives: a finite number for the episode, or a list of as many as it has steps, of which it is the sum."""
+"""The value of a reward: a finite number for the episode, or a list with one number for each step, whose sum is the episode's.
+"""
 
 Part = float | tuple[float, ...]
 """A value that was checked."""
 
 Reward = Callable[[Episode], Value]
-"""A finished episode -> its value. One that raises fails its episode; it never counts as 0. `episode.limits` are the run's."""
+"""A function from a finished episode to its value. If it raises an error, the episode fails; the reward never counts as 0.
+`episode.limits` are the run's.
+"""
 
 MAX_REWARD = 1e30
-"""The size of a reward, at most: a group's deviation squares it."""
+"""The largest absolute value of a reward. A group's standard deviation squares it."""
 
 MAX_NAME = 64
-"""Characters in the name that a hook gives to a reward part, at most."""
+"""The most characters in the name of a reward part of a hook or an env."""
 
 MAX_JUDGE = 128
-"""Characters in the name of a judge, at most: so many the row has that it is asked through."""
+"""The most characters in the name of a judge, because its call's row has no more."""
 
 
 @dataclass(frozen=True)
 class Judge(Tool):
-    """A reward whose number is found where the tools run, since what the model wrote must be run for it.
+    """A reward that must run model-written code, and therefore runs where the tools run.
 
-    When an episode is over, the rollout asks its judges as the model asks for a tool: one row, the queue `tools`, sent again
-    where a worker is lost, answered once. The model is not told of it, and it is none of the model's calls. Called with an
-    episode, as `agentrl rescore` and `replay --verify` do, it judges in this very process.
+    When an episode has ended, the rollout calls its judges like tools: one row, the queue `tools`, sent again if a worker is
+    lost, and one result. The model does not see these calls, and they do not count as its calls. `agentrl rescore` and `replay
+    --verify` call a judge with an episode; it then runs in their own process.
 
     Args:
-        function: judges; returns the text that `reads` the number, or a ToolResult with it, and with what the sandbox saw.
-        asks: the arguments that `function` is called with for a finished episode, of what JSON has; or the value itself,
-            where nothing need be run.
-        reads: the value in such a text.
-        reference_form: the answer made of a task's reference, such as `"#### {}"`, which must earn 1 (`reference_check`); empty
-            if answers are not compared with references.
+        function: judges the arguments; returns a text from which `reads` gets the number, or a ToolResult with that text and
+            the sandbox's data.
+        asks: returns the arguments of `function` for a finished episode, as JSON values; or the value itself if no code needs
+            to run.
+        reads: gets the value from the text.
+        reference_form: the form of an answer made from a task's reference, such as `"#### {}"`, which must earn 1
+            (`reference_check`); empty if answers are not compared with references.
     """
 
     asks: Callable[[Episode], Mapping[str, Any] | Value] = field(kw_only=True)
@@ -67,11 +71,11 @@ class Judge(Tool):
     reference_form: str = ""
 
     def __call__(self, episode: Episode) -> Value:
-        """Return the value, found here.
+        """Judge the episode in this process, and return the value.
 
         Raises:
-            SandboxUnavailable: nothing here can hold model-written code.
-            InfraError: the system failed it.
+            SandboxUnavailable: this machine has no sandbox for model-written code.
+            InfraError: the system failed.
         """
         question = self.asks(episode)
         return self.reads(self.run(question).content) if isinstance(question, Mapping) else question
@@ -82,12 +86,14 @@ class Judge(Tool):
         return result if isinstance(result, ToolResult) else ToolResult(str(result))
 
     def overdue(self) -> AgentRLError:
-        """Return the system's failure: what the judged code may take is limited inside."""
+        """Return an InfraError. The judged code has its own limits inside, so a timeout of the judge is the system's
+        failure.
+        """
         return InfraError(f"{self.name} did not judge within {self.timeout_seconds:g} s.")
 
 
 def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
-    """Return those of the rewards that are judges, by the reward's name.
+    """Return the rewards that are judges, by name.
 
     Raises:
         ConfigError: a judge's name is too long.
@@ -101,10 +107,10 @@ def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
 
 
 def check_rewards(weights: Mapping[str, float]) -> None:
-    """Look, before anything is rolled out, whether each can be called with an episode alone.
+    """Check that each reward can be called with an episode alone. This is done before anything is rolled out.
 
     Raises:
-        ConfigError: one cannot.
+        ConfigError: a reward cannot.
     """
     for name in weights:
         if problem := _uncallable(find("rewards", name)):
@@ -126,13 +132,15 @@ def _uncallable(reward: Reward) -> str:
 
 
 def questions(episode: Episode, judges: Mapping[str, Judge], optional: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
-    """Return the calls of judges that are needed to score the ended episode: arguments by the judge's name.
+    """Return the judge calls that are needed to score the ended episode: the arguments, by the judge's name.
 
     Args:
-        optional: as of `score`.
+        episode: the episode.
+        judges: the judges by name.
+        optional: as in `score`.
 
     Raises:
-        RewardError: a judge that is not optional cannot be asked about it.
+        RewardError: a judge that is not optional raised an error on the episode.
     """
     calls, (read, _) = {}, as_read(episode)
     for name, judge in judges.items():
@@ -146,13 +154,15 @@ def questions(episode: Episode, judges: Mapping[str, Judge], optional: Collectio
 def verdicts(
     judges: Mapping[str, Judge], results: Mapping[str, ToolResult], optional: Collection[str] = ()
 ) -> dict[str, Value | None]:
-    """Return the values that judges gave; None for an optional one that failed.
+    """Return the values in the results of judge calls; None for an optional judge that failed.
 
     Args:
-        optional: as of `score`.
+        judges: the judges by name.
+        results: the results by the judge's name.
+        optional: as in `score`.
 
     Raises:
-        RewardError: a judge that is not optional raised.
+        RewardError: a judge that is not optional failed.
     """
     values: dict[str, Value | None] = {}
     for name, result in results.items():
@@ -170,16 +180,19 @@ def score(
     judged: Mapping[str, Value | None] = MappingProxyType({}),
     optional: Collection[str] = (),
 ) -> dict[str, Part]:
-    """Return the named parts of an episode's reward: what was `judged` already, and the others by the reward file of that name.
+    """Return the named parts of an episode's reward.
 
     Args:
-        optional: rewards that are recorded beside those that a person named (`envs.optional_rewards`). Where one fails, for
-            example because it cannot read the task's reference, the episode has no part of its name.
+        episode: the episode.
+        weights: the weights of the rewards by name.
+        judged: values of judges that have run already. The other rewards are called here.
+        optional: rewards that are recorded in addition to those that the user named (`envs.optional_rewards`). If one fails,
+            for example because it cannot read the task's reference, the episode has no part of its name.
 
     Raises:
-        RewardError: a reward that is not optional raised, or returned neither a finite number nor one for each step.
-        InfraError: the system failed a reward.
-        SandboxUnavailable: a reward must run code, and nothing here can hold it.
+        RewardError: a reward that is not optional raised an error, or returned neither a finite number nor one for each step.
+        InfraError: the system failed during a reward.
+        SandboxUnavailable: a reward must run code, and this machine has no sandbox.
     """
     parts, (read, places) = {}, as_read(episode)
     for name in weights:
@@ -193,7 +206,7 @@ def score(
 
 
 def spread(parts: Mapping[str, Part], places: Sequence[int], steps: int) -> dict[str, Part]:
-    """Return the parts of an episode with so many steps, of which those at `places` were scored: the others earned nothing."""
+    """Extend the parts to all steps of the episode: only the steps at `places` were scored, and the others get 0."""
     if len(places) == steps:
         return dict(parts)
 
@@ -208,7 +221,7 @@ def numbers(value: object) -> Part:
     """Return one number or several, as plain floats.
 
     Raises:
-        TypeError: it is something else; a text that reads like a number is none.
+        TypeError: a value is not a number; a text is not accepted.
     """
     return tuple(map(_number, value)) if isinstance(value, list | tuple) else _number(value)
 
@@ -220,10 +233,16 @@ def _number(value: object) -> float:
 
 
 def part_of(value: Part, steps: int, source: str, name: str = "") -> Part:
-    """Return the value that `source` returned, for the part of that name where it returns several, with its numbers checked.
+    """Check the numbers of a reward part, and return it.
+
+    Args:
+        value: the number, or the numbers of the steps.
+        steps: the number of steps.
+        source: what returned the value, for the error message.
+        name: the part's name, if the source returns several.
 
     Raises:
-        RewardError: one is not finite or beyond `MAX_REWARD`, or they are not as many as the steps.
+        RewardError: a number is not finite or exceeds `MAX_REWARD`, or there is not one for each step.
     """
     about = f" for {name!r}" if name else ""
     if isinstance(value, float):
@@ -254,7 +273,7 @@ def part_sum(part: Part) -> float:
 
 
 def _passed_over(optional: bool) -> AbstractContextManager[None]:
-    """Passes over the failure of an optional reward."""
+    """Suppress RewardError in the `with` block if the reward is optional."""
     return suppress(RewardError) if optional else nullcontext()
 
 
@@ -269,10 +288,10 @@ def _raise_reward_errors(name: str) -> Iterator[None]:
 
 
 def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str, Part]:
-    """Return the parts that `source`, a hook or an env, returned for an episode of so many steps.
+    """Check the reward parts that `source`, a hook or an env, returned for an episode with this many steps, and return them.
 
     Raises:
-        RewardError: a value is neither a finite number nor one for each step; a name is empty, too long or cannot be printed.
+        RewardError: a value is neither a finite number nor one for each step; or a name is empty, too long or not printable.
     """
     for name in parts:
         if not name.isprintable() or not 0 < len(name) <= MAX_NAME:
@@ -281,10 +300,10 @@ def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str,
 
 
 def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping[str, float]) -> Episode:
-    """Return the episode with its reward, the parts of it, and the rewards of its steps.
+    """Return the episode with its reward, the reward's parts, and the rewards of its steps.
 
     Raises:
-        RewardError: the sum is too large for a number.
+        RewardError: the sum exceeds `MAX_REWARD`.
     """
     by_step = {name: part for name, part in parts.items() if isinstance(part, tuple)}
     steps = tuple(
@@ -296,10 +315,10 @@ def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping
 
 
 def total_reward(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float:
-    """Return the scalar: the weighted sum of the parts; a part without a weight (from a hook) counts 1.
+    """Return the weighted sum of the parts. A part without a weight, from a hook, has weight 1.
 
     Raises:
-        RewardError: the sum is too large for a number.
+        RewardError: the sum exceeds `MAX_REWARD`.
     """
     reward = sum(part_sum(part) * weights.get(name, 1.0) for name, part in parts.items())
     if not _is_usable(reward):
@@ -308,10 +327,11 @@ def total_reward(parts: Mapping[str, Part], weights: Mapping[str, float]) -> flo
 
 
 def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
-    """Return hash of the weights and of the statements of each reward's file: the same hash means that the same code scored.
+    """Return a hash of the weights and of the statements in each reward's file. Equal hashes mean that the same code scored.
 
     Args:
-        anew: as the files are now; else as they were when this process first hashed them, which is what it has loaded.
+        weights: the weights of the rewards by name.
+        anew: read the files again; by default they are as this process first hashed them, which is the code that it has loaded.
     """
     files = {name: "".join(hashed_source(module, anew) for module in _modules(name)) for name in weights}
     text = "\0".join(f"{name}={weight}\0{files[name]}" for name, weight in sorted(weights.items()))
@@ -319,7 +339,9 @@ def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
 
 
 def _modules(name: str) -> tuple[str, ...]:
-    """Where its code is, and where a user's file may have made it of that (`brief = within(400, 100)`)."""
+    """Return the modules of the reward: the one with its code, and the user's, which may create it from that code (`brief =
+    within(400, 100)`).
+    """
     reward = find("rewards", name)
     code: Callable[..., Any] = reward.function if isinstance(reward, Judge) else reward
     places = (code.__module__, name.partition(":")[0]) if ":" in name else (code.__module__,)

@@ -1,9 +1,9 @@
-"""echoed: 1.0 where a tool returned the reference, as it is, else 0.0."""
+"""echoed: 1.0 if a tool returned exactly the reference, else 0.0."""
 
 from agentrl.workflow.trajectory import Episode
 
 
 def echoed(episode: Episode) -> float:
-    """1.0 or 0.0."""
+    """Return 1.0 or 0.0."""
     results = (result for step in episode.steps for result in step.results or ())
     return float(any(result.error_class is None and result.content == episode.task.reference for result in results))

@@ -2,13 +2,13 @@
 
 A turn is well formed if all of these hold:
 
-- it ended by itself, not by the limit on its tokens;
-- every tool call in it could be read and is written as the tool format writes it, not as bare JSON (whether the tool exists and
-  the arguments fit does not matter here);
-- no tag is left over in its text: a `<think>` or `<tool_call>` that was opened was closed, once each (a complete call at the
-  very end is read without its closing tag too, and counts as closed);
-- where it calls no tool, its last line is `#### N` or the whole of it is a bare number `N`. N is a number as people write
-  it: an optional sign and `$`, digits with or without thousands separators, decimals, an optional `%`, no unit.
+- it ended by itself, not at the limit on its tokens;
+- every tool call in it could be parsed and is written in the tool format, not as bare JSON (whether the tool exists and the
+    arguments fit does not matter here);
+- its text has no remaining tag: each `<think>` or `<tool_call>` was closed once (a complete call at the very end is also read
+    without its closing tag, and counts as closed);
+- if it calls no tool, its last line is `#### N`, or the whole text is a number `N`. N is written as people write numbers: an
+    optional sign and `$`, digits with or without thousands separators, decimals, an optional `%`, no unit.
 
 An episode without a turn scores 0.0.
 """

@@ -1,14 +1,14 @@
-"""math_answer: 1.0 where the final answer is mathematically the reference, as math-verify judges it, else 0.0.
+r"""math_answer: 1.0 if the final answer equals the reference mathematically, as math-verify decides, else 0.0.
 
-`\\frac{1}{2}`, `0.5` and `50\\%` are one number; `x + 1` and `1 + x` one expression; intervals, sets, matrices and equations
-are compared as what they are. The answer is what follows the last `####` of the last turn, else what math-verify takes for it:
-the last box, what is said to be the final answer, the last formula. A turn that called a tool, or was cut off by a limit, did
-not answer. For plain numbers `numeric_answer` needs none of this.
+`\frac{1}{2}`, `0.5` and `50\%` are equal, and so are `x + 1` and `1 + x`. Intervals, sets, matrices and equations are compared
+as such. The answer is the text after the last `####` of the last turn. Without one it is what math-verify finds: the last box,
+a sentence about the final answer, or the last formula. A turn that called a tool, or was cut off at a limit, is not an answer.
+For plain numbers, `numeric_answer` is enough.
 
-A `Judge`: math-verify's parser reads model-written text, so it runs where the tools run, in the sandbox, which is shown these
-packages of our Python (the extra `math`) and nothing else of it; a docker image must hold them itself. To load
-them takes a second, so as many sessions as there are cores last; each answer is judged in a fork of one, which is gone
-afterwards. An answer that uses up its time or memory there is wrong.
+This reward is a `Judge`: math-verify's parser reads model-written text, so it runs in the sandbox. The sandbox sees these
+packages of this Python (the extra `math`) and no others; a docker image must contain them itself. Loading them takes a second,
+so there is a lasting session per core. Each answer is judged in a fork of a session, which ends afterwards. An answer that
+exceeds its time or memory there is wrong.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,15 +31,15 @@ from agentrl.workflow.trajectory import Episode, ToolResult
 
 PACKAGES = ("math_verify", "latex2sympy2_extended", "sympy", "mpmath", "antlr4")
 ASKED_FOR = "antlr4-python3-runtime"
-"""Whose version latex2sympy2 looks up, and so wants to see that it is installed."""
+"""The distribution whose metadata the sandbox must see, because latex2sympy2 looks up its version."""
 INSTALL_IN_IMAGE = "pip install math-verify"
 
 LIMITS = Limits(cpu_seconds=3.0)
 LOADING = Limits(cpu_seconds=60.0)
-"""A Python of another version than ours compiles them first."""
+"""The limits for loading the packages. A Python of another version first compiles them."""
 MAX_CHARACTERS = 20_000
 VERDICTS = {"1.0": 1.0, "0.0": 0.0, "null": None}
-"""All that it can say, as plain data's text."""
+"""The values of all texts that the judge may return."""
 
 PATHS = """
 import os, sys, tempfile
@@ -88,7 +88,7 @@ for known in ("1,200.5", "\\frac{-3}{4}\\%", "x = 2\\sqrt{3} + \\pi", "(1, 2]", 
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """Return the arguments of the judge; 0.0 without an answer."""
+    """Return the judge's arguments for the episode; 0.0 if there is no answer."""
     answer = episode.final_answer[-MAX_CHARACTERS:]
     if episode.stop_reason != "answered" or not writable(answer):
         return 0.0
@@ -96,7 +96,7 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
 
 
 def _math_answer(reference: str, answer: str) -> ToolResult:
-    """Whether the answer is the reference."""
+    """Judge whether the answer equals the reference."""
     right, cpu_seconds = _judged(reference, answer)()
     if right is None:
         raise ToolFailure(f"the reference {reference!r:.80} holds no mathematics")
@@ -105,7 +105,9 @@ def _math_answer(reference: str, answer: str) -> ToolResult:
 
 @lru_cache(maxsize=4096)
 def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
-    """The verdict (None: there is nothing to compare with), and the processor time; of an answer once."""
+    """Return a function for the verdict (None: the reference has no mathematics) and the processor time in seconds. Each answer
+    is judged once.
+    """
 
     def judge() -> tuple[float | None, float]:
         result = code_judge.asked("judge", exact_json.encode([reference, answer]), _warm, LIMITS)
@@ -115,12 +117,12 @@ def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
 
 
 def _opened() -> Session:
-    """A session that knows `judge`.
+    """Return a session in which the function `judge` is defined.
 
     Raises:
         ConfigError: the packages are not installed.
-        SandboxUnavailable: nothing here can hold them.
-        InfraError: it did not come up.
+        SandboxUnavailable: there is no sandbox, or it cannot load the packages.
+        InfraError: the session did not start.
     """
     place = sandbox()
     reads = () if place.kind == "docker" else installed()
@@ -135,7 +137,7 @@ def _opened() -> Session:
 
 
 def _hint(kind: str, reads: Sequence[str]) -> str:
-    """What to do where the packages are installed here and cannot be loaded in the sandbox."""
+    """Return what to do if the packages are installed here but cannot be loaded in the sandbox."""
     if kind == "docker":
         return f"Install it in the image that AGENTRL_SANDBOX_IMAGE names: {INSTALL_IN_IMAGE}"
     folders = ", ".join(sorted({str(Path(path).parent) for path in reads}))
@@ -146,7 +148,7 @@ def installed() -> tuple[str, ...]:
     """Return the folders of the packages.
 
     Raises:
-        ConfigError: one of them is not installed.
+        ConfigError: a package is not installed.
     """
     specs = [find_spec(name) for name in PACKAGES]
     folders = [folder for spec in specs if spec for folder in spec.submodule_search_locations or ()]
@@ -156,7 +158,7 @@ def installed() -> tuple[str, ...]:
 
 
 def ready() -> None:
-    """Make sure that answers can be judged here. Raises as a first answer would."""
+    """Check that answers can be judged here. Raise the errors that the first answer would raise."""
     with _warm.one():
         pass
 

@@ -1,30 +1,32 @@
-r"""numeric_answer: 1.0 where the final answer is the reference's number exactly, else 0.0.
+r"""numeric_answer: 1.0 if the final answer equals the reference's number exactly, else 0.0.
 
-The answer is read from the last turn, which must have called no tool and must have ended by itself: a turn cut off by
-a limit did not answer. In its text the answer is, in this order,
+The answer is read from the last turn, which must have called no tool and must have ended by itself; a turn that was cut off at
+a limit is not an answer. In its text the answer is the first of these that exists:
 
-1. what the first line with something on it after the last `####` begins with: a number, or a box that holds one,
-2. what the last `\boxed{...}` begins with,
-3. the last word with a digit in it.
+1. the beginning of the first non-empty line after the last `####`: a number, or a box with a number;
+2. the beginning of the text in the last `\boxed{...}`;
+3. the last word that contains a digit.
 
-A reference is read strictly: it is one such number, alone or after its last `####`; words may follow it. Others are refused.
+A reference is read strictly: it is one such number, alone or after its last `####`. Words may follow it. Other references are
+refused.
 
-That word, a run of characters without a space, must be a number and nothing else, or there is no answer:
+In each of these cases a word, which is a run of characters without a space, must be a number and nothing else. Otherwise there
+is no answer:
 
-- `72`, `+72`, `72.00`, `72.` and `.5`; a minus may be `-`, U+2212 or an en dash;
-- `1,200` and `1 200` (the space may be a thin or a fixed one): thousands in groups of three. `1 20`, `1,20` and `1,200 5` are
-  no number;
+- `72`, `+72`, `72.00`, `72.` and `.5` are numbers; the minus sign may be `-`, U+2212 or an en dash;
+- `1,200` and `1 200` are numbers (the space may be a thin or a no-break space): thousands in groups of three. `1 20`, `1,20`
+    and `1,200 5` are not;
 - `1.2e3` is 1200;
-- with a sign of currency before or after it (`$72`, `-€72`, `US$72`, `72 €`), or a known unit right behind it (`72%`, `72kg`,
-  `72cm^2`, `72/hour`, `72-liter`, `72nd`). `72x`, `72k`, `x72`, `v2`, `0x72` and `$5m` are no number;
-- within `**72**`, `$72$`, `$$72$$`, `\(72\)`, `\[72\]` and `\text{72}`; `1{,}200` and `1\,200` are 1200;
-- no part of something longer: `3:30`, `1/2`, `\frac{1}{2}`, `2*72`, `10^3`, `2\pi`, `sqrt(72)`, `1.2.3`, `2024-05-18` are no
-  number. Of two numbers with one `-` or `+` in between, as in `100-72`, the answer is the second.
+- a currency sign may stand before or after the number (`$72`, `-€72`, `US$72`, `72 €`), and a known unit directly after it
+    (`72%`, `72kg`, `72cm^2`, `72/hour`, `72-liter`, `72nd`). `72x`, `72k`, `x72`, `v2`, `0x72` and `$5m` are not numbers;
+- the number may stand in `**72**`, `$72$`, `$$72$$`, `\(72\)`, `\[72\]` and `\text{72}`; `1{,}200` and `1\,200` are 1200;
+- a part of a longer expression is not a number: `3:30`, `1/2`, `\frac{1}{2}`, `2*72`, `10^3`, `2\pi`, `sqrt(72)`, `1.2.3`,
+    `2024-05-18`. Of two numbers with one `-` or `+` in between, as in `100-72`, the answer is the second.
 
-After `####` and in a box the number comes first and is not the beginning of something longer: `#### 100-72`, `#### 48 / 2`,
-`#### 72 x 1` and `#### 72 or 73` are no answers, `#### 72 clips` is. A word after a space is passed over, whatever it means.
+After `####` and in a box the number comes first, and must not be the beginning of a longer expression. `#### 100-72`, `#### 48
+/ 2`, `#### 72 x 1` and `#### 72 or 73` are not answers; `#### 72 clips` is. A word after a space is ignored, whatever it means.
 
-Numbers are compared exactly, however long; every step is linear in the length of the text.
+Numbers are compared exactly, however long they are. Every step takes time linear in the length of the text.
 """
 
 import re
@@ -60,7 +62,7 @@ _WORD = re.compile(
 )
 _TO_LAST_DIGIT = re.compile(r".*\d", re.DOTALL)
 _BEFORE, _BEHIND = "*_\u00ab", "*_\u00bb.}$\\"
-"""What a word may begin or end with and is not of its number."""
+"""Characters at the beginning and at the end of a word that do not belong to its number."""
 
 _FENCES = re.compile(r"\$\$|\\[()\[\]]")
 _SPACES = re.compile(r"[\u00a0\u2009\u202f~]|\\[,;: ]")
@@ -72,19 +74,19 @@ _GOES_ON = re.compile(
     r"\s*(?:[\^=\u00d7\u00f7\u00b7]|\*(?!\*[A-Za-z])|:\s*\d|/(?! ?[A-Za-z]{2})|[-+x](?=\s*[$\d(])|[xyz](?![A-Za-z])"
     r"|\\(?:times|cdot|div|d?frac|sqrt|pi|pm)|,\s*[-$\d]|(?:or|and|to)\s+[-$\d])"
 )
-"""After a number: it was not the whole answer but the beginning of something longer, or one answer of several."""
+"""The text after a number that is only the beginning of a longer expression, or one of several answers."""
 
 _NO_REST = re.compile(
     r"[\d=<^\u00b1\u2248\n]|>\s*\S|\b(?:hundred|thousand|million|billion|trillion|dozen|or|and|to|more|less)s?\b", re.IGNORECASE
 )
-"""What must not follow the number of a reference: the reference would be more than that number."""
+"""Text that must not follow the number of a reference, because it would be a part of the answer."""
 
 
 def numeric_answer(episode: Episode) -> float:
-    """1.0 or 0.0.
+    """Return 1.0 or 0.0.
 
     Raises:
-        ValueError: the task's reference is not one number, so that no answer could be right.
+        ValueError: the task's reference is not one number, so no answer could be right.
     """
     gold = read_reference(episode.task.reference)
     if gold is None:
@@ -101,9 +103,10 @@ numeric_answer.reference_form = "#### {}"  # type: ignore[attr-defined]
 
 
 def read_reference(text: str) -> Decimal | None:
-    """Return the number that a reference is, or that follows its last `####`; None if it is anything else.
+    """Return the number of a reference, which may follow its last `####`; None if the reference is not one number.
 
-    Words may follow (`72 clips`), but no other number, sign of mathematics or word that changes the number (`5 million`).
+    Words may follow the number (`72 clips`), but no other number, mathematical sign, or word that changes the number (`5
+    million`).
     """
     text = _normal(text.rpartition("####")[2]).strip()
     text = text[_OPENS.match(text).end() :]  # type: ignore[union-attr]
@@ -118,7 +121,7 @@ def read_reference(text: str) -> Decimal | None:
 
 
 def read_answer(text: str) -> Decimal | None:
-    """Return the number that a text gives as its answer; None without one."""
+    """Return the number that the text gives as its answer; None if there is none."""
     _, marker, answer = text.rpartition("####")
     if marker:
         line = _normal(answer).lstrip().partition("\n")[0]
@@ -129,7 +132,7 @@ def read_answer(text: str) -> Decimal | None:
 
 
 def _normal(text: str) -> str:
-    """The text without what only sets it: one kind of minus and of space, and no fences of LaTeX, which become tabs."""
+    """Return the text without typography: one kind of minus and of space. LaTeX delimiters become tabs."""
     text = text.replace("\u2212", "-").replace("\u2013", "-").replace("\u2019", "'")
     text = text.replace("\\$", "$").replace("\\%", "%").replace("{,}", ",").replace("\\!", "")
     text = text.replace("^{\\circ}", "\u00b0").replace("^\\circ", "\u00b0")
@@ -140,7 +143,7 @@ def _normal(text: str) -> str:
 
 
 def _boxed(text: str) -> str:
-    """What the box holds that the text begins with."""
+    """Return the content of the box at the beginning of the text."""
     depth = 0
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1
@@ -150,7 +153,7 @@ def _boxed(text: str) -> str:
 
 
 def _leading(text: str) -> Decimal | None:
-    """The number that the text begins with, where it does not go on."""
+    """Return the number at the beginning of the text; None if a longer expression begins there."""
     text = text[_OPENS.match(text).end() :]  # type: ignore[union-attr]
     word = _WORD.match(text)
     return None if word is None or _GOES_ON.match(text, word.end()) else _value(word[0])

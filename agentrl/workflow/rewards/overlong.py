@@ -1,19 +1,19 @@
-"""overlong: DAPO's soft punishment of a turn that comes near the limit on its tokens (arXiv 2503.14476, equation 13).
+"""overlong: DAPO's soft penalty for a turn that comes near the limit on its tokens (arXiv 2503.14476, equation 13).
 
-A turn of n tokens, of the most that it may have and with the last `cache` of these as the zone in which it is punished, earns
+Let `most` be the limit and `cache` the size of the zone below it in which a turn is penalised. A turn of n tokens earns
 
-    0                               where n <= most - cache
+    0                               if n <= most - cache
     ((most - cache) - n) / cache    from there to the limit
-    -1                              beyond it, and where the limit cut it
+    -1                              beyond the limit, and if the limit cut the turn off
 
-The limit is the run's `rollout.max_new_tokens`, and the zone its last fifth, which is DAPO's (4,096 of 20,480). There the
-response is one turn; here each turn is cut for itself, and is punished for itself. Limits of one's own, in a file `mine.py`:
+The limit is the run's `rollout.max_new_tokens`, and the zone is its last fifth, as in DAPO (4,096 of 20,480). In DAPO the
+response is one turn; here each turn has its own limit and penalty. To set other limits, write in a file `mine.py`:
 
     from agentrl.workflow.rewards.overlong import within
 
     brief = within(max_tokens=400, cache=100)
 
-and `--reward mine:brief=0.5`, or `--reward overlong=0.5` for the run's.
+Then pass `--reward mine:brief=0.5`; with the run's limits, pass `--reward overlong=0.5`.
 """
 
 from agentrl.workflow.rewards import Reward
@@ -23,10 +23,10 @@ CACHE_SHARE = 0.2
 
 
 def overlong(episode: Episode) -> tuple[float, ...]:
-    """Of each step, from -1.0 to 0.0.
+    """Return the penalty of each step, from -1.0 to 0.0.
 
     Raises:
-        ValueError: the episode's run, and its limits, are not known.
+        ValueError: the episode has no run, so its limits are unknown.
     """
     if episode.limits is None:
         raise ValueError("it needs the token limit of a run, and this episode has no run")
@@ -37,8 +37,12 @@ def overlong(episode: Episode) -> tuple[float, ...]:
 def within(max_tokens: int, cache: int) -> Reward:
     """Return the reward with custom limits, in tokens per turn.
 
+    Args:
+        max_tokens: the limit.
+        cache: the size of the penalised zone below the limit.
+
     Raises:
-        ValueError: the zone does not end at the limit, or has no room before it.
+        ValueError: `cache` is not between 1 and `max_tokens`.
     """
     if not 0 < cache <= max_tokens:
         raise ValueError(f"the zone of {cache} tokens does not lie within the {max_tokens} that a turn may have")

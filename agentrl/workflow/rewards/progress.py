@@ -1,10 +1,10 @@
-"""progress: what the programs that were tried out gained, step by step, on the tests that the question shows.
+"""progress: the gain of the programs that an episode ran, step by step, on the tests shown in the question.
 
-Each program that a step ran with the tool python is judged, as `tests_passed` judges an answer, by the share of the visible
-tests that its function passes. A step earns by how much it raises that share above all before it; the part is their sum, the
-best share reached, from 0.0 to 1.0. What stands in the call's row is the share after each program, in a list for each step.
+Each program that a step ran with the tool python is judged by the share of visible tests that its function passes; see
+`tests_passed`. A step earns the amount by which it raises the best share so far. The sum is the best share reached, from 0.0 to
+1.0. The row of the judge's call has the shares of all programs, in a list for each step.
 
-A program that ends with an error, its own failed `assert` too, passes nothing. A task that shows no test gives 0.0.
+A program that ends with an error, including its own failed `assert`, passes no test. A task that shows no tests gives 0.0.
 """
 
 import json
@@ -27,11 +27,11 @@ from agentrl.workflow.trajectory import Episode, Step, ToolResult
 
 TOOL = "python"
 MAX_TRIED = 8
-"""The first so many programs are judged."""
+"""The number of programs that are judged; later ones are ignored."""
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | Value:
-    """Return what is judged; 0.0 where no test is shown or nothing was tried."""
+    """Return the judge's arguments; a list of zeros if no test is shown or no program was run."""
     metadata = episode.task.metadata
     left = iter(range(MAX_TRIED))
     tried = [[code for code, _ in zip(_programs(step), left, strict=False)] for step in episode.steps]
@@ -47,7 +47,7 @@ def _programs(step: Step) -> list[str]:
 
 
 def _progress(setup: str, tried: list[list[str]], function: str, visible: list[str]) -> ToolResult:
-    """The share of the tests that each of the programs passes."""
+    """Return the share of tests that each program passes."""
     shares: list[list[float]] = []
     budget = Budget(WHOLE_CPU_SECONDS)
     for programs in tried:
@@ -59,7 +59,7 @@ def _progress(setup: str, tried: list[list[str]], function: str, visible: list[s
 
 
 def gained(shares: str) -> list[float]:
-    """By how much each step raised the best share."""
+    """Return the amount by which each step raised the best share."""
     best = accumulate((max(step, default=0.0) for step in json.loads(shares)), max, initial=0.0)
     return [after - before for before, after in pairwise(best)]
 

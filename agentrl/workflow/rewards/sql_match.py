@@ -1,10 +1,10 @@
-"""sql_match: 1.0 where the query in the final answer gives the same rows as the reference, else 0.0 (execution match).
+"""sql_match: 1.0 if the query in the final answer returns the same rows as the reference, else 0.0 (execution match).
 
-The query is the last ```sql block of the answer, else what follows its last `####`, else all of it. It runs as the tool sql
-runs it: one SELECT that can only read, limited in its work. Rows count as often as they come; their order counts only where
-the reference has an ORDER BY of its own, names of columns never. Numbers are the same where they agree to nine digits.
+The query is the last ```sql block of the answer, else the text after its last `####`, else the whole text. It runs as in the
+tool sql: one read-only SELECT with limited work. Duplicate rows count. The order of rows counts only if the reference itself
+has an ORDER BY; column names never count. Numbers are equal if they agree to nine digits.
 
-The task's metadata names the `database`: a file of `workflow/datasets`, a path, or a postgresql:// URL.
+The task's metadata has the `database`: a file in `workflow/datasets`, a path, or a postgresql:// URL.
 """
 
 import re
@@ -25,11 +25,11 @@ ORDERED = re.compile(r"\border\s+by\b", re.IGNORECASE)
 
 
 def sql_match(episode: Episode) -> float:
-    """1.0 or 0.0.
+    """Return 1.0 or 0.0.
 
     Raises:
-        ValueError: the reference does not run, or gives no row.
-        ServiceError: the database does not answer.
+        ValueError: the reference does not run, or returns no rows.
+        ServiceError: the database does not respond.
     """
     database = str(episode.task.metadata["database"])
     where = database if is_url(database) else str(FOLDER / database)
@@ -46,13 +46,13 @@ sql_match.reference_form = "{}"  # type: ignore[attr-defined]
 
 
 def read_query(text: str) -> str:
-    """Return the query that a text gives as its answer."""
+    """Return the query that the text gives as its answer."""
     blocks = BLOCK.findall(text)
     return str(blocks[-1]).strip() if blocks else text.rpartition("####")[2].strip()
 
 
 def ordered(query: str) -> bool:
-    """Return whether the query itself, and not only one inside of it, orders its rows."""
+    """Return whether the query itself has an ORDER BY; one in a subquery does not count."""
     bare = QUOTED.sub("''", query)
     while INSIDE.search(bare):
         bare = INSIDE.sub("", bare)
@@ -60,7 +60,7 @@ def ordered(query: str) -> bool:
 
 
 def _rows(database: str, query: str, limit: int) -> list[tuple[Any, ...]] | None:
-    """None where it is no query that may run or does."""
+    """Return the rows of the query; None if it is invalid or not allowed."""
     if not query:
         return None
     try:

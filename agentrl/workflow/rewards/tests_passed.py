@@ -1,13 +1,12 @@
 """tests_passed: the share of the task's hidden tests that the answered function passes.
 
-The answer is the last ```python block of the final turn, else all of it. A `Judge`: its code runs where the tools run, in a
-session of the sandbox; each test is a call there, and the value that comes out is compared as plain data in another, which
-never ran anything of a model's (`judging.code_judge`). What runs inside knows neither the expected values nor how many tests
-there are, and nothing that it prints, patches or exits with is a verdict.
+The answer is the last ```python block of the final turn, else its whole text. This reward is a `Judge`: the answer's code runs
+in a session of the sandbox, and each test is a call of the function there. The returned value is compared as plain data in
+another session, which never runs model-written code (`judging.code_judge`). The code inside knows neither the expected values
+nor the number of tests. Nothing that it prints, patches or exits with decides the verdict.
 
-A function that fails a test by its time or memory fails that test; once an answer has used up its processor time for all of
-them, or has slept for too long, the others count as failed. Where the system fails, the reward is not 0: the answer is judged
-again.
+If a call exceeds its time or memory, that test fails. If an answer has used the processor time of all its tests, or has slept
+for too long, the remaining tests fail. If the system fails, the reward is not 0: the answer is judged again.
 """
 
 import json
@@ -29,29 +28,32 @@ from agentrl.workflow.trajectory import Episode, Exit, Task, ToolResult
 
 LIMITS = Limits(cpu_seconds=3.0)
 WHOLE_CPU_SECONDS = 12.0
-"""Processor time for all that is judged at once."""
+"""The processor time for all code that is judged together, in seconds."""
 
 WHOLE_IDLE_SECONDS = 20.0
-"""On the clock, for all that is judged at once: how long it may sleep."""
+"""The longest time that all code judged together may sleep, in seconds."""
 
 SERVED_SECONDS = 0.1
-"""On the clock: what it may take this process to see the end of a call."""
+"""The time that this process may take to see the end of a call, in seconds; it does not count as sleep."""
 
 MAX_TOLD = 4 * exact_json.MAX_CHARACTERS
-"""Characters of all values that a function gives for its tests; the calls after that have failed."""
+"""The most characters of all values that a function returns for its tests; further calls fail."""
 
 MAX_LATE = 2
-"""After so many tests that used up their processor time, or one that slept, the others are not tried, and count as failed."""
+"""The number of tests that may use up their processor time. After these, or after one test that slept until its timeout, the
+other tests are not run and count as failed.
+"""
 
 JUDGE_SECONDS = 180.0
-"""How long judging may take on the clock, turns that it waits for left out, which is the system's limit: more than all of the
-code's own."""
+"""The time limit for judging, in seconds, without waits for a free sandbox. It is longer than all limits of the judged code, so
+exceeding it is the system's failure.
+"""
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """Return the arguments of the judge; 0.0 without an answer to run.
+    """Return the judge's arguments; 0.0 if there is no answer to run.
 
     Raises:
         ValueError: the task has no hidden test.
@@ -79,13 +81,13 @@ def question(task: Task, answer: str) -> dict[str, Any]:
 
 
 def read_code(text: str) -> str:
-    """Return the code that a text gives as its answer."""
+    """Return the code that the text gives as its answer."""
     blocks = BLOCK.findall(text)
     return str(blocks[-1] if blocks else text).strip()
 
 
 def writable(code: str) -> bool:
-    """Return whether it is text that a file can hold, and not empty."""
+    """Return whether the code is not empty and can be encoded in UTF-8."""
     try:
         return bool(code.encode())
     except UnicodeEncodeError:
@@ -93,7 +95,7 @@ def writable(code: str) -> bool:
 
 
 def _tests_passed(setup: str, answer: str, function: str, hidden: list[str], test: str = "", reference: str = "") -> ToolResult:
-    """The share of the tests that the answer's function passes: of the hidden cases, or those of a program of tests."""
+    """Return the share of tests that the answer's function passes: the hidden cases, or the tests of a test program."""
     return verdict_result(*_judged(setup, answer, function, tuple(hidden), test, reference)())
 
 
@@ -106,7 +108,9 @@ def verdict_result(verdict: object, cpu_seconds: float) -> ToolResult:
 def _judged(
     setup: str, answer: str, function: str, hidden: tuple[str, ...], test: str, reference: str
 ) -> Once[tuple[float, float]]:
-    """The share, and the processor time; of an answer once, since siblings often give the same, and at the same time."""
+    """Return a function for the share and the processor time in seconds. Each answer is judged once, because episodes of a
+    group often give the same one.
+    """
 
     def judge() -> tuple[float, float]:
         budget = Budget(WHOLE_CPU_SECONDS)
@@ -122,11 +126,11 @@ def _judged(
 
 @contextmanager
 def opened() -> Iterator[Session]:
-    """A session to judge in.
+    """Yield a session to judge in, and close it afterwards.
 
     Raises:
-        SandboxUnavailable: nothing here can hold it.
-        InfraError: it did not come up.
+        SandboxUnavailable: this machine has no sandbox for model-written code.
+        InfraError: the session did not start.
     """
     session = sandbox().session(LIMITS)
     try:
@@ -136,7 +140,7 @@ def opened() -> Iterator[Session]:
 
 
 class Budget:
-    """What all that is judged at once may use: processor time, and time on the clock in which it does not want a core."""
+    """The processor time and the idle time, both in seconds, that all code judged together may use."""
 
     def __init__(self, cpu_seconds: float) -> None:
         self._most = cpu_seconds
@@ -144,20 +148,22 @@ class Budget:
 
     @property
     def spent(self) -> bool:
-        """Whether nothing may begin any more."""
+        """True if the budget is used up, so that nothing more may start."""
         return self.used >= self._most or self._idle >= WHOLE_IDLE_SECONDS
 
     def pay(self, result: CodeResult) -> None:
-        """Take what a cell or call has used."""
+        """Subtract what a cell or a call has used."""
         self.used += result.cpu_seconds
         self._idle += max(0.0, result.wall_seconds - result.cpu_seconds - result.waited_seconds - SERVED_SECONDS)
 
 
 class Calls:
-    """Calls of a session's function, as many as its budget and what it may hand out in all allow.
+    """Calls of a session's function, limited by the budget and by the size of all returned values.
 
     Args:
-        budget: for the cells and all calls; what would begin once it is spent fails.
+        session: the session.
+        function: the function's name.
+        budget: the budget for the cells and all calls. What would start after it is used up fails.
     """
 
     def __init__(self, session: Session, function: str, budget: Budget) -> None:
@@ -165,7 +171,7 @@ class Calls:
         self._late = self._told = 0
 
     def begun(self, cells: Sequence[str]) -> bool:
-        """Run what is not empty of the cells; whether all of them ended well.
+        """Run the cells that are not empty; return whether all of them succeeded.
 
         Raises:
             InfraError: the sandbox failed, or the machine was too busy.
@@ -180,9 +186,8 @@ class Calls:
         return True
 
     def __call__(self, args: str) -> str | None:
-        """Return the text of the value that the function gives for such a text of arguments (`checks.KnownCalls`); None where
-        it
-        gives none.
+        """Call the function with these encoded arguments (`checks.KnownCalls`); return the encoded result, or None if the call
+        failed.
 
         Raises:
             InfraError: as `begun`.
@@ -203,10 +208,10 @@ class Calls:
 
 
 def share(session: Session, cells: Sequence[str], function: str, cases: Sequence[str], budget: Budget) -> float:
-    """Return the share of the cases that the function passes once the cells have run.
+    """Run the cells, and return the share of the cases that the function passes.
 
-    The cases are texts, as a task has them. 0.0 where a cell fails; those that would begin once the budget is spent count as
-    failed.
+    The cases are texts, as in the task. The share is 0.0 if a cell fails. Cases that would start after the budget is used up
+    count as failed.
 
     Raises:
         InfraError: the sandbox failed, or the machine was too busy.

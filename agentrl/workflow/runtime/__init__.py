@@ -1,1 +1,1 @@
-"""This process and its children: time limits, waits, fault points, lazy singletons, warm processes."""
+"""Utilities of one process and its children: time limits, waits, fault points, lazy singletons, warm processes."""

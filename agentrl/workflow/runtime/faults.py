@@ -1,12 +1,13 @@
-"""Fault points: named places where a test can kill, fail or stop the process that passes them; otherwise they do nothing.
+"""Fault points: named places at which a test can kill, fail or stop the process. Without a test they do nothing.
 
-`AGENTRL_FAULT_DIR` names a folder in which every point counts its hits, over all processes that share it and for good, so that
-a restarted process does not fail at the same place again. `AGENTRL_FAULT` holds the faults, separated by commas:
-`name:n:action` acts at the n-th hit of the point `name`.
+`AGENTRL_FAULT_DIR` names a folder in which every point counts its hits. The count is permanent and shared by all processes with
+that folder, so a restarted process does not fail at the same place again. `AGENTRL_FAULT` holds the faults, separated by
+commas: `name:n:action` acts at the n-th hit of the point `name`.
 
 - `kill`   SIGKILL to itself: nothing is flushed, no handler runs
 - `raise`  InjectedFault
-- `sleep`  the whole process, with its heartbeat, is stopped for `AGENTRL_FAULT_SLEEP` seconds (5), then goes on as a zombie
+- `sleep`  stops the whole process, with its heartbeat, for `AGENTRL_FAULT_SLEEP` seconds (5); it then continues although its
+    leases may be lost
 """
 
 import fcntl
@@ -23,10 +24,10 @@ class InjectedFault(Exception):
 
 
 def faultpoint(name: str) -> None:
-    """Count a hit of the point, and carry out the fault that is due, if any.
+    """Count a hit of the point, and carry out the fault that is due at this hit, if any.
 
     Raises:
-        InjectedFault: the fault due at this hit is `raise`.
+        InjectedFault: the fault at this hit is `raise`.
     """
     plan = _plan()
     if plan is not None:

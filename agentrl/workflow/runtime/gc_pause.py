@@ -1,4 +1,6 @@
-"""A pause of garbage collection while torch and transformers are imported: 800,000 objects, none of which is garbage."""
+"""Pauses garbage collection while torch and transformers are imported: they create 800,000 objects, none of which is
+garbage.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -7,9 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Turns collection off inside, for imports and the loading of a model: it would scan all objects again and again.
+    """Turn garbage collection off in the `with` block, for imports and the loading of a model. Otherwise it would scan all
+    objects again and again.
 
-    That took two of the six seconds in which a process loads a model.
+    These scans took two of the six seconds in which a process loads a model.
     """
     was = gc.isenabled()
     gc.disable()

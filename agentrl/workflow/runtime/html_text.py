@@ -1,7 +1,7 @@
-"""The text of an HTML page, extracted in a separate process that may be killed.
+"""Extracts the text of an HTML page in a separate process that may be killed.
 
-A lenient parser takes time quadratic in the length of some broken pages (a megabyte of `<!--` takes hours), and their variety
-has no end. This file is run by itself, as a script, and imports only the standard library.
+A lenient parser takes time quadratic in the length of some broken pages (a megabyte of `<!--` takes hours), and there are too
+many kinds of such pages to detect them. This file is run as a script, and imports only the standard library.
 """
 
 import re
@@ -22,7 +22,7 @@ def text_of(page: str) -> str:
     """Return the text of a page, one line per block.
 
     Raises:
-        PageTooLong: it used up the time or memory that a page has.
+        PageTooLong: reading it exceeded the limits on time or memory.
     """
     command = [sys.executable, "-I", __file__]
     try:
@@ -34,7 +34,7 @@ def text_of(page: str) -> str:
 
 
 class _Words(HTMLParser):
-    """The words of a page, without scripts and styles."""
+    """A parser that collects the text of a page, without scripts and styles."""
 
     SKIPPED = ("script", "style", "noscript", "template")
     BREAKS = ("p", "br", "div", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "pre", "table")
@@ -45,25 +45,25 @@ class _Words(HTMLParser):
         self._skipped = self._kept = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Begins a line, or an element whose text is skipped."""
+        """Begin a line, or an element whose text is skipped."""
         self._skipped += tag in self.SKIPPED
         self._kept += tag == "pre"
         self.parts += ["\n"] * (tag in self.BREAKS)
 
     def handle_endtag(self, tag: str) -> None:
-        """Ends a line, or a skipped element."""
+        """End a line, or a skipped element."""
         self._skipped -= tag in self.SKIPPED and self._skipped > 0
         self._kept -= tag == "pre" and self._kept > 0
         self.parts += ["\n"] * (tag in self.BREAKS)
 
     def handle_data(self, data: str) -> None:
-        """Keeps the words."""
+        """Keep the text, unless it is inside a skipped element."""
         if not self._skipped:
             self.parts.append(data if self._kept else re.sub(r"\s+", " ", data))
 
 
 def extract_text(page: str) -> str:
-    """Return the text of a page, without limits."""
+    """Return the text of a page, without limits on time and memory."""
     parser = _Words()
     parser.feed(page)
     parser.close()
@@ -72,7 +72,7 @@ def extract_text(page: str) -> str:
 
 
 def main() -> None:
-    """Read the page from stdin and write its text to stdout."""
+    """Read a page from stdin and write its text to stdout."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     text = extract_text(sys.stdin.buffer.read().decode(errors="replace"))

@@ -1,4 +1,6 @@
-"""Requests to the hub with a time limit: its client retries for half a minute, and a silent name server delays it longer."""
+"""Requests to the hub with a time limit. The hub's client retries for half a minute, and a name server that does not respond
+delays it further.
+"""
 
 import os
 import threading
@@ -11,15 +13,15 @@ from typing import Literal, TypeVar
 Answer = TypeVar("Answer")
 
 ANSWER_SECONDS = 3.5
-"""How long an answer is waited for."""
+"""The longest wait for a response, in seconds."""
 AWAY_SECONDS = 10.0
-"""How long a hub that gave no answer is not asked again, so that a request with two names waits once."""
+"""The time in seconds for which a hub that did not respond is not asked again. So a command with two names waits only once."""
 
 _silent_since = -AWAY_SECONDS
 
 
 def ask_hub(kind: Literal["model", "dataset"], name: str) -> Literal["known", "unknown", "away"]:
-    """Return whether the hub knows a model or dataset of that name; `away` if it does not answer."""
+    """Return whether the hub has a model or dataset of that name: `known`, `unknown`, or `away` if it does not respond."""
     from huggingface_hub import HfApi  # slow to import, and seldom needed
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
@@ -46,7 +48,7 @@ def ask_hub(kind: Literal["model", "dataset"], name: str) -> Literal["known", "u
 
 
 def answer_in_time(ask: Callable[[], Answer]) -> Answer | None:
-    """Return what `ask` returns; None if it raises or takes too long."""
+    """Call `ask` in a thread and return its result; None if it raises an error or takes longer than ANSWER_SECONDS."""
     answers: list[Answer] = []
 
     def run() -> None:
@@ -60,14 +62,14 @@ def answer_in_time(ask: Callable[[], Answer]) -> Answer | None:
 
 
 def go_offline() -> None:
-    """Limit this process to files that were fetched before. Call it before `datasets` is imported."""
+    """Limit this process to files that were downloaded before. Call it before `datasets` is imported."""
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = True
 
 
 def has_fetched_dataset(name: str) -> bool:
-    """Return whether files of a dataset are in the caches of `datasets` or of the hub's client."""
+    """Return whether files of a dataset are in the cache of `datasets` or of the hub's client."""
     from huggingface_hub import constants
 
     prepared = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME, "datasets")), name.replace("/", "___"))

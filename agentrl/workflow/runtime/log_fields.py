@@ -1,4 +1,4 @@
-"""Fields of log records (run, iteration, episode, attempt), and records as JSON, one object a line."""
+"""Fields of log records (run, iteration, episode, attempt), and records as JSON, one object per line."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ _fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default={})
 
 @contextmanager
 def log_fields(**fields: object) -> Iterator[None]:
-    """Add fields to the records that are logged inside, by this thread and by whoever it gives its context to."""
+    """Add fields to the records logged in the `with` block, in this thread and in threads that run in a copy of its context."""
     token = _fields.set({**_fields.get(), **fields})
     try:
         yield
@@ -24,7 +24,7 @@ class JsonFormatter(logging.Formatter):
     """A formatter of records as JSON: `at`, `level`, `logger`, `message`, `pid`, the fields, and `error` with a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the object, on one line."""
+        """Return the record as a JSON object on one line."""
         row = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname,

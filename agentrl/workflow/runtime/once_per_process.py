@@ -1,4 +1,4 @@
-"""Once: a lazy singleton, made when it is first needed."""
+"""`Once`: a lazy singleton, created when it is first needed."""
 
 import threading
 from collections.abc import Callable
@@ -9,9 +9,9 @@ Made = TypeVar("Made")
 
 
 class Once(Generic[Made]):
-    """A callable that returns the one result of `make`; threads that call at the same time get the same one.
+    """A callable that calls `make` once and returns its result. Threads that call it at the same time get the same result.
 
-    With functools.cache each of those threads would make one. If `make` raises, the next call tries again.
+    With functools.cache each of these threads would call `make`. If `make` raises an error, the next call tries again.
     """
 
     def __init__(self, make: Callable[[], Made]) -> None:
@@ -20,15 +20,15 @@ class Once(Generic[Made]):
         self._made = cache(make)
 
     def __call__(self) -> Made:
-        """Return the result, made if need be."""
+        """Return the result; create it at the first call."""
         with self._lock:
             return self._made()
 
     @property
     def made(self) -> bool:
-        """Whether the result was made."""
+        """True if the result was created."""
         return bool(self._made.cache_info().currsize)
 
     def forget(self) -> None:
-        """Drop the result: the next call makes another."""
+        """Drop the result. The next call creates another."""
         self._made.cache_clear()

@@ -1,6 +1,6 @@
-"""Values and texts of models, tools and people as they are shown: cleaned, short, on one line.
+"""Prepares values and texts of models, tools and users for display: cleaned, short, on one line.
 
-Terminal escapes and control characters never reach a terminal, numbers and texts of any size are cut.
+Terminal escapes and control characters never reach a terminal. Long numbers and texts are shortened.
 """
 
 import json
@@ -20,25 +20,25 @@ _CONTROLS = re.compile(
     "\u00ad\u180e\u200b\u2028\u2029\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
 )
 CELL_CHARS = 60
-"""Longest text in a cell of a table."""
+"""The most characters of a text in a table's cell."""
 MAX_DEPTH = 100
-"""Levels of a value that are shown; deeper ones become `...`."""
+"""The most levels of a value that are shown; deeper ones become `...`."""
 MAX_BITS = 10_000
-"""The most bits of an integer that is written in decimal; Python writes no more than 4300 digits."""
+"""The most bits of an integer that is written in decimal. Python writes no more than 4300 digits."""
 MAX_DIGITS = 300
-"""The most digits of a Postgres number that is written in decimal; no float has more."""
+"""The most digits of a Postgres number that is written as a number; no float has more."""
 
 Line = tuple[str, str]
-"""A text, of one line or several, and rich's name of its style."""
+"""A text of one or more lines, and the name of its style in rich."""
 
 
 def clean(text: str) -> str:
-    """Return the text without terminal escapes; other control characters become U+FFFD."""
+    """Remove terminal escapes from the text; other control characters become U+FFFD."""
     return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text.replace("\r\n", "\n")))
 
 
 def one_line(text: str, limit: int = CELL_CHARS) -> str:
-    """Return the text cleaned, on one line, cut at `limit` characters."""
+    """Return the cleaned text on one line of at most `limit` characters."""
     flat = " ".join(clean(text[: 4 * limit + 1000]).split())
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
 
@@ -65,9 +65,7 @@ def cell(value: Any) -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON has it: moments in ISO 8601, bytes in hex, NaN and infinity as null, numbers of many digits as
-    text.
-    """
+    """Convert a value to JSON types. Times become ISO 8601, bytes hex, NaN and infinity null, and very long numbers text."""
     match value:
         case None | bool() | str():
             return value
@@ -100,5 +98,5 @@ def _plain_number(value: Decimal) -> int | float | str | None:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return `1 call`, `2 calls`."""
+    """Return the number with the noun in singular or plural: `1 call`, `2 calls`."""
     return f"{number} {noun}{'s' * (number != 1)}"

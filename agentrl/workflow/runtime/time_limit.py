@@ -9,9 +9,9 @@ Answer = TypeVar("Answer")
 
 
 def within(seconds: float, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run the work and return its result; past the limit it is cancelled, whatever it waits for, and its connections close.
+    """Run the coroutine and return its result. After `seconds` it is cancelled, and its connections are closed.
 
-    It runs in a thread of its own, so that an asynchronous caller may use it too.
+    It runs in a thread of its own, so that asynchronous callers can use it too.
 
     Raises:
         TimeoutError: the work took longer.

@@ -1,7 +1,7 @@
-"""Patience: time that a call spends waiting for shared resources does not count against its limit.
+"""Leaves the time that a call waits for shared resources out of its time limit.
 
-To limit a call's time on the clock, make a `Patience` and let the call's thread hold it. Code that waits for a shared resource
-(a sandbox's turns, the judges) does so inside `waiting()`. Once the call is given up, its waits end with an error.
+To limit a call's time, create a `Patience` and `hold` it in the call's thread. Code that waits for a shared resource (a free
+sandbox, the judges) does so inside `waiting()`. After the call was given up, its waits raise an error.
 """
 
 import threading
@@ -13,7 +13,7 @@ from agentrl.workflow.errors import InfraError
 
 
 class Patience:
-    """The time that a thread has spent waiting, and whether its result is still wanted."""
+    """The time that a call has spent waiting, and whether its result is still needed."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -25,15 +25,16 @@ class Patience:
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds waited so far, including a wait that is still going on."""
+        """The seconds waited so far, including a wait that has not ended."""
         since = self._since
         return self._before + (0.0 if since is None else time.monotonic() - since)
 
     def look(self, meant: float) -> float:
         """Count the time for which the whole process stood still since the last look, and return the call's own seconds.
 
-        The standstill is the time on the clock beyond the `meant` wait and the process's own work: the process was stopped,
-        or got no core, and so the call did nothing either.
+        Args:
+            meant: the seconds that the caller intended to wait since the last look. Time beyond this and the process's own
+                processor time is a standstill: the process was stopped or got no core, so the call could not run either.
         """
         before, worked = self._looked
         now, busy = self.own_seconds, time.process_time()
@@ -44,16 +45,16 @@ class Patience:
 
     @property
     def own_seconds(self) -> float:
-        """Seconds on the clock since the start, less waits and the process's standstills."""
+        """The seconds since the start, without waits and standstills of the process."""
         return time.monotonic() - self._began - self.seconds_waited - self._still
 
     def end(self) -> None:
-        """Give the call up: from now on its waits raise."""
+        """Give the call up. From now on its waits raise InfraError."""
         self._over = True
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Make this the thread's patience inside."""
+        """Make this the patience of the current thread during the `with` block."""
         before: Patience | None = getattr(_this, "patience", None)
         _this.patience = self
         try:
@@ -78,7 +79,7 @@ _this = threading.local()
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Mark the time inside as this thread's wait for a shared resource.
+    """Count the time in the `with` block as this thread's wait for a shared resource.
 
     Raises:
         InfraError: the call was given up.

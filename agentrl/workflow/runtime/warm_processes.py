@@ -1,4 +1,4 @@
-"""A pool of warm processes: each request has one for itself, and the process is kept for the next."""
+"""A pool of warm processes. A request has a process for itself, which is then kept for the next request."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ class Lasting(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether it can serve a request, as far as is known."""
+        """True if it can probably serve a request."""
         ...
 
 
@@ -23,7 +23,7 @@ Kept = TypeVar("Kept", bound=Lasting)
 
 
 class Warm(Generic[Kept]):
-    """A pool with as many processes as cores; each is opened when first needed, and again after it was lost."""
+    """A pool with as many processes as cores. Each is started when it is first needed, and again after it was lost."""
 
     def __init__(self, opened: Callable[[], Kept]) -> None:
         self._opened = opened
@@ -31,10 +31,10 @@ class Warm(Generic[Kept]):
 
     @contextmanager
     def one(self) -> Iterator[Kept]:
-        """Lend one process to the caller alone.
+        """Yield a process that no other caller uses during the `with` block.
 
         Raises:
-            AgentRLError: it cannot be opened.
+            AgentRLError: it cannot be started.
         """
         with waiting():
             process = self._places().get()
@@ -47,11 +47,11 @@ class Warm(Generic[Kept]):
 
     @property
     def idle(self) -> int:
-        """The number of processes not in use."""
+        """The number of processes that are not in use."""
         return self._places().qsize()
 
     def forget(self) -> None:
-        """Let all be opened anew; a process now in use is kept until its user is done."""
+        """Drop all processes, so that new ones are started. A process that is in use serves its caller to the end."""
         self._places.forget()
 
     @staticmethod

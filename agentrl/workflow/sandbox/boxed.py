@@ -1,8 +1,8 @@
-"""A sandbox made of processes on this host: single programs and sessions, whichever mechanism confines them.
+"""A sandbox made of processes on this host: it runs single programs and sessions, with any mechanism that confines them.
 
-As many programs run at once as there are cores; the others wait for their turn, and waiting does not count against their
-limits. A zygote serves one program at a time, so that its control group and its user id count that program alone. A program
-that must be killed takes its zygote with it, and the next program gets a new one.
+As many programs run at once as there are cores. The others wait in a queue, and waiting does not count towards their limits. A
+zygote runs one program at a time, so its control group and its user id count only that program. Killing a program also kills
+its zygote, and the next program gets a new one.
 """
 
 import os
@@ -23,7 +23,7 @@ log = getLogger("agentrl.sandbox")
 
 
 class Boxed:
-    """A `Sandbox`. Make one per process: its semaphore counts what runs in the process."""
+    """A `Sandbox`. Create one per process, because its semaphore counts the programs of the process."""
 
     def __init__(self, launch: Launch) -> None:
         self.kind = launch.kind

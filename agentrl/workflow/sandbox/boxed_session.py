@@ -1,4 +1,4 @@
-"""A session in a sandbox of this host: the socket, the output and the processes behind a `session.CellSession`."""
+"""A session in a sandbox of this host: the socket, the output and the processes that a `session.CellSession` uses."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ CHUNK = 1 << 16
 
 
 class BoxedLine:
-    """A `Line`.
+    """A `Line` to a session on this host.
 
     Raises:
         InfraError: the sandbox did not start.
@@ -48,7 +48,7 @@ class BoxedLine:
         self._keepers: Set[int] = set()
 
     def take_output(self) -> bytes:
-        """Return part of what was printed so far, empty where nothing was."""
+        """Return up to 500 bytes of the output so far; empty if there is none."""
         with suppress(BlockingIOError):
             return os.read(self._printed, 500)
         return b""
@@ -82,7 +82,9 @@ class BoxedLine:
         return self._box.cgroup.events(), self._cpu_seconds()
 
     def settle(self, lasting: Set[int]) -> int:
-        """See `Line.settle`. Processes that exist beside the first state when the session starts are the sandbox's own."""
+        """See `Line.settle`. Other processes that exist beside the first state when the session starts belong to the sandbox
+        itself.
+        """
         if not self._keepers:
             self._keepers = self._box.members() - lasting
         ended = freeze.settle(self._box.stop, lambda: self._box.members() - self._keepers, lasting, ANSWER_SECONDS)

@@ -1,20 +1,32 @@
-"""Inside: the first process of a container. It connects the host's one pair of pipes to the files that a program expects.
+"""Inside: the first process of a container. It connects the host's single pair of pipes to the files that a program expects.
 
-It reads a line of JSON from stdin (`Header`), then the sources, the program and its stdin in the lengths given there. It starts
-the program in a child, and from then on reads and writes frames: a kind, four bytes of length, the data.
+It reads a line of JSON from stdin (`Header`). Then it reads the sources, the program and the program's stdin, with the lengths
+that the header gives. It starts the program in a child. From then on it reads and writes frames: a kind, four bytes of length,
+the data.
 
-to the host      R the program begins, O its output, C a message of a session's process (its id in 4 bytes first), E the
-                 kernel's counts, K how many were ended and what went wrong, X the child's exit code
-from the host    C a request to the session, E count, K stop the processes listed (4 bytes each) and end all others but the
-                 session's keeper (see `freeze`), G let them go on
+Frames to the host:
 
-Output is sent before any message that came after it. When the host closes stdin, on purpose or by dying, the bridge exits, and
-as the first process of its namespace it takes all others along.
+- R: the program begins.
+- O: output of the program.
+- C: a message of a session's process; the first 4 bytes are the process's id.
+- E: the kernel's counts.
+- K: the number of threads that were ended, and an error if there was one.
+- X: the child's exit code.
 
-The program runs as the same user. It can neither trace nor signal the bridge, which is the first process and not dumpable. It
-can close or fill its own files, which harms only its own results.
+Frames from the host:
 
-This file runs inside and imports the standard library, `proc` and `freeze`.
+- C: a request to the session.
+- E: send the counts.
+- K: stop the listed processes (4 bytes each), and kill all others except the session's parent process (see `freeze`).
+- G: continue the stopped processes.
+
+Output is always sent before a message that came after it. If the host closes stdin, deliberately or because it died, the bridge
+exits. As the first process of its namespace it takes all other processes with it.
+
+The program runs as the same user. It can neither trace nor signal the bridge, because the bridge is the first process and not
+dumpable. It can close or fill its own files, which harms only its own results.
+
+This file runs inside and imports only the standard library, `proc` and `freeze`.
 """
 
 import ctypes
@@ -30,7 +42,7 @@ from typing import NoReturn, TypedDict
 from agentrl.workflow.sandbox import freeze, proc
 
 SOURCES, CODE, CONTROL, READY = 10, 11, 12, 13
-"""The descriptors that the program finds, fixed so that the host can name them on its command line."""
+"""The numbers of the descriptors that the program gets; fixed, so the host can put them on the command line."""
 FRAME = struct.Struct("<cI")
 CREDENTIALS = struct.Struct("iII")  # process, user, group
 PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 4, 22, 2
@@ -43,11 +55,11 @@ COUNTS = {
     "cpu_ns": ("cpuacct/cpuacct.usage", "", ""),
     "cpu_us": ("", "cpu.stat", "usage_usec"),
 }
-"""Counter -> its file in control groups version 1, its file in version 2, the word before the number."""
+"""Counter -> its file in control groups version 1, its file in version 2, and the word before the number."""
 
 
 class Header(TypedDict):
-    """The child's command line, the system call filter in hex, and the lengths of what follows."""
+    """The child's command line, the system call filter in hex, and the lengths of the following parts, in bytes."""
 
     argv: list[str]
     filter: str
@@ -63,7 +75,7 @@ class Filter(ctypes.Structure):
 
 
 def read_exactly(length: int) -> bytes:
-    """Read the next bytes of stdin; end this container where the host has closed it."""
+    """Read the next `length` bytes of stdin; end the container if the host has closed it."""
     parts: list[bytes] = []
     while length:
         part = os.read(0, min(length, 1 << 20))
@@ -75,7 +87,7 @@ def read_exactly(length: int) -> bytes:
 
 
 def read_line() -> bytes:
-    """Read the next line of stdin, and not a byte more."""
+    """Read the next line of stdin, and no byte more."""
     line = b""
     while not line.endswith(b"\n"):
         line += read_exactly(1)
@@ -83,7 +95,7 @@ def read_line() -> bytes:
 
 
 def make_file(content: bytes) -> int:
-    """Make a file without a name, positioned at its beginning."""
+    """Create an unnamed file with this content, positioned at its beginning; return its descriptor."""
     fd = os.memfd_create("given")
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -92,7 +104,7 @@ def make_file(content: bytes) -> int:
 
 
 def become(header: Header, files: dict[int, int]) -> NoReturn:
-    """Turn the child into the program: its files at their places, the filter, then exec."""
+    """Turn the child into the program: put its files in place, set the filter, and exec."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # a process that is not dumpable may not write the next file
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -120,7 +132,7 @@ def counts(waited: float) -> bytes:
     """Return the kernel's counts for this container as JSON: kills for memory, refused processes, processor time.
 
     Args:
-        waited: seconds that the container waited for a core.
+        waited: the time that the container waited for a core, in seconds.
     """
     values = {"waited": waited}
     for name, (first, second, word) in COUNTS.items():
@@ -132,7 +144,7 @@ def counts(waited: float) -> bytes:
 
 
 def drain(output: int) -> None:
-    """Send the output so far."""
+    """Send the output that is available now."""
     while select.select([output], [], [], 0)[0] and (data := os.read(output, CHUNK)):
         send(b"O", data)
 
@@ -149,7 +161,7 @@ class FrameRelay:
         self.status: int | None = None
 
     def run(self) -> int:
-        """Relay until the child has ended, and return its exit code, negative for a signal."""
+        """Relay until the child has ended; return its exit code, negative for a signal."""
         pidfd = os.pidfd_open(self.child)
         watched = {0, pidfd, self.output, self.control.fileno(), self.ready}
         while pidfd in watched:
@@ -165,7 +177,7 @@ class FrameRelay:
         return os.waitstatus_to_exitcode(self.status)
 
     def relay_from_host(self) -> None:
-        """Relay one frame."""
+        """Read one frame from the host and carry it out."""
         kind, length = FRAME.unpack(read_exactly(FRAME.size))
         data = read_exactly(length)
         if kind == b"E":
@@ -178,7 +190,7 @@ class FrameRelay:
             self.control.sendall(data)
 
     def relay_from_child(self, fd: int) -> bool:
-        """Relay what can be read from `fd`, if nobody has read it meanwhile; False at its end."""
+        """Relay the data that `fd` has, if it still has some; return False at its end."""
         if not select.select([fd], [], [], 0)[0]:
             return True
         if fd == self.control.fileno():
@@ -189,7 +201,7 @@ class FrameRelay:
         return bool(data)
 
     def relay_message(self) -> bool:
-        """Relay a message of one of the session's processes, after all output that came before it."""
+        """Relay a message of one of the session's processes, after all earlier output; return False if the socket is closed."""
         data, ancillary, _, _ = self.control.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS.size))
         drain(self.output)
         process = CREDENTIALS.unpack(ancillary[0][2])[0] if ancillary else 0
@@ -197,7 +209,10 @@ class FrameRelay:
         return bool(data)
 
     def settle_others(self, lasting: set[int]) -> bytes:
-        """End all but `lasting` and the keeper, send their remaining messages and output; return their number as JSON."""
+        """Kill all processes except `lasting` and the session's parent, and send their remaining messages and output.
+
+        Return the number of ended threads and an error text, as JSON.
+        """
         try:
             ended, wrong = freeze.settle(lambda: signal_all(signal.SIGSTOP), self.others, lasting, KILL_SECONDS), ""
         except freeze.SettleError as error:
@@ -208,12 +223,12 @@ class FrameRelay:
         return json.dumps([ended, wrong]).encode()
 
     def others(self) -> set[int]:
-        """Return the processes beside the bridge and the child, which keeps the session."""
+        """Return the ids of all processes except the bridge and its child, which is the session's parent process."""
         self.bury()
         return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid(), self.child}
 
     def bury(self) -> None:
-        """Reap processes that have ended: orphans become children of the first process."""
+        """Reap processes that have ended. Orphans become children of this process, the first of its namespace."""
         while True:
             try:
                 process, status = os.waitpid(-1, os.WNOHANG)
@@ -226,13 +241,13 @@ class FrameRelay:
 
 
 def signal_all(number: int) -> None:
-    """Signal all processes of the container but this one, in one step that a fork cannot outrun."""
+    """Signal all processes of the container except this one, in one step that a fork cannot escape."""
     with suppress(ProcessLookupError):
         os.kill(-1, number)
 
 
 def main() -> None:
-    """Start the program and relays; the container ends with this process."""
+    """Start the program and relay frames; the container ends with this process."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     header: Header = json.loads(read_line())
     sources, code, stdin = (make_file(read_exactly(length)) for length in (header["sources"], header["code"], header["stdin"]))

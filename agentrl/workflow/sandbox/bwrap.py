@@ -1,10 +1,13 @@
-"""bubblewrap's command line: what a program inside sees, and which user it runs as.
+"""bubblewrap's command line: what a program inside can see, and as which user it runs.
 
-A read-only /usr and nothing else of this host; its own process, network, user, IPC and mount namespaces; /tmp and /dev/shm in
-memory. Three things may surprise. Where root starts it, the user is dropped before bwrap begins:
-inside a user namespace made by root, root stays root to the kernel, and could write /proc/sys. bwrap itself gets an empty
-environment, because its own first process keeps it readable in /proc/1/environ; its options go over a descriptor. And it
-joins its control groups before anything, so that nothing is started outside of them.
+A program sees a read-only /usr and nothing else of this host. It has its own process, network, user, IPC and mount namespaces,
+and /tmp and /dev/shm in memory. Three details have reasons:
+
+- If root starts it, the user is dropped before bwrap begins. In a user namespace made by root, root stays root for the kernel
+    and could write /proc/sys.
+- bwrap gets an empty environment, because its first process keeps the environment readable in /proc/1/environ. Its options are
+    passed through a descriptor.
+- It joins its control groups first, so no process starts outside of them.
 """
 
 import os
@@ -23,15 +26,15 @@ SHM_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Profile:
-    """The strictness of bwrap that this machine allows.
+    """The options of bwrap that work on this machine.
 
     Args:
-        bwrap: path of the bwrap program.
-        python: path of the interpreter inside.
-        folders: folders that the interpreter needs beside /usr.
-        proc: whether a /proc of the sandbox's own can be mounted.
-        disable_userns: whether further user namespaces can be forbidden by bwrap (the system call filter does it in any case).
-        nests: whether a zygote can make namespaces of its own.
+        bwrap: the path of the bwrap program.
+        python: the path of the interpreter inside.
+        folders: the folders that the interpreter needs besides /usr.
+        proc: whether the sandbox can mount its own /proc.
+        disable_userns: whether bwrap can forbid further user namespaces. The system call filter always forbids them.
+        nests: whether a zygote can make its own namespaces.
     """
 
     bwrap: str
@@ -46,10 +49,11 @@ def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: i
     """Return the options that bwrap reads from the descriptor of `--args`.
 
     Args:
+        tmp_bytes: the size of /tmp, in bytes.
         info: the descriptor on which bwrap reports the sandbox's first process.
-        go: the descriptor on which that process waits for a byte, so that it cannot be gone before its parent holds it.
-        filter_file: the system call filter; None for the zygote, which forks into namespaces and sets the filter then.
-        first: make the interpreter the first process of the namespace, and not a child of bwrap's own.
+        go: the descriptor on which that process waits for a byte, so it cannot end before its parent has opened it.
+        filter_file: the descriptor of the system call filter; None for the zygote, whose children set the filter themselves.
+        first: True to make the interpreter the first process of the namespace, in place of bwrap's own.
     """
     args = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     args += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *_links()]
@@ -70,7 +74,7 @@ def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: i
 
 
 def command(profile: Profile, args: int, uid: int | None, joins: Sequence[str], inside: Sequence[str]) -> list[str]:
-    """Return the whole command line, outermost first: join the groups, drop the user, bwrap, the interpreter."""
+    """Return the full command line: join the control groups, drop the user, then bwrap, then the interpreter."""
     argv = [profile.bwrap, "--args", str(args), "--", *inside]
     if uid is not None:
         number = str(uid)
@@ -80,7 +84,7 @@ def command(profile: Profile, args: int, uid: int | None, joins: Sequence[str], 
 
 
 def _links() -> list[str]:
-    """Options for /lib and the like: links into /usr, or folders on older systems."""
+    """Return the options for /lib and similar folders: links into /usr, or bind mounts on older systems."""
     args: list[str] = []
     for name in LINKS:
         path = Path("/", name)

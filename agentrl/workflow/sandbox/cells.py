@@ -1,19 +1,22 @@
-"""Inside: a session. Cells share one namespace. Each runs in a fork, which becomes the session's next state if it survives.
+"""Inside: a session. Its cells share one namespace. Each cell runs in a fork, which becomes the session's next state if it
+survives.
 
-A keeper starts the first *state* and sleeps: the sandbox lives as long as the keeper. For each request the state forks a
-*child* and waits. The child runs the cell. When the cell has ended, also by an exception, the child is the *heir*, the next
-state; a child with other threads, which a fork does not copy, forks its heir instead. The host then ends all processes but the
-heir, or, if the cell failed, all but the old state, which is unchanged and reports how its child died. Where the cell left no
-room for one more process, the child reports that and waits until the processes it started are ended. A process that the cell
-forked and that reaches the cell's end exits there; it is no second session.
+The session's parent process starts the first *state* and then sleeps; the sandbox lives as long as it does. For each request
+the state forks a *child*, which runs the cell, and waits. After the cell, even after an exception, the child becomes the next
+state. A fork does not copy other threads, so a child with other threads forks its successor instead. The host then kills all
+processes except the next state. If the cell died, the host keeps the old state instead, which is unchanged and reports how its
+child died. If the cell left no room for one more process, the child reports that and waits until the processes that the cell
+started are killed. If a process that the cell forked reaches the end of the cell, it exits there and does not become a second
+session.
 
-On the socket the child sends `{"started": true}`, waits for a byte and runs the cell. The heir sends `{"done": ...}`, a child
-without room for an heir `{"full": true}`, and a state whose child died `{"died": code}`. Whatever a cell forges there, it can
-only claim that it ended, or hand out data.
+On the socket the child sends `{"started": true}`, waits for a byte and runs the cell. The next state sends `{"done": ...}`, a
+child without room for a successor `{"full": true}`, and a state whose child died `{"died": code}`. A cell can forge these
+messages. The most it can achieve is to claim that it ended, or to return data.
 
-Where the keeper is the first process of a namespace, it also stops all others in one step, and continues them, on request.
+If the session's parent is the first process of a namespace, it also stops all other processes in one step on request, and
+continues them.
 
-This file runs inside and imports the standard library, `runner` and `exact_json`.
+This file runs inside and imports only the standard library, `runner` and `exact_json`.
 """
 
 import ast
@@ -44,11 +47,13 @@ ORDERS = {b"s": signal.SIGSTOP, b"g": signal.SIGCONT}
 
 
 def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, orders: int = NOBODY) -> None:
-    """Serve requests, a line of JSON each, until the socket is closed.
+    """Serve requests, one line of JSON each, until the socket is closed.
 
     Args:
-        cpu_seconds: the largest budget that a request may have.
-        orders: where this is the first process of a namespace: the socket that orders all others to stop and go on.
+        control: the descriptor of the socket.
+        cpu_seconds: the maximum processor time of a request, in seconds.
+        address_bytes, processes: see `runner.limit`.
+        orders: the socket with orders to stop and continue all other processes, if this is the first process of a namespace.
     """
     runner.configure_streams()
     runner.limit(address_bytes, processes)
@@ -68,12 +73,12 @@ def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, ord
 
 
 def _show_memory(traceable: bool) -> None:
-    """Sets whether processes of the same user may trace this one; where the call fails, the sandbox forbids tracing anyway."""
+    """Allow or forbid processes of the same user to trace this one. If the call fails, the sandbox forbids tracing anyway."""
     ctypes.CDLL(None).prctl(SET_DUMPABLE, int(traceable), 0, 0, 0)
 
 
 def _keep_order(orders: int) -> NoReturn:
-    """Serves orders as the first process of a namespace: its signal to all reaches everybody else, and no fork outruns it."""
+    """Serve orders as the first process of a namespace. Its signal reaches all other processes, and no fork can escape it."""
     os.set_inheritable(orders, False)
     while order := os.read(orders, 1):
         with suppress(ProcessLookupError):  # no other process is left
@@ -109,7 +114,7 @@ def _serve(control: int, most_seconds: int) -> None:
 
 
 def _fork() -> int:
-    """Forks; the child keeps the state of `random`, which would otherwise seed itself anew in every child."""
+    """Fork. The child keeps the state of `random`, which otherwise gets a new seed in every child."""
     drawn = random.getstate()
     child = fork()
     if child == 0:
@@ -118,7 +123,7 @@ def _fork() -> int:
 
 
 def _wait_for(child: int) -> int:
-    """Waits for the child and returns how it died, as an exit code."""
+    """Wait for the child; return its exit code, negative for a signal."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     except ChildProcessError:  # a cell set SIGCHLD to be ignored
@@ -126,7 +131,9 @@ def _wait_for(child: int) -> int:
 
 
 def _hand_on(control: int, seconds: float) -> None:
-    """Returns only in the heir, which has used less than `seconds` of processor time; another child waits to be ended."""
+    """Return only in the next state, which has used less than `seconds` of processor time; a replaced child waits to be
+    killed.
+    """
     if running() == 0 and process_time() < seconds:
         for timer in TIMERS:
             setitimer(timer, 0)
@@ -145,7 +152,10 @@ def _hand_on(control: int, seconds: float) -> None:
 
 
 def _renew_streams() -> None:
-    """Replaces the streams: a thread that the fork dropped may hold their lock. The old are kept: closing them would block."""
+    """Replace the standard streams, because a thread that the fork dropped may hold their lock.
+
+    The old streams are kept in memory: closing them would block.
+    """
     for name, file in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, f"__{name}__")
         OLD_STREAMS.append(old)
@@ -156,7 +166,7 @@ def _renew_streams() -> None:
 
 
 def _serve_request(cells: types.ModuleType, request: dict[str, Any], file: str) -> dict[str, Any]:
-    """Runs a cell or call and returns its exit code and, of a call, its value."""
+    """Run a cell or call; return its exit code and the value of a call."""
     value = ""
     try:
         if "call" in request:
@@ -173,7 +183,7 @@ def _serve_request(cells: types.ModuleType, request: dict[str, Any], file: str) 
 
 
 def _run_cell(cells: types.ModuleType, source: str, file: str) -> None:
-    """Runs a cell and prints the value of its last line, if that is an expression."""
+    """Run a cell, and print the value of its last line if that is an expression."""
     tree = ast.parse(source, file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, file, "exec"), cells.__dict__)
@@ -193,7 +203,7 @@ def _call_function(cells: types.ModuleType, function: str, args: str) -> str:
 
 
 def _wait_for_go(control: int) -> None:
-    """Waits for one byte; what comes after it is the next request."""
+    """Wait for one byte. It is read alone, because the next request follows it."""
     if not os.read(control, 1):
         os._exit(0)
 

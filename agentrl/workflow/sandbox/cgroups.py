@@ -1,8 +1,8 @@
-"""Control groups: they count and bound what all processes of one sandbox use together (memory, processes, processor time).
+"""Control groups: they count and limit the memory, processes and processor time of all processes of a sandbox together.
 
-Each sandbox has a control group below this process's own, for each controller that can be written (version 1: a hierarchy per
-controller; version 2: one for all). Where none can be written, rlimits bound each process, and the container of this process
-bounds the whole. Only the kernel's counters are trusted: how much was used, and whether it had to kill or to refuse.
+A sandbox has a control group below this process's own for each controller that is writable. Version 1 has one hierarchy per
+controller, version 2 one for all. If none is writable, rlimits limit each process, and the container of this process limits all
+of them. Only the kernel's counters are trusted: the amounts used, the kills and the refusals.
 """
 
 import os
@@ -18,26 +18,26 @@ MOUNT = Path("/sys/fs/cgroup")
 CONTROLLERS = ("memory", "pids", "cpuacct")
 PREFIX = "agentrl-sandbox-"
 SPARE_PROCESSES = 6
-"""Processes of the sandbox itself, beside the program's."""
+"""The number of processes that the sandbox itself needs besides the program's."""
 
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class CgroupEvents:
-    """Counts so far: kills for memory, refused processes, kills for disk use."""
+    """Numbers of kernel interventions so far: kills for memory, refused processes, kills for disk use."""
 
     oom: int = 0
     pids: int = 0
     disk: int = 0
 
     def since(self, before: "CgroupEvents") -> "CgroupEvents":
-        """Return the events since `before`."""
+        """Return the numbers of events since `before`."""
         return CgroupEvents(max(0, self.oom - before.oom), max(0, self.pids - before.pids), max(0, self.disk - before.disk))
 
 
 class Cgroup:
-    """The control groups of one sandbox; `folders` is empty where none can be made."""
+    """The control groups of a sandbox; `folders` is empty if none can be made."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self._folders = folders
@@ -46,26 +46,26 @@ class Cgroup:
 
     @property
     def joins(self) -> list[str]:
-        """The files a process writes its number to in order to join."""
+        """The files to which a process writes its id to join the groups."""
         return sorted({str(folder / "cgroup.procs") for folder in self._folders.values()})
 
     def set_limits(self, memory_bytes: int, processes: int) -> None:
-        """Set the limits, where they differ from those in force.
+        """Set the limits that differ from the current ones.
 
         Raises:
-            InfraError: the kernel refuses a limit, since more than that is in use.
+            InfraError: the kernel refuses a limit because more than that is in use.
         """
         self._write("memory", "memory.swappiness", "memory.swap.max", 0)
         self._write("memory", "memory.limit_in_bytes", "memory.max", memory_bytes)
         self._write("pids", "pids.max", "pids.max", processes + SPARE_PROCESSES)
 
     def events(self) -> CgroupEvents:
-        """Return the kernel's interventions to keep the limits."""
+        """Return the number of kernel interventions so far."""
         memory = self._pairs("memory", "memory.oom_control", "memory.events")
         return CgroupEvents(memory.get("oom_kill", 0), self._pairs("pids", "pids.events", "pids.events").get("max", 0))
 
     def cpu_seconds(self) -> float | None:
-        """Return processor time of all processes that were ever in the group; None where nothing counts it."""
+        """Return the processor time of all processes that were ever in the group, in seconds; None if nothing counts it."""
         folder = self._folders.get("cpuacct")
         if folder is None:
             return self._seconds
@@ -74,16 +74,18 @@ class Cgroup:
         return self._pairs("cpuacct", "", "cpu.stat").get("usage_usec", 0) / 1e6
 
     def members(self) -> set[int] | None:
-        """Return the processes in the group; None where there is no group."""
+        """Return the ids of the processes in the group; None without a group."""
         folder = next(iter(self._folders.values()), None)
         return None if folder is None else set(map(int, (folder / "cgroup.procs").read_text().split()))
 
     def note_final_cpu_seconds(self, seconds: float) -> None:
-        """Note the processor time of the first process and all that it waited for, where no controller counts it."""
+        """Store the processor time of the first process and its reaped children, in seconds; used if no controller counts
+        it.
+        """
         self._seconds = seconds
 
     def remove(self) -> None:
-        """Remove the groups. A process that has just ended may hold its group for a moment."""
+        """Remove the groups. Retry for up to a second, because a process that has just ended may still be in its group."""
         for folder in set(self._folders.values()):
             for _ in range(100):
                 try:
@@ -118,7 +120,7 @@ class Cgroup:
 
 
 def make() -> Cgroup:
-    """Make the groups of one sandbox, for every controller that this process may use."""
+    """Create the groups of one sandbox, for every controller that this process may use."""
     name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
     folders: dict[str, Path] = {}
     for controller, parent in parents().items():
@@ -129,7 +131,7 @@ def make() -> Cgroup:
 
 
 def parents(mount: Path = MOUNT, own: Path = Path("/proc/self/cgroup")) -> dict[str, Path]:
-    """Controller -> this process's own group, for each controller in which it may make groups."""
+    """Return for each controller the group below which this process may create groups."""
     first: dict[str, Path] = {}
     second: dict[str, Path] = {}
     for line in own.read_text().splitlines() if own.exists() else ():
@@ -143,7 +145,7 @@ def parents(mount: Path = MOUNT, own: Path = Path("/proc/self/cgroup")) -> dict[
 
 
 def _version_2_parents(mount: Path, path: str) -> dict[str, Path]:
-    """Version 2: the nearest group that delegates memory and pids to groups below it; one with processes never does."""
+    """Return the nearest version 2 group that delegates memory and pids to its children. A group with processes never does."""
     for folder in (mount / path, *(mount / parent for parent in Path(path).parents)):
         with suppress(OSError):
             handed = (folder / "cgroup.subtree_control").read_text().split()
@@ -153,7 +155,7 @@ def _version_2_parents(mount: Path, path: str) -> dict[str, Path]:
 
 
 def sweep() -> None:
-    """Remove the groups whose owner, a process of ours, is gone; their sandboxes ended with it."""
+    """Remove the groups of agentrl processes that no longer exist; their sandboxes ended with them."""
     for parent in set(parents().values()):
         for folder in parent.glob(f"{PREFIX}*"):
             owner = folder.name.removeprefix(PREFIX).split("-")[0]

@@ -1,7 +1,7 @@
-"""A started container seen from outside: its `docker run` process, and the frames exchanged with `bridge.py` over its pipes.
+"""A running container seen from the host: its `docker run` process, and the frames exchanged with `bridge.py` over its pipes.
 
-The bridge is ours and the program cannot touch it, so the kind of a frame and its sender can be trusted. The message of a
-session's process in a `C` frame comes from model-written code, and its reader checks it.
+The program cannot touch the bridge, so the kind and the sender of a frame are trusted. The message in a `C` frame comes from
+model-written code, and its reader validates it.
 """
 
 import json
@@ -34,7 +34,7 @@ SHM_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class KernelCounts:
-    """The kernel's counts for all of a container's processes."""
+    """The kernel's counts for all of a container's processes; times are in seconds."""
 
     events: CgroupEvents
     cpu_seconds: float
@@ -42,9 +42,7 @@ class KernelCounts:
 
 
 def options(name: str, image: str, user: int, limits: Limits) -> list[str]:
-    """Return the command line of `docker run` up to the interpreter's arguments: nothing but what the image holds, and a
-    /tmp.
-    """
+    """Return the command line of `docker run` up to the interpreter's arguments. The program sees only the image and a /tmp."""
     tmp = f"/tmp:rw,exec,nosuid,nodev,size={limits.tmp_bytes},nr_inodes={ENTRIES},uid={user},gid={user},mode=700"
     args = ["run", "--interactive", "--rm", "--pull", "never", "--name", name, "--log-driver", "none", "--network", "none"]
     args += ["--read-only", "--tmpfs", tmp, "--shm-size", str(SHM_BYTES), "--workdir", "/tmp", "--hostname", "sandbox"]
@@ -57,11 +55,15 @@ def options(name: str, image: str, user: int, limits: Limits) -> list[str]:
 
 
 class Container:
-    """One container and the program in it.
+    """A container and the program in it.
 
     Args:
-        scripts: files of this package; the `main` of the last one is called.
-        arguments: the arguments of that `main`; descriptors as `bridge` numbers them.
+        docker: the docker command.
+        image: the image.
+        user: the user and group id inside.
+        scripts: the files of this package to send; the `main` of the last one is called.
+        arguments: the arguments of that `main`; descriptors have the numbers that `bridge` defines.
+        code, stdin: the program and its standard input.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Container:
         self._waiting += FRAME.pack(kind, len(data)) + data
 
     def frames(self, seconds: float) -> list[tuple[bytes, bytes]]:
-        """Wait up to `seconds` for frames and return those that came; counts are kept, not returned.
+        """Wait up to `seconds` for frames, and return them. Counts are stored in `counted` and not returned.
 
         Raises:
             EOFError: the container has ended.
@@ -121,7 +123,7 @@ class Container:
         return frames
 
     def wait_for_begin(self, seconds: float) -> bool:
-        """Return whether the program has begun within `seconds`; other frames that came meanwhile are kept."""
+        """Return whether the program began within `seconds`; other frames that arrive meanwhile are kept."""
         deadline = time.monotonic() + seconds
         came: list[tuple[bytes, bytes]] = []
         try:
@@ -133,10 +135,11 @@ class Container:
         return len(self._kept) < len(came)
 
     def follow(self, limits: Limits, running: Callable[[], int], over: Callable[[bytes, bytes], bool]) -> Use:
-        """Read the output until a frame ends it, or a limit is passed.
+        """Read the output until a frame ends the reading or a limit is passed.
 
         Args:
-            over: called with each frame that is neither output nor a count; True ends the reading.
+            running: returns the number of running programs of this process.
+            over: called with each frame that is neither output nor a count; returns True to end the reading.
 
         Raises:
             EOFError: the container ended first.
@@ -164,7 +167,7 @@ class Container:
         return Use(overrun, bytes(printed[: limits.output_bytes]), clock.elapsed, waited)
 
     def close(self) -> str:
-        """End the container, waits until it is gone and return docker's error output. Calling it twice is no error."""
+        """End the container, wait until it is gone, and return docker's error output. Idempotent."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if not self._log.closed:
@@ -180,7 +183,7 @@ class Container:
         return self._said
 
     def _wait_until_gone(self, seconds: float) -> bool:
-        """Whether docker has ended within `seconds`; its output is drained meanwhile, so that nothing blocks on it."""
+        """Return whether docker ended within `seconds`; drain its output meanwhile, so it does not block."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self._in], [], [], left)[0] and not os.read(self._in, CHUNK):
@@ -196,7 +199,7 @@ class Container:
             self._waiting.clear()  # it has ended: the next read shows that
 
     def _split_frames(self) -> list[tuple[bytes, bytes]]:
-        """The whole frames read so far; counts are kept, not handed out."""
+        """Return the complete frames read so far. Counts are stored in `counted` and not returned."""
         frames, at = [], 0
         while len(self._unread) >= at + FRAME.size:
             kind, length = FRAME.unpack_from(self._unread, at)

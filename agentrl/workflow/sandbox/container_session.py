@@ -1,6 +1,6 @@
-"""A session in a container: the frames behind a `session.CellSession`; inside, the bridge observes and signals for it.
+"""A session in a container: the frames that a `session.CellSession` uses. Inside, the bridge observes and signals for it.
 
-The bridge reports which process sent a message, stops all processes and ends those that a cell left. The messages themselves
+The bridge reports which process sent a message, stops all processes and kills those that a cell left. The messages themselves
 come from processes that run model-written code.
 """
 
@@ -21,7 +21,7 @@ PROCESS_BYTES = 4
 
 
 class ContainerLine:
-    """A `Line`."""
+    """A `Line` to a session in a container."""
 
     def __init__(self, container: Container) -> None:
         self._container = container
@@ -40,7 +40,7 @@ class ContainerLine:
         return self._parts.pop(0) if self._parts else (b"", 0)
 
     def forget(self) -> None:
-        """See `Line.forget`. The bridge sends all messages and output before it reports that all are settled."""
+        """See `Line.forget`. The bridge sends all messages and output before it reports the end of `settle`."""
         self._parts.clear()
 
     def watch(self, limits: Limits, running: Callable[[], int]) -> Use:
@@ -81,7 +81,7 @@ class ContainerLine:
         return self._container.counted.events
 
     def _hears(self, kind: bytes, data: bytes) -> bool:
-        """Takes a frame; True if it is a message."""
+        """Process a frame; return True if it is a message."""
         if kind == b"X" or (kind == b"C" and len(data) == PROCESS_BYTES):
             raise EOFError
         if kind == b"K":

@@ -1,13 +1,17 @@
-"""The sandbox made of containers, for machines where only docker may make namespaces: one container per program or session.
+"""The sandbox made of containers, for machines where only docker can make namespaces: one container per program or session.
 
-The image (AGENTRL_SANDBOX_IMAGE) needs a python3 of 3.9 or newer and is read-only; no network, no capabilities, no new
-privileges, a user that owns nothing, /tmp in memory, memory and processes bounded by docker, and docker's own system call
-filter beside ours. It is used only where the setting AGENTRL_SANDBOX says so: whoever may talk to docker is root on its
-machine, so the process that uses this backend must be trusted with root.
+The image (AGENTRL_SANDBOX_IMAGE) needs a python3 of 3.9 or newer. A container has a read-only image, no network, no
+capabilities, no new privileges, a user that owns nothing, and /tmp in memory. Docker limits memory and processes, and docker's
+own system call filter applies besides ours. This sandbox is used only if the setting AGENTRL_SANDBOX says so: a process that
+may use docker is root on its machine, so it must be trusted with root.
 
-Compared with bwrap: no user namespace, so that the program's user id is one of the host's; the program may make message queues
-of its own; a start takes some 0.5 s rather than 0.02; the program sees the image rather than this machine's /usr; docker's
-daemon and runc, which run as root, must be trusted.
+Differences from bwrap:
+
+- There is no user namespace, so the program's user id is one of the host's.
+- The program may create its own message queues.
+- A start takes about 0.5 s instead of 0.02 s.
+- The program sees the image instead of this machine's /usr.
+- You must trust docker's daemon and runc, which run as root.
 """
 
 import os
@@ -28,14 +32,15 @@ from agentrl.workflow.sandbox.session import CellSession
 from agentrl.workflow.settings import Settings
 
 PROCESS_RLIMIT = 1 << 20
-"""The rlimit on processes. It counts by user, and so across containers; docker's own limit bounds the container."""
+"""The rlimit on processes. It counts by user, over all containers, so it is high; docker's own limit applies to the container.
+"""
 
 
 class Docker:
-    """A `Sandbox`.
+    """A `Sandbox` that runs containers.
 
     Args:
-        image: the image that containers are made from.
+        image: the image of the containers.
         user: the user and group id inside.
         docker: the docker command.
     """
@@ -82,11 +87,11 @@ class Docker:
 
 
 def find(settings: Settings) -> Docker:
-    """Find the docker sandbox and try it out.
+    """Find the docker sandbox, and test it with a program.
 
     Raises:
-        ConfigError: no image is named, or the range of user ids cannot be used.
-        SandboxUnavailable: docker or the image is not there, or no program runs in it.
+        ConfigError: no image is configured, or the range of user ids is invalid.
+        SandboxUnavailable: docker or the image is missing, or no program runs in it.
     """
     check(settings.sandbox_image)
     sandbox = Docker(settings.sandbox_image, uid_pool.uid_range(settings.sandbox_uids)[-1])
@@ -99,11 +104,11 @@ def find(settings: Settings) -> Docker:
 
 
 def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
-    """Check that containers can be made.
+    """Check that docker and the image are available.
 
     Raises:
-        ConfigError: no image is named.
-        SandboxUnavailable: docker or the image is not there.
+        ConfigError: no image is configured.
+        SandboxUnavailable: docker or the image is missing.
     """
     if not image:
         raise ConfigError(
@@ -118,7 +123,7 @@ def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
 
 
 def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) -> CodeResult:
-    """Follows a program to its end.
+    """Follow a program to its end, and return its result.
 
     Raises:
         InfraError: the program did not begin, or its container ended first.

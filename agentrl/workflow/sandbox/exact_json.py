@@ -1,13 +1,13 @@
-"""Values as exact text: the arguments and the value of a call, read the same inside and outside.
+"""Values as exact text: the arguments and the return value of a call, with the same encoding inside and outside.
 
-None, booleans, integers, finite floats, strings, lists and dicts with string keys are written as plain JSON. Values that JSON
-cannot tell apart get a tag: `{"$tuple": [...]}`, `$set`, `$frozenset`, `$dict` (a list of pairs), `$float` (nan, inf, -inf),
-`$int` (hex, where it is long), `$bytes` (hex), `$complex`, `$fraction`, `$decimal`, `$type` (a built-in type, by name),
-`$range`, `$deque`, `$iterator` (the items that it still gives), and `$keys`, `$values`, `$items` of a dict.
+None, booleans, integers, finite floats, strings, lists and dicts with string keys are plain JSON. Other values get a tag:
+`{"$tuple": [...]}`, `$set`, `$frozenset`, `$dict` (a list of pairs), `$float` (nan, inf, -inf), `$int` (hex, for a long
+integer), `$bytes` (hex), `$complex`, `$fraction`, `$decimal`, `$type` (a built-in type, by name), `$range`, `$deque`,
+`$iterator` (its remaining items), and `$keys`, `$values`, `$items` of a dict.
 
-An object of a subclass (a Counter, a named tuple, an IntEnum) is written as its base class, read by the base class's own
-methods. Of any other object only its truth value is written (`$object`), and it is read as an `Opaque`, which equals
-nothing but itself. So nothing that comes out of a sandbox brings code along: no `__eq__` that says yes.
+An object of a subclass (a Counter, a named tuple, an IntEnum) is encoded as its base class, with the base class's own methods.
+Of any other object only the truth value is encoded (`$object`). It is decoded as an `Opaque`, which equals only itself. So no
+code comes out of a sandbox with a value, such as an `__eq__` that is always true.
 
 This file also runs inside: it imports only the standard library.
 """
@@ -21,9 +21,9 @@ from typing import Any
 
 MAX_DEPTH = 200
 MAX_CHARACTERS = 1 << 20
-"""The most characters of one value handed out; checked inside, to give a reason, and outside, where it is enforced."""
+"""The maximum length of an encoded value, in characters. It is checked inside, to give a reason, and enforced outside."""
 MAX_ITEMS = 100_000
-"""The most items of an iterator; of a longer one only the truth value is written."""
+"""The maximum number of items of an iterator. For a longer one only the truth value is encoded."""
 LONG = 1 << 64
 
 
@@ -44,19 +44,19 @@ def encode(value: object) -> str:
 
     Raises:
         ValueError: `value` nests deeper than 200 levels (or contains itself).
-        Exception: whatever the `__bool__` of an object in it raises.
+        Exception: the `__bool__` of an object in it raised it.
     """
     return json.dumps(_tag(value, 0), allow_nan=False)
 
 
 def decode(text: str) -> Any:
-    """Decode text, trusted or not.
+    """Decode text, which may be untrusted.
 
-    Building a set of numbers that somebody chose may take for ever: values of model-written code are decoded in a process that
-    may be killed (`judging.code_judge`).
+    Building a set of chosen numbers may take extremely long. So values of model-written code are decoded in a process that can
+    be killed (`judging.code_judge`).
 
     Raises:
-        ValueError: `encode` writes no such text.
+        ValueError: the text is not one that `encode` writes.
     """
     try:
         return _untag(json.loads(text, parse_constant=_refuse_constant), 0)
@@ -65,7 +65,7 @@ def decode(text: str) -> Any:
 
 
 def holds_opaque(text: str) -> bool:
-    """Return whether a value's text holds an object of which only the truth value is written."""
+    """Return whether a value's text contains an object of which only the truth value is encoded."""
     return '{"$object":' in text  # in a string the quotation marks are escaped
 
 
@@ -118,7 +118,7 @@ def _tag_other(value: Any, kind: type, depth: int) -> Any:
 
 
 def _tag_iterator(value: Any, kind: type, depth: int) -> Any:
-    """The items of an iterator that is true whatever it holds; the truth value of any other object."""
+    """Encode the items of an iterator without `__bool__` and `__len__`; of any other object encode the truth value."""
     if hasattr(kind, "__next__") and not (hasattr(kind, "__bool__") or hasattr(kind, "__len__")):
         items = list(islice(value, MAX_ITEMS + 1))
         if len(items) <= MAX_ITEMS:
@@ -127,7 +127,7 @@ def _tag_iterator(value: Any, kind: type, depth: int) -> Any:
 
 
 def _loaded_type(module: str, name: str) -> Any:
-    """Return a type of a module, or () if the module is not loaded: then there is no value of the type."""
+    """Return a type of a module, or () if the module is not loaded; then no value of the type exists."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -215,7 +215,7 @@ _PLAIN_COPIES: dict[type, Callable[[Any], Any]] = {
     frozenset: lambda value: frozenset(frozenset.__iter__(value)),
     dict: lambda value: dict(dict.items(value)),
 }
-"""A base class -> the copy that its own methods make of an object, whatever a subclass says instead."""
+"""A base class -> a function that copies an object with the base class's own methods, ignoring those of a subclass."""
 _READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "$tuple": (list, tuple),
     "$set": (list, set),
@@ -236,4 +236,4 @@ _READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "$iterator": (list, iter),
     "$object": (bool, Opaque),
 }
-"""A tag -> the type of its data, and the function that makes the value of them."""
+"""A tag -> the type of its data, and the function that builds the value from them."""

@@ -1,4 +1,6 @@
-"""A fair semaphore for programs: one per core, in order of arrival. Waiting does not count towards a program's limits."""
+"""A fair semaphore for programs: one place per core, first come, first served. Waiting does not count towards a program's
+limits.
+"""
 
 import threading
 from collections import deque
@@ -9,7 +11,7 @@ from agentrl.workflow.runtime.wait_budget import waiting
 
 
 class FairSemaphore:
-    """A fair semaphore that counts its holders: a thread that asks again and again does not overtake those that wait."""
+    """A semaphore with a queue: a thread that returns repeatedly cannot overtake the threads that wait."""
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
@@ -19,10 +21,10 @@ class FairSemaphore:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Wait for a turn and hold it.
+        """Wait for a place, and hold it until the context ends.
 
         Raises:
-            InfraError: whoever this thread works for no longer waits.
+            InfraError: the caller that this thread works for has stopped waiting.
         """
         handed = self._enqueue()
         try:
@@ -33,7 +35,7 @@ class FairSemaphore:
             self._release(handed)
 
     def running(self) -> int:
-        """Return the number of turns held."""
+        """Return the number of places that are held."""
         return self._running
 
     def _enqueue(self) -> threading.Event:

@@ -1,7 +1,7 @@
-"""Finds the sandbox of this machine. It is tried out, not guessed: a program is run in it.
+"""Selection of this machine's sandbox. Each candidate is tested by running a program in it.
 
-`auto` takes bwrap, else landlock. Docker must be asked for, and so must no sandbox at all (`AGENTRL_SANDBOX=none-unsafe`).
-Where none of them works, the error says what to install; there is no silent fallback.
+`auto` selects bwrap, else landlock. Docker and running without a sandbox (`AGENTRL_SANDBOX=none-unsafe`) must be configured
+explicitly. If no sandbox works, the error says what to install; there is no silent fallback.
 """
 
 import shutil
@@ -21,18 +21,18 @@ PREFERRED_KINDS = ("bwrap", "landlock")
 
 
 def install_hint(settings: Settings) -> str:
-    """Return what to install, or to change, for a sandbox that works."""
+    """Return advice on what to install or change to get a sandbox that works."""
     if settings.image:
         return "Run the compose stack on Linux 6.12 or newer, where its sandbox, landlock, works."
     return "apt-get install bubblewrap libseccomp2, or set AGENTRL_SANDBOX."
 
 
 def find_sandbox(settings: Settings) -> Sandbox:
-    """Find the sandbox that the settings name; `auto`: the first that works here.
+    """Find the sandbox that the settings name; with `auto`, the first that works here.
 
     Raises:
-        SandboxUnavailable: it does not work here, or none does; the message says what each of them lacks.
-        ConfigError: a setting cannot be used.
+        SandboxUnavailable: the sandbox does not work here, or none does; the message says what each one lacks.
+        ConfigError: a setting is invalid.
     """
     lacking: dict[str, SandboxUnavailable] = {}
     for kind, result in attempts(settings):
@@ -46,10 +46,11 @@ def find_sandbox(settings: Settings) -> Sandbox:
 
 
 def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavailable]]:
-    """Try the kinds that the settings allow, preferred first: the error of each, up to the first sandbox that works.
+    """Try the kinds that the settings allow, preferred first; yield each kind with its error, or with the first sandbox that
+    works.
 
     Raises:
-        ConfigError: a setting cannot be used.
+        ConfigError: a setting is invalid.
     """
     kinds = {"bwrap": find_bwrap, "landlock": landlock.find, "docker": docker.find, "none-unsafe": find_unsafe}
     for kind in PREFERRED_KINDS if settings.sandbox == "auto" else (settings.sandbox,):
@@ -63,7 +64,7 @@ def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavail
 
 
 def find_bwrap(settings: Settings) -> Sandbox:
-    """Find bwrap, with the strictest profile that this machine allows, and with a zygote where one can be made.
+    """Find bwrap with the strictest profile that works on this machine, and with a zygote if possible.
 
     Raises:
         SandboxUnavailable: bwrap is not installed, or does not start.
@@ -85,13 +86,13 @@ def find_bwrap(settings: Settings) -> Sandbox:
 
 
 def find_unsafe(settings: Settings) -> Sandbox:
-    """Make a `Sandbox` that confines nothing."""
+    """Create a `Sandbox` that confines nothing."""
     python = next((python for python, _ in interpreters(settings)), sys.executable)
     return Boxed(unsafe.launch(python))
 
 
 def try_profile(profile: Profile, uids: range) -> tuple[bool, str]:
-    """Return whether a program runs under the profile, and the error output if not."""
+    """Return whether a program runs under the profile, and its output."""
     sandbox = Boxed(spawn.launch(profile, uids))
     try:
         return holds(sandbox)

@@ -1,10 +1,11 @@
-"""Settling a sandbox: processes that a cell left running are ended, and those that last stay stopped until the next request.
+"""Settling of a sandbox: processes that a cell left running are killed, and the remaining ones stay stopped until the next
+request.
 
-Killing one process after the other loses against processes that fork meanwhile. So all are stopped first, in one step that a
-fork cannot outrun: a stopped process neither forks nor uses a core. A process that may signal others can undo this as long as
-it lives, so the lasting ones must be seen stopped once all others are dead.
+Killing processes one by one fails against processes that fork meanwhile. So all are stopped first, in one step that a fork
+cannot escape: a stopped process neither forks nor uses a core. A process that may signal others can undo this while it lives.
+So the remaining processes must still be stopped after all others are dead.
 
-This file also runs inside a container and imports the standard library and `proc`.
+This file also runs inside a container and imports only the standard library and `proc`.
 """
 
 import os
@@ -17,23 +18,25 @@ from contextlib import suppress
 from agentrl.workflow.sandbox import proc
 
 PAUSE_SECONDS = 0.002
-"""The pause between two looks at processes that are not stopped yet."""
+"""The pause between two checks of processes that are not stopped yet, in seconds."""
 
 
 class SettleError(Exception):
-    """A process that should have ended lives on, or one that should last is gone."""
+    """A process that should have ended still lives, or one that should remain has ended."""
 
 
 def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: Set[int], seconds: float) -> int:
-    """End all members but the lasting ones, leave those stopped, and return how many threads it ended.
+    """Kill all members except `lasting`, leave those stopped, and return the number of ended threads.
 
     Args:
         stop: stops all processes in one step.
-        members: the processes there are, without keepers.
+        members: returns the processes, without those of the sandbox itself.
+        lasting: the processes that remain.
+        seconds: the longest time for all of this, in seconds.
 
     Raises:
-        SettleError: it took longer than `seconds`, or a lasting process has ended. One whose first thread alone has ended
-            counts too: its other threads can run, but it can fork no next state.
+        SettleError: it took longer than `seconds`, or a lasting process has ended. A process whose first thread has ended
+            counts too: its other threads can run, but it cannot fork the next state.
     """
     deadline = time.monotonic() + seconds
     ended: dict[int, int] = {}
@@ -64,7 +67,7 @@ def _kill(processes: Set[int]) -> None:
 
 
 def _wait_until_gone(processes: Set[int], deadline: float) -> bool:
-    """Waits until all of them have ended, with all their threads."""
+    """Wait until all of them have ended with all of their threads; return False after the deadline."""
     for process in processes:
         try:
             pidfd = os.pidfd_open(process)

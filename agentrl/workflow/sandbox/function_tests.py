@@ -1,8 +1,8 @@
 """A test of a function as data, and the check whether a value passes it.
 
-Values that a model's function returned are decoded and compared here, in a session that runs nothing but this file and may be
-killed (`judging.code_judge`): a set of a few thousand chosen numbers takes minutes to build. This file runs inside, and imports
-only the standard library and `exact_json`.
+Return values of a model's function are decoded and compared here, in a session that runs only this file and can be killed
+(`judging.code_judge`): building a set of a few thousand chosen numbers takes minutes. This file runs inside, and imports only
+the standard library and `exact_json`.
 """
 
 import json
@@ -20,10 +20,10 @@ class Case:
     """One test of a function.
 
     Args:
-        args: the function's arguments; plain data.
-        value: the value that it must return; plain data.
-        rule: `exact`: the same value of the same types; `equal`: equal by Python's ==; `near`: at most `tolerance` away;
-            `true`, `false`: the truth value of what it returns.
+        args: the function's arguments, as plain data.
+        value: the value that it must return, as plain data.
+        rule: `exact`: the same value of the same types; `equal`: equal by Python's ==; `near`: a difference of at most
+            `tolerance`; `true`, `false`: only the truth value counts.
         tolerance: the largest difference that `near` accepts.
     """
 
@@ -33,8 +33,8 @@ class Case:
     tolerance: float = 0.0
 
     def passes(self, result: Any) -> bool:
-        """Return whether this value, plain data, is right. A value that cannot be compared (a number beyond any float) is
-        wrong.
+        """Return whether the value `found`, as plain data, passes. A value that cannot be compared, such as a number beyond any
+        float, fails.
         """
         try:
             return self._passes(result)
@@ -57,27 +57,27 @@ class Case:
 
     @classmethod
     def of(cls, text: str) -> "Case":
-        """Return the case that a text holds.
+        """Parse the text of a case.
 
         Raises:
-            ValueError: the text holds no case.
+            ValueError: the text is not a case.
         """
         args, value, rule, tolerance = exact_json.decode(text)
         return cls(tuple(args), value, rule, tolerance)
 
 
 def args_of(text: str) -> str:
-    """Return the arguments in a case's text, as `exact_json` text; nothing is decoded.
+    """Return the arguments in a case's text, as `exact_json` text, without decoding them.
 
     Raises:
-        ValueError: the text holds no case.
+        ValueError: the text is not a case.
     """
     args, _, _, _ = json.loads(text)
     return json.dumps(args)
 
 
 def verdicts(pairs: list[list[str]]) -> list[bool]:
-    """Return whether the value passes, for each pair of a case and a value, both as text."""
+    """Return for each pair of a case and a value, both as text, whether the value passes."""
     return [_verdict(Case.of(case), value) for case, value in pairs]
 
 
@@ -90,5 +90,5 @@ def _verdict(case: Case, value: str) -> bool:
 
 
 def _canonical(value: Any) -> str:
-    """The same text for the same plain data: the order of a dict does not count, and 1, 1.0 and True differ."""
+    """Return equal text for equal plain data. The order of a dict does not count; 1, 1.0 and True differ."""
     return json.dumps(json.loads(exact_json.encode(value)), sort_keys=True)

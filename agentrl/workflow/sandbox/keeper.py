@@ -1,15 +1,15 @@
-"""The keeper of a Landlock sandbox: a process that confines a child, watches what all of its descendants use, and ends them.
+"""The supervisor process of a Landlock sandbox: it confines a child, watches the resources of all descendants, and kills them.
 
-It is a script of its own (`python3 -I keeper.py SPEC`), which imports the standard library alone and holds no secret: its
-environment is empty. Without namespaces Linux has no "kill all descendants": daemons leave their group and their parent. So the
-keeper enters a Landlock domain that scopes signals, and its child a second one inside of it. From then on the child's
-descendants can signal one another and nothing else, not even the keeper, and the keeper can signal them and nothing else on
-the machine. Then `kill(-1)` reaches exactly all of them, in one step that a fork cannot outrun.
+It is a separate script (`python3 -I keeper.py SPEC`). It imports only the standard library and has no secrets: its environment
+is empty. Without namespaces Linux cannot kill all descendants of a process, because daemons leave their group and their parent.
+So the supervisor enters a Landlock domain that scopes signals, and its child enters a second domain inside it. The child's
+descendants can then signal one another and nothing else, not even the supervisor. The supervisor can signal only them. So
+`kill(-1)` reaches exactly all of them, in one step that a fork cannot escape.
 
-SPEC is JSON, see `Spec`. Over the control socket the keeper gets orders: to stop all descendants, which it answers with the
-same byte, and to let them go on; it watches nothing while they are stopped. When its first child ends, a limit is passed, or
-the socket's other end is closed (by a host that was killed, too), it ends all that is left and removes the folder. At last it
-writes one JSON line, see `ExitReport`.
+SPEC is JSON, see `Spec`. Over the control socket the supervisor gets orders: to stop all descendants, which it acknowledges
+with the same byte, and to continue them. While they are stopped, it checks no limits. It kills everything and removes the
+folder when its first child ends, a limit is passed, or the other end of the socket closes. The socket also closes if the host
+is killed. Finally it writes one line of JSON, see `ExitReport`.
 """
 
 import ctypes
@@ -53,8 +53,12 @@ GONE_ERRORS = (
 
 
 class Spec(TypedDict):
-    """The host's request. `filters` are seccomp programs in hex; `watched` bounds all descendants together (cpu 0: not
-    watched); `joins` are files of control groups; `control` (a socket) and `report` are descriptors."""
+    """The request of the host.
+
+    `filters` are seccomp programs in hex. `memory`, `processes`, `disk` and `cpu` limit all descendants together (`memory` and
+    `disk` in bytes, `cpu` in seconds, 0 for no limit). `joins` are files of control groups. `control` (a socket) and `report`
+    are descriptors.
+    """
 
     argv: list[str]
     env: dict[str, str]
@@ -74,8 +78,11 @@ class Spec(TypedDict):
 
 
 class ExitReport(TypedDict):
-    """The end: the first child's wait status, the limit that was passed ("" for none, "closed" for the control socket),
-    processor seconds of all descendants, and how many of them outlived the first child."""
+    """The supervisor's report at the end.
+
+    It has the wait status of the first child, the limit that was passed (empty for none, "closed" for the control socket), the
+    processor time of all descendants in seconds, and the number of descendants that outlived the first child.
+    """
 
     status: int
     passed: str
@@ -106,7 +113,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def check_answer(answer: int) -> int:
-    """Return the answer of a system call, or raise its error."""
+    """Return the result of a system call, or raise its error."""
     if answer < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -114,7 +121,9 @@ def check_answer(answer: int) -> int:
 
 
 def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
-    """Give up `files` and `tcp` rights except where a rule grants them; signals and abstract sockets stay in the domain."""
+    """Give up the file and TCP rights `files` and `tcp`, except where a rule grants them. Signals and abstract sockets are
+    limited to the domain.
+    """
     attr = RulesetAttr(files, tcp, EVERY_SCOPE)
     ruleset = check_answer(LIBC.syscall(CREATE_RULESET, ctypes.byref(attr), ctypes.c_size_t(ctypes.sizeof(attr)), 0))
     for path, rights in rules:
@@ -128,10 +137,10 @@ def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
 
 
 def scope_signals() -> None:
-    """Enter the keeper's own domain: it keeps all its rights but that to signal processes outside.
+    """Enter the supervisor's own domain, which only takes away the right to signal processes outside.
 
     Raises:
-        SystemExit: the kernel does not enforce it, and `kill(-1)` would end the whole machine.
+        SystemExit: the kernel does not enforce it; `kill(-1)` would then kill all processes of the machine.
     """
     check_answer(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     check_answer(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
@@ -144,7 +153,7 @@ def scope_signals() -> None:
 
 
 def confine(spec: Spec) -> None:
-    """Give up the child's rights, in an order in which each step is still allowed."""
+    """Give up the child's rights, in an order that the remaining rights allow."""
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # out of memory, the kernel kills these before the keeper
     for group in spec["joins"]:
@@ -167,7 +176,7 @@ def confine(spec: Spec) -> None:
 
 
 def become(spec: Spec) -> NoReturn:
-    """Turn the child into the command, confined."""
+    """Confine the child, and exec the command in it."""
     try:
         os.setsid()
         confine(spec)
@@ -178,7 +187,9 @@ def become(spec: Spec) -> NoReturn:
 
 
 def words(path: str) -> list[str]:
-    """Return a file of /proc, split into words; empty where its process is gone. A process's name may be no valid text."""
+    """Return a file of /proc split into words, after the process's name, which may be invalid text; empty if the process is
+    gone.
+    """
     try:
         with open(path, "rb") as file:
             return file.read().rpartition(b")")[2].decode(errors="replace").split()
@@ -187,7 +198,7 @@ def words(path: str) -> list[str]:
 
 
 def names(folder: str) -> list[str]:
-    """Return the entries of a folder; empty where it is gone."""
+    """Return the entries of a folder; empty if it is gone."""
     try:
         return os.listdir(folder)
     except GONE_ERRORS:
@@ -195,7 +206,7 @@ def names(folder: str) -> list[str]:
 
 
 def descendants(of: int) -> Iterator[tuple[str, int]]:
-    """Yield (process, number of its threads) of all descendants of a process."""
+    """Yield the id and the number of threads of each descendant of a process."""
     waiting = [str(of)]
     while waiting:
         pid = waiting.pop()
@@ -206,19 +217,21 @@ def descendants(of: int) -> Iterator[tuple[str, int]]:
 
 
 def proportional(pid: str) -> int:
-    """Proportional bytes (PSS) of a process: memory that forks share counts once."""
+    """Return the proportional set size (PSS) of a process, in bytes: memory that forks share counts once."""
     fields = words(f"/proc/{pid}/smaps_rollup")
     return int(fields[fields.index("Pss:") + 1]) * 1024 if "Pss:" in fields else 0
 
 
 def memory(pids: list[str]) -> int:
-    """Resident bytes (RSS) of the processes: a shared page counts for each that has it."""
+    """Return the resident set size (RSS) of the processes, in bytes: a shared page counts once for each process."""
     rows = [words(f"/proc/{pid}/statm") for pid in pids]
     return sum(int(fields[1]) * PAGE for fields in rows if fields)
 
 
 def cpu_seconds(pids: list[str]) -> float:
-    """Return processor seconds of the living processes, of the dead they waited for, and of those the keeper waited for."""
+    """Return the processor time in seconds of these processes, of their reaped children, and of the supervisor's reaped
+    children.
+    """
     rows = [words(f"/proc/{pid}/stat") for pid in pids]
     dead = resource.getrusage(resource.RUSAGE_CHILDREN)
     return dead.ru_utime + dead.ru_stime + sum(sum(map(int, fields[11:15])) for fields in rows if fields) / CLOCK
@@ -228,7 +241,7 @@ def files_below(folder: str) -> Iterator[os.stat_result]:
     """Yield the files in a folder and its sub-folders.
 
     Raises:
-        OSError: a folder cannot be listed: it is too deep for a path, or closed to the keeper.
+        OSError: a folder cannot be listed: its path is too long, or the supervisor has no access.
     """
     waiting = [folder]
     while waiting:
@@ -243,7 +256,7 @@ def files_below(folder: str) -> Iterator[os.stat_result]:
 
 
 def nameless_files(pids: list[str], device: int) -> Iterator[os.stat_result]:
-    """Deleted files of a device that are still open."""
+    """Yield the deleted files of a device that these processes still have open."""
     for path in [f"/proc/{pid}/fd/{fd}" for pid in pids for fd in names(f"/proc/{pid}/fd")]:
         try:
             status = os.stat(path)
@@ -254,7 +267,7 @@ def nameless_files(pids: list[str], device: int) -> Iterator[os.stat_result]:
 
 
 def mappings(pids: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield (process, line of its maps file) for every mapping of the processes."""
+    """Yield (process, line of its maps file) for every memory mapping of the processes."""
     for pid in pids:
         try:
             with open(f"/proc/{pid}/maps", "rb") as file:
@@ -264,10 +277,10 @@ def mappings(pids: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None]]:
-    """Yield (inode, bytes) of a folder's deleted files that are still mapped; None where this user may not know the size.
+    """Yield (inode, bytes) of a folder's deleted files that are still mapped; the size is None if this user may not read it.
 
     Raises:
-        OSError: there are more mappings than can be read in time.
+        OSError: there are more than `MAPPINGS` mappings, too many to read in time.
     """
     prefix = os.fsencode(os.path.realpath(folder)) + b"/"
     for number, (pid, line) in enumerate(mappings(pids)):
@@ -304,7 +317,7 @@ def too_full(folder: str, pids: list[str], max_bytes: int) -> bool:
 
 
 def passed_limit(spec: Spec) -> str:
-    """Return the limit that the descendants together have passed, or ""."""
+    """Return the name of the limit that the descendants together have passed; empty for none."""
     # Count no further than needed: among the hundreds of a fork bomb this process hardly gets a core.
     processes = list(islice(descendants(os.getpid()), spec["processes"] + 1))
     pids = [pid for pid, _ in processes]
@@ -318,7 +331,10 @@ def passed_limit(spec: Spec) -> str:
 
 
 def watch(spec: Spec, child: int) -> tuple[int | None, str]:
-    """Wait for the first child: (its wait status, "") once it ended, (None, the reason) once it must be ended."""
+    """Wait for the first child, and carry out orders.
+
+    Return (its wait status, "") if it ended, or (None, the reason) if it must be killed.
+    """
     poll = select.poll()
     poll.register(spec["control"], select.POLLIN)
     poll.register(os.pidfd_open(child), select.POLLIN)
@@ -340,7 +356,7 @@ def watch(spec: Spec, child: int) -> tuple[int | None, str]:
 
 
 def carry_out(order: bytes, control: int) -> bool:
-    """Stop all descendants or let them go on; whether they are now stopped."""
+    """Stop or continue all descendants; return True if they are now stopped."""
     with suppress(ProcessLookupError, PermissionError):  # none is left
         os.kill(-1, signal.SIGSTOP if order == STOP else signal.SIGCONT)
     if order == STOP:
@@ -349,7 +365,7 @@ def carry_out(order: bytes, control: int) -> bool:
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """Yield (process, wait status) of each child that has ended; orphans become children of the keeper."""
+    """Yield (process, wait status) of each child that has ended. Orphans become children of the supervisor."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -361,7 +377,7 @@ def reap() -> Iterator[tuple[int, int]]:
 
 
 def end_all() -> dict[int, int]:
-    """Kill all descendants and wait for each: process -> wait status."""
+    """Kill all descendants, wait for each, and return their wait statuses by process id."""
     with suppress(ProcessLookupError, PermissionError):  # none is left
         os.kill(-1, signal.SIGKILL)
     ended: dict[int, int] = {}
@@ -374,7 +390,9 @@ def end_all() -> dict[int, int]:
 
 
 def remove(folder: str) -> None:
-    """Remove the folder, if it exists, whatever it holds: folders too deep for a path, or closed to their owner."""
+    """Remove the folder with any content: paths that are too long, or folders without access rights. Do nothing if it is
+    missing.
+    """
     try:
         os.rmdir(folder)
     except FileNotFoundError:
@@ -386,7 +404,7 @@ def remove(folder: str) -> None:
 
 
 def let_go(spec: Spec) -> None:
-    """Close the child's files in the keeper, so that the reader at their other end sees when the child has closed them."""
+    """Close the child's files in the supervisor, so their readers see when the child has closed them."""
     first, last = sorted((spec["control"], spec["report"]))
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in range(3):
@@ -397,7 +415,7 @@ def let_go(spec: Spec) -> None:
 
 
 def main(spec: Spec) -> None:
-    """Confine, watches, end all, clears up, reports."""
+    """Start the confined child, watch it, kill all descendants, remove the folder and report."""
     for fd in (spec["control"], spec["report"]):
         os.set_inheritable(fd, False)
     scope_signals()

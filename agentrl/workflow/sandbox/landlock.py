@@ -1,23 +1,24 @@
-"""The sandbox for machines without user namespaces: Landlock, a stricter system call filter, rlimits and a keeper.
+"""The sandbox for machines without user namespaces: Landlock, a stricter system call filter, rlimits and a supervisor process.
 
-A program can read /usr and its interpreter, and write one folder of its own, which HOME and TMPDIR name. The kernel refuses
-every other file, TCP, every socket with an address, abstract sockets, and signals or tracing beyond the sandbox (from Linux
-6.12 on: Landlock's ABI 6). Started as root, each sandbox has a user id of its own, as with bwrap. `keeper.py` enforces the
-limits on memory, processes, processor time and the folder's size, looking ten times a second, and leaves nothing running.
+A program can read /usr and its interpreter, and write one folder of its own, which HOME and TMPDIR name. The kernel refuses all
+other files, TCP, sockets with an address, abstract sockets, and signalling or tracing processes outside the sandbox (Linux 6.12
+or newer: Landlock's ABI 6). If root starts it, each sandbox has its own user id, as with bwrap. `keeper.py` enforces the limits
+on memory, processes, processor time and the folder's size. It checks them ten times a second, and leaves no process running.
 
 Weaker than bwrap:
-- Limits are polled, not enforced at once: for a tenth of a second memory and disk can be overrun (memory of one process by
-  1 GiB at most); with a writable control group the limit on memory is exact here too. A deleted file whose only descriptor is
-  in flight, in a socket pair that nobody reads, is not seen at all, and lasts as long as the pair.
-- There is no private /tmp, only the folder; /tmp, /proc and /dev/shm cannot be read or written. Programs that need them
-  (`multiprocessing` locks, `psutil`) fail.
-- Names are no secret: `stat` tells whether a path exists, its size, owner and times, wherever the user may look; contents and
-  listings stay closed. Host name, uptime, load and the process's own number are those of the machine.
-- As an ordinary user the program runs as that user. Priorities, limits, scheduling and file modes of others are denied by the
-  filter (so `chmod` and `utime` fail in its own folder too), and the kernel's count of processes is shared with all that
-  the user runs, so that a fork bomb is ended by the keeper rather than refused.
-- One filter stands between the program and all of the kernel's file and process calls, without the second wall of namespaces.
-  If the keeper itself is killed, which nobody inside can do, all that it kept but the first process lives on.
+
+- Limits are polled. For a tenth of a second a program can exceed memory and disk (the memory of one process by 1 GiB at most).
+    With a writable control group the memory limit is exact here too. A deleted file whose only descriptor is in transit in an
+    unread socket pair is not counted, and exists as long as the pair.
+- There is no private /tmp, only the folder. /tmp, /proc and /dev/shm cannot be read or written. Programs that need them
+    (`multiprocessing` locks, `psutil`) fail.
+- Names are not secret: `stat` shows whether a path exists, its size, owner and times, wherever the user has access. Contents
+    and listings stay hidden. Host name, uptime, load and the process id are those of the machine.
+- If an ordinary user starts it, the program runs as that user. The filter denies changing priorities, limits, scheduling and
+    file modes of others (so `chmod` and `utime` fail in its own folder too). The kernel's count of processes includes all other
+    processes of the user. So a fork bomb is killed by the supervisor, not refused by the kernel.
+- One filter alone protects the kernel's file and process calls; there are no namespaces behind it. If the supervisor itself is
+    killed, which no process inside can do, all of its descendants except the first survive.
 """
 
 import ctypes
@@ -49,36 +50,36 @@ LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 READABLE = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/full")
 SLACK_PROCESSES = 512
-"""As an ordinary user: processes that the user's other programs may start meanwhile, before ours are refused one."""
+"""The number of processes that an ordinary user's other programs may start meanwhile before the sandbox's are refused one."""
 SLACK_BYTES = 1 << 30
-"""Bytes beyond the limit on memory that one process may take between two looks."""
+"""The amount by which one process may exceed the memory limit between two checks, in bytes."""
 
 FAMILIES = (
     *("socket", "connect", "bind", "listen", "memfd_create", "memfd_secret", "inotify_init", "inotify_init1"),
     *("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl", "msgget", "msgsnd", "msgrcv", "msgctl"),
     *("mq_open", "mq_unlink", "migrate_pages", "move_pages", "process_mrelease", "sched_setattr"),
 )
-"""System calls that a mount, network or IPC namespace would have made harmless."""
+"""System calls that are denied because no mount, network or IPC namespace makes them harmless here."""
 PROCESS_CALLS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam")
-"""System calls whose first argument is a process; 0 is the caller."""
+"""System calls whose first argument is a process; only 0, the caller itself, is allowed."""
 OWNER_CALLS = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     *("utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
 )
-"""System calls that Landlock does not cover: with them an ordinary user's program could change any of that user's files."""
+"""System calls that Landlock does not cover. With them an ordinary user's program could change all of that user's files."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 SOCK_STREAM, SOCK_TYPE_MASK = 1, 0xF
 
 
 def abi() -> int:
-    """Landlock's version here; 0 where the kernel has none."""
+    """Return the version of Landlock's ABI on this machine; 0 if the kernel has none."""
     libc = ctypes.CDLL(None, use_errno=True)
     return max(0, int(libc.syscall(keeper.CREATE_RULESET, None, ctypes.c_size_t(0), LANDLOCK_CREATE_RULESET_VERSION)))
 
 
 def check() -> None:
-    """Check that Landlock can be used here.
+    """Check that Landlock works on this machine.
 
     Raises:
         SandboxUnavailable: the kernel is too old, or libseccomp is missing.
@@ -93,8 +94,10 @@ def check() -> None:
 
 @lru_cache(maxsize=2)
 def filters(owner: bool) -> tuple[str, str]:
-    """Return the filter of bwrap's programs, and the one added here, in hex; `owner`: the program runs as a user who owns
-    files.
+    """Return two filters in hex: the one of bwrap's programs, and the additional one of this sandbox.
+
+    Args:
+        owner: True if the program runs as a user who owns files.
     """
     import pyseccomp
 
@@ -122,19 +125,21 @@ def filters(owner: bool) -> tuple[str, str]:
 
 
 def readable_paths(folders: tuple[str, ...]) -> list[str]:
-    """Return the paths that a program may read: /usr, the folders of older systems beside it, the interpreter's."""
+    """Return the paths that a program may read: /usr, the separate folders of older systems, and those of the interpreter."""
     real = [path for path in LINKS if Path(path).is_dir() and not Path(path).is_symlink()]
     return [path for path in (*READABLE, *real, *folders) if Path(path).exists()]
 
 
 @lru_cache(maxsize=1)
 def keeper_source() -> str:
-    """Return the source of the keeper: passed as text, since the interpreter may run where our own files cannot be read."""
+    """Return the supervisor's source. It is passed as text, because the interpreter may run as a user who cannot read our
+    files.
+    """
     return Path(keeper.__file__).read_text(encoding="utf-8")
 
 
 def processes_of(uid: int) -> Iterator[int]:
-    """Yield the processes of a user at this moment."""
+    """Yield the ids of a user's current processes."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(FileNotFoundError, ProcessLookupError):
             if os.stat(f"/proc/{pid}").st_uid == uid:
@@ -142,12 +147,12 @@ def processes_of(uid: int) -> Iterator[int]:
 
 
 def threads_of(uid: int) -> int:
-    """Processes and threads of a user at this moment, as the kernel counts them."""
+    """Return the current number of a user's processes and threads, as the kernel counts them."""
     return sum(len(keeper.names(f"/proc/{pid}/task")) for pid in processes_of(uid))
 
 
 class Tally:
-    """The kernel's counts, or the keeper's report where no control group counts."""
+    """The kernel's counts, or the supervisor's report if no control group counts."""
 
     def __init__(self, cgroup: Cgroup, report: int) -> None:
         self._cgroup = cgroup
@@ -155,7 +160,7 @@ class Tally:
         self._said: keeper.ExitReport | None = None
 
     def report(self) -> keeper.ExitReport | None:
-        """Return the keeper's report; None until the keeper has ended."""
+        """Return the supervisor's report; None until it has ended."""
         if self._said is None and spawn.wait_readable(self._report, 0):
             line = os.read(self._report, 4096)
             self._said = json.loads(line) if line else None
@@ -172,21 +177,23 @@ class Tally:
         return CgroupEvents(kernel.oom + (passed == "oom"), kernel.pids + (passed == "pids"), int(passed == "disk"))
 
     def members(self) -> set[int] | None:
-        """Return the processes of the control group, where there is one."""
+        """Return the ids of the processes in the control group; None without a group."""
         return self._cgroup.members()
 
     def cpu_seconds(self) -> float | None:
-        """See `Counts.cpu_seconds`; without a control group it is known only at the end."""
+        """See `Counts.cpu_seconds`. Without a control group it is known only at the end."""
         counted, report = self._cgroup.cpu_seconds(), self.report()
         return report["cpu_seconds"] if counted is None and report else counted
 
 
 class KeptProcess:
-    """A `RunningSandbox` that a keeper holds.
+    """A `RunningSandbox` under a supervisor process.
 
     Args:
-        hold: our end of the control socket; the keeper ends everything when it is closed.
-        undone: removes what was made for the sandbox.
+        process: the supervisor.
+        hold: our end of the control socket. When it is closed, the supervisor kills everything.
+        uid: the sandbox's user id; None if it is the current user's.
+        undone: cleans up what was made for the sandbox.
     """
 
     def __init__(
@@ -202,7 +209,10 @@ class KeptProcess:
         self._said: keeper.ExitReport | None = None
 
     def members(self) -> set[int]:
-        """See `RunningSandbox.members`: its user's, or the keeper's descendants, listed twice since orphans move up."""
+        """See `RunningSandbox.members`: the processes of its user, or the supervisor's descendants.
+
+        Descendants are listed twice, because orphans move up meanwhile.
+        """
         if (counted := self.cgroup.members()) is not None:
             return counted
         if self._uid is not None:
@@ -231,7 +241,7 @@ class KeptProcess:
 
 
 def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
-    """Return a launcher of Landlock sandboxes for an interpreter that needs those folders beside /usr."""
+    """Return a launcher of Landlock sandboxes for an interpreter that needs these folders besides /usr."""
 
     def start_one(limits: Limits, inside: Inside) -> KeptProcess:
         return start(python, folders, uids, limits, inside)
@@ -240,11 +250,11 @@ def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
 
 
 def find(settings: Settings) -> Boxed:
-    """Find the Landlock sandbox and try it out.
+    """Find the Landlock sandbox, and test it with a program.
 
     Raises:
-        SandboxUnavailable: the kernel or libseccomp lacks what it needs, or no program runs in it.
-        ConfigError: the range of user ids cannot be used.
+        SandboxUnavailable: the kernel or libseccomp lacks a feature, or no program runs in it.
+        ConfigError: the range of user ids is invalid.
     """
     check()
     uids, problem = uid_pool.uid_range(settings.sandbox_uids), "no interpreter was found"
@@ -259,7 +269,7 @@ def find(settings: Settings) -> Boxed:
 
 
 def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, inside: Inside) -> KeptProcess:
-    """Start a sandbox, as `spawn.start` does.
+    """Start a sandbox. See `spawn.start`.
 
     Raises:
         InfraError: it did not start.
@@ -299,7 +309,7 @@ def make_spec(
     control: int,
     report: int,
 ) -> keeper.Spec:
-    """Return the request to the keeper."""
+    """Build the request to the supervisor."""
     # The keeper and the control group limit the processes; the kernel's limit by user is the wall behind them.
     processes = 2 * inside.numbers[-1] if seat.uid else threads_of(os.getuid()) + SLACK_PROCESSES
     numbers = (*inside.numbers[:-1], processes)
@@ -323,7 +333,7 @@ def make_spec(
 
 
 def make_folder(seat: UidLease) -> str:
-    """Return an empty folder that the sandbox's user alone may enter."""
+    """Create an empty folder that only the sandbox's user may enter."""
     folder = tempfile.mkdtemp(prefix="agentrl-sandbox-")
     if seat.uid is not None:
         os.chown(folder, seat.uid, seat.uid)

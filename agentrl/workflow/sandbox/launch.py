@@ -1,6 +1,6 @@
-"""The part that each kind of sandbox on this host does in its own way: start an interpreter inside and hold it.
+"""The interface that each kind of sandbox on this host implements: it starts an interpreter inside and controls it.
 
-Programs, sessions and their limits are the same for all kinds; they only know a `Launch`.
+Programs, sessions and their limits are the same for all kinds, and use only a `Launch`.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,19 @@ from agentrl.workflow.sandbox.cgroups import CgroupEvents
 
 @dataclass(frozen=True)
 class Inside:
-    """A request: the code to run inside, and its files.
+    """A request to start an interpreter: the code to run inside, and its files.
 
     Args:
-        scripts: files of this package without their suffix; the `main` of the last one is called.
-        files: the first arguments of `main`: descriptors, which keep their numbers.
+        scripts: the files of this package, without suffix; the `main` of the last one is called.
+        files: descriptors, the first arguments of `main`; they keep their numbers.
         numbers: the further arguments of `main`.
-        stdin, output: the standard streams.
-        session: the program lasts, and is stopped between requests. Where nobody outside can stop all its processes in one
-            step, it is the first process of its namespace, and its last argument is the socket on which that is ordered.
-        zygote: the program forks into namespaces of its own. So the calls that make them are allowed, and its last argument
-            is the system call filter, which it sets later.
-        reads: paths of this host that the program may read, beside its interpreter.
+        stdin, output: the descriptors of the standard streams.
+        session: True if the program is long-lived and is stopped between requests. If no process outside can stop all of its
+            processes in one step, it becomes the first process of its namespace, and its last argument is the socket for such
+            orders.
+        zygote: True if the program forks into its own namespaces. The system calls for that are then allowed, and the last
+            argument is the system call filter, which it sets later.
+        reads: paths of this host that the program may read, besides its interpreter.
     """
 
     scripts: tuple[str, ...]
@@ -38,18 +39,18 @@ class Inside:
 
 
 class Counts(Protocol):
-    """Counters of what all processes of a sandbox use together, as far as something counts it."""
+    """Counters of the resources that all processes of a sandbox use together, as far as they are counted."""
 
     def set_limits(self, memory_bytes: int, processes: int) -> None:
-        """Set the limits."""
+        """Set the limits on memory, in bytes, and on the number of processes."""
         ...
 
     def events(self) -> CgroupEvents:
-        """Return the kernel's interventions to keep the limits."""
+        """Return the number of kernel interventions so far."""
         ...
 
     def cpu_seconds(self) -> float | None:
-        """Return processor time so far; None where nothing counts it."""
+        """Return the processor time so far, in seconds; None if nothing counts it."""
         ...
 
 
@@ -63,15 +64,15 @@ class RunningSandbox(Protocol):
 
     @property
     def end_fd(self) -> int:
-        """A descriptor, a pidfd for one, that becomes readable when the program inside has ended."""
+        """A descriptor, such as a pidfd, that becomes readable when the program inside has ended."""
         ...
 
     def members(self) -> set[int]:
-        """Return the processes inside, by this host's numbers."""
+        """Return the processes inside, by their ids on this host."""
         ...
 
     def stop(self) -> None:
-        """Stop all processes started inside, in one step that a fork cannot outrun (see `freeze`).
+        """Stop all processes inside, in one step that a fork cannot escape (see `freeze`).
 
         Raises:
             OSError: the process that carries out the order is gone.
@@ -79,11 +80,11 @@ class RunningSandbox(Protocol):
         ...
 
     def go_on(self) -> None:
-        """Let the processes go on, at once or soon. Raises as `stop`."""
+        """Continue the stopped processes, at once or soon. Raise as `stop` does."""
         ...
 
     def close(self) -> int:
-        """Kill what runs, waits until nothing is left; the exit code, negative for a signal. Calling it twice is no error."""
+        """Kill all processes and wait until they are gone; return the exit code, negative for a signal. Idempotent."""
         ...
 
 
@@ -93,8 +94,8 @@ class Launch:
 
     Args:
         kind: the kind's name in results.
-        start: starts a sandbox, or raises InfraError.
-        nests: whether a zygote inside can make namespaces of its own.
+        start: starts a sandbox; raises InfraError if it cannot.
+        nests: whether a zygote inside can make its own namespaces.
     """
 
     kind: str

@@ -1,9 +1,9 @@
-"""The parent's watch over a running program: its output, its use of time, its end, and the status that follows from these.
+"""The parent's watch over a running program: its output, its time, its end, and the resulting status.
 
-The limit on processor time is the model's, so the kernel's count decides. A program cannot use up what is left of its budget in
-less than that many seconds divided by the cores, so the next look is due by then. The limit on the clock is extended while
-others want the cores too. A program that passes it nevertheless was starved, which is the system's failure, if the kernel says
-that it waited for a core half of the time or more; else it slept. A program that does nothing but sleep is ended sooner.
+The limit on processor time is the model's, so the kernel's count decides. A program with n seconds left needs at least n /
+cores seconds to use them up, so the next check is due by then. The wall-clock limit is extended while other programs want the
+cores too. If a program still passes it, there are two cases. It was starved, a system failure, if the kernel says that it
+waited for a core for at least half of that time. Else it slept. A program that does nothing but sleep is killed earlier.
 """
 
 import os
@@ -24,20 +24,23 @@ from agentrl.workflow.sandbox.launch import RunningSandbox
 SHORTEST_LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 0.5
 CHUNK = 1 << 16
 CROWD_PER_CORE = 8
-"""The most programs per core for which the limit on the clock is extended."""
+"""The maximum number of programs per core for which the wall-clock limit is extended."""
 
 STARVED_SHARE = 0.5
-"""The share of its time on the clock that a starved program waited for a core. The limit on the clock is at least four times
-that on processor time, and a program's threads keep one another waiting no longer than they run."""
+"""The minimum share of its wall-clock time that a starved program waited for a core. The wall-clock limit is at least four
+times the limit on processor time, and a program's own threads make each other wait no longer than they run.
+"""
 ASLEEP_SHARE = 0.02
-"""A program that used or waited for a core for a smaller share of the time between two looks was asleep."""
+"""The share of the time between two checks that a program must spend on a core or waiting for one. With a smaller share it was
+asleep.
+"""
 
 Overrun = Literal["timeout_cpu", "timeout_wall", "output_cap", "starved"]
 
 
 @dataclass(frozen=True)
 class Use:
-    """A program's run: why it must be killed (None: it ended), its output up to the limit, and its times."""
+    """A program's run: the reason to kill it (None if it ended), its output up to the limit, and its times in seconds."""
 
     overrun: Overrun | None
     output: bytes
@@ -46,10 +49,11 @@ class Use:
 
 
 class Clock:
-    """The limits on a program's time, checked as it passes.
+    """The limits on a program's time, checked while it runs.
 
     Args:
-        running: how many programs of ours run at this moment.
+        limits: the program's limits.
+        running: returns the number of running programs of this process.
     """
 
     def __init__(self, limits: Limits, running: Callable[[], int]) -> None:
@@ -59,21 +63,21 @@ class Clock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began."""
+        """The time since the program began, in seconds."""
         return time.monotonic() - self._began
 
     @property
     def remaining(self) -> float:
-        """Seconds until the limit on the clock."""
+        """The time until the wall-clock limit, in seconds."""
         self._crowd = min(max(self._crowd, self._running(), _runnable()), CROWD_PER_CORE * (os.cpu_count() or 1))
         return self._limits.wall(self._crowd) - self.elapsed
 
     def look(self, cpu: float, waited: float) -> tuple[Overrun | None, float]:
-        """Return (the reason to kill the program now, or None; the seconds until the next look).
+        """Check the limits; return (the reason to kill the program now, or None; the seconds until the next check).
 
         Args:
-            cpu: the program's processor seconds so far.
-            waited: the seconds that it waited for a core so far.
+            cpu: the program's processor time so far, in seconds.
+            waited: the time that it waited for a core so far, in seconds.
         """
         limits, now = self._limits, time.monotonic()
         if cpu + waited - self._busy < ASLEEP_SHARE * (now - self._seen):
@@ -103,9 +107,10 @@ def watch(
     Args:
         output: the reading end of its stdout and stderr.
         end: a descriptor that becomes readable when it has ended.
-        spent: its processor seconds so far.
-        members: its processes.
-        running: how many programs of ours run at this moment.
+        limits: its limits.
+        spent: returns its processor time so far, in seconds.
+        members: returns its processes.
+        running: returns the number of running programs of this process.
     """
     os.set_blocking(output, False)
     poller = select.poll()
@@ -135,7 +140,7 @@ def watch(
 
 
 def _read(file: int, into: bytearray, max_bytes: int) -> bool:
-    """Reads a chunk; whether more may come. Beyond the limit one byte is kept, which is enough to see that it was passed."""
+    """Read a chunk; return whether more may follow. One byte beyond the limit is kept, to show that the limit was passed."""
     try:
         part = os.read(file, CHUNK)
     except BlockingIOError:
@@ -145,27 +150,27 @@ def _read(file: int, into: bytearray, max_bytes: int) -> bool:
 
 
 def explain_error(error: InfraError, output: bytes) -> InfraError:
-    """Return the error, with the sandbox's output as it started."""
+    """Return the error with the sandbox's startup output added."""
     return InfraError(f"{error.message} {decode_output(output).strip()}"[:1000])
 
 
 def drain(file: int) -> bool:
-    """Reads and drops a chunk of output; whether there was any."""
+    """Read and discard a chunk of output; return whether there was any."""
     return _read(file, bytearray(), 0)
 
 
 def _runnable() -> int:
-    """The number of threads of the whole machine that want a core now."""
+    """Return the number of threads on the machine that want a core now."""
     with suppress(OSError):
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return 1
 
 
 def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> float:
-    """Return processor seconds used in a sandbox so far; without a control group, those of its living processes.
+    """Return the processor time used in a sandbox so far, in seconds; without a control group, that of its living processes.
 
     Args:
-        lasting: processes of the sandbox itself, left out where there is no control group.
+        lasting: the processes of the sandbox itself, which do not count without a control group.
     """
     counted = box.cgroup.cpu_seconds()
     if counted is not None:
@@ -177,9 +182,11 @@ def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float
     """Return the status of a program that ended.
 
     Args:
-        overrun: why it was killed from outside.
-        code: its exit code if it was not, negative for a signal.
-        kernel: the kernel's interventions while it ran.
+        limits: its limits.
+        overrun: the reason that it was killed from outside; None if it was not.
+        code: its exit code if it was not killed from outside, negative for a signal.
+        cpu: its processor time, in seconds.
+        kernel: the kernel's interventions during its run.
     """
     if overrun in ("timeout_wall", "starved") and cpu >= limits.cpu_seconds:
         return "timeout_cpu"
@@ -199,5 +206,5 @@ def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float
 
 
 def decode_output(output: bytes) -> str:
-    """Return the output as text; bytes that are not UTF-8 are escaped."""
+    """Decode the output; bytes that are not UTF-8 are escaped."""
     return output.decode(errors="backslashreplace")

@@ -1,7 +1,7 @@
-"""The command started inside: an interpreter that reads our files from a descriptor, so that no host path need be visible.
+"""The command that starts inside: an interpreter that reads our files from a descriptor, so no host path need be visible.
 
-The files that run inside (`runner`, `zygote`, `cells`, `exact_json`) import each other by their own names; the few lines of
-`BOOT` make modules of their sources.
+The files that run inside (`runner`, `zygote`, `cells`, `exact_json`) import each other by their normal names. The few lines of
+`BOOT` create modules from their sources.
 """
 
 from functools import lru_cache
@@ -20,7 +20,7 @@ for part in {parts}.split("\\0"):
     exec(compile(text, "<" + short + ">", "exec"), module.__dict__)
 module.main({arguments})
 """
-"""The last of the files is the one whose `main` runs."""
+"""The program that creates modules from the sources and calls the `main` of the last one."""
 
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -34,26 +34,26 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",  # one stack per core would exceed the limit on address space
 }
-"""The whole environment of a program inside."""
+"""The full environment of a program inside."""
 
 FLAGS = ("-s", "-B")
-"""Together with `ENVIRONMENT` as isolated as -I, which would ignore the hash seed."""
+"""The interpreter's flags. Together with `ENVIRONMENT` they isolate like -I, which would ignore the hash seed."""
 
 
 @lru_cache(maxsize=8)
 def sources(*names: str) -> bytes:
-    """Return the files of those names, in the form that `BOOT` reads."""
+    """Return the files of these names in the format that `BOOT` reads."""
     folder = Path(__file__).parent
     return b"\0".join(name.encode() + b"\n" + (folder / f"{name}.py").read_bytes() for name in names)
 
 
 def command(python: str, source: int, *arguments: int) -> list[str]:
-    """Return the command line that runs the `main` of the last of the sources on the descriptor `source`."""
+    """Return the command line that reads the sources from the descriptor `source` and calls the `main` of the last one."""
     numbers = ", ".join(str(argument) for argument in arguments)
     parts = f'open({source}, encoding="utf-8").read()'
     return [python, *FLAGS, "-c", BOOT.format(parts=parts, arguments=numbers)]
 
 
 def standalone(*names: str) -> str:
-    """Return one script made of those files, for an interpreter that gets nothing else."""
+    """Return these files as one script, for an interpreter that gets nothing else."""
     return BOOT.format(parts=repr(sources(*names).decode()), arguments="")

@@ -1,4 +1,4 @@
-"""The kernel's facts about a process in /proc, read as bytes: a process may give itself a name that is no valid text.
+"""Facts about a process in /proc. They are read as bytes, because a process may give itself a name that is invalid text.
 
 This file also runs inside a container and imports only the standard library.
 """
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 def fields(process: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` after the process's name, its state first; empty where it is gone."""
+    """Return the fields of `/proc/PID/stat` after the process's name, its state first; empty if the process is gone."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].decode().split()
@@ -18,9 +18,9 @@ def fields(process: int) -> list[str]:
 
 
 def threads_of(process: int) -> tuple[int, str]:
-    """Return (number of living threads of a process, 0 once it has ended; the state of its first thread).
+    """Return (the number of living threads of a process, 0 once it has ended; the state of its first thread).
 
-    A process whose first thread has ended looks dead while others still run; their number shows them.
+    If its first thread has ended, a process looks dead although others still run; their number shows them.
     """
     stat = fields(process)
     if not stat:
@@ -30,15 +30,15 @@ def threads_of(process: int) -> tuple[int, str]:
 
 
 def processor_seconds(process: int) -> float:
-    """Return processor time of a process and of its reaped children; 0 where it is gone."""
+    """Return the processor time of a process and its reaped children, in seconds; 0 if the process is gone."""
     return sum(int(field) for field in fields(process)[11:15]) / os.sysconf("SC_CLK_TCK")
 
 
 class Waits:
     """The time that a changing set of processes has waited for a core, as far as it was observed.
 
-    Between two looks the wait of the thread that waited longest counts: threads wait for each other no longer than they
-    themselves run, however many there are.
+    Between two checks, only the longest wait of a single thread counts. However many threads there are, they make each other
+    wait no longer than they themselves run.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Waits:
         self.seconds = 0.0
 
     def look(self, processes: Iterable[int]) -> float:
-        """Add the waits of the processes that live now; return the seconds so far."""
+        """Add the waits of the given processes since the last check; return the total in seconds."""
         before, self._threads = self._threads, {name: wait for process in processes for name, wait in _waits(process)}
         longest = max((wait - before.get(name, 0) for name, wait in self._threads.items()), default=0)
         self.seconds += max(0, longest) / 1e9
@@ -54,7 +54,7 @@ class Waits:
 
 
 def _waits(process: int) -> Iterator[tuple[str, int]]:
-    """(thread, nanoseconds that it has waited for a core) for each thread of a process."""
+    """Yield (thread, nanoseconds that it has waited for a core) for each thread of a process."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):
             with suppress(OSError), open(f"/proc/{process}/task/{thread}/schedstat", "rb") as file:

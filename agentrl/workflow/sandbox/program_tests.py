@@ -1,21 +1,21 @@
-"""Tests written as a program. They run here, in a session without model-written code; the model's function runs elsewhere.
+"""Tests that are a program. They run here, in a session without model-written code; the model's function runs elsewhere.
 
 A call of the function is *relayed*: the caller (`judging.code_judge`) gets its arguments, calls the function in the session of
-the model's answer, and runs the tests again with the value. Until a value is known, the reference's value is used, so that all
-calls are found in one round; more rounds are needed only where arguments depend on earlier values. Each run is the same as the
-last one up to the values that are new.
+the model's answer, and runs the tests again with the value. While a value is unknown, the reference's value is used. So one
+round finds all calls, and more rounds are needed only if arguments depend on earlier values. Each run is the same as the one
+before, up to the new values.
 
-An argument that is no plain data, such as `lambda x: x + n` or `Point(1)`, is relayed as its source, with the definitions that
-this needs (`_Sources`). The session of the answer gets only imports, functions, classes and named lambdas of the tests beside
-it, never a statement that binds a value: an expected value could stand in that. What the source makes must serve the reference
-as the argument itself does, else the tests cannot be judged.
+An argument that is not plain data, such as `lambda x: x + n` or `Point(1)`, is relayed as its source, with the definitions that
+it needs (`_Sources`). Besides it, the session of the answer gets only imports, functions, classes and named lambdas of the
+tests. It never gets a statement that binds a value, because that could contain an expected value. The rebuilt argument must
+give the same result in the reference as the original; otherwise the tests cannot be judged.
 
-Each assert is one test: it is passed if it held every time it was reached. An assert that does not hold, or raises, does not
-stop the others. Where a statement outside of the asserts raises, the tests from there on fail. An assert that holds even if
-every call of the function fails tests nothing, and does not count.
+Each assert is one test. It passes if it held every time it was reached. An assert that fails or raises does not stop the
+others. If a statement outside of the asserts raises, the tests from there on fail. An assert that holds even if every call of
+the function fails tests nothing, and does not count.
 
-This file runs inside, and imports only the standard library and `exact_json`. The programs it runs come from the dataset; from
-the model it gets plain data alone.
+This file runs inside, and imports only the standard library and `exact_json`. The programs that it runs come from the dataset;
+from the model it gets only plain data.
 """
 
 import ast
@@ -37,7 +37,7 @@ from agentrl.workflow.sandbox import exact_json
 FILE, MODULE = "<tests>", "tests"
 CHECK = "check"
 CALLER = "__call_with_source__"
-"""Name of the function of a `source` that calls the tested function; its arguments are the plain ones of the call."""
+"""The name of the function in a `source` that calls the tested function; its arguments are the plain ones of the call."""
 
 WITH_SOURCE = '{"source": '
 """The beginning of the text of a call whose arguments are not all plain data."""
@@ -46,10 +46,10 @@ RELAYED, HELD = "__relayed__", "__held__"
 MAX_CALLS = 1000
 
 KnownCalls = Sequence[tuple[str, str | None]]
-"""Calls in order: the arguments as text, and the value as text, None where the call failed.
+"""Calls in order: the arguments as text, and the value as text; None if the call failed.
 
-The arguments are `exact_json` text of a list; where some are no plain data, the JSON object `{"source": ..., "args": ...}`:
-`source` defines `CALLER`, and `args` is `exact_json` text of the arguments to call it with.
+The arguments are the `exact_json` text of a list. If some are not plain data, they are a JSON object `{"source": ..., "args":
+...}`: `source` defines `CALLER`, and `args` is the `exact_json` text of its arguments.
 """
 
 
@@ -58,7 +58,7 @@ class CallFailed(Exception):
 
 
 class CannotJudge(BaseException):
-    """These tests cannot be judged in this way."""
+    """The reason that these tests cannot be judged by relaying calls."""
 
 
 def outcome(reference: str, test: str, function: str, known_calls: KnownCalls, final: bool) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class FunctionRelay:
         self.new_calls: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the call's value: the model's where it is known, else the reference's."""
+        """Return the call's value: the model's if it is known, else the reference's."""
         text = self._text(args, kwargs, sys._getframe(1))
         if not self.new_calls and self.replayed < len(self._known_calls) and self._known_calls[self.replayed][0] == text:
             value = self._known_calls[self.replayed][1]
@@ -118,7 +118,7 @@ class FunctionRelay:
         return self._plain_copy(self._right(*exact_json.decode(text)))
 
     def _value_with_source(self, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The reference's value, which must be the same for the arguments and for what their source makes."""
+        """Return the reference's value; it must be the same for the arguments and for those that their source builds."""
         call: dict[str, str] = json.loads(text)
         names: dict[str, Any] = {self._sources.function: self._right}
         try:
@@ -160,11 +160,12 @@ class FunctionRelay:
 
 
 class _Sources:
-    """Source that makes the arguments of a call of the function in another process.
+    """Builds source code that makes the arguments of a call of the function in another process.
 
     Args:
-        test: the tests, which are read once a call needs it.
-        function: the tested function's name; `stands_for`: the name that `check` gives it, if any.
+        test: the tests, which are parsed when a call first needs them.
+        function: the tested function's name.
+        stands_for: the name of the function in `check`, if `check` has one.
     """
 
     def __init__(self, test: str, function: str, stands_for: str | None) -> None:
@@ -186,7 +187,9 @@ class _Sources:
         return {name: node for statements in bodies for node in statements for name in _defined_names(node) if bound[name] == 1}
 
     def call(self, caller: types.FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str] | None:
-        """The `source` and `args` of the call that `caller` makes; None if its source does not stand alone."""
+        """Return the `source` and `args` of the call that `caller` makes; None if its source needs something that cannot be
+        sent.
+        """
         node = self._calls.get(_place_of_call(caller))
         if node is None or not isinstance(node.func, ast.Name) or node.func.id not in self._functions:
             return None
@@ -240,7 +243,7 @@ class _Sources:
 
 
 def _plain_text(value: list[Any]) -> str | None:
-    """The text of plain data; None if there are other objects in it."""
+    """Return the text of plain data; None if it contains other objects."""
     try:
         text = exact_json.encode(value)
     except Exception:  # noqa: BLE001 - of an object of the tests
@@ -253,14 +256,14 @@ def _place(node: ast.expr) -> tuple[int | None, ...]:
 
 
 def _place_of_call(caller: types.FrameType) -> tuple[int | None, ...]:
-    """Where the call that a frame is making stands in the tests; () if the frame is not of the tests."""
+    """Return the position in the tests of the call that a frame is making; () if the frame is not one of the tests."""
     if caller.f_code.co_filename != FILE:
         return ()
     return next(islice(caller.f_code.co_positions(), caller.f_lasti // 2, None))  # two bytes an instruction
 
 
 def _defined_names(statement: ast.stmt) -> Iterator[str]:
-    """The names of imports, functions, classes and named lambdas."""
+    """Yield the names of imports, functions, classes and named lambdas."""
     match statement:
         case ast.FunctionDef(name) | ast.ClassDef(name) | ast.Assign([ast.Name(name)], ast.Lambda()):
             yield name
@@ -269,7 +272,7 @@ def _defined_names(statement: ast.stmt) -> Iterator[str]:
 
 
 def bound_names(tree: ast.AST) -> Iterator[str]:
-    """Yield each name as often as it is bound in the tree, by whatever statement; `*` where it cannot be known."""
+    """Yield each name once for each statement that binds it in the tree; `*` if a name cannot be known."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name) | ast.ExceptHandler(name=str(name)):
@@ -283,7 +286,7 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
 
 
 class Tests:
-    """The tests of a function, instrumented."""
+    """The tests of a function, instrumented to record each assert."""
 
     def __init__(self, reference: str, test: str, function: str) -> None:
         self._reference, self._function = reference, function
@@ -306,7 +309,9 @@ class Tests:
         return len(self._lines)
 
     def run(self, relay: Callable[[Callable[..., Any]], FunctionRelay]) -> set[int]:
-        """Run the tests with `relay(reference's function)` in the function's place; the numbers of the asserts that held."""
+        """Run the tests with `relay(reference's function)` in place of the function; return the numbers of the asserts that
+        held.
+        """
         random.seed(0)
         self._held = {}
         names = self._make_namespace()
@@ -337,7 +342,7 @@ class Tests:
         self._held[number] = self._held.get(number, True) and bool(value)
 
     def _asserts_before(self, trace: types.TracebackType | None) -> set[int]:
-        """The asserts before the statement in which the tests, or their `check`, raised."""
+        """Return the asserts before the statement in which the tests, or their `check`, raised."""
         while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
             trace = trace.tb_next
         if trace is None:
@@ -349,7 +354,7 @@ class Tests:
 
 
 class _AssertNoter(ast.NodeTransformer):
-    """Replaces each assert by a note of whether it holds.
+    """Replaces each assert by a record of whether it holds.
 
     `check` gets the model's function as a parameter. In an assert that uses this parameter, the function's own name means the
     reference; in any other assert it means the model's function.
@@ -360,7 +365,7 @@ class _AssertNoter(ast.NodeTransformer):
         self.lines: list[int] = []
 
     def visit_Assert(self, node: ast.Assert) -> ast.Try:
-        """`try: held(number, test) except Exception: held(number, False)`."""
+        """Replace an assert by `try: held(number, test) except Exception: held(number, False)`."""
         number = len(self.lines)
         self.lines.append(node.lineno)
         names = [inner for inner in ast.walk(node.test) if isinstance(inner, ast.Name)]

@@ -1,7 +1,7 @@
-"""Single programs: each runs in its own sandbox (cold), or in a fork of a warm one.
+"""Runs of single programs: each in its own sandbox (cold), or in a fork of a warm one.
 
-Either way the program finds a fresh interpreter, an empty /tmp and its limits. The fork costs about as much as starting a plain
-interpreter, the cold start three times that.
+In both cases the program gets a new interpreter, an empty /tmp and its limits. The fork costs about as much as starting a plain
+interpreter, and the cold start three times as much.
 """
 
 import json
@@ -22,7 +22,9 @@ from agentrl.workflow.sandbox.launch import Inside, Launch
 from agentrl.workflow.sandbox.limits_watch import Use, cpu_seconds_of, decode_output, explain_error, status, watch
 
 ADDRESS_BYTES = 4 << 30
-"""Limit on the address space of each process: far more than it may use, since threads reserve much that they never touch."""
+"""The limit on the address space of each process, in bytes. It is far above its memory limit, because threads reserve much
+memory that they never use.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Program:
 
 
 def whole_seconds(limits: Limits) -> int:
-    """Return the budget of processor time in whole seconds, as rlimits count it."""
+    """Return the budget of processor time in whole seconds, for rlimits; at least 1."""
     return max(1, math.ceil(limits.cpu_seconds))
 
 
@@ -43,7 +45,7 @@ def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> Co
     """Run a program in a sandbox of its own.
 
     Raises:
-        InfraError: it did not start.
+        InfraError: the sandbox did not start.
     """
     limits = program.limits
     with ExitStack() as files:
@@ -72,7 +74,7 @@ def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> Co
 
 
 class Zygote:
-    """A warm sandbox: programs run in it one after the other.
+    """A warm sandbox that runs programs one after the other.
 
     Raises:
         InfraError: it did not start.
@@ -98,7 +100,7 @@ class Zygote:
         self.alive = True
 
     def run(self, program: Program, running: Callable[[], int]) -> CodeResult:
-        """Run a program; afterwards `alive` says whether the zygote can run another."""
+        """Run a program. Afterwards `alive` says whether the zygote can run another."""
         limits, cgroup = program.limits, self._box.cgroup
         cgroup.set_limits(limits.memory_bytes, limits.processes)
         before, cpu_before = cgroup.events(), cpu_seconds_of(self._box, self._keepers)
@@ -123,13 +125,13 @@ class Zygote:
         return _result(self._kind, limits, use, report["code"], max(report["cpu"], cpu), events)
 
     def close(self) -> None:
-        """End the zygote, and whatever runs in it."""
+        """End the zygote and everything in it."""
         self.alive = False
         self._box.close()
         self._line.close()
 
     def _begin(self, program: Program) -> int:
-        """Sends the program in; returns the pipe's end from which its output is read."""
+        """Send the program to the zygote; return the reading end of its output pipe."""
         limits = program.limits
         request = {
             "cpu": whole_seconds(limits),

@@ -1,7 +1,7 @@
 """Inside the sandbox: runs one program from start to end, in its own process.
 
-This file runs inside the sandbox, with whichever interpreter is there. It imports the standard library alone, and little of
-that, late: every run pays for each import.
+This file runs inside the sandbox, with any interpreter that is there. It imports only little of the standard library, and late:
+every run pays for each import.
 """
 
 import os
@@ -10,15 +10,15 @@ import sys
 import types
 
 FILE, CELL = "<code>", "<cell "
-"""File names in tracebacks: of a program, and the beginning of a cell's."""
+"""The file name of a program in tracebacks, and the beginning of a cell's."""
 
 
 def limit(address_bytes: int, processes: int) -> None:
-    """Lower the limits of this process and its children for good.
+    """Lower the limits of this process and its children permanently.
 
     Args:
-        address_bytes: address space of each process.
-        processes: processes and threads of this user.
+        address_bytes: the address space of each process, in bytes.
+        processes: the number of processes and threads of this user.
     """
     for name, value in (("AS", address_bytes), ("NPROC", processes), ("NOFILE", 256), ("FSIZE", 1 << 26), ("CORE", 0)):
         which = getattr(resource, f"RLIMIT_{name}")
@@ -37,7 +37,7 @@ def budget(cpu_seconds: int, max_seconds: int) -> None:
 
 
 def connect(stdin: int, output: int) -> None:
-    """Make these descriptors the standard streams and close all others."""
+    """Make these descriptors the standard streams, and close all others."""
     os.dup2(stdin, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -45,13 +45,13 @@ def connect(stdin: int, output: int) -> None:
 
 
 def configure_streams() -> None:
-    """Let the streams escape text that cannot be encoded, and write each line at once, so that a kill loses none."""
+    """Make the streams escape text that cannot be encoded, and flush each line, so a kill loses none."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
 
 
 def execute(source: str) -> int:
-    """Run a program as `__main__` and return the exit code that an interpreter would have had."""
+    """Run a program as `__main__`, and return the exit code that an interpreter would have."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     code = 0
@@ -89,7 +89,7 @@ def exit_code(code: object) -> int:
 
 
 def _end_threads() -> None:
-    """Waits for threads and runs exit handlers, as an interpreter does at its end; `os._exit` does neither."""
+    """Wait for threads and run exit handlers, as an interpreter does at its end; `os._exit` does neither."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     if "atexit" in sys.modules:
@@ -97,7 +97,9 @@ def _end_threads() -> None:
 
 
 def flush_streams(code: int) -> int:
-    """Flushe the streams: `code`, or 1 where one cannot be written. A stream that the program set to None has no output."""
+    """Flush the streams; return `code`, or `code or 1` if one cannot be written. A stream that the program set to None is
+    skipped.
+    """
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
@@ -107,7 +109,7 @@ def flush_streams(code: int) -> int:
 
 
 def main(source: int, ready: int, cpu_seconds: int, address_bytes: int, processes: int) -> None:
-    """Run the program in the file `source`; a byte on `ready` announces that the program's own code begins."""
+    """Run the program in the file `source`. Write a byte to `ready` when the program's own code begins."""
     with open(source, encoding="utf-8", errors="surrogateescape") as file:
         text = file.read()
     limit(address_bytes, processes)

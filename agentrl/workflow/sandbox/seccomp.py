@@ -1,8 +1,9 @@
-"""The system calls denied inside: those that reach into other processes, namespaces or rarely used parts of the kernel.
+"""The system calls that are denied inside: those that reach into other processes, namespaces or rarely used parts of the
+kernel.
 
-The rules are made with libseccomp (`pyseccomp`) and handed over as BPF. All other calls are allowed: the mount, process,
-network and user namespaces contain them. A denied call fails with EPERM. `clone3` fails with ENOSYS, since its flags lie in
-memory that a filter cannot read; the C library then uses `clone`, whose flags the filter reads.
+libseccomp (`pyseccomp`) builds the rules as BPF. All other calls are allowed; the mount, process, network and user namespaces
+contain them. A denied call fails with EPERM. `clone3` fails with ENOSYS, because its flags are in memory that a filter cannot
+read; the C library then uses `clone`, whose flags the filter can read.
 """
 
 import errno
@@ -23,7 +24,7 @@ DENIED_CALLS = (
     *("timer_create", "mq_notify"),
 )
 F_SETSIG, F_NOTIFY = 10, 1026
-"""The commands of fcntl that do the same."""
+"""The commands of fcntl that also let the kernel send a signal later."""
 
 NEW_NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C

@@ -1,11 +1,11 @@
-"""A session's rules: cells are sent in, and messages from inside are trusted only as far as they can do no harm.
+"""The protocol of a session: cells are sent in, and messages from inside are trusted only as far as they can do no harm.
 
-The lines that come back are from processes that run model-written code. They can claim that a cell ended, how, and with which
-data; a malformed line ends the session. The kernel tells which process wrote a line. Only this side decides which process is
-the next state, so that a cell that ends by itself while it is being killed counts as killed.
+The returned lines come from processes that run model-written code. They can claim that a cell ended, how it ended, and with
+which data; an invalid line ends the session. The kernel says which process wrote a line. Only the host decides which process
+becomes the next state. So a cell that ends by itself while it is being killed counts as killed.
 
-Between cells only the state, one process, exists, and it is stopped: whatever else a cell left is ended and counted (`freeze`).
-So nothing uses a core unwatched, and the next cell finds room whatever the last one did.
+Between cells only one process exists, the state, and it is stopped. Everything else that a cell left is killed and counted
+(`freeze`). So no process uses a core unwatched, and every cell has the same room.
 """
 
 import json
@@ -25,70 +25,80 @@ from agentrl.workflow.sandbox.limits_watch import Use, decode_output, status
 from agentrl.workflow.sandbox.run_program import whole_seconds
 
 MAX_LINE_BYTES = 2 * exact_json.MAX_CHARACTERS + 4096
-"""A value is ASCII, and a line writes its quotation marks and backslashes as two."""
+"""The maximum length of a line, in bytes. A value is ASCII, and a line escapes its quotation marks and backslashes with a
+second byte.
+"""
 ANSWER_SECONDS = 10.0
-"""Time for a state to fork or to report that its child was killed, for the rest of a line, and for killed processes to end."""
+"""The longest time, in seconds, for a state to fork or to report that its child was killed, for the rest of a line, and for
+killed processes to end.
+"""
 LOOK_SECONDS = 0.2
-"""The interval between two looks at the processor time of a cell whose line has begun."""
+"""The interval, in seconds, between two checks of the processor time of a cell whose line has begun."""
 OVERTIME_SECONDS = 0.5
-"""Processor time beyond its limit that a cell may use before its end is noticed."""
+"""The processor time, in seconds, that a cell may use beyond its limit before its end is noticed."""
 EXIT_CODES = range(-64, 256)
 GO = b"\n"
-"""The byte that a cell waits for before it begins; its limits count from then on."""
+"""The byte for which a cell waits before it begins; its limits count from then on."""
 CALLS_OF_A_STATE = 200
-"""Calls with `keeps=False` before a state is renewed: each costs the same state the processor time of a fork."""
+"""The number of calls with `keeps=False` after which a state is renewed. Each call costs the same state the processor time of a
+fork.
+"""
 ENDED_TEXT = "The session has ended."
 FULL_TEXT = "[nothing of this cell is kept: it left so many threads behind that there was no room to go on]"
 
 
 class BrokenLine(Exception):
-    """A message that breaks the protocol, or none at all."""
+    """A message that violates the protocol, or a missing one."""
 
 
 class Line(Protocol):
-    """The connection to the processes of one session, whatever confines them.
+    """The connection to the processes of one session, in any kind of sandbox.
 
-    All methods raise BrokenLine, OSError or SettleError where the session's processes are gone or out of control.
+    All methods raise BrokenLine, OSError or SettleError if the session's processes are gone or out of control.
     """
 
     def say(self, data: bytes) -> None:
-        """Send data to the process that reads."""
+        """Send data to the process that reads requests."""
         ...
 
     def part(self, seconds: float) -> tuple[bytes, int]:
-        """Return (text, the process that wrote it): at most a line; empty where nothing came within `seconds`."""
+        """Return (data, the process that wrote it): at most a line; empty if nothing arrives within `seconds`."""
         ...
 
     def forget(self) -> None:
-        """Drop messages and output that came until now."""
+        """Discard the messages and output that have arrived."""
         ...
 
     def watch(self, limits: Limits, running: Callable[[], int]) -> Use:
-        """Wait until a message comes or a limit is passed."""
+        """Wait until a message arrives or a limit is passed."""
         ...
 
     def read_usage(self) -> tuple[CgroupEvents, float]:
-        """Return (the kernel's interventions, processor seconds of the cell or of all cells so far)."""
+        """Return (the number of kernel interventions; the processor time in seconds, of the cell or of all cells so far)."""
         ...
 
     def settle(self, lasting: Set[int]) -> int:
-        """End all processes of cells but the lasting ones, which it stops; return how many threads were ended."""
+        """Kill all processes of cells except `lasting`, and stop those; return the number of ended threads."""
         ...
 
     def go_on(self) -> None:
-        """Let the stopped processes go on."""
+        """Continue the stopped processes."""
         ...
 
     def close(self) -> CgroupEvents:
-        """End the session; return the kernel's interventions until then."""
+        """End the session; return the number of kernel interventions up to its end."""
         ...
 
 
 class CellSession:
-    """A `Session` over a line.
+    """A `Session` over a `Line`.
 
     Args:
+        line: the connection to its processes.
         kind: the sandbox's kind.
+        limits: the session's limits.
+        turns: the semaphore for running a cell.
+        seconds: the longest time for the start, in seconds.
 
     Raises:
         BrokenLine, OSError, SettleError: the session did not start.
@@ -150,7 +160,7 @@ class CellSession:
                 raise
 
     def _count(self, keeps: bool) -> None:
-        """Counts the calls that one state has served; after many, an empty cell makes another state."""
+        """Count the calls that the state has served; after CALLS_OF_A_STATE, run an empty cell to get a new state."""
         self._calls = 0 if keeps else self._calls + 1
         if self._calls >= CALLS_OF_A_STATE:
             self._calls = 0
@@ -199,14 +209,16 @@ class CellSession:
         return CodeResult(came_to, output, code, cpu, use.wall_seconds, self._kind, value, left, use.waited_seconds)
 
     def _retry(self, child: int) -> tuple[dict[str, Any], int]:
-        """Ends the processes of a cell that had no room for its heir, and lets it try again; returns its message and sender."""
+        """Kill the processes of a cell that had no room for its successor, and let it try again; return its message and
+        sender.
+        """
         self._line.settle({self._state, child})
         self._line.go_on()
         self._line.say(GO)
         return self._receive(ANSWER_SECONDS)
 
     def _undo(self, message: dict[str, Any], speaker: int) -> int:
-        """Goes back to the state before the cell; returns how the cell's process died, as that state reports it."""
+        """Return to the state before the cell; return the exit code of the cell's process, as that state reports it."""
         if message and not (is_end(message.get("done")) or is_exit(message.get("died")) or "full" in message):
             raise BrokenLine("a cell's end was not told as it is")
         self._line.settle({self._state})
@@ -244,10 +256,10 @@ class CellSession:
 
 
 def message_of(line: bytes | bytearray) -> dict[str, Any]:
-    """Return the object of a line, whoever wrote it.
+    """Parse a line, which may come from model-written code.
 
     Raises:
-        BrokenLine: the line holds no object.
+        BrokenLine: the line is not a JSON object.
     """
     try:
         message = json.loads(line.decode())  # given bytes, json would guess an encoding
@@ -259,7 +271,7 @@ def message_of(line: bytes | bytearray) -> dict[str, Any]:
 
 
 def is_end(done: object) -> TypeGuard[dict[str, Any]]:
-    """Return whether `done` can be the end of a cell: an exit code, and a value's text within its limit."""
+    """Return whether `done` is a valid end of a cell: an exit code, and a value's text within its limit."""
     if not isinstance(done, dict) or not is_exit(done.get("code")):
         return False
     value = done.get("value")
@@ -267,7 +279,5 @@ def is_end(done: object) -> TypeGuard[dict[str, Any]]:
 
 
 def is_exit(code: object) -> TypeGuard[int]:
-    """Return whether `code` can be an exit code, negative for a signal; it comes from a process that runs model-written
-    code.
-    """
+    """Return whether `code`, which comes from model-written code, is a valid exit code (negative for a signal)."""
     return type(code) is int and code in EXIT_CODES

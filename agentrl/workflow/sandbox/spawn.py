@@ -1,8 +1,8 @@
-"""A bubblewrap sandbox from outside: bwrap's process, the first process inside, a control group, a leased user id.
+"""A bubblewrap sandbox seen from outside: bwrap's process, the first process inside, a control group, a leased user id.
 
-bwrap's `--die-with-parent` follows the thread that started it, not the process: a sandbox started by a short-lived thread dies
-with that thread. So one thread starts all of them and lives as long as this process. A sandbox is ended by killing the first
-process of its namespace, and is gone when the kernel has reaped all others: nothing survives `Box.close`.
+bwrap's `--die-with-parent` follows the thread that started it, not the process: a sandbox dies with the thread that started it.
+So one thread starts all of them, and lives as long as this process. A sandbox is ended by killing the first process of its
+namespace, and is gone when the kernel has reaped all others. No process survives `Box.close`.
 """
 
 import json
@@ -25,18 +25,18 @@ from agentrl.workflow.sandbox.launch import Inside, Launch
 from agentrl.workflow.sandbox.uid_pool import UidLease
 
 BWRAP_SECONDS = 5.0
-"""The time in which bwrap ends once the first process is gone, with that process's exit code."""
+"""The time in which bwrap exits after the first process is gone, with that process's exit code, in seconds."""
 SIGNAL_EXIT_BASE = 128
-"""bwrap's exit code for a program that a signal ended is this plus the signal's number."""
+"""The number to which bwrap adds the signal for its exit code if a signal ended the program."""
 ORDER_SECONDS = 10.0
 START_SECONDS = 60.0
-"""Time to start, on a very busy machine."""
+"""The longest time for a start, on a very busy machine, in seconds."""
 
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sandbox-spawner")
 
 
 def memory_file(data: bytes) -> int:
-    """Return a descriptor of a file without a name that holds those bytes, positioned at its beginning."""
+    """Create an unnamed file with these bytes, positioned at its beginning; return its descriptor."""
     file = os.memfd_create("sandbox")
     left = memoryview(data)
     while left:
@@ -46,12 +46,14 @@ def memory_file(data: bytes) -> int:
 
 
 class Box:
-    """One sandbox.
+    """A running bubblewrap sandbox.
 
     Args:
         process: bwrap's process.
-        first: the first process inside.
-        orders: the socket on which the first process takes the order to stop the others, if it can.
+        first: the id of the first process inside.
+        cgroup: its control groups.
+        seat: its user id.
+        orders: the socket on which the first process receives orders to stop and continue the others; None if it does not.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Box:
         self._closed = False
 
     def members(self) -> set[int]:
-        """See `RunningSandbox.members`: the first process and its descendants; orphans become its children."""
+        """See `RunningSandbox.members`: the first process and its descendants. Orphans become its children."""
         if self._closed or wait_readable(self._first, 0):
             return set()  # another process may have its number by now
         if (counted := self.cgroup.members()) is not None:
@@ -121,7 +123,7 @@ class Box:
 
 
 def launch(profile: bwrap.Profile, uids: range) -> Launch:
-    """Return a launcher of bwrap sandboxes; as root, each runs as a user of that range."""
+    """Return a launcher of bwrap sandboxes. If this process is root, each runs as a user id of that range."""
 
     def start_one(limits: Limits, inside: Inside) -> Box:
         return start(profile, uids, limits, inside)
@@ -171,17 +173,17 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
 
 
 def bury(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
-    """Reap a process that has ended, and note the processor time of it and its children."""
+    """Reap a process that has ended, and store the processor time of it and its children in `cgroup`."""
     _, code, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(code)
     cgroup.note_final_cpu_seconds(used.ru_utime + used.ru_stime)
 
 
 def send_order(line: socket.socket, order: bytes) -> None:
-    """Send an order and waits until it is carried out.
+    """Send an order, and wait until it is carried out.
 
     Raises:
-        OSError: the process is gone, or does not answer.
+        OSError: the process is gone, or does not answer within 10 s.
     """
     line.settimeout(ORDER_SECONDS)
     line.sendall(order)
@@ -190,7 +192,9 @@ def send_order(line: socket.socket, order: bytes) -> None:
 
 
 def wait_readable(file: int, seconds: float | None = None) -> bool:
-    """Return whether there is something to read (for a pidfd: the process has ended) within `seconds`; None: waits for ever."""
+    """Return whether `file` becomes readable within `seconds`; None waits forever. A pidfd is readable when its process has
+    ended.
+    """
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(None if seconds is None else max(0, seconds * 1000)))
@@ -199,7 +203,7 @@ def wait_readable(file: int, seconds: float | None = None) -> bool:
 def start_process(
     command: Sequence[str], inside: Inside, files: Sequence[int], env: Mapping[str, str] | None = None, cwd: str = "/"
 ) -> "subprocess.Popen[bytes]":
-    """Start a process, in the one thread for that, with no environment but `env`."""
+    """Start a process in the one thread that starts all of them, with `env` as its full environment."""
 
     def popen() -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
@@ -217,7 +221,7 @@ def start_process(
 
 
 def _first_process(heard: int) -> int:
-    """The process that bwrap names on its info descriptor."""
+    """Return the id of the process that bwrap reports on its info descriptor."""
     info = b""
     while wait_readable(heard, START_SECONDS) and (part := os.read(heard, 4096)):
         info += part
@@ -228,7 +232,7 @@ def _first_process(heard: int) -> int:
 
 
 def _parent(process: str) -> tuple[int, int] | None:
-    """(a process, its parent); None where it is gone or already dead."""
+    """Return (a process, its parent); None if the process is gone or dead."""
     stat = proc.fields(int(process))
     if not stat or (stat[0] in "ZX" and not proc.threads_of(int(process))[0]):
         return None

@@ -1,7 +1,8 @@
-"""The user of a sandbox. Under root: a separate user id, because the kernel counts processes by user; else this user.
+"""The user of a sandbox. Under root it is a separate user id, because the kernel counts processes by user; else the current
+user.
 
-An id is taken by binding an abstract socket named after it: the kernel gives it to one process of this host and takes it back
-when that process is gone, however it ended.
+An id is leased by binding an abstract socket that is named after it. The kernel gives the name to one process of this host, and
+frees it when that process ends in any way.
 """
 
 import os
@@ -13,22 +14,22 @@ from agentrl.workflow.errors import ConfigError, InfraError
 
 @dataclass(frozen=True)
 class UidLease:
-    """The user of one sandbox; `uid` is None where it stays the current one."""
+    """The user of one sandbox; `uid` is None if it is the current user."""
 
     uid: int | None
     _lock: socket.socket | None = None
 
     def release(self) -> None:
-        """Give the id back."""
+        """Free the id for other sandboxes."""
         if self._lock is not None:
             self._lock.close()
 
 
 def uid_range(text: str) -> range:
-    """Return the range that the setting `AGENTRL_SANDBOX_UIDS` (`FIRST-LAST`) names.
+    """Parse the setting `AGENTRL_SANDBOX_UIDS` (`FIRST-LAST`).
 
     Raises:
-        ConfigError: the text is no such range, or the range contains root.
+        ConfigError: the text is not such a range, or the range contains root.
     """
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
@@ -37,7 +38,7 @@ def uid_range(text: str) -> range:
 
 
 def lease_uid(uids: range) -> UidLease:
-    """Leases a free user id.
+    """Lease a free user id of the range.
 
     Raises:
         InfraError: all ids of the range are in use.

@@ -1,7 +1,7 @@
-"""No sandbox at all, under `AGENTRL_SANDBOX=none-unsafe`: model-written code runs as this user, on this host.
+"""No sandbox, with `AGENTRL_SANDBOX=none-unsafe`: model-written code runs as this user, on this host.
 
-What remains: limits on each process, the parent's deadlines, an environment without this process's variables, and that a
-program's children are killed with it unless they hide. The program can read and write whatever this user can.
+What remains: limits on each process, the parent's deadlines, and an environment without this process's variables. A program's
+children are killed with it unless they start their own session. The program can read and write everything that this user can.
 """
 
 import os
@@ -15,7 +15,7 @@ from agentrl.workflow.sandbox.launch import Inside, Launch
 
 
 class Bare:
-    """A process and its session. As `launch.RunningSandbox`."""
+    """A process and its session, as a `launch.RunningSandbox`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
@@ -33,7 +33,9 @@ class Bare:
         return processes
 
     def stop(self) -> None:
-        """See `RunningSandbox.stop`, but one after the other: without a sandbox nobody can stop all in one step."""
+        """See `RunningSandbox.stop`. Processes are stopped one by one, because without a sandbox they cannot be stopped in one
+        step.
+        """
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -56,7 +58,7 @@ class Bare:
 
 
 def launch(python: str) -> Launch:
-    """Return a launcher of programs with that interpreter and nothing around them."""
+    """Return a launcher of programs in that interpreter, without any confinement."""
 
     def start(limits: Limits, inside: Inside) -> Bare:
         source = spawn.memory_file(payload.sources(*inside.scripts))

@@ -1,11 +1,11 @@
 """Inside the sandbox: a warm interpreter that forks a child with its own namespaces for each program.
 
-A cold sandbox costs three times as much as its interpreter alone. This one is started once; each program then runs in a fork
-with fresh user, process, mount and IPC namespaces, a fresh /tmp and /dev/shm, no capabilities and the system call filter. The
-zygote itself runs no program, so its reports over the socket (how the child ended, and its processor time) can be trusted. To
-kill a program, the host kills the whole sandbox.
+A cold sandbox costs three times as much as its interpreter alone. The zygote is started once. Each program then runs in a fork
+with new user, process, mount and IPC namespaces, a new /tmp and /dev/shm, no capabilities and the system call filter. The
+zygote itself runs no program, so its reports over the socket (the child's end and its processor time) can be trusted. To kill a
+program, the host kills the whole sandbox.
 
-This file runs inside and imports the standard library and the runner.
+This file runs inside and imports only the standard library and the runner.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ PRELOADED_MODULES = (
     *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
     *("linecache", "math", "random", "re", "statistics", "string", "traceback", "typing"),
 )
-"""Modules that programs, or tracebacks, often import: imported once."""
+"""Modules that programs or tracebacks often import; the zygote imports them once."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -38,7 +38,9 @@ class _Filter(ctypes.Structure):
 
 
 def main(control: int, bpf: int) -> None:
-    """Serve requests until the socket is closed: a line of JSON with the files code, stdin and output; a line in answer."""
+    """Serve requests until the socket is closed. A request is a line of JSON with the files code, stdin and output; the
+    response is a line.
+    """
     with open(bpf, "rb") as file:
         rules = file.read()
     runner.configure_streams()
@@ -57,7 +59,10 @@ def main(control: int, bpf: int) -> None:
 
 
 def _run(limits: dict[str, int], files: list[int], rules: bytes) -> tuple[int | None, float]:
-    """(the program's exit code, negative for a signal, None if its sandbox could not be made; its processor seconds)."""
+    """Run a program. Return its exit code and its processor time in seconds.
+
+    The exit code is negative for a signal, and None if the program's sandbox could not be made.
+    """
     heard, report_fd = os.pipe()
     child = os.fork()
     if child == 0:
@@ -73,14 +78,17 @@ def _run(limits: dict[str, int], files: list[int], rules: bytes) -> tuple[int | 
 
 
 def _code(report: list[bytes]) -> int | None:
-    """The exit code in the first process's report: a word as the program begins, one as it ends; killed between: SIGKILL."""
+    """Return the exit code from the first process's report, which has a word for the program's start and one for its end.
+
+    If only the first word is there, the program was killed: SIGKILL.
+    """
     if not report:
         return None
     return int(report[1]) if len(report) == 2 and report[1].removeprefix(b"-").isdigit() else -signal.SIGKILL
 
 
 def _outermost(limits: dict[str, int], files: list[int], rules: bytes, report_fd: int) -> None:
-    """Leaves the zygote's namespaces, in the child; a new process namespace holds for its children only, hence another fork."""
+    """Leave the zygote's namespaces, in the child. A new process namespace applies only to children, so it forks again."""
     user, group = os.getuid(), os.getgid()
     _check_call(_libc.unshare(NEWUSER | NEWNS | NEWPID | NEWIPC))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -95,7 +103,7 @@ def _outermost(limits: dict[str, int], files: list[int], rules: bytes, report_fd
 
 
 def _init(limits: dict[str, int], files: list[int], rules: bytes, report_fd: int) -> None:
-    """Runs the namespace's first process: it mounts, starts the program, reaps orphans, and takes all with it at its end."""
+    """Run the namespace's first process: mount, start the program, reap orphans. All other processes end with it."""
     size = str(limits["tmp"])
     _check_call(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, f"size={size},mode=1777".encode()))
     _check_call(_libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", NOSUID | NODEV, b"size=1m,mode=1777"))
@@ -129,13 +137,13 @@ def _program(limits: dict[str, int], files: list[int], rules: bytes) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drops all capabilities: a new user namespace gives them to its first process."""
+    """Drop all capabilities. The first process of a new user namespace gets them."""
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION_3, 0)
     _check_call(_libc.capset(header, (ctypes.c_uint32 * 6)()))
 
 
 def _filter(rules: bytes) -> None:
-    """Sets the system call filter that bwrap would have set, had the zygote itself not needed calls that it denies."""
+    """Set the system call filter. bwrap could not set it, because the zygote itself needs calls that the filter denies."""
     program = _Filter(len(rules) // 8, rules)
     _check_call(_libc.prctl(SET_SECCOMP, FILTER_MODE, ctypes.byref(program), 0, 0))
 

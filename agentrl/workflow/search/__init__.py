@@ -1,8 +1,9 @@
-"""Search: algorithms that are no gradient. They try texts in episodes, and choose.
+"""Search: algorithms without gradients. They try texts in episodes, and choose the best.
 
-Such an algorithm is a function `run(resources, rollouts, ...)` of what it is given by name, see `Given`. It is called from its
-beginning whenever its run goes on: what it asked for before is answered from rows, at once and the same, so that it comes to
-where it was. It must therefore take the same way again: its draws come from `rng`, and nothing else decides.
+Such an algorithm is a function `run(resources, rollouts, ...)`; its parameters are names of fields of `Given`. Whenever its run
+continues, the function is called again from its beginning. Requests that it made before are answered at once from rows, with
+the same results, so it reaches the point where it was. So it must make the same requests again: its random draws must come from
+`rng`, and nothing else may decide.
 """
 
 import inspect
@@ -17,30 +18,30 @@ from agentrl.workflow.resources import validation_error
 from agentrl.workflow.trajectory import Group, Task
 
 MAX_GROUPS = 4096
-"""Of one request."""
+"""The maximum number of groups of one request."""
 Candidate = Mapping[str, str]
-"""Name -> text of all of a run's resources."""
+"""The texts of all resources of a run, by name."""
 
 
 class Critic(Protocol):
-    """Who is asked for critique and edits: a model behind any endpoint of OpenAI's kind."""
+    """A model that writes critique and edits, at any OpenAI-compatible endpoint."""
 
     def __call__(self, prompt: str) -> str:
-        """Return the answer to a prompt.
+        """Return the model's answer to a prompt.
 
         Raises:
-            ServiceError: it does not answer; the run waits, and asks again.
+            ServiceError: the endpoint does not answer; the run waits and tries again.
         """
         ...
 
     def each(self, prompts: Sequence[str]) -> list[str]:
-        """Return the answers to prompts that are asked side by side."""
+        """Return the answers to several prompts, which are sent in parallel."""
         ...
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request of a search for rollouts: a group of each task for each candidate, in the order of the candidates."""
+    """A request of a search for rollouts: a group for each candidate and task, in the order of the candidates."""
 
     candidates: tuple[Candidate, ...]
     tasks: tuple[Task, ...]
@@ -49,12 +50,14 @@ class Request:
 
     @property
     def groups(self) -> list[tuple[int, Task]]:
-        """The candidate, by its place, and the task of each group."""
+        """The candidate's index and the task of each group."""
         return [(place, task) for place in range(len(self.candidates)) for task in self.tasks]
 
 
 class Asked(BaseException):
-    """A request for rollouts that do not exist yet; a BaseException, so that `except Exception` lets it pass."""
+    """A signal that a search requested rollouts which do not exist yet. It is a BaseException, so `except Exception` does not
+    catch it.
+    """
 
     def __init__(self, request: Request) -> None:
         super().__init__("rollouts are wanted")
@@ -63,14 +66,14 @@ class Asked(BaseException):
 
 @dataclass(frozen=True)
 class Tried:
-    """A recorded group: the candidate, the task and the episodes."""
+    """A recorded group: the candidate, and the group with its task and episodes."""
 
     candidate: Candidate
     group: Group
 
 
 class Resources(dict[str, str]):
-    """The prompts that a search starts with."""
+    """The prompts with which a search starts, by name."""
 
     def validation_error(self, name: str, text: object) -> str:
         """Return why the text cannot replace the prompt with that name; empty if it can."""
@@ -82,11 +85,11 @@ class Resources(dict[str, str]):
 
 
 class Rollouts:
-    """Episodes of a search: recorded ones, then new ones that it requests.
+    """The episodes of a search: first recorded ones, then new ones, which it requests.
 
     Args:
-        seeds: what the search begins with, whose names every candidate has.
-        record: all that the run has tried, in its order.
+        seeds: the texts with which the search starts; every candidate has the same names.
+        record: all groups that the run has tried, in order.
     """
 
     def __init__(self, seeds: Candidate, record: Sequence[Tried]) -> None:
@@ -95,8 +98,11 @@ class Rollouts:
     def __call__(
         self, candidate: Candidate, tasks: Sequence[Task], note: str = "", parent: Candidate | None = None
     ) -> list[Group]:
-        """Return a group of episodes for each of the tasks, with the candidate's texts; `note` and `parent` say how it came
-        about.
+        """Return a group of episodes with the candidate's texts for each of the tasks.
+
+        Args:
+            note: a description of the candidate's origin.
+            parent: the candidate that it was made from.
         """
         return self.each([candidate], tasks, [note], [parent])[0]
 
@@ -107,11 +113,11 @@ class Rollouts:
         notes: Sequence[str] = (),
         parents: Sequence[Candidate | None] = (),
     ) -> list[list[Group]]:
-        """Return the episodes of several candidates, which are sampled in parallel.
+        """Return for each candidate a group of episodes per task; the candidates are sampled in parallel.
 
         Raises:
-            ValueError: a candidate is none, or too much is asked for at once.
-            ConfigError: the search does not take the way that its record tells.
+            ValueError: a candidate is invalid, or the request has more than MAX_GROUPS groups.
+            ConfigError: the search requests other rollouts than its record has at this point.
         """
         request = Request(tuple(map(dict, candidates)), tuple(tasks), tuple(notes), tuple(parents))
         for candidate in request.candidates:
@@ -146,11 +152,11 @@ class Given:
     """The arguments that a search may take, by field name.
 
     Args:
-        resources: the texts that it begins with.
-        rollouts: episodes with other texts.
-        train_tasks, choose_tasks: tasks to learn from, and to choose by.
-        critic: who criticises; None where the run names nobody.
-        rng: its draws.
+        resources: the texts with which it starts.
+        rollouts: runs episodes with other texts.
+        train_tasks, choose_tasks: the tasks to learn from, and the tasks to choose by.
+        critic: the critic model; None if the run has none.
+        rng: the source of its random draws.
         options: the run's section `search`.
         store: the URL of the database: `agentrl.open(store)` reads it.
     """
@@ -167,7 +173,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The result of a search: the chosen candidate, or None."""
+    """The result of a search: the chosen candidate; None if it chose none."""
 
     candidate: Candidate | None
 
@@ -175,10 +181,10 @@ class Chosen:
 def go_on(run: Callable[..., Any], given: Given, held_out: Sequence[Task]) -> Request | Chosen:
     """Run the algorithm until it requests rollouts or chooses a candidate.
 
-    What was chosen is then measured beside the seed on tasks that no choice has read.
+    A chosen candidate and the first texts are then measured on the held-out tasks, which no choice has used.
 
     Raises:
-        ConfigError: it cannot be called so, or has gone another way.
+        ConfigError: the algorithm has a parameter that no search gets, or requests other rollouts than recorded.
     """
     try:
         chosen = run(**_taken(run, given))
@@ -194,10 +200,10 @@ def go_on(run: Callable[..., Any], given: Given, held_out: Sequence[Task]) -> Re
 
 
 def names_taken(run: Callable[..., Any]) -> list[str]:
-    """Return the names of the algorithm's arguments.
+    """Return the names of the algorithm's parameters.
 
     Raises:
-        ConfigError: it takes what no search is given.
+        ConfigError: it has a parameter that no search gets.
     """
     arg_names = list(Given.__dataclass_fields__)
     names = list(inspect.signature(run).parameters)
@@ -211,7 +217,7 @@ def _taken(run: Callable[..., Any], given: Given) -> dict[str, Any]:
 
 
 def score(groups: Sequence[Group]) -> float:
-    """Return the mean of `group_score` over tasks; minus infinity if no task has a score."""
+    """Return the mean of `group_score` over the tasks; minus infinity if no task has a score."""
     means = [mean for mean in map(group_score, groups) if mean is not None]
     return fsum(means) / len(means) if means else float("-inf")
 
@@ -219,7 +225,8 @@ def score(groups: Sequence[Group]) -> float:
 def group_score(group: Group) -> float | None:
     """Return the mean reward of a group's ended episodes; None if the system failed all of them.
 
-    One that failed by its agent or a reward earned nothing: else a text that breaks agents would be chosen for the rest.
+    An episode that its agent or a reward failed counts as 0. Otherwise a text that breaks agents could be chosen for its
+    remaining episodes.
     """
     over = [episode for episode in group.episodes if episode.status in ("done", "failed")]
     rewards = [episode.reward or 0.0 if episode.status == "done" else 0.0 for episode in over]

@@ -1,7 +1,7 @@
 """APO: a critic criticises a prompt, given its episodes, and edits it; beam search keeps the best prompts.
 
 Source: Pryzant et al. 2023, "Automatic Prompt Optimization with 'Gradient Descent' and Beam Search", arXiv 2305.03495,
-algorithms 1 to 3; here every candidate is tried on all tasks that choose, in place of bandits.
+algorithms 1 to 3. Here every candidate is tried on all tasks for choosing, in place of bandits.
 """
 
 import random
@@ -51,7 +51,7 @@ def _edits(
     names: Sequence[Sequence[str]],
     rollout_groups: Sequence[Sequence[Group]],
 ) -> list[tuple[dict[str, str], Candidate]]:
-    """Edited candidates with what they were made from; what a critic answers that is no edit is left out."""
+    """Return the edited candidates, each with its parent. A critic's answer that is not a valid edit is left out."""
     wanted = [
         (parent, name, groups) for parent, its, groups in zip(parents, names, rollout_groups, strict=True) for name in its
     ]
@@ -67,7 +67,7 @@ def _edits(
 
 
 def edited(answer: str) -> str:
-    """Return the prompt in a critic's answer, from the first <prompt> to the last </prompt>; empty without one."""
+    """Return the prompt in a critic's answer, from the first <prompt> to the last </prompt>; empty if there is none."""
     text, closed, _ = answer.partition("<prompt>")[2].rpartition("</prompt>")
     return text.strip() if closed else ""
 

@@ -1,4 +1,4 @@
-"""Text about an episode for a critic: messages, tool results and rewards, limited in length."""
+"""Text about an episode for a critic: messages, tool results and rewards, with limited length."""
 
 from collections.abc import Iterator
 
@@ -7,16 +7,16 @@ from agentrl.workflow.trajectory import Episode, Group
 
 MAX_PART = 1500
 MAX_FEEDBACK_CHARS = 6000
-"""Characters of a message, and of an episode."""
+"""The maximum numbers of characters of a message (MAX_PART) and of an episode (MAX_FEEDBACK_CHARS)."""
 
 
 def conversation(episode: Episode) -> str:
-    """Return the messages of the episode, in order, up to the limit."""
+    """Return the messages of the episode, in order, cut to the maximum length."""
     return cut("\n".join(_lines(episode)), MAX_FEEDBACK_CHARS)
 
 
 def feedback(episode: Episode) -> str:
-    """Return the episode's outcome: its reward and parts, its stop reason and its failed tools."""
+    """Return the episode's outcome as text: its reward and parts, its stop reason, the reference and its failed tool calls."""
     lines = [f"reward {_number(episode.reward)}"]
     lines += [f"{name} {_number(value)}" for name, value in list(episode.rewards.items())[:16]]
     lines += [f"it ended: {episode.stop_reason or episode.status}"]
@@ -37,7 +37,7 @@ def describe_group(group: Group) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """Return the text; if it is too long, without its middle."""
+    """Return the text; remove its middle if it has more than `most` characters."""
     half = max_chars // 2
     return text if len(text) <= max_chars else f"{text[:half]} [...] {text[-half:]}"
 

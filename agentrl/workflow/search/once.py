@@ -1,4 +1,4 @@
-"""One pass over every task with the current prompts, to evaluate an agent."""
+"""A single pass over the tasks with the current prompts, to evaluate an agent."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""GEPA by the package `gepa`: reflective mutation and a Pareto front over tasks. Its trajectories are our episodes.
+"""GEPA with the package `gepa`: reflective mutation, and a Pareto front over tasks. GEPA's trajectories are our episodes.
 
 Source: Agrawal et al. 2025, "GEPA: Reflective Prompt Evolution Can Outperform Reinforcement Learning", arXiv 2507.19457.
 """
@@ -25,7 +25,7 @@ def run(
     rng: random.Random,
     options: Mapping[str, Any],
 ) -> Candidate:
-    """Return the candidate with the best mean over the tasks that choose."""
+    """Return the candidate with the best mean over the tasks for choosing."""
     result: Any = optimize(
         seed_candidate=dict(resources),
         trainset=list(train_tasks),
@@ -43,7 +43,7 @@ def run(
 
 
 class _Adapter:
-    """What GEPA asks of a system: a candidate's scores, and what there is to be learned from them."""
+    """The adapter that GEPA calls: it scores a candidate, and collects what the critic reads."""
 
     propose_new_texts = None
 
@@ -54,7 +54,9 @@ class _Adapter:
     def evaluate(
         self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False
     ) -> EvaluationBatch[Episode | str, str]:
-        """A candidate that cannot be tried, say without its places, scores worst, and why is its feedback."""
+        """Return the scores of a candidate on the tasks. An invalid one, such as one without its placeholders, scores 0, with
+        the fault as feedback.
+        """
         faults = [
             f"{name}: {fault}" for name, text in candidate.items() if (fault := self._resources.validation_error(name, text))
         ]
@@ -70,7 +72,7 @@ class _Adapter:
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: EvaluationBatch[Episode | str, str], components_to_update: list[str]
     ) -> dict[str, list[dict[str, Any]]]:
-        """What the critic reads of each text's episodes."""
+        """Return what the critic reads about the episodes, for each text to update."""
         records = [_record(trace) for trace in eval_batch.trajectories or ()]
         return {name: [*records, *self._places(name)] for name in components_to_update}
 
@@ -81,7 +83,7 @@ class _Adapter:
 
 class _Silent:
     def log(self, message: str) -> None:
-        """Says nothing: the run's rows tell."""
+        """Ignore the message: the run's rows have the information."""
 
 
 def _first(group: Group) -> Episode:

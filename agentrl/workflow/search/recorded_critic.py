@@ -1,4 +1,4 @@
-"""The critic model of a search, at any chat completions endpoint. No request is sent twice."""
+"""The critic model of a search, at any chat completions endpoint. No recorded request is sent again."""
 
 import hashlib
 import json
@@ -15,25 +15,27 @@ from agentrl.workflow.settings import Settings
 
 AT_ONCE = 8
 MAX_ANSWER = 100_000
-"""Characters; the rest of an answer is cut off."""
+"""The maximum length of an answer, in characters; the rest is cut."""
 MAX_BYTES = 4 * 2**20
-"""Of an answer as it comes."""
+"""The maximum size of a response body, in bytes."""
 
 Recorded = Callable[[str, list[dict[str, str]], str, float], str]
-"""Keeps an answer: its key, what was asked, the answer, seconds. Returns the one that is kept: another may have written it."""
+"""A function that stores an answer: (key, messages, answer, seconds) -> the stored answer, which another process may have
+written first.
+"""
 
 
 class RecordedCritic:
     """A critic whose answers are stored.
 
     Args:
-        asked: the run's section `search`, which names the critic's model.
-        settings: with `critic_url` and `critic_key`.
-        answers: those that are kept already, by key.
-        record: keeps one.
+        config: the run's section `search`, which names the critic's model.
+        settings: the settings with `critic_url` and `critic_key`.
+        answers: the stored answers, by key.
+        record: stores an answer.
 
     Raises:
-        ConfigError: there is no URL.
+        ConfigError: no URL is configured.
     """
 
     def __init__(self, config: SearchConfig, settings: Settings, answers: Mapping[str, str], record: Recorded) -> None:
@@ -52,7 +54,7 @@ class RecordedCritic:
             return list(pool.map(self._answer, prompts, keys))
 
     def _key(self, prompt: str) -> str:
-        """The same for the same question, but for how often it was asked before."""
+        """Return the key of a request: a hash of the model, its options, the prompt, and how often this prompt was sent."""
         text = json.dumps([self._config.critic, self._config.critic_temperature, self._config.critic_tokens, prompt])
         digest = hashlib.sha256(text.encode()).hexdigest()
         self._times[digest] += 1
@@ -70,5 +72,4 @@ class RecordedCritic:
         return self._record(key, messages, text, time.perf_counter() - started)
 
     def close(self) -> None:
-        """Close its connections."""
         self._connection.close()

@@ -1,4 +1,6 @@
-"""Spans of OpenTelemetry: decoded within bounds, by the names of several conventions, as annotations of an episode."""
+"""OpenTelemetry spans: decoded within limits, read by the names of several conventions, and stored as annotations of an
+episode.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened within a span."""
+    """An event inside a span."""
 
     name: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -18,10 +20,13 @@ class Span:
     """A span as it was exported.
 
     Args:
-        trace_id, span_id, parent_id: small hexadecimal digits, 32, 16 and 16 of them; no parent: empty.
-        start, end: in nanoseconds since 1970; 0: unknown.
-        attributes, resource: its own, and those of what it came from: texts, numbers, truth values, lists and mappings of them.
-        error: what its status says, where that is an error.
+        trace_id, span_id, parent_id: lower-case hexadecimal digits: 32, 16 and 16. The parent's id is empty if there is none.
+        name: the span's name.
+        start, end: the times in nanoseconds since 1970; 0: unknown.
+        attributes, resource: the attributes of the span and of its resource. Values are texts, numbers, booleans, lists and
+            mappings.
+        events: the events inside the span.
+        error: the message of an error status; None if the status is not an error.
     """
 
     trace_id: str
@@ -37,5 +42,5 @@ class Span:
 
     @property
     def seconds(self) -> float | None:
-        """How long it took; None where that is not known."""
+        """The duration in seconds; None if it is unknown."""
         return (self.end - self.start) / 1e9 if 0 < self.start <= self.end else None

@@ -23,19 +23,19 @@ MAX_ATTRIBUTES = 512
 MAX_EVENTS = 128
 MAX_DEPTH = 24
 _KNOWN_FIELDS = 16
-"""The largest number of a field that is read here."""
+"""One more than the largest field number that is read."""
 _JSON_PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{\[,]', re.DOTALL)  # *+: nothing is kept to go back to
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much an export may have.
+    """The limits of an export.
 
     Args:
-        bytes: of it when it is decompressed.
-        spans: in all of it.
-        values: in all attributes.
-        fields: of protobuf, in all passes over it, or objects, lists and their members of JSON.
+        bytes: the most bytes after decompression.
+        spans: the most spans.
+        values: the most values in all attributes.
+        fields: the most protobuf fields, in all passes over the message; for JSON the most objects, lists and members.
     """
 
     bytes: int = 16 * 2**20
@@ -45,22 +45,24 @@ class Bounds:
 
 
 POSTED = Bounds()
-"""Of what an exporter posts."""
+"""The limits of a request of an exporter."""
 
 
 class OtlpError(ValueError):
-    """What came is no export of traces; its text says why."""
+    """The body is not an export of traces; the text says why."""
 
 
 def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = POSTED) -> list[Span]:
     """Return the spans of a body.
 
     Args:
-        content_type: JSON or protobuf; whatever is not JSON is read as the latter.
-        encoding: as of HTTP's Content-Encoding.
+        body: the body.
+        content_type: the type of the body; every type other than JSON is read as protobuf.
+        encoding: the Content-Encoding of the request.
+        bounds: the limits.
 
     Raises:
-        OtlpError: it is none.
+        OtlpError: the body is not an export of traces, or exceeds the limits.
     """
     data = inflated(body, encoding, bounds.bytes)
     kind = content_type.partition(";")[0].strip().lower()
@@ -73,10 +75,10 @@ def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = 
 
 
 def inflated(body: bytes, encoding: str, most: int) -> bytes:
-    """Return the body as it was before it was compressed.
+    """Return the decompressed body.
 
     Raises:
-        OtlpError: it is not compressed as declared, or has more bytes.
+        OtlpError: it is not compressed as declared, or has more than `most` bytes.
     """
     if encoding not in ("", "identity", "gzip", "deflate"):
         raise OtlpError(f"it is encoded as {encoding[:40]!r}; only gzip is supported")
@@ -161,7 +163,9 @@ def _value(data: Any, budget: "_Budget", depth: int) -> Any:
 
 
 def _fields(data: Any, budget: "_Budget") -> Iterator[tuple[int, Any]]:
-    """(number, value) of a message's fields: a whole number, or a view of bytes. They are not held: there may be many."""
+    """Yield the number and the value of each field of a message. A value is an integer or a view of bytes. The fields are not
+    stored, because there may be many.
+    """
     data = _message(data)
     budget.spend_field()  # an empty message is work, too
     place = 0
@@ -192,7 +196,7 @@ def _message(data: Any) -> memoryview:
 
 
 def _varint(data: memoryview, place: int, most: int) -> tuple[int, int]:
-    """A number of at most so many bytes, and where it ends."""
+    """Return an integer of at most `most` bytes, and the position after it."""
     value = 0
     for shift, byte in enumerate(data[place : place + most]):
         value |= (byte & 127) << 7 * shift
@@ -206,7 +210,7 @@ def _all(data: Any, number: int, budget: "_Budget") -> Iterator[Any]:
 
 
 def _last(data: Any, budget: "_Budget") -> dict[int, Any]:
-    """The last field of each number that is known here."""
+    """Return the last field of each known number."""
     return {number: value for number, value in _fields(data, budget) if number < _KNOWN_FIELDS}
 
 
@@ -280,7 +284,7 @@ def _list(tree: Any, name: str) -> list[Any]:
 
 
 class _Budget:
-    """Counts what an export has, so that a small body cannot become much."""
+    """Counts the parts of an export against the limits, so that a small body cannot expand without limit."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -303,7 +307,7 @@ class _Budget:
 
 
 def _few(found: Iterator[Any]) -> list[Any]:
-    """The events of a span."""
+    """Return the events of a span; raise OtlpError if there are more than MAX_EVENTS."""
     few = list(islice(found, MAX_EVENTS + 1))
     if len(few) > MAX_EVENTS:
         raise OtlpError(f"a span has at most {MAX_EVENTS} events")

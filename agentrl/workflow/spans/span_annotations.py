@@ -1,4 +1,4 @@
-"""A span as annotations of the episode in which it was made; what an exporter is answered."""
+"""Converts a span to annotations of its episode, and builds the responses for an exporter."""
 
 import json
 import re
@@ -11,17 +11,17 @@ from agentrl.workflow.spans import Span, span_names
 from agentrl.workflow.spans.otlp import JSON, OtlpError, decode
 
 PART_BYTES = 512 * 2**10
-"""Of annotations that are sent at once."""
+"""The most bytes of annotations in one request."""
 MAX_NAMED = 4096
-"""Characters of what names an episode, a conversation, an attempt or a task."""
+"""The most characters of the id of an episode, a conversation, an attempt or a task."""
 _REWARD = re.compile(span_names.REWARD)
 
 
 def annotations_of_span(span: Span) -> list[Annotation]:
-    """Return what the span says; its id names it, so that an export which is sent again is written once.
+    """Return the annotations of the span. Their ids contain the span's id, so a repeated export is stored once.
 
     Raises:
-        ValueError: it says what cannot be kept, and why.
+        ValueError: the span cannot be stored; the message says why.
     """
     kind = span_names.KINDS.get(span.name, "span")
     made = list(_rewards(span)) if kind == "reward" or any(map(_REWARD.fullmatch, span.attributes)) else []
@@ -35,16 +35,16 @@ def annotations_of_span(span: Span) -> list[Annotation]:
 
 
 def episode_named(span: Span) -> str:
-    """Return the episode that the span says it is of; empty where it says none."""
+    """Return the id of the episode that the span or its resource names; empty if there is none."""
     return next(
         (told for name in span_names.EPISODE for where in (span.attributes, span.resource) if (told := named(where, name))), ""
     )
 
 
 def named(where: Mapping[str, Any], name: str) -> str:
-    """Return what stands under that name if it can be a name itself, a short text or a number; else empty.
+    """Return the attribute of that name as text if it is a short text or a number; else an empty text.
 
-    Many spans share one resource: what is long there would be read again for each of them.
+    Many spans share one resource, so a long text in it would be read again for each of them.
     """
     found = where.get(name)
     short = isinstance(found, str) and len(found) <= MAX_NAMED
@@ -111,7 +111,7 @@ def _rewards(span: Span) -> Iterator[Annotation]:
 
 
 def answer(content_type: str, rejected: int, why: str) -> bytes:
-    """Return an ExportTraceServiceResponse, in the form of the request."""
+    """Return an ExportTraceServiceResponse in the format of the request."""
     if content_type.startswith(JSON):
         return json.dumps(
             {"partialSuccess": {"rejectedSpans": str(rejected), "errorMessage": why}} if rejected else {}
@@ -123,7 +123,7 @@ def answer(content_type: str, rejected: int, why: str) -> bytes:
 
 
 def refusal(content_type: str, code: int, why: str) -> bytes:
-    """Return a google.rpc.Status, in the form of the request."""
+    """Return a google.rpc.Status in the format of the request."""
     if content_type.startswith(JSON):
         return json.dumps({"code": code, "message": why}).encode()
     return b"\x08" + _varint(code) + b"\x12" + _sized(why)
@@ -144,11 +144,12 @@ def _varint(value: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What an export says of an episode.
+    """The annotations in an export for one episode.
 
     Args:
-        parts: bodies for `/v1/annotations`, each of as many annotations as go at once.
-        rejected, why: how many spans cannot be kept, and why the first of them cannot.
+        parts: bodies for `/v1/annotations`, each within the limits of one request.
+        rejected: the number of spans that cannot be stored.
+        why: why the first of them cannot.
     """
 
     parts: Sequence[bytes]
@@ -157,10 +158,10 @@ class Export:
 
 
 def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> Export:
-    """Return what the body says of the episode.
+    """Read the annotations of an export for an episode.
 
     Raises:
-        OtlpError: it is no export, or it is of another episode.
+        OtlpError: the body is not an export, or a span belongs to another episode.
     """
     said: list[bytes] = []
     rejected, why = 0, ""

@@ -1,4 +1,6 @@
-"""Files of traces: what an exporter would post, one JSON document, one a line, or protobuf; compressed with gzip or not."""
+"""Reads files of traces: requests of an exporter as one JSON document, one document per line, or protobuf; with or without
+gzip.
+"""
 
 import io
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ from agentrl.workflow.spans import Span
 from agentrl.workflow.spans.otlp import JSON, PROTOBUF, Bounds, OtlpError, decode, inflated
 
 TRACE_FILE_BOUNDS = Bounds(bytes=256 * 2**20, spans=200_000, values=5_000_000, fields=20_000_000)
-"""Of a file."""
+"""The limits of a file."""
 _GZIP = b"\x1f\x8b"
 
 
@@ -18,7 +20,7 @@ def read_traces(path: Path) -> list[Span]:
     """Return the spans of a file.
 
     Raises:
-        DatasetError: it cannot be read, or holds no traces; the line is named.
+        DatasetError: the file cannot be read or has no traces; the message names the line.
     """
     if path.exists() and not path.is_file():  # opening a pipe would wait for who writes into it
         raise DatasetError(f"{str(path)!r} is not a file, but a folder, a pipe or a device.", "Write the traces into a file.")
@@ -42,7 +44,7 @@ def read_traces(path: Path) -> list[Span]:
 
 
 def _documents(path: Path, data: bytes) -> Iterator[tuple[str, Iterator[Span]]]:
-    """Each document of the file by its place, decoded as its spans are asked for."""
+    """Yield each document of the file: its place, and an iterator that decodes its spans when they are read."""
     named = repr(str(path))
     if data[:2] == _GZIP:
         data = _inflated(path, data)
@@ -58,7 +60,9 @@ def _documents(path: Path, data: bytes) -> Iterator[tuple[str, Iterator[Span]]]:
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, by number; one at a time: there may be a hundred million."""
+    """Yield the lines that are not empty, with their numbers. They are read one at a time, because there may be a hundred
+    million.
+    """
     return ((number, line) for number, line in enumerate(io.BytesIO(data), 1) if line.strip())
 
 

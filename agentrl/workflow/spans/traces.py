@@ -1,4 +1,4 @@
-"""Spans of one rollout put together: by the rollout that they name, else by their conversation, else by their trace."""
+"""Groups spans by rollout: by the rollout id, else by the conversation id, else by the trace id."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,27 +9,26 @@ from agentrl.workflow.spans.span_annotations import episode_named, named
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The spans of one rollout, in the order in which they began; `key` is what they are called by."""
+    """The spans of one rollout, in the order of their start times; `key` is the rollout's id."""
 
     key: str
     spans: tuple[Span, ...]
 
     def told(self, name: str) -> str:
-        """Return what the first span that says anything says under that name; else empty."""
+        """Return the first non-empty value of this attribute among the spans and their resources; empty if there is none."""
         return next((str(value) for span in self.spans if (value := span.attributes.get(name, span.resource.get(name)))), "")
 
     @property
     def error(self) -> str | None:
-        """What a span without a parent says went wrong."""
+        """The error of the first span without a parent that has one; None if there is none."""
         return next((span.error or "error" for span in self.spans if not span.parent_id and span.error is not None), None)
 
 
 def traces_of(spans: Sequence[Span]) -> list[Trace]:
-    """Return the rollouts that the spans are of, in the order in which they began; what began at the same time stays as it
-    came.
+    """Return the rollouts of the spans, ordered by start time. Spans with the same start time stay in the given order.
 
-    A span that names no rollout is of the first that its trace names. A span that was exported twice counts once. Of a rollout
-    with several attempts the one that began last counts, with what names no attempt.
+    A span without a rollout id belongs to the first rollout that its trace names. A span that was exported twice counts once.
+    Of a rollout with several attempts, only the attempt that began last is kept, with the spans that name no attempt.
     """
     known: dict[tuple[str, str], Span] = {}
     for span in spans:
@@ -48,7 +47,7 @@ def traces_of(spans: Sequence[Span]) -> list[Trace]:
 
 
 def _first_told(spans: Sequence[Span], told: Callable[[Span], str]) -> dict[str, str]:
-    """Trace -> what the first of its spans that says anything says."""
+    """Return, for each trace, the first value that is not empty among its spans."""
     found: dict[str, str] = {}
     for span in spans:
         if said := told(span):
@@ -57,7 +56,7 @@ def _first_told(spans: Sequence[Span], told: Callable[[Span], str]) -> dict[str,
 
 
 def _of_last(attempts: Mapping[str, list[Span]]) -> list[Span]:
-    """The spans of the attempt that began last, and those of none."""
+    """Return the spans of the attempt that began last, and the spans without an attempt."""
     named = [some for attempt, some in attempts.items() if attempt]
     last = max(reversed(named), key=lambda some: some[0].start) if named else []
     return sorted([*last, *attempts.get("", [])], key=lambda span: span.start)

@@ -1,1 +1,1 @@
-"""Untrusted SQL on databases that can only be read."""
+"""Untrusted SQL on read-only databases."""

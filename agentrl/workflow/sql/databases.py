@@ -1,10 +1,10 @@
 """Databases that a model may read: a SQLite file, a .sql script or a postgresql:// URL.
 
-A script makes a database in memory, the same for every query. A Postgres login must be read-only: a superuser, or a login that
-may write any table, is refused.
+A script creates a database in memory, which is the same for every query. A Postgres login must be read-only: a superuser, or a
+login that may write any table, is refused.
 
-SQLite's work is limited by instructions and not by the clock, so that a busy machine gives the same answers; work that they do
-not count is stopped by `sql.query_process`.
+SQLite's work is limited by instructions and not by time, so that a busy machine gives the same answers. Work that instructions
+do not count is stopped by `sql.query_process`.
 """
 
 import sqlite3
@@ -23,10 +23,10 @@ from agentrl.workflow.sql.readonly_postgres import read_postgres
 
 SECONDS = 5.0
 INSTRUCTIONS = 20_000_000
-"""The limit of SQLite's instructions: about a second of work."""
+"""The most SQLite instructions of a query: about a second of work."""
 
 MAX_BYTES = 4_000_000
-"""The most bytes of an answer, and of a value that SQLite makes."""
+"""The most bytes of a result, and of a value in SQLite."""
 
 HINT = "Set AGENTRL_SQL_DATABASE to a SQLite file, a .sql script or a postgresql:// URL."
 TABLES = "SELECT sql FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%' ORDER BY name"
@@ -51,7 +51,7 @@ def check(database: str) -> None:
 
     Raises:
         ConfigError: there is no such database.
-        ServiceError: it does not answer, or its login may do more than read.
+        ServiceError: it does not respond, or its login may do more than read.
     """
     if not database:
         raise ConfigError("The tool sql has no database.", HINT)
@@ -63,7 +63,7 @@ def check(database: str) -> None:
 
 
 def prepare(database: str) -> None:
-    """Prepare the database: work that does not count against a query's limits.
+    """Prepare the database. This work does not count against a query's limits.
 
     Raises:
         ServiceError: the script is not valid SQLite.
@@ -73,12 +73,12 @@ def prepare(database: str) -> None:
 
 
 def read_here(database: str, query: str, limit: int) -> Table:
-    """Run one SELECT and return its columns and at most `limit` rows; without a query, list the tables.
+    """Run one SELECT and return its columns and at most `limit` rows. Without a query, return the tables.
 
     Raises:
-        AccessDenied: the query does more than read, or asks for too much.
+        AccessDenied: the query does more than read, or exceeds the limits.
         ConfigError: the query is invalid.
-        ServiceError: the database does not answer, or its login may do more than read.
+        ServiceError: the database does not respond, or its login may do more than read.
     """
     if is_url(database):
         stopped = AccessDenied(f"The query took longer than {SECONDS:g} s and was stopped.", "Narrow it.")
@@ -105,7 +105,7 @@ def _database_image(script: Path) -> bytes:
 
 @lru_cache(maxsize=16)
 def _make_database(script: Path, changed: int) -> bytes:
-    """The database that a script makes; `changed`, the file's mtime, keys the cache."""
+    """Return the database that a script creates. `changed`, the file's modification time, is a part of the cache key."""
     try:
         with closing(sqlite3.connect(":memory:")) as connection:
             connection.executescript(script.read_text(encoding="utf-8"))

@@ -1,8 +1,9 @@
-"""Untrusted queries, run in a separate process that may be killed.
+"""Runs untrusted queries in a separate process that may be killed.
 
-Some functions of SQLite take time quadratic in their input, within one instruction that cannot be interrupted; a value of
-Postgres may exceed the memory. A process answers one query after another, and is lost with one that takes too much. This file
-has both ends: `QueryProcess` asks, `serve` answers; `read` and `main` are those of a model's own databases.
+Some functions of SQLite take time quadratic in their input, within one instruction that cannot be interrupted. A value of
+Postgres may exceed the memory. The process runs one query after another; a query that exceeds its limits ends the process. This
+file has both sides: `QueryProcess` sends queries and `serve` runs them. `read` and `main` are for databases that a model may
+read.
 """
 
 import json
@@ -29,16 +30,18 @@ MAX_ROWS = 10_000
 CPU_SECONDS = 5
 MEMORY_BYTES = 1 << 30
 WALL_SECONDS = 20.0 * CPU_SECONDS
-"""Limits of one query; this one is for a query that mostly waits. The limit on memory is the whole process's."""
+"""The time limit of a query in seconds, for a query that mostly waits. CPU_SECONDS limits its processor time, MEMORY_BYTES the
+memory of the process.
+"""
 
 
 def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
-    """Run one SELECT and return its columns and at most `limit` rows; without a query, list the tables.
+    """Run one SELECT and return its columns and at most `limit` rows. Without a query, return the tables.
 
     Raises:
-        AccessDenied: the query does more than read, or asks for too much.
+        AccessDenied: the query does more than read, or exceeds the limits.
         ConfigError: the query is invalid.
-        ServiceError: the database does not answer, or its login may do more than read.
+        ServiceError: the database does not respond, or its login may do more than read.
     """
     check_text(query)
     if not is_url(database):
@@ -53,21 +56,26 @@ def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
 
 
 class QueryProcess:
-    """A process that answers queries."""
+    """A process that runs queries."""
 
     def __init__(self, module: str = "agentrl.workflow.sql.query_process") -> None:
-        """Start the program of that module, which calls `serve`."""
+        """Start the program of this module, which calls `serve`."""
         command = [sys.executable, "-P", "-m", module]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         weakref.finalize(self, _end, self._process)
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running."""
+        """True if the process is running."""
         return self._process.poll() is None
 
     def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Table:
-        """Return the process's answer to a query, for which it has `seconds` [WALL_SECONDS]. Raises as `read` does."""
+        """Send a query to the process and return its result. Raise as `read` does.
+
+        Args:
+            request: the arguments of the query.
+            seconds: the time limit in seconds; None: WALL_SECONDS.
+        """
         timer = threading.Timer(WALL_SECONDS if seconds is None else seconds, self._process.kill)
         timer.start()
         try:
@@ -109,7 +117,7 @@ readers = Warm(QueryProcess)
 
 
 def main() -> None:
-    """Answer queries of a model's own databases."""
+    """Run queries on databases that a model may read."""
     serve(_read_prepared)
 
 
@@ -123,7 +131,7 @@ def _read_prepared(database: str, query: str, limit: int, seconds: int) -> Table
 
 
 def serve(read: Callable[..., Table]) -> None:
-    """Read what is asked from stdin, the arguments of `read` as one line each, and write its answers to stdout."""
+    """Read queries from stdin, each a line with the arguments of `read` as JSON, and write the results to stdout."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
@@ -142,7 +150,7 @@ def _answer_text(read: Callable[..., Table], request: Mapping[str, Any]) -> str:
 
 
 def limit_processor_time(seconds: int | None) -> None:
-    """Limit the process's further processor time; None: no limit."""
+    """Limit the processor time that the process may still use, in seconds; None: no limit."""
     hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     limit = hard_limit if seconds is None else math.ceil(time.process_time()) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, hard_limit))
@@ -157,7 +165,7 @@ def _tag_value(value: bytes | Decimal) -> dict[str, str]:
 
 
 def _untag_value(value: dict[str, Any]) -> Any:
-    """The value that `_tag_value` was given."""
+    """Return the value that `_tag_value` encoded."""
     if value.keys() == {"bytes"}:
         return bytes.fromhex(value["bytes"])
     return Decimal(value["number"]) if value.keys() == {"number"} else value

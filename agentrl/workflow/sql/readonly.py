@@ -1,7 +1,7 @@
-"""Untrusted SQL on a connection that can only read, for `agentrl sql` and the tool `sql`.
+"""Untrusted SQL on a read-only connection, for `agentrl sql` and the tool `sql`.
 
-SQLite runs with an authorizer that allows reading alone (`mode=ro` by itself lets ATTACH and VACUUM INTO write files). A
-refusal says why in one sentence. Postgres' half is `readonly_postgres`.
+SQLite runs with an authorizer that allows only reads; `mode=ro` alone lets ATTACH and VACUUM INTO write files. An error says in
+one sentence why a query is refused. The part for Postgres is `readonly_postgres`.
 """
 
 import itertools
@@ -19,13 +19,15 @@ from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, Ser
 MAX_SQL = 100_000
 MAX_VALUE = 64 * 1024 * 1024
 MAX_ANSWER = 256 * 1024 * 1024
-"""The longest query in characters; the longest value of SQLite in bytes; the longest answer in characters and bytes."""
+"""The longest result, in characters and bytes. MAX_SQL limits the characters of a query, MAX_VALUE the bytes of a value in
+SQLite.
+"""
 
 NUMBER_BYTES = 8
-"""The size that a number, or NULL, counts in an answer."""
+"""The size for which a number or NULL counts in a result, in bytes."""
 
 STEP = 1000
-"""Instructions of SQLite between two checks of the limit."""
+"""The number of SQLite instructions between two checks of the limit."""
 
 _ALLOWED_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
@@ -33,15 +35,15 @@ _UNREADABLE = ("locked", "unable to open", "readonly", "not a database", "disk I
 
 Table = tuple[list[str], list[tuple[Any, ...]]]
 Over = Callable[[], bool]
-"""Whether a query has passed its limit."""
+"""A function that returns whether a query has exceeded its limit."""
 
 
 def check_text(sql: str) -> None:
-    """Refuse text that cannot be a query.
+    """Check that the text can be a query.
 
     Raises:
-        AccessDenied: the text is too long, or holds a NUL.
-        ConfigError: the text holds half a surrogate pair.
+        AccessDenied: the text is too long, or contains a NUL.
+        ConfigError: the text contains an unpaired surrogate.
     """
     if len(sql) > MAX_SQL:
         raise AccessDenied(f"The query has {len(sql)} characters, and {MAX_SQL} are allowed.", "Ask for less at a time.")
@@ -52,19 +54,21 @@ def check_text(sql: str) -> None:
 
 
 def deadline(seconds: float) -> Over:
-    """Return a limit on time: true once `seconds` have passed."""
+    """Return a time limit: a function that returns true after `seconds`."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end
 
 
 def instructions(count: int) -> Over:
-    """Return a limit on SQLite's instructions: true after `count` of them, however busy the machine is."""
+    """Return a limit on SQLite's instructions: a function that returns true after `count` of them, however busy the machine
+    is.
+    """
     left = iter(range(count // STEP))
     return lambda: next(left, None) is None
 
 
 def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_ANSWER) -> list[tuple[Any, ...]]:
-    """Return the first `limit` rows, of at most `size` characters and bytes in total.
+    """Return the first `limit` rows, with at most `size` characters and bytes in total.
 
     Raises:
         AccessDenied: the rows are too long.
@@ -82,15 +86,16 @@ def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_AN
 
 
 def open_sqlite(file: Path, seconds: float = 5.0) -> sqlite3.Connection:
-    """Open a connection that writes no file; it waits up to `seconds` for a writer's lock."""
+    """Open a read-only connection that waits up to `seconds` for a writer's lock."""
     return sqlite3.connect(sqlite_url(file, "ro"), uri=True, timeout=seconds)
 
 
 def sqlite_url(file: Path, mode: str) -> str:
-    """Return the file's URL for a reader: of that mode, or of a file that nobody writes.
+    """Return the file's URL for a reader: with the given mode, or as an immutable file if no process writes it.
 
-    In WAL mode SQLite makes files beside it to read it: it cannot in a folder that is read-only, and must not beside another
-    user's file, which its owner could not write then. Where no such file is there, nobody writes.
+    To read a file in WAL mode, SQLite creates files next to it. This is impossible in a read-only folder. Next to another
+    user's file it must not happen, because the owner could not write these files. If there is no WAL file, no process writes
+    the database, so it can be read as immutable.
     """
     own = os.access(file.parent, os.W_OK) and os.access(file, os.W_OK)
     sealed = not own and not Path(f"{file}-wal").exists()
@@ -98,9 +103,9 @@ def sqlite_url(file: Path, mode: str) -> str:
 
 
 def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over, size: int = MAX_ANSWER) -> Table:
-    """Run one SELECT and return its columns and at most `limit` rows, of at most `size` characters and bytes in total.
+    """Run one SELECT and return its columns and at most `limit` rows, with at most `size` characters and bytes in total.
 
-    The connection can be used for nothing else afterwards.
+    Afterwards the connection cannot be used for anything else.
     """
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
     connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, 4 * MAX_SQL)
@@ -116,7 +121,7 @@ def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over
 
 
 def allow_reads(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
-    """Authorize reading alone; an authorizer of SQLite."""
+    """Allow only reads; this is an authorizer for SQLite."""
     if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in _FORBIDDEN_FUNCTIONS:
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK if action in _ALLOWED_ACTIONS else sqlite3.SQLITE_DENY
@@ -124,10 +129,11 @@ def allow_reads(action: int, first: str | None, second: str | None, database: st
 
 @contextmanager
 def translate_sqlite_errors(over: Over, stopped: AgentRLError, hint: str) -> Iterator[None]:
-    """Turns SQLite's errors into ours.
+    """Convert SQLite's errors in the `with` block to ours.
 
     Args:
-        over: the limit of the query inside; `stopped` is raised past it.
+        over: returns whether the query has exceeded its limit.
+        stopped: the error to raise if it has.
         hint: the hint for an invalid query.
     """
     try:
@@ -153,15 +159,14 @@ def _sqlite_refusal(error: Exception, hint: str) -> AgentRLError:
 
 
 def no_rows_error() -> AccessDenied:
-    """Return the error of a statement without an answer."""
+    """Return the error for a statement without a result."""
     return AccessDenied("The query gives no rows.", "Write one SELECT.")
 
 
 def several_statements_error() -> AccessDenied:
-    """Return the error of several statements."""
     return AccessDenied("Only one statement is allowed.", "Write one SELECT.")
 
 
 def write_error(message: str) -> AccessDenied:
-    """Return the error of a statement that does more than read."""
+    """Return the error for a statement that does more than read."""
     return AccessDenied(f"The query does more than read: {message}.", "Write one SELECT.")

@@ -1,6 +1,6 @@
-"""Untrusted SQL on a Postgres: one statement over the extended protocol, in a read-only transaction.
+"""Untrusted SQL on Postgres: one statement over the extended protocol, in a read-only transaction.
 
-A login that may write could leave that transaction: the caller must connect with one that may not.
+A statement could end the read-only transaction, so the caller must connect with a login that may not write.
 """
 
 import threading
@@ -16,14 +16,15 @@ from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, Ser
 from agentrl.workflow.sql.readonly import MAX_ANSWER, Table, collect_rows, no_rows_error, several_statements_error, write_error
 
 NUMBERS = {"bool", "bytea", "int2", "int4", "int8", "oid", "float4", "float8", "numeric"}
-"""Types of Postgres whose values become Python's."""
+"""Postgres types whose values are converted to Python's types."""
 
 
 class AnyText(Loader):
-    """A loader of a value's text as the server writes it; bytes that are not UTF-8, possible in SQL_ASCII, are escaped."""
+    """A loader that returns a value as the server writes it. Bytes that are not UTF-8, which are possible in SQL_ASCII, are
+    escaped.
+    """
 
     def load(self, data: Buffer) -> str:
-        """Return the value's text."""
         return bytes(data).decode(errors="backslashreplace")
 
 
@@ -36,16 +37,20 @@ def read_postgres(
     hint: str,
     size: int = MAX_ANSWER,
 ) -> Table:
-    """Run one SELECT and return its columns and at most `limit` rows; stopped after `seconds` by the server, else from here.
+    """Run one SELECT and return its columns and at most `limit` rows.
 
-    Values other than numbers, bytes and booleans come as text: Postgres has more dates, depths and digits than Python's types.
+    The server stops the query after `seconds`; if it does not, this process cancels it. Values other than numbers, bytes and
+    booleans are returned as text, because Postgres has dates, depths and digits that Python's types cannot hold.
 
     Args:
         connection: a connection of a read-only login, with `statement_timeout` and `default_transaction_read_only` set, in
-            UTF-8 (or SQL_ASCII, which is any).
-        stopped: the error to raise when the time is over.
+            UTF-8 (or SQL_ASCII).
+        sql: the query.
+        limit: the most rows.
+        seconds: the time limit, in seconds.
+        stopped: the error to raise after the time limit.
         hint: the hint for an invalid query.
-        size: the most characters and bytes of the answer.
+        size: the most characters and bytes of the result.
     """
     timer = threading.Timer(seconds + 0.5, connection.cancel)
     timer.start()
@@ -71,12 +76,12 @@ def read_postgres(
 
 
 def _stream_rows(cursor: "psycopg.Cursor[tuple[Any, ...]]", sql: str) -> Generator[tuple[Any, ...], None, None]:
-    """Streams the rows over the extended protocol, which takes one statement only."""
+    """Yield the rows over the extended protocol, which accepts only one statement."""
     yield from cursor.stream(sql.encode())
 
 
 def _texts(connection: "psycopg.Connection[tuple[Any, ...]]") -> Iterator[int]:
-    """The types to load as text, and the array types."""
+    """Yield the ids of the types that are loaded as text, including all array types."""
     for kind in connection.adapters.types:
         yield from [kind.array_oid] + [kind.oid] * (kind.name not in NUMBERS)
 

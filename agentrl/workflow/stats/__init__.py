@@ -1,1 +1,1 @@
-"""Statistics: evaluations, paired tests, the variance of groups, selection of episodes. Free of torch."""
+"""Statistics: evaluations, paired tests, the variance of groups, selection of episodes. This package does not import torch."""

@@ -1,4 +1,6 @@
-"""Selection of stored episodes for offline training: the best of each task, pairs from a group. Pure, without tokens."""
+"""Selects stored episodes for offline training: the best of each task, or pairs from each group. These are pure functions that
+need no tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +9,7 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A finished, untainted episode with a reward; `group` and `task` are ids of rows."""
+    """A done, untainted episode with a reward. `group` and `task` are ids of rows."""
 
     id: int
     group: int

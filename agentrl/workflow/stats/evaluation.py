@@ -1,8 +1,9 @@
-"""Evaluation: the mean reward of fresh episodes with its interval, the share that are right, errors counted apart.
+"""Evaluates fresh episodes: the mean reward with its interval, the share of right episodes, and the errors, which are counted
+separately.
 
-An episode is right if the decisive parts of its reward are at their full value, 1: the parts that the env names in `correct`,
-else the heaviest of its own (see `is_right`). So neither a tenth for a well-formed answer nor a penalty makes an episode right
-or wrong, and the rewards that a run adds change nothing about it.
+An episode is right if the decisive parts of its reward have their full value, 1. Decisive are the parts that the env names in
+`correct`, else the env's own parts of the largest weight (see `is_right`). So neither a tenth for a well-formed answer nor a
+penalty makes an episode right or wrong. The rewards that a run adds do not matter.
 """
 
 import math
@@ -13,27 +14,34 @@ from typing import Literal
 from agentrl.workflow.trajectory import Group
 
 Z95 = 1.959964
-"""Two-sided 95% quantile of the normal distribution, or Student's t with infinite degrees of freedom."""
+"""The two-sided 95% quantile of the normal distribution, and of Student's t with infinite degrees of freedom."""
 
 T95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
-"""Two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom, too few for `student_quantile`'s expansion."""
+"""The two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom, which are too few for the expansion in
+`student_quantile`.
+"""
 
 IntervalBy = Literal["Wilson", "Student"]
-"""Method of the 95% interval: Wilson's for a share, which never leaves 0 to 1, Student's for any other mean."""
+"""The method of a 95% interval: Wilson's for a share, which stays within 0 to 1, Student's for other means."""
 
 FULL_VALUE = 1 - 1e-9
-"""The least value of a reward part that counts as its full value."""
+"""The lowest value of a reward part that counts as its full value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Mean reward of the `episodes` that are done, with its 95% interval; `errors` ended otherwise and are in no mean.
+    """The mean reward of the `episodes` that are done, with its 95% interval. The `errors` are the episodes that ended
+    otherwise; they are in no mean.
 
     Args:
-        interval_by: see `bounds`; None if there is no mean.
-        tasks: number of tasks with a done episode; the means are over these.
-        accuracy: mean share of right episodes; None if no part of the rewards decides that.
-        pass_at: k -> the chance that one of k episodes of a task is right, for k = 1, 2, 4, ... and the group's size.
+        mean: the mean reward.
+        low, high: the ends of its 95% interval.
+        episodes: the number of done episodes.
+        errors: the number of other episodes.
+        tasks: the number of tasks with a done episode; the means are over these.
+        accuracy: the mean share of right episodes; None if no reward part decides what is right.
+        pass_at: the probability that one of k episodes of a task is right, by k, for k = 1, 2, 4, ... and the group's size.
+        interval_by: the method of the interval, see `bounds`; None if there is no mean.
     """
 
     mean: float
@@ -50,10 +58,11 @@ class Score:
 def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> Score:
     """Return the mean over tasks of each task's mean reward, with its interval (see `bounds`).
 
-    Episodes of one task are correlated: the independent units are tasks, not episodes.
+    Episodes of one task are correlated, so the independent units are tasks, not episodes.
 
     Args:
-        right: ids of the episodes that are right; None if no part of the rewards decides that.
+        groups: the groups, one for each task.
+        right: the ids of the right episodes; None if no reward part decides what is right.
     """
     done = [[e for e in group.episodes if e.trainable] for group in groups]
     rewards = [[e.reward or 0.0 for e in some] for some in done if some]
@@ -68,10 +77,10 @@ def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> S
 
 
 def bounds(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float, IntervalBy]:
-    """Return (the mean over tasks of each task's mean, the lower and upper end of its 95% interval, the interval's method).
+    """Return the mean over tasks of each task's mean, the lower and upper end of its 95% interval, and the interval's method.
 
-    If all values are 0 or 1, the mean is a share: Wilson's interval for `effective_trials` trials. Other means have Student's
-    interval, which ignores any bounds of the reward.
+    If all values are 0 or 1, the mean is a share and has Wilson's interval for `effective_trials` trials. Other means have
+    Student's interval, which ignores any limits of the reward.
     """
     means = [math.fsum(values) / len(values) for values in tasks]
     mean, margin = interval(means)
@@ -82,7 +91,7 @@ def bounds(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float, Inter
 
 
 def wilson_interval(share: float, trials: float) -> tuple[float, float]:
-    """Return the 95% interval of a share of `trials` independent trials; it contains the share, and never leaves 0 to 1.
+    """Return the 95% interval of a share of `trials` independent trials. It contains the share and stays within 0 to 1.
 
     Wilson 1927, Probable inference, the law of succession, and statistical inference.
     """
@@ -93,14 +102,19 @@ def wilson_interval(share: float, trials: float) -> tuple[float, float]:
 
 
 def effective_trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
-    """Return the number of independent trials with the same variance as the mean of the tasks' shares; `sizes`: episodes per
-    task.
+    """Return the number of independent trials with the same variance as the mean of the tasks' shares.
 
     With one episode per task, it is the number of tasks. With several, it is the effective sample size p (1 - p) / variance,
-    with the variance of the tasks' mean, reduced by the squared ratio of the normal quantile to Student's because few tasks
-    estimate it badly. It is at least one per task, at most that of independent episodes; one per task if all shares are equal.
+    with the variance of the tasks' mean. It is reduced by the squared ratio of the normal quantile to Student's, because few
+    tasks estimate the variance badly. It is at least the number of tasks, and at most the number for independent episodes. If
+    all shares are equal, it is the number of tasks.
+
     Korn and Graubard 1998, Confidence intervals for proportions with small expected number of positive counts estimated from
     survey data.
+
+    Args:
+        shares: the share of right episodes of each task.
+        sizes: the number of episodes of each task.
     """
     tasks, mean = len(shares), math.fsum(shares) / len(shares)
     if max(shares) == min(shares):
@@ -113,8 +127,8 @@ def effective_trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean of independent values, and half the width of its 95% interval; infinite for one value.
 
-    The interval is Student's t with n - 1 degrees of freedom, since few values estimate their own spread badly. Student 1908,
-    The probable error of a mean.
+    The interval is Student's t with n - 1 degrees of freedom, because few values estimate their own variance badly. Student
+    1908, The probable error of a mean.
     """
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
@@ -124,9 +138,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def student_quantile(freedom: int) -> float:
-    """Return the two-sided 95% quantile of Student's t with that many degrees of freedom, at least 1; off by less than 1e-5.
+    """Return the two-sided 95% quantile of Student's t with this number of degrees of freedom, at least 1; the error is below
+    1e-5.
 
-    From 10 on the Cornish-Fisher expansion around the normal quantile: Abramowitz and Stegun 1964, eq. 26.7.5.
+    From 10 on it is the Cornish-Fisher expansion around the normal quantile: Abramowitz and Stegun 1964, eq. 26.7.5.
     """
     if freedom <= len(T95):
         return T95[freedom - 1]
@@ -141,10 +156,10 @@ def student_quantile(freedom: int) -> float:
 
 
 def pass_at_ks(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]:
-    """pass@k for k = 1, 2, 4, ... and `size`, each over the tasks that have at least k done episodes.
+    """Return pass@k for k = 1, 2, 4, ... and `size`, each over the tasks that have at least k done episodes.
 
     Args:
-        counts: per task (done episodes, right ones among them).
+        counts: for each task, the number of done episodes and of right ones among them.
         size: the number of episodes planned per task.
     """
     ks = sorted({size, *(2**power for power in range(size.bit_length()))} - {0})
@@ -153,7 +168,8 @@ def pass_at_ks(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]
 
 
 def pass_at(n: int, c: int, k: int) -> float:
-    """Return the chance that k of n episodes, drawn without replacement, include one of the c right ones: unbiased for pass@k.
+    """Return the probability that k of n episodes, drawn without replacement, include one of the c right ones. It is an
+    unbiased estimate of pass@k.
 
     Chen et al. 2021, arXiv 2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k), for 1 <= k <= n.
     """
@@ -163,11 +179,17 @@ def pass_at(n: int, c: int, k: int) -> float:
 def is_right(
     parts: Mapping[str, float], weights: Mapping[str, float], correct: Collection[str] = (), given: Collection[str] = ()
 ) -> bool | None:
-    """Return whether all decisive parts of an episode's reward are at their full value; None if no part is decisive.
+    """Return whether all decisive parts of an episode's reward have their full value; None if no part is decisive.
 
-    Decisive are the parts named `correct`; without them the heaviest of the env's own: of its `weights` (all of several equal
-    ones), and of the parts `given` by the env itself, each of weight 1, if no named one weighs more. The other parts are the
-    run's: if its penalty, never above 0, were decisive, no episode would be right.
+    The decisive parts are those named in `correct`. Without them, they are the env's own parts of the largest weight; several
+    may have it. Parts in `given`, which the env computes itself, have weight 1. Other parts belong to the run: if its penalty,
+    which is never above 0, were decisive, no episode would be right.
+
+    Args:
+        parts: the parts of the episode's reward.
+        weights: the weights of the env's named rewards.
+        correct: the parts that the env names as decisive.
+        given: the names of the parts that the env computes itself.
     """
     says = correct or _heaviest(weights, given)
     return all(parts.get(name, 0.0) >= FULL_VALUE for name in says) if says else None

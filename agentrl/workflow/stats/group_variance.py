@@ -1,9 +1,9 @@
-"""Dynamic sampling: an iteration samples until enough of its groups have variance, and trains only on those.
+"""Dynamic sampling: an iteration samples until enough of its groups have different rewards, and trains only on those.
 
-A group with equal rewards has no advantages, and teaches a group-relative algorithm nothing. With `rollout.dynamic_sampling` N
-an iteration gets as many more groups, of other tasks, as it lacks groups with unequal rewards, until as many have variance as
-were planned at first, or N times as many groups were planned. Pure functions of rewards; `store.train_claims` plans the groups,
-when all planned before are over.
+A group with equal rewards has advantages of 0, so a group-relative algorithm learns nothing from it. With
+`rollout.dynamic_sampling` N, an iteration gets a further group, of another task, for each group without variance. This is
+repeated until as many groups have variance as were planned at first, or until N times as many groups were planned. The
+functions here are pure functions of rewards; `store.train_claims` plans the groups when all earlier ones have ended.
 
 Source: DAPO, arXiv 2503.14476, section 3.2 (dynamic sampling).
 """
@@ -14,20 +14,22 @@ from agentrl.workflow.trajectory import Group
 
 NO_VARIANCE = "no variance: all of its rewards are equal"
 SURPLUS = "enough other groups have variance"
-"""The reason for which a group was dropped, as its row and the ledger record it."""
+"""The reason for a dropped group that has variance, as its row and the ledger record it."""
 DIFFERENT = "sampler and trainer differ"
 CUT_OFF = "cut off at a limit"
-"""The reason for which some episodes of a group did not train: `2 of 8 episodes: REASON`."""
+"""The reason for episodes of a group that did not train: `2 of 8 episodes: REASON`."""
 
 
 def varies(rewards: Collection[float]) -> bool:
-    """Return whether there are at least two different rewards: compared exactly, since a standard deviation is rounded."""
+    """Return whether there are at least two different rewards. They are compared exactly, because a standard deviation is
+    rounded.
+    """
     return len(set(rewards)) > 1
 
 
 def mean_and_deviation(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return a group's mean reward and the sample standard deviation, as its row has them; None of no reward, and of one
-    alone.
+    """Return the mean and the sample standard deviation of a group's rewards, as in its row. The mean is None without a reward,
+    the deviation with fewer than two.
     """
     mean = sum(rewards) / len(rewards) if rewards else None
     if mean is None or len(rewards) < 2:
@@ -39,16 +41,16 @@ def groups_to_plan(varied: int, wanted: int, planned: int, limit: int) -> int:
     """Return the number of further groups to plan.
 
     Args:
-        varied: groups with variance so far.
-        wanted: groups planned at first, which is also the most that train.
-        planned: groups planned so far in total.
+        varied: the groups with variance so far.
+        wanted: the groups planned at first, which is also the most that train.
+        planned: the groups planned so far in total.
         limit: the most groups to plan in total, as a multiple of `wanted`.
     """
     return max(0, min(wanted - varied, limit * wanted - planned))
 
 
 def choose_groups(groups: Sequence[Group], wanted: int) -> tuple[list[Group], dict[int, str]]:
-    """Return (the first `wanted` groups with variance, in the order of their slots; slot -> reason why a group is dropped)."""
+    """Return the first `wanted` groups with variance, in the order of their slots, and for each dropped slot the reason."""
     chosen_groups: list[Group] = []
     dropped = {}
     for group in sorted(groups, key=lambda group: group.slot):

@@ -1,9 +1,9 @@
-"""A paired test of two policies on the same tasks: the difference of their rewards, and whether it could be chance.
+"""A paired test of two policies on the same tasks: the difference of their rewards, and whether chance explains it.
 
-Each task is compared with itself, so that hard and easy tasks do not blur the difference. The test is the sign-flip permutation
-test: if the two policies were equally good, each task's difference could as well have the other sign. The p-value is the share
-of all such sign flips (worlds) whose mean is at least as far from 0 as the observed one. It is exact if the differences take
-few values, as with rewards of 0 and 1; else estimated from `DRAWS` worlds, drawn with a seed.
+Each task is compared with itself, so the difficulty of tasks does not matter. The test is the sign-flip permutation test: if
+the two policies were equally good, each task's difference could equally well have the other sign. The p-value is the share of
+all such combinations of signs (worlds) whose mean is at least as far from 0 as the observed one. It is exact if the differences
+have few values, as with rewards of 0 and 1. Otherwise it is estimated from `DRAWS` worlds, drawn with a seed.
 """
 
 import math
@@ -16,13 +16,13 @@ from typing import Literal
 from agentrl.workflow.stats.evaluation import IntervalBy, interval
 
 DRAWS = 9_999
-"""The number of worlds drawn if there are too many to count; the smallest p-value is then 1 / (DRAWS + 1)."""
+"""The number of worlds that are drawn if there are too many to count; the smallest p-value is then 1 / (DRAWS + 1)."""
 
 MAX_STEPS = 1_000_000
-"""The most steps of counting: about a second."""
+"""The most steps for counting worlds: about a second."""
 
 SAME_TOLERANCE = 1e-9
-"""Differences closer than this are counted as equal."""
+"""The largest difference between two rewards that count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,12 @@ class PairedComparison:
 
     Args:
         first, second: the policies' means over these tasks.
-        difference, low, high: mean of second - first, with its 95% interval from the spread between tasks by Student's t:
-            wide for few tasks, infinite for one. It may leave -1 to 1, since a difference is not a share.
-        p_value: two-sided; NaN without a task.
+        difference: the mean of second - first.
+        low, high: the ends of its 95% interval, by Student's t from the variance between tasks. It is wide for few tasks and
+            infinite for one. It may exceed -1 to 1, because a difference is not a share.
+        p_value: the two-sided p-value; NaN without a task.
         method: `exact` if all worlds were counted, else `drawn`.
-        won, lost, tied: numbers of tasks on which the second's reward is higher, lower, equal.
+        won, lost, tied: the numbers of tasks on which the second's reward is higher, lower or equal.
     """
 
     first: float
@@ -51,19 +52,19 @@ class PairedComparison:
 
     @property
     def interval_by(self) -> IntervalBy:
-        """The interval's method."""
         return "Student"
 
     @property
     def tasks(self) -> int:
-        """The number of tasks compared."""
+        """The number of compared tasks."""
         return self.won + self.lost + self.tied
 
 
 def compare_paired(first: Mapping[int, float], second: Mapping[int, float], seed: int = 0) -> PairedComparison:
-    """Compare two policies by their mean rewards per task; tasks that only one has are left out.
+    """Compare two policies by their mean rewards per task. Tasks that only one of them has are left out.
 
     Args:
+        first, second: the mean rewards by task.
         seed: the seed of the drawn worlds.
     """
     tasks = [task for task in first if task in second]
@@ -93,7 +94,7 @@ def _mean(rewards: Mapping[int, float], tasks: Sequence[int]) -> float:
 
 
 def sign_flip(differences: Sequence[float], seed: int = 0) -> tuple[float, Literal["exact", "drawn"]]:
-    """Return the two-sided p-value of differences that are symmetric around 0 under the null hypothesis.
+    """Return the two-sided p-value and its method. Under the null hypothesis, the differences are symmetric around 0.
 
     Differences are rounded to multiples of `SAME_TOLERANCE`. A world counts if its mean is at least as far from 0 as the
     observed mean, or less far by no more than `SAME_TOLERANCE`.
@@ -114,7 +115,7 @@ def sign_flip(differences: Sequence[float], seed: int = 0) -> tuple[float, Liter
 
 
 def _count_worlds(sizes: Mapping[int, int]) -> dict[int, float] | None:
-    """Sum of the flipped differences -> the share of worlds with it; None if there are too many to count."""
+    """Return the share of worlds for each sum of differences; None if there are too many worlds to count."""
     worlds, steps = {0: 1.0}, 0
     for size, count in sizes.items():
         steps += len(worlds) * (count + 1)
@@ -130,5 +131,7 @@ def _count_worlds(sizes: Mapping[int, int]) -> dict[int, float] | None:
 
 
 def _draw_world(sizes: Mapping[int, int], draw: random.Random) -> int:
-    """The sum in one drawn world: of the differences of each size, one is positive for each bit set."""
+    """Return the sum of the differences in one drawn world. For each size, the number of set random bits is the number of
+    positive differences.
+    """
     return sum(size * (2 * draw.getrandbits(count).bit_count() - count) for size, count in sizes.items())

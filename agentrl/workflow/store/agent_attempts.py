@@ -1,6 +1,6 @@
-"""Writes of an agents worker: it started an agent (with the hash of its key), and the agent ended.
+"""Rows of agent attempts, as an agents worker writes them: the start of an agent, with the hash of its key, and its end.
 
-The rollout's side of the same rows is `agent_holds`: it opens them, and gives up those whose worker is lost.
+`agent_holds` has the rollout's queries on the same rows: it inserts them, and gives up those whose worker is lost.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,14 +23,14 @@ _AGENTS, _EPISODES, _TASKS = schema.agent_attempts.c, schema.episodes.c, schema.
 
 @dataclass(frozen=True, slots=True)
 class AgentWork:
-    """An agent that this worker has to run.
+    """The work of an agents worker: one agent to run.
 
     Args:
-        id: its row.
-        run: the run's name, by which its model is called.
-        reference: the task's, where the run's config shows it to agents; else None.
+        id: the id of its row in `agent_attempts`.
+        run: the run's name, which the agent passes as the model's name.
+        reference: the task's reference if the run's config shows it to agents; else None.
         training: whether the run trains.
-        resources: the run's texts that it works with, by name.
+        resources: the run's texts that the agent uses, by name.
     """
 
     id: int
@@ -47,21 +47,21 @@ class AgentWork:
 
     @property
     def agent(self) -> AgentConfig:
-        """The run's agent."""
+        """The agent section of the run's config."""
         return AgentConfig.model_validate(self.config["agent"])
 
 
 @dataclass(frozen=True, slots=True)
 class AgentEnd:
-    """How an agent ended.
+    """The end of an agent.
 
     Args:
-        exit_code: of its process, negative for a signal; None where nothing was started.
-        error_class: empty where it returned, or its program exited with 0.
-        error: in words.
-        answer: the text that it gave as the episode's answer; None: none.
-        rewards: what it says it earned.
-        output: the end of what it printed.
+        exit_code: the exit code of its process, negative for a signal; None if no process was started.
+        error_class: empty if the function returned or the program exited with 0.
+        error: the error as a sentence.
+        answer: the text that the agent returned as the episode's answer; None if it returned none.
+        rewards: the rewards that the agent returned, by name; None if it returned none.
+        output: the end of its output.
     """
 
     exit_code: int | None = None
@@ -84,11 +84,14 @@ _WORK = (
 def claim_agent(
     tx: Connection, episode: int, attempt: int, worker: str, key_hash: str, lease_seconds: float
 ) -> AgentWork | None:
-    """Take the agent of an episode's current attempt; None where the episode is over, or another worker has taken it.
+    """Claim the agent of an episode's current attempt; return None if the episode has ended or another worker claimed the
+    agent.
 
     Args:
-        worker: a name of this very claim: a claim whose answer was lost is recognised by it.
-        key_hash: sha256 of the key that the agent will call its model with.
+        worker: a name that is unique to this claim. If the reply of the commit was lost, the repeated claim is recognised by
+            it.
+        key_hash: sha256 of the key with which the agent will call its model.
+        lease_seconds: the length of the lease, in seconds.
     """
     mine = (_AGENTS.episode_id == episode) & (_AGENTS.attempt == attempt)
     again = mine & (_AGENTS.worker == worker) & (_AGENTS.status == "running")
@@ -116,9 +119,9 @@ def _claimed(agent: int, worker: str) -> Any:
 
 @transaction
 def extend_agents(tx: Connection, claims: Collection[tuple[int, str]], lease_seconds: float) -> set[int]:
-    """Renew the leases of those of the (agent, worker) that still have it, and return these agents.
+    """Renew the leases of the agents that these (agent, worker) claims still hold, and return the ids of those agents.
 
-    One whose episode is over, or goes on in another attempt, is had no longer.
+    A claim no longer holds its agent if the episode has ended or has a newer attempt.
     """
     current = select(_EPISODES.id).where(
         _EPISODES.id == _AGENTS.episode_id, _EPISODES.attempt == _AGENTS.attempt, _EPISODES.status.in_(OPEN)
@@ -133,7 +136,7 @@ def extend_agents(tx: Connection, claims: Collection[tuple[int, str]], lease_sec
 
 @transaction
 def finish_agent(tx: Connection, agent: int, worker: str, end: AgentEnd) -> bool:
-    """Writes how the agent ended; False where its worker had it no longer."""
+    """Write the end of the agent; return False if the worker no longer held it."""
     values = {
         "status": "ended",
         "exit_code": end.exit_code,
@@ -149,12 +152,12 @@ def finish_agent(tx: Connection, agent: int, worker: str, end: AgentEnd) -> bool
 
 
 STOPPED = "stopped"
-"""The error class of an agent that was given up since its worker was to stop: no loss of a worker."""
+"""The error class of an agent that was given up because its worker stopped. It does not count as the loss of a worker."""
 
 
 @transaction
 def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class: str = STOPPED) -> None:
-    """Give up the agent before it has ended: its episode restarts with another. This counts as a loss, unless it was
+    """Mark a running agent as lost; its episode restarts with another agent. It counts as a loss unless the class is
     STOPPED.
     """
     values = {
@@ -168,7 +171,7 @@ def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class
 
 
 def lose_agents(tx: Connection, run: int, why: str) -> None:
-    """Give up the agents of the run's open episodes, and mark their pending calls as unobserved."""
+    """Mark the running agents of the run's open episodes as lost, and the pending calls of these agents as unobserved."""
     calls = schema.tool_calls.c
     still = select(schema.episodes.c.id).where(schema.episodes.c.run_id == run, schema.episodes.c.status.in_(OPEN))
     unobserved = update(schema.tool_calls).where(calls.episode_id.in_(still), calls.kind == "agent", calls.status == "pending")

@@ -1,4 +1,4 @@
-"""Reads and writes of a rollout for the agents of its episodes; the agents worker writes the rest of their rows."""
+"""Rows of agent attempts, as a rollout reads and writes them; `agent_attempts` has the queries of the agents worker."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ _CURRENT = and_(_AGENTS.episode_id == _EPISODES.id, _AGENTS.attempt == _EPISODES
 
 @dataclass(frozen=True, slots=True)
 class AgentState:
-    """The row of the agent that an episode's current attempt was given to.
+    """The row of the agent that runs an episode's current attempt.
 
     Args:
         status: pending, running, ended or lost.
-        is_overdue: it is running, and its worker's lease has run out.
-        losses: how many agents the episode has lost before.
+        is_overdue: True if the agent is running and its worker's lease has expired.
+        losses: the number of agents that the episode has lost before.
     """
 
     id: int
@@ -42,7 +42,7 @@ class AgentState:
 
 @transaction
 def publish_address(tx: Connection, fence: Fence, address: str) -> None:
-    """Write the address at which the group's process serves its agents.
+    """Store the address of the process that serves the model to the group's agents.
 
     Raises:
         Fenced: another worker holds the group.
@@ -53,7 +53,7 @@ def publish_address(tx: Connection, fence: Fence, address: str) -> None:
 
 @transaction
 def open_attempts(tx: Connection, fence: Fence, episodes: Sequence[int]) -> None:
-    """A pending row for the current attempt of each of the episodes that has none.
+    """Insert a pending row for the current attempt of each episode that has none.
 
     Raises:
         Fenced: another worker holds the group.
@@ -67,7 +67,7 @@ def open_attempts(tx: Connection, fence: Fence, episodes: Sequence[int]) -> None
 
 @transaction
 def count_sent(tx: Connection, agents: Sequence[int]) -> None:
-    """Count another sending of those agents that no worker runs yet."""
+    """Count another message for each of these agents that is still pending."""
     mine = update(schema.agent_attempts).where(_AGENTS.id.in_(agents), _AGENTS.status == "pending")
     tx.execute(mine.values(sends=_AGENTS.sends + 1, sent_ms=now_ms()))
 
@@ -76,7 +76,13 @@ def count_sent(tx: Connection, agents: Sequence[int]) -> None:
 def load_agents(
     tx: Connection, group: int, lease_seconds: float, episodes: Collection[int] | None = None
 ) -> dict[int, AgentState]:
-    """Return episode -> the agent of its current attempt, for those of the group's open episodes (None: all) that have one."""
+    """Return the agents of the current attempts by episode id, for open episodes of the group that have one.
+
+    Args:
+        group: the group's id.
+        lease_seconds: the length of a lease, in seconds.
+        episodes: the episodes to look at; None for all.
+    """
     lost = schema.agent_attempts.alias("before")
     losses = (
         select(func.count())
@@ -97,7 +103,7 @@ def load_agents(
 
 @transaction
 def lose_agent(tx: Connection, fence: Fence, agent: AgentState, lease_seconds: float) -> bool:
-    """Give up an agent whose worker's lease has run out; return whether it was not too late.
+    """Mark an agent as lost if its worker's lease has expired; return False if it ended or renewed its lease in time.
 
     Raises:
         Fenced: another worker holds the group.
@@ -112,28 +118,28 @@ def lose_agent(tx: Connection, fence: Fence, agent: AgentState, lease_seconds: f
 
 @read_transaction
 def current_attempts(tx: Connection, group: int) -> dict[int, int]:
-    """Return episode -> the number of its current attempt, of all episodes of the group."""
+    """Return the number of the current attempt of each episode of the group, by episode id."""
     rows = tx.execute(select(_EPISODES.id, _EPISODES.attempt).where(_EPISODES.group_id == group))
     return {row.id: row.attempt for row in rows}
 
 
 @read_transaction
 def any_at_work(tx: Connection, lease_seconds: float) -> bool:
-    """Return whether any agents worker has an agent."""
+    """Return whether any agents worker runs an agent under a live lease."""
     query = select(_AGENTS.id).where(_AGENTS.status == "running", ~is_lease_free(_AGENTS.lease_until, lease_seconds))
     return tx.execute(query.limit(1)).first() is not None
 
 
 @read_transaction
 def find_key(tx: Connection, key_hash: str) -> tuple[int, int] | None:
-    """Return (episode, attempt) that the key with this hash was made for; None if it was made for none."""
+    """Return the (episode, attempt) of the key with this hash; None for an unknown key."""
     row = tx.execute(select(_AGENTS.episode_id, _AGENTS.attempt).where(_AGENTS.key_hash == key_hash)).one_or_none()
     return (row.episode_id, row.attempt) if row else None
 
 
 @transaction
 def note_asked(tx: Connection, run_id: int, names: str) -> None:
-    """Write one event if an agent requested sampling options that the run ignores."""
+    """Write an event that an agent requested sampling options which the run ignores, once per run."""
     tx.execute(
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # of two at once one sees the other

@@ -1,8 +1,9 @@
-"""Steps of agents from outside: a call of the model is a step, which is numbered and placed in a chain inside its commit.
+"""Steps of external agents: one model request is one step. The commit gives the step its number and its chain.
 
-Several calls of one episode may run at the same time, so that none of them knows which step it will be. A call is known by its
-request's id: one that is committed again is the step that it was. The agent runs its tools itself. Their rows, of the kind
-`agent`, are never sent: they are answered when a later request shows what came of them, or stay unobserved.
+Several requests of one episode may run at the same time, so no request knows its step's number in advance. A request is
+identified by its id: if it is committed again, the stored step is returned. The agent runs its tools itself. Their rows, of the
+kind `agent`, are never sent to a tools worker: a later request that contains a result completes its row, and a row without one
+becomes unobserved.
 """
 
 import hashlib
@@ -22,14 +23,14 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import ROOT, Step, StepRecord, StepRequest, storable
 
 CONTINUED = "another turn continues the same one"
-"""Why a step opens a chain of its own although it continues its parent token for token."""
+"""The reason that a step starts a new chain although it continues its parent token for token."""
 BESIDE = "requested while another request was still running"
-"""Why a step opens another chain whose request came before any step was there."""
+"""The reason that a step starts another chain if its request came before any step was stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StepPosition:
-    """Where a step that is there stands."""
+    """The position of a stored step in its episode."""
 
     number: int
     chain: int
@@ -60,9 +61,9 @@ _DELIVER = PreparedStatement(update(schema.steps).where(THE_STEP))
 
 @transaction
 def commit_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[Step]:
-    """Return the answers as they were sampled, in this order, with what their requests show of earlier calls.
+    """Commit the steps and the results of earlier calls that their requests contain; return the steps in the given order.
 
-    Returns the steps as they stand in their episodes. One that is there already, by its request's id, is returned, not written.
+    The returned steps have their index, parent and chain. A step whose request id is already stored is not written again.
 
     Raises:
         Fenced: another worker holds the group.
@@ -71,7 +72,7 @@ def commit_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) ->
 
 
 def insert_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[Step]:
-    """As `commit_calls`, within a transaction."""
+    """Do the work of `commit_calls` within an open transaction."""
     held = check_claim(tx, fence)
     places: dict[int, list[_StepPosition]] = {}
     return [_commit_call(tx, record, held, places) for record in records]
@@ -102,7 +103,7 @@ def _read_places(tx: Connection, episode: int, held: HeldEpisodes) -> list[_Step
 
 
 def _placed(record: StepRecord, places: Sequence[_StepPosition]) -> Step:
-    """The step with its index, its parent and its chain: its parent's, if nothing else goes on with that."""
+    """Return the step with its index, parent and chain. It continues its parent's chain unless another step already does."""
     step = record.step
     beside = next((place.number for place in places if place.request_id == record.beside), None) if record.beside else None
     parent = (ROOT if step.parent is None else step.parent) if beside is None else beside
@@ -120,7 +121,7 @@ def _placed(record: StepRecord, places: Sequence[_StepPosition]) -> Step:
 
 
 def _store_options(tx: Connection, request: StepRequest) -> int | None:
-    """The id of the tools and template options that the request brought; each pair is stored once."""
+    """Store the request's tools and template options once per distinct pair; return the row's id, or None if it has neither."""
     if not request.tools and not request.template_options:
         return None
     # Keys keep their order, in which a template shows them.
@@ -132,7 +133,7 @@ def _store_options(tx: Connection, request: StepRequest) -> int | None:
 
 
 def _show_results(tx: Connection, record: StepRecord, held: HeldEpisodes) -> None:
-    """Answers the calls whose results the request shows; a step whose calls are all answered is observed."""
+    """Store the results that the request contains. A step is observed once all of its calls have results."""
     now = datetime.now(UTC)
     key = {"of_episode": record.episode, "of_attempt": held.attempts[record.episode]}
     steps = set[int]()
@@ -147,7 +148,7 @@ def _show_results(tx: Connection, record: StepRecord, held: HeldEpisodes) -> Non
 
 @transaction
 def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, int], bool]) -> None:
-    """Return (episode, step) -> whether the client received the full turn.
+    """Store for each (episode, step) whether the client received the complete response.
 
     Raises:
         Fenced: another worker holds the group.

@@ -1,4 +1,4 @@
-"""Causes for which a run's rollouts wait: a server that is away, as recorded in its events, or a checkpoint that another run
+"""Reasons that a run's rollouts wait: an unreachable server, recorded as an event, or a checkpoint that another run
 rebuilds.
 """
 
@@ -12,12 +12,14 @@ from agentrl.workflow.trajectory import storable
 
 
 def awaits_maker() -> ColumnElement[bool]:
-    """Return whether the run (of `db.runs`) trains nothing and samples with a checkpoint that a running run makes again."""
+    """Return the SQL condition that the row of `runs` does not train and samples with a checkpoint that a running run
+    rebuilds.
+    """
     return and_(schema.runs.c.kind != "train", _select_rebuilding_runs().correlate(schema.runs).exists())
 
 
 def _select_rebuilding_runs() -> Select[tuple[str, str]]:
-    """By which running run a checkpoint of the run (of `db.runs`) is made again, and what was found wrong with it."""
+    """Select the running runs that rebuild a checkpoint of the row of `runs`, with the fault of the checkpoint."""
     mine, theirs, maker = schema.policies.alias("mine"), schema.policies.alias("theirs"), schema.runs.alias("maker")
     same = (mine.c.run_id == schema.runs.c.id, theirs.c.path == mine.c.path, theirs.c.broken != "")
     return select(maker.c.name, theirs.c.broken).where(*same, maker.c.id == theirs.c.run_id, maker.c.status == "running")
@@ -25,7 +27,7 @@ def _select_rebuilding_runs() -> Select[tuple[str, str]]:
 
 @transaction
 def wait_for(tx: Connection, run_id: int, what: str) -> None:
-    """Say in the run's events that its rollouts wait, and for what: once, however often each of its jobs meets it."""
+    """Write an event that the run's rollouts wait, with the reason. Several jobs with the same reason write only one event."""
     # Locked: of two jobs that say so at once the second sees the first.
     tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update())
     mine = select(schema.events.c.id).where(schema.events.c.run_id == run_id)
@@ -42,21 +44,23 @@ def wait_for(tx: Connection, run_id: int, what: str) -> None:
 
 @transaction
 def wait_no_more(tx: Connection, run_id: int) -> None:
-    """Clear the note that the run's rollouts wait."""
+    """Write an event that the run's rollouts continue, if they were waiting."""
     if _find_newest_wait(tx, run_id):
         log(tx, run_id, "going_on")
 
 
 @read_transaction
 def find_wait_reason(tx: Connection, run_id: int) -> str:
-    """Return why the run's rollouts wait: for another run, or their worker's reason; empty if they do not."""
+    """Return why the run's rollouts wait: for another run, or for the reason in the newest event; empty if they do not wait."""
     mine = (schema.runs.c.id == run_id, schema.runs.c.status == "running", schema.runs.c.kind != "train")
     maker = tx.execute(_select_rebuilding_runs().where(*mine).limit(1)).one_or_none()
     return f"{maker.name} is rebuilding its checkpoint ({maker.broken})." if maker else _find_newest_wait(tx, run_id)
 
 
 def _find_newest_wait(tx: Connection, run_id: int) -> str:
-    """What their worker said last: only the newest event counts, but for what tells of lost workers."""
+    """Return the detail of the run's newest event if it is `waiting`, else an empty string. Events of lost workers are
+    skipped.
+    """
     newest = select(schema.events.c.kind, schema.events.c.detail).where(
         schema.events.c.run_id == run_id, schema.events.c.kind.not_in(LOSS_EVENTS)
     )

@@ -1,7 +1,8 @@
-"""The database and its transactions: SQLite in WAL mode or Postgres, the same code above.
+"""The database and its transactions: SQLite in WAL mode or Postgres, behind the same functions.
 
-A write transaction takes SQLite's lock at its begin (a deferred one fails in the middle, measured 38,081 times in 5 s with four
-writers); one that loses its connection is run again, which is safe since every query is idempotent by its keys.
+A write transaction takes SQLite's lock when it begins. A deferred transaction would fail in the middle (measured 38,081 times
+in 5 s with four writers). A transaction that loses its connection is run again, which is safe because every query is idempotent
+by its keys.
 """
 
 import threading
@@ -29,16 +30,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RETRY_SECONDS = 30.0
-"""Seconds for which a transaction is retried while the database is away."""
+"""The time for which a transaction is retried while the database is unreachable, in seconds."""
 
 POOL_SIZE = 8
-"""Postgres connections of a process; its threads take turns on them, for a small server allows only some dozens."""
+"""The maximum number of Postgres connections of a process. Its threads share them, because a small server allows only a few
+dozen.
+"""
 
 POOL_SECONDS = 60.0
-"""Seconds that a thread waits for a connection."""
+"""The longest wait of a thread for a free connection, in seconds."""
 
 DENIED = "42501"
-"""Postgres' state of a statement that the login may not run."""
+"""The Postgres error code (SQLSTATE) for a statement that the login is not allowed to run."""
 
 _CLIENT_TIMEOUTS = {
     "connect_timeout": 10,
@@ -47,7 +50,9 @@ _CLIENT_TIMEOUTS = {
     "keepalives_count": 3,
     "tcp_user_timeout": 10_000,
 }
-"""A link that is cut without a word is given up after about 10 s; the kernel alone would wait for 15 minutes, or two hours."""
+"""Postgres connection options that detect a silently cut network link after about 10 s. With the kernel's defaults the wait
+would be 15 minutes or two hours. Times are in seconds, `tcp_user_timeout` is in ms.
+"""
 
 _SERVER_TIMEOUTS = {
     "tcp_keepalives_idle": 5,
@@ -57,24 +62,24 @@ _SERVER_TIMEOUTS = {
     "idle_in_transaction_session_timeout": 15_000,
     "lock_timeout": 10_000,
 }
-"""The same for the server, in s and ms: a host that is cut off, or stopped, in a transaction leaves its rows to the others, and
-who waits for somebody's lock gets to know it.
+"""The same timeouts for the Postgres server; keepalives are in seconds, the others in ms. If a client is cut off or stopped in
+a transaction, its row locks are released; a statement that waits too long for a lock fails.
 """
 
 URL_HINT = "Set AGENTRL_DATABASE_URL to sqlite:///FILE or postgresql://USER@HOST/NAME."
 
 _UNUSABLE_FILE_ERRORS = ("not a database", "unable to open", "readonly database", "disk image is malformed")
-"""What SQLite says of a file that no patience makes a database of."""
+"""Parts of SQLite's messages for a file that it cannot use; retrying does not help."""
 SMALLEST_PAGE = 512
-"""Bytes: no SQLite database that has anything is smaller."""
+"""The size of the smallest SQLite database that is not empty, in bytes."""
 _DISK_FULL_ERROR = "database or disk is full"
 
 
 def database_url(text: str) -> URL:
-    """Return the URL of a SQLite file or a Postgres database.
+    """Parse the URL of a SQLite file or a Postgres database.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the URL is neither, or its password is not escaped.
     """
     try:
         url = make_url(text)
@@ -92,10 +97,11 @@ def database_url(text: str) -> URL:
 
 
 def _may_be_sqlite(file: Path) -> bool:
-    """Whether the file is not there, empty, or large enough for SQLite to look at it itself; a short one it would write over.
+    """Return False if the file is too short for a SQLite database; SQLite would overwrite such a file.
 
-    Never by opening it: whoever closes a file gives up all locks that this process has on it, SQLite's among them, and another
-    process that then ends its own connection takes itself for the last and removes the log under ours.
+    A missing or empty file counts as usable, and SQLite itself checks longer ones. This function never opens the file. Closing
+    it would release all locks that this process has on it, SQLite's among them. Another process could then take itself for the
+    last user and delete the log that this process still uses.
     """
     try:
         size = file.stat().st_size
@@ -105,14 +111,14 @@ def _may_be_sqlite(file: Path) -> bool:
 
 
 class Database:
-    """One database; threads share it, each transaction has a connection of its own."""
+    """A database. Threads share the object; each transaction has its own connection."""
 
     def __init__(self, url: str) -> None:
-        """Make the folder of a SQLite file; open no connection yet.
+        """Create the folder of a SQLite file; open no connection yet.
 
         Raises:
-            ConfigError: the URL is not one of a SQLite file or a Postgres database.
-            ServiceError: the folder cannot be made.
+            ConfigError: the URL is not that of a SQLite file or a Postgres database.
+            ServiceError: the folder cannot be created, or the file is not a database.
         """
         self.url = database_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
@@ -151,23 +157,23 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Give a connection for reading, which sees one state of the database; fails at once if the database is away."""
+        """Open a read transaction, which sees one state of the database. Fail at once if the database is unreachable."""
         with self._translate_errors(), self._connect_for_reading() as connection, connection.begin():
             yield connection
 
     def ask(self, query: Callable[[Connection], T]) -> T:
-        """Runs `query` in one read transaction, again if the connection was lost.
+        """Run `query` in one read transaction; repeat it if the connection was lost.
 
         Raises:
-            ServiceError: the database stayed away for RETRY_SECONDS.
+            ServiceError: the database was unreachable for RETRY_SECONDS.
         """
         return self._retry(lambda: self._read_once(query))
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Runs `work` in one transaction, again if the connection was lost.
+        """Run `work` in one write transaction; repeat it if the connection was lost.
 
         Raises:
-            ServiceError: the database stayed away for RETRY_SECONDS.
+            ServiceError: the database was unreachable for RETRY_SECONDS.
         """
         return self._retry(lambda: self._write_once(work))
 
@@ -176,7 +182,9 @@ class Database:
             return query(connection)
 
     def _connect_for_reading(self) -> Connection:
-        """A connection whose transactions each read one state: the default of SQLite, an option of Postgres."""
+        """Open a connection whose transactions each see one state. SQLite does this by default, Postgres needs REPEATABLE
+        READ.
+        """
         options = {"agentrl_read": True} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
         return self.engine.connect().execution_options(**options)
 
@@ -221,14 +229,13 @@ class Database:
         return ServiceError(f"The database {shown} does not answer: {reason}.", "Check AGENTRL_DATABASE_URL; `agentrl doctor`.")
 
     def close(self) -> None:
-        """Close all connections."""
         self._group_commit.close()
         self.engine.dispose()
 
 
 @dataclass
 class _PendingWrite:
-    """One thread's work in a shared transaction, and its result."""
+    """One thread's write in a shared transaction, and its result."""
 
     work: Callable[[Connection], Any]
     done: bool = False
@@ -237,10 +244,12 @@ class _PendingWrite:
 
 
 class _GroupCommit:
-    """Group commit for SQLite: while one thread of the process writes, the others wait in line; the next takes them all.
+    """Group commit for SQLite: while one thread of the process writes, other threads queue; the next thread commits all queued
+    writes.
 
-    SQLite has one writer, and who finds it busy sleeps and asks again; so a process had better ask once for all its threads.
-    Where there are several, each errand has a savepoint: one that raises undoes itself alone.
+    SQLite allows one writer, and a writer that finds it busy sleeps and tries again. So the process takes the lock once for all
+    of its threads. If a transaction has several writes, each runs in a savepoint, so a failing write does not roll back the
+    others.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -250,7 +259,7 @@ class _GroupCommit:
         self._line: deque[_PendingWrite] = deque()
 
     def run(self, work: Callable[[Connection], T]) -> T:
-        """The work's result, once it is committed."""
+        """Queue the write, wait until it is committed, and return its result."""
         mine = _PendingWrite(work)
         self._line.append(mine)
         with self._turn:
@@ -277,7 +286,9 @@ class _GroupCommit:
                 errand.done = True
 
     def _commit(self, errands: Sequence[_PendingWrite]) -> _PendingWrite | None:
-        """Runs them in one transaction. Returns the one at whose failure SQLite undid all (a full disk), if there was one."""
+        """Run the writes in one transaction. If one failed and SQLite rolled back the whole transaction (disk full), return
+        that one.
+        """
         connection = self._connection = self._connection or self._engine.connect()
         with connection.begin():
             if len(errands) == 1:  # alone, so that its failure undoes nothing else
@@ -293,7 +304,7 @@ class _GroupCommit:
         return None
 
     def close(self) -> None:
-        """Closes the connection, which is kept between transactions to save a quarter of the time of a short one."""
+        """Close the connection. It stays open between transactions, which saves a quarter of the time of a short one."""
         with self._turn:
             self._release_connection()
 
@@ -312,9 +323,10 @@ class _GroupCommit:
 
 
 def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Database, P], T]:
-    """Return a query as one write transaction: `claim_group(db, ...)` runs `claim_group(tx, ...)` inside `db.write`.
+    """Turn a query into a write transaction: `claim_group(db, ...)` runs `claim_group(tx, ...)` inside `db.write`.
 
-    Its fault points are `claim_group.before`, done but not committed, and `claim_group.after`, committed but nobody knows.
+    It has two fault points: `claim_group.before`, before the commit, and `claim_group.after`, after the commit and before the
+    caller gets the result.
     """
     before, after = f"{query.__name__}.before", f"{query.__name__}.after"
 
@@ -333,7 +345,7 @@ def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Conc
 
 
 def read_transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Database, P], T]:
-    """Return a query as one read transaction."""
+    """Turn a query into a read transaction: `find_call(db, ...)` runs `find_call(tx, ...)` inside `db.ask`."""
 
     @wraps(query)
     def run(db: Database, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -343,7 +355,7 @@ def read_transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable
 
 
 def insert(tx: Connection, table: Table) -> "postgresql.Insert | sqlite.Insert":
-    """Return the dialect's INSERT, which knows ON CONFLICT."""
+    """Return the database dialect's INSERT, which supports ON CONFLICT."""
     if tx.dialect.name == "postgresql":
         from sqlalchemy.dialects import postgresql
 
@@ -355,7 +367,7 @@ def insert(tx: Connection, table: Table) -> "postgresql.Insert | sqlite.Insert":
 
 @contextmanager
 def driver_cursor(tx: Connection, text: str) -> Iterator[Any]:
-    """A cursor of the driver itself, to run `text`; its errors are raised as SQLAlchemy's."""
+    """Open a cursor of the driver itself, to run `text`. Its errors are raised as SQLAlchemy's."""
     cursor: Any = tx.connection.cursor()
     try:
         yield cursor

@@ -32,14 +32,16 @@ _POSTGRES = re.compile(
     r"postgres(?:ql)?(?:\+psycopg)?://(?:(?P<user>[\w.%-]*)(?::(?P<password>[\w.%-]*))?@)?(?P<host>[\w.-]*)(?::(?P<port>\d+))?"
     r"/(?P<dbname>[\w-]+)(?:\?(?P<more>[\w=&%/.-]+))?"
 )
-"""URLs that mean the same to everybody; the others are SQLAlchemy's to read."""
+"""Postgres URLs that every driver reads the same way; SQLAlchemy parses the others."""
 _NAMED_PARAMETER = re.compile(r"(?<![:\w]):(\w+)(?!:)")
 WAIT_SECONDS = 30.0
 """Seconds that a command waits for SQLite's lock."""
 STEPS_BETWEEN = 10_000
-"""Instructions of SQLite between two looks at the clock."""
+"""The number of SQLite instructions between two checks of the time limit."""
 PLANNER_SETTINGS = {"random_page_cost": 1.1}
-"""Postgres plans for a spinning disk unless told otherwise: it would read a whole table to find one run's newest steps."""
+"""Planner settings of each Postgres connection. By default Postgres plans for a spinning disk and would read a whole table to
+find one run's newest steps.
+"""
 
 
 class Queryable(Protocol):
@@ -53,7 +55,13 @@ class DriverTransaction:
     """A read transaction of the driver."""
 
     def __init__(self, connection: Any, is_sqlite: bool, read_json: Callable[[str], Any] = json.loads) -> None:
-        """Take a connection that writes nothing, and what makes a value of SQLite's JSON."""
+        """Wrap a read-only connection.
+
+        Args:
+            connection: the driver's connection.
+            is_sqlite: True for SQLite, False for Postgres.
+            read_json: the parser of SQLite's JSON columns.
+        """
         self._connection = connection
         self.is_sqlite = is_sqlite
         self._readers = _sqlite_readers(read_json) if is_sqlite else _POSTGRES_READERS
@@ -156,13 +164,13 @@ def _driver_error_types(postgres: bool) -> tuple[type[Exception], ...]:
 
 
 def sqlite_path(url: str) -> Path | None:
-    """Return the file of a plain URL of SQLite; None for any other."""
+    """Return the file of a plain SQLite URL; None for any other URL."""
     found = _SQLITE.fullmatch(url)
     return Path(unquote(found[1])) if found and found[1] != ":memory:" else None
 
 
 def postgres_parts(url: str) -> dict[str, Any]:
-    """psycopg's arguments for a plain URL of Postgres; empty for any other."""
+    """Return psycopg's arguments for a plain Postgres URL; empty for any other URL."""
     found = _POSTGRES.fullmatch(url)
     if not found:
         return {}
@@ -171,7 +179,7 @@ def postgres_parts(url: str) -> dict[str, Any]:
 
 
 def newest_revision() -> str:
-    """Return the newest revision that this code knows, by the names of the migrations."""
+    """Return the newest database revision of this code, from the file names of the migrations."""
     from agentrl import migrations
 
     folder = Path(str(migrations.__file__)).parent / "versions"
@@ -249,5 +257,5 @@ _POSTGRES_READERS: Readers = dict.fromkeys(MOMENTS, _utc)
 
 
 def among(numbers: Iterable[int]) -> str:
-    """Return the numbers as SQL's IN takes them; `NULL`, which is in no list, for none."""
+    """Return the numbers as the list of an SQL IN; `NULL` for an empty list, which matches nothing."""
     return ", ".join(str(int(each)) for each in numbers) or "NULL"

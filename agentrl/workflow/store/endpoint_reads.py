@@ -1,4 +1,6 @@
-"""Reads of the endpoint: the attempt of a key, and the process that samples for it. It writes only its own lease."""
+"""Queries of the endpoint: the attempt of a key, and the process that samples for it. The endpoint writes only its own
+lease.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,15 +15,15 @@ from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import OPEN
 
 ENDPOINT = "endpoint"
-"""The name of the endpoint's lease; the holder is its URL."""
+"""The name of the endpoint's lease. The lease's holder is the endpoint's URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptLocation:
-    """Where the calls of one attempt go.
+    """The attempt of a key, and the process that serves its requests.
 
-    `over` says why it takes no more calls, or is empty. `address` is "host:port" of the process that holds the episode's
-    group now, or None.
+    `over` says why the attempt takes no more requests; empty while it does. `address` is the "host:port" of the process that
+    holds the episode's group; None while no process holds it.
     """
 
     run: str
@@ -33,7 +35,7 @@ class AttemptLocation:
 
 @read_transaction
 def find_places(tx: Connection, key_hashes: Collection[str]) -> dict[str, AttemptLocation]:
-    """Return hash of an attempt's key -> its place; unknown hashes are left out."""
+    """Return the location of each attempt by the hash of its key; unknown hashes are left out."""
     agents, episodes, groups, runs = schema.agent_attempts, schema.episodes, schema.groups, schema.runs
     is_held = groups.c.lease_until >= now_ms()
     rows = tx.execute(
@@ -75,12 +77,12 @@ def _why_over(status: str, attempt: int, newest: int, episode_status: str) -> st
 
 
 def some_run_has_agent(database: Database) -> bool:
-    """Return whether any running run gives its episodes to an agent: only then an embedded stack needs an endpoint.
+    """Return whether any running run uses an external agent. Only then the embedded stack needs an endpoint.
 
-    False, too, for the login of a tools or agents worker, which may not read runs.
+    Return False for the login of a tools or agents worker, which may not read runs.
 
     Raises:
-        ServiceError: the database is away; said at once, since who asks has workers to look after.
+        ServiceError: the database is unreachable. There is no retry, because the caller also supervises workers.
     """
     asked = func.coalesce(schema.runs.c.config["agent"].as_string(), "null") != "null"
     try:

@@ -1,4 +1,4 @@
-"""Annotations of episodes: written once per attempt, tied to the newest step, never changed."""
+"""Annotations of episodes: written once per attempt, never changed, and assigned to the newest step unless they name one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,11 +24,11 @@ _OF_EPISODES = (
 
 @transaction
 def add_annotations(tx: Connection, episode: int, attempt: int, said: Sequence[Annotation]) -> None:
-    """Write the annotations of the episode's attempt, except those that exist.
+    """Write the annotations of the episode's attempt; existing ones are not written again.
 
     Raises:
-        StateError: the episode is over, or another attempt of it is on.
-        ConflictError: the attempt would have too many, or one is of a step that is not there yet.
+        StateError: the episode has ended, or has a newer attempt.
+        ConflictError: the attempt would have too many annotations, or one names a step that does not exist yet.
     """
     current = select(_EPISODES.attempt, _EPISODES.status, schema.runs.c.name).where(_EPISODES.id == episode)
     row = tx.execute(current.join(schema.runs, schema.runs.c.id == _EPISODES.run_id)).one_or_none()
@@ -48,7 +48,10 @@ def add_annotations(tx: Connection, episode: int, attempt: int, said: Sequence[A
 
 @transaction
 def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, said: Sequence[Annotation]) -> None:
-    """Write annotations from the worker of the episode's group, after the given number of steps; existing ones stay.
+    """Write annotations from the worker that holds the episode's group; existing ones are not written again.
+
+    Args:
+        steps: the number of steps so far. Annotations that name no step belong to the last of these.
 
     Raises:
         Fenced: another worker holds the group.
@@ -60,7 +63,7 @@ def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, sai
 def insert_annotations(
     tx: Connection, episode: int, attempt: int, step: int | None, run: str, said: Sequence[Annotation]
 ) -> None:
-    """Insert rows for those that are not there yet; `step` is that of those that name none."""
+    """Insert the annotations that are not stored yet; those that name no step get `step`."""
     of_all = {"episode_id": episode, "attempt": attempt, "run": run}
     rows = [{**of_all, "source": each.source, "step": step if each.step is None else each.step, **_row(each)} for each in said]
     keys = ["episode_id", "attempt", "emission"]
@@ -70,12 +73,12 @@ def insert_annotations(
 
 @read_transaction
 def load_annotations(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
-    """Return episode -> the annotations of its current attempt, in order; episodes without any are left out."""
+    """Return the annotations of each episode's current attempt, by episode id, in order; episodes without any are left out."""
     return annotations_of(tx, episodes)
 
 
 def annotations_of(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
-    """As load_annotations, inside a transaction."""
+    """Do the work of `load_annotations` within an open transaction."""
     found: dict[int, tuple[Annotation, ...]] = {}
     for row in tx.execute(_OF_EPISODES, {"episodes": list(episodes)}).mappings():
         found[row["episode_id"]] = (*found.get(row["episode_id"], ()), annotation_value(row))
@@ -83,12 +86,12 @@ def annotations_of(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[A
 
 
 def annotation_rows(said: Sequence[Annotation]) -> list[dict[str, Any]]:
-    """Return the annotations of a tool in the format of its call's row."""
+    """Return a tool's annotations as JSON for the row of its call."""
     return [_row(each) for each in said]
 
 
 def tools_annotations(rows: Sequence[Mapping[str, Any]] | None) -> tuple[Annotation, ...]:
-    """Return the annotations of a tool from its call's row."""
+    """Return a tool's annotations from the JSON in the row of its call."""
     return tuple(annotation_value({"step": None, "source": "tool", **row}) for row in rows or ())
 
 

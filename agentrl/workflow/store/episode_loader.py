@@ -1,4 +1,4 @@
-"""Loads episodes with their steps from rows. `row_codecs` converts single rows."""
+"""Functions that load episodes with their steps. `row_codecs` converts single rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -28,18 +28,18 @@ __all__ = [
 ]  # fmt: skip
 
 PART_SIZE = 500
-"""The most values in one query: databases have limits (SQLite 32,766)."""
+"""The maximum number of values in one query. Databases have limits (SQLite: 32,766)."""
 
 T = TypeVar("T")
 
 
 def split_in_parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield the values in parts of PART_SIZE."""
+    """Split the values into parts of at most PART_SIZE."""
     return (values[start : start + PART_SIZE] for start in range(0, len(values), PART_SIZE))
 
 
 def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[Any, Any]:
-    """Return the episode's row, `locked` against others until the transaction ends.
+    """Return the episode's row; with `locked`, lock it until the transaction ends.
 
     Raises:
         NotFoundError: there is no such episode.
@@ -53,9 +53,13 @@ def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[A
 
 
 def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> tuple[Episode, ...]:
-    """Return the episodes that meet the condition with the steps of their current attempt, in order of group and sample.
+    """Return the episodes that meet the condition, with the steps of their current attempt, ordered by group and sample.
 
-    A fork's first steps are read through its parent, whose task is the same.
+    The first steps of a fork are read from its parent, which has the same task.
+
+    Args:
+        condition: an SQL condition on `episodes`.
+        tasks: the tasks of these episodes, by id.
     """
     order = (schema.episodes.c.group_id, schema.episodes.c.sample)
     rows = tx.execute(select(schema.episodes).where(condition).order_by(*order)).mappings().all()
@@ -114,7 +118,9 @@ def _load_calls(tx: Connection, condition: Any) -> dict[int, list[Any]]:
 
 
 def members_of(iteration: int) -> ColumnElement[bool]:
-    """Return the condition on `episodes`: those of the iteration, its own or those of the stored groups that it trains on."""
+    """Return the SQL condition for the episodes of an iteration: those of its own groups and of the stored groups that it
+    trains on.
+    """
     # One condition for both: with an OR of two Postgres would read every episode.
     own = select(schema.groups.c.id).where(schema.groups.c.iteration_id == iteration)
     stored = select(schema.iteration_groups.c.group_id).where(schema.iteration_groups.c.iteration_id == iteration)

@@ -1,4 +1,4 @@
-"""The versions that ended the epochs of a run, for `RUN@epoch3` and for the links to their checkpoints."""
+"""The policy versions that ended the epochs of a run, for `RUN@epoch3` and for the links to their checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
 
 MAX_ITERATIONS = 2**31 - 2
-"""The most epochs of a run."""
+"""The largest number of an iteration, and so of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """The version that ended the epoch of that number, counted from 1."""
+    """A reference to the version that ended an epoch, by the epoch's number from 1."""
 
     number: int
 
 
 def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
-    """Return the version that ended that epoch of the run (its row).
+    """Return the version that ended the epoch of that number, from 1, of the run (its row).
 
     Raises:
-        NotFoundError: the epoch is not over, or the run has no such epoch.
+        NotFoundError: the epoch has not ended, or the run has no such epoch.
     """
     found = _epoch_end_versions(tx, run, min(epoch, MAX_ITERATIONS) - 1)
     newest = select_rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=run["id"])
@@ -36,7 +36,7 @@ def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
 
 @sql_read_transaction
 def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
-    """Return whether an epoch may end with that version, by the iterations planned so far."""
+    """Return whether the version may have ended an epoch, judged by the iterations planned so far."""
     query = "SELECT epoch FROM iterations WHERE run_id = :run AND number IN (:last, :next)"
     found = [row["epoch"] for row in select_rows(tx, query, run=run_id, last=version - 1, next=version)]
     return len(found) == 1 or len(set(found)) == 2
@@ -44,7 +44,7 @@ def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
 
 @sql_read_transaction
 def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
-    """Return the checkpoints in the run's folder that ended one of its epochs."""
+    """Return the checkpoints in the run's folder that ended an epoch."""
     query = "SELECT id, name, iterations, output_dir, config, manifest FROM runs WHERE id = :id"
     (run,) = select_rows(tx, query, id=run_id)
     kept = "SELECT version, path FROM policies WHERE run_id = :id AND collected_at IS NULL AND path <> ''"
@@ -61,14 +61,17 @@ def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
 
 @sql_read_transaction
 def find_run_of_folder(tx: Any, folder: str) -> str:
-    """Return the newest run that keeps its checkpoints in the folder; empty if there is none."""
+    """Return the name of the newest training run that writes its checkpoints to the folder; empty if there is none."""
     query = "SELECT name FROM runs WHERE output_dir = :folder AND kind = 'train' ORDER BY id DESC LIMIT 1"
     found = select_rows(tx, query, folder=folder)
     return str(found[0]["name"]) if found else ""
 
 
 def _epoch_end_versions(tx: Any, run: Mapping[str, Any], only: int | None = None) -> dict[int, int]:
-    """The version after the last iteration of each epoch that is planned whole, by the epoch's number from 1."""
+    """Return the version after the last iteration of each completely planned epoch, by the epoch's number from 1.
+
+    With `only`, look at the one epoch of that number from 0.
+    """
     query = "SELECT epoch, max(number) AS last, count(*) AS planned FROM iterations WHERE run_id = :run"
     asked = {"run": run["id"]}
     if only is not None:
@@ -86,7 +89,6 @@ def _epoch_end_versions(tx: Any, run: Mapping[str, Any], only: int | None = None
 
 
 def _iterations_per_epoch(tx: Any, run: Mapping[str, Any]) -> int:
-    """The number of iterations in an epoch."""
     tables = ("run_groups", "run_tasks")
     counts = (select_rows(tx, f"SELECT count(*) AS found FROM {table} WHERE run_id = :run", run=run["id"]) for table in tables)
     stored, tasks = (int(found[0]["found"]) for found in counts)

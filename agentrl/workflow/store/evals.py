@@ -1,8 +1,8 @@
-"""Evaluations of a run's policies: planned in the commit that publishes a version, found again, the best one named.
+"""Evaluations of a run's policies. They are planned in the commit that publishes a version.
 
-Each is a run of its own that samples with that one version and updates nothing, so that it is claimed, sent, resumed and
-replayed like any run, and keeps no update waiting. That of version 0 is written at submission; the later ones are its copies,
-with the same tasks and the same draws: two versions differ by their weights alone.
+Each evaluation is a run of its own that samples with one version and updates nothing. So it is claimed, sent, resumed and
+replayed like any run, and no update waits for it. The evaluation of version 0 is written at submission. The later ones are
+copies of it with the same tasks and the same draws, so results differ only because the weights differ.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ Row = Mapping[str, Any]
 
 
 def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
-    """Plan the evaluation of the version that the run has just published, if that version is to be evaluated.
+    """Plan the evaluation of the version that the run has just published, if that version is due for evaluation.
 
-    Every `eval.every` versions, and after the last. A paused run's evaluation waits with it, until the run goes on or is done.
-    Where none tells any more what to measure on, as in a database that was downgraded meanwhile, the run's events say so, and
-    it goes on unmeasured.
+    A version is due every `eval.every` versions, and at the end of the run. The evaluation of a paused run is paused too, until
+    the run is resumed or done. If the run's first evaluation is missing, for example after a downgrade of the database, an
+    event says so, and the run continues without the evaluation.
     """
     every = run["config"].get("eval", {}).get("every")
     if not every or (version % every and version < run["iterations"]):
@@ -50,7 +50,7 @@ def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
 
 
 def _copy_rows(tx: Connection, model: int, made: int, names: tuple[str, ...], table: Any) -> None:
-    """Copies the table's rows of the run `model` for the run `made`."""
+    """Copy the table's rows of the run `model` to the run `made`."""
     rows = select(literal(made), *(table.c[name] for name in names)).where(table.c.run_id == model)
     tx.execute(insert(table).from_select(["run_id", *names], rows))
 
@@ -66,7 +66,7 @@ def _insert_policy(tx: Connection, run: int, version: int, made: int) -> int:
 
 
 def select_open_evals(tx: Connection, run: int, version: int | None = None) -> list[int]:
-    """Return the iterations to send of the run's evaluations (of that version only) that are running."""
+    """Return the ids of the open iterations of the run's running evaluations; with `version`, only of that version's."""
     iterations, runs = schema.iterations.c, schema.runs.c
     mine = select(iterations.id).join(schema.runs, runs.id == iterations.run_id).where(runs.measures_id == run)
     mine = mine.where(iterations.status.in_(OPEN), runs.status == "running").order_by(iterations.id)

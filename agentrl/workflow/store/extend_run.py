@@ -1,7 +1,8 @@
 """Extension of a run: further iterations are planned as if the run had been submitted with them.
 
-Whatever an iteration is made of follows from its number alone (its tasks, its draws, the version that it samples with), so that
-a run that is extended is bit for bit the run that was planned so long; but for a learning rate that falls until the end.
+An iteration's tasks, draws and sampling version follow from its number alone. So an extended run equals, bit for bit, a run
+that was submitted with the final length. The exception is a learning rate that decays until the end; such a run cannot be
+extended.
 """
 
 from collections.abc import Mapping
@@ -23,16 +24,18 @@ EXTENDABLE = (*RESUMABLE, "done")
 
 @transaction
 def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterations: int | None = None) -> Mapping[str, Any]:
-    """Add passes over its tasks, or iterations, to a run, and set it going again as `planning.resume` does.
+    """Add epochs or iterations to a run, and set it running again as `planning.resume` does.
 
     Args:
-        key: the key of this request: repeated, as after a commit whose reply was lost, it adds only once.
+        key: the key of this request. If it is repeated, for example after a commit whose reply was lost, it takes effect once.
+        epochs: the number of epochs to add.
+        iterations: the number of iterations to add.
 
     Returns:
-        The run's row before.
+        The run's row from before the change.
 
     Raises:
-        StateError, ConfigError: the run cannot be longer.
+        StateError, ConfigError: the run cannot be extended.
         CheckpointError: the weights that the next iteration samples with were collected.
     """
     # Locked: two that extend it at once, or an update that publishes meanwhile, come one after the other.
@@ -59,10 +62,10 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
 
 
 def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
-    """Raise StateError or ConfigError if the run, by its row, cannot be made longer.
+    """Raise StateError or ConfigError if the run (its row) cannot be extended.
 
     Args:
-        stored: whether it trains on stored groups.
+        stored: whether the run trains on stored groups.
     """
     name, decay = row["name"], row["config"]["update"].get("decay", "none")
     if row["kind"] != "train":
@@ -84,14 +87,16 @@ def _fresh_run_hint(row: Mapping[str, Any]) -> str:
 
 
 def _with_length(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dict[str, Any]:
-    """The config of the run that was planned so long: in epochs, where it was and they are whole."""
+    """Return the config with the new length: in epochs if the run was submitted in epochs and the length is a multiple, else in
+    iterations.
+    """
     whole, rest = divmod(total, of_an_epoch)
     in_epochs = config.get("iterations") is None and not rest
     return {**config, "epochs": whole if in_epochs else None, "iterations": None if in_epochs else total}
 
 
 def _plan_published_iterations(tx: Connection, row: Mapping[str, Any], total: int) -> None:
-    """The iterations whose policy is published, as far as they are not planned yet: of a run that goes on mostly none."""
+    """Plan the iterations whose policy is already published. A run that had not ended usually needs none."""
     planned = tx.execute(
         select(func.max(schema.iterations.c.number)).where(schema.iterations.c.run_id == row["id"])
     ).scalar_one()

@@ -1,7 +1,8 @@
-"""Forks: new episodes that leave a stored one at a step, and runs that train on stored groups.
+"""Forks: new episodes that branch off a stored one at a step. And runs that train on stored groups.
 
-A fork's first steps are its parent's, read through it and never copied; its own begin at `fork_step`. The siblings of a fork
-are one group of kind `fork`, so that they share a baseline; the parent can be among them, as a row that has no step of its own.
+The first steps of a fork are read from its parent and never copied. Its own steps begin at `fork_step`. The forks of one
+request form one group of kind `fork`, so they share a baseline. The parent can be in the group too, as a row without steps of
+its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,13 @@ from agentrl.workflow.trajectory import OPEN, Episode, Message
 
 @dataclass(frozen=True)
 class Fork:
-    """The place where a fork run's episodes leave their parent.
+    """The place at which a fork run's episodes branch off.
 
     Args:
-        parent: the parent episode.
-        step: the first step that they sample themselves.
-        opening: what that step reads instead of what the env says; None for what the env says.
-        with_parent: the parent is a sibling too, and trains from that step on.
+        parent: the id of the parent episode.
+        step: the number of the first step that the forks sample themselves.
+        opening: the messages that this step reads in place of the env's; None for the env's.
+        with_parent: True if the parent is in the group too, and trains from that step on.
     """
 
     parent: int
@@ -37,7 +38,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class ForkPoint:
-    """The episode to fork, its run's row, the version of the policy that sampled the step, and the run's rewards."""
+    """The episode to fork, its run's row, the run and version of the policy that sampled the step, and the run's rewards."""
 
     episode: Episode
     run: Mapping[str, Any]
@@ -49,11 +50,11 @@ class ForkPoint:
 
 @read_transaction
 def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
-    """Return the starting point of a fork of the episode at that step.
+    """Return the data for a fork of the episode at that step.
 
     Raises:
-        NotFoundError: there is no such episode, or no such step in it.
-        StateError: the episode is not over.
+        NotFoundError: there is no such episode, or it has no such step.
+        StateError: the episode has not ended.
     """
     row = episode_row(tx, episode)
     if row["status"] in OPEN:
@@ -99,7 +100,7 @@ def find_reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]
 
 
 def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fork) -> None:
-    """Plan the fork run's one iteration with its one group and `size` episodes, and add the parent if asked."""
+    """Plan the single iteration of a fork run: one group of `size` new episodes, and the parent if `fork.with_parent`."""
     parent = episode_row(tx, fork.parent, locked=True)  # so that two forks at once do not count their samples alike
     iteration_id: int = tx.execute(
         schema.iterations.insert()
@@ -131,7 +132,7 @@ def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fo
 
 
 def _next_sample(tx: Connection, fork: Fork) -> int:
-    """Samples count on over all forks of one step, so that a second fork draws other tokens."""
+    """Return the next sample number over all forks of this step. New numbers make a second fork draw other tokens."""
     siblings = (schema.episodes.c.parent_id == fork.parent) & (schema.episodes.c.fork_step == fork.step)
     return int(tx.execute(select(func.coalesce(func.max(schema.episodes.c.sample) + 1, 0)).where(siblings)).scalar_one())
 
@@ -159,7 +160,9 @@ def _insert_stand_in(tx: Connection, shared: Mapping[str, Any], parent: Mapping[
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run whose groups are trained on: its row, its first policy, the finished ones of its groups, the weights of a set."""
+    """A run whose groups are trained on: its row, the version of its first policy, its usable groups, the number of groups
+    asked for, and the weights and code hash of one reward set.
+    """
 
     row: Mapping[str, Any]
     version: int
@@ -171,7 +174,12 @@ class StoredRun:
 
 @read_transaction
 def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, least: int) -> StoredRun:
-    """Return the run's finished groups (of `only`, if any are named) with `least` done episodes that have a reward in that set.
+    """Return the run with its finished groups that have at least `least` done episodes with a reward in the set `name`.
+
+    Args:
+        only: the ids of the groups to use; empty for all.
+        name: the name of the reward set.
+        least: the minimum number of such episodes in a group.
 
     Raises:
         NotFoundError: the run has no such reward set.
@@ -201,7 +209,9 @@ def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str,
 
 @read_transaction
 def find_episode_counted_twice(tx: Connection, groups: Sequence[int]) -> int | None:
-    """Return an episode of one group whose fork is in another of the groups; None without one."""
+    """Return the id of an episode that would train twice: its group is among `groups`, and so is a fork's group that contains
+    it. None if there is none.
+    """
     parents, forks = schema.episodes.alias(), schema.episodes
     stood_in = forks.c.inherited_steps > forks.c.fork_step  # a fork has just those before it
     query = select(parents.c.id, parents.c.group_id).join(forks, forks.c.parent_id == parents.c.id).where(stood_in)

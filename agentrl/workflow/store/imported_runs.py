@@ -1,6 +1,6 @@
-"""Runs of the kind `import`: episodes that were sampled elsewhere, written with all they have in one transaction.
+"""Runs of the kind `import`: episodes that were sampled elsewhere, written completely in one transaction.
 
-Each task is a group, so that its episodes share a baseline. The run is over as soon as it is there.
+The episodes of a task form one group, so they share a baseline. The run is done as soon as it is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,20 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import StepRecord, StopReason, Task
 
 EXACT = "exact_tokens"
-"""Where a run's manifest says whether its tokens and logprobs are its sampler's own."""
+"""The key in a run's manifest that says whether its token ids and logprobs are exactly those of its sampler."""
 ATTEMPT = 0
 _RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, schema.groups.c, schema.episodes.c
 
 
 @dataclass(frozen=True)
 class ImportedEpisode:
-    """An episode as it is written.
+    """An episode to be imported.
 
     Args:
-        key: what it was called where it comes from.
-        rewards: name -> value; `reward` is their weighted sum.
-        answer: what is its final answer.
-        started_at, finished_at: None where nobody knows.
+        key: its id in the system that it comes from.
+        rewards: the parts of its reward by name; `reward` is their weighted sum.
+        answer: its final answer.
+        started_at, finished_at: its times; None if unknown.
     """
 
     key: str
@@ -51,7 +51,7 @@ class ImportedEpisode:
 
 @transaction
 def write_import(tx: Connection, submission: Submission, episodes: Sequence[ImportedEpisode]) -> str:
-    """Write the run with all its episodes; return its name.
+    """Write the run with all of its episodes; return its name.
 
     Raises:
         ConflictError: a run of that name exists.
@@ -82,7 +82,7 @@ def write_import(tx: Connection, submission: Submission, episodes: Sequence[Impo
 def _write_group(
     tx: Connection, fence: Fence, of_run: Mapping[str, int], siblings: Sequence[ImportedEpisode], run: str, policy: int
 ) -> list[int]:
-    """The numbers of the group's episodes, whose steps and annotations are there, and which are not over yet."""
+    """Insert the group's episodes with their steps and annotations; return their ids. They are still open afterwards."""
     numbers: list[int] = []
     for sample, _ in enumerate(siblings):
         values = {**of_run, "group_id": fence.group, "sample": sample, "attempt": ATTEMPT}

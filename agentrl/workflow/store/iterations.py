@@ -1,8 +1,7 @@
-"""The contents of an iteration: the groups of the tasks whose turn it is, or the stored groups that it trains on.
+"""The groups of an iteration: new ones for the tasks that are next in order, or stored ones that it trains on.
 
-With dynamic sampling groups of other tasks may be added to the first ones.
-
-Every run passes over its tasks in an order that follows from its seed, the epoch and the tasks alone.
+With dynamic sampling, groups of other tasks may be added to the first ones. The order in which a run passes over its tasks
+follows from its seed, the epoch and the tasks alone.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ from agentrl.workflow.tables.columns import now_ms
 
 
 class Slot(NamedTuple):
-    """A place in the iteration, its task, and the number that the samples of its group begin with."""
+    """A place in an iteration: its number, its task's id, and the number of its group's first sample."""
 
     number: int
     task: int
@@ -26,10 +25,12 @@ class Slot(NamedTuple):
 
 
 def task_order(seed: int, epoch: int | str, keys: Sequence[str], difficulties: Sequence[float | None] = ()) -> list[int]:
-    """Positions of the tasks in the order of hash(seed, epoch, task): the same on every machine.
+    """Return the positions of the tasks, sorted by hash(seed, epoch, task). The order is the same on every machine.
 
     Args:
-        difficulties: of the tasks, where they order them: the lowest first, None last, and the hash among equal ones.
+        keys: the keys of the tasks.
+        difficulties: the difficulties of the tasks. If given, they sort first: lowest first, None last; the hash sorts equal
+            ones.
     """
     digests = [hashlib.sha256(f"{seed}|{epoch}|{key}".encode()).digest() for key in keys]
     order = sorted(range(len(keys)), key=digests.__getitem__)
@@ -38,7 +39,7 @@ def task_order(seed: int, epoch: int | str, keys: Sequence[str], difficulties: S
 
 
 def iterations_per_epoch(tasks: int, tasks_per_iteration: int) -> int:
-    """Return the number of iterations in which each of the tasks has its turn once."""
+    """Return the number of iterations that use each task once."""
     return -(-tasks // tasks_per_iteration)
 
 
@@ -49,26 +50,24 @@ def epoch_length(tx: Connection, run: Mapping[Any, Any]) -> int:
 
 
 def epochs_of(iterations: int, of_an_epoch: int) -> int:
-    """Return the number of epochs that these iterations begin."""
+    """Return the number of epochs that this many iterations begin."""
     return -(-iterations // of_an_epoch)
 
 
 def staleness_of(config: Mapping[str, Any]) -> int:
-    """Return the most versions by which a run's episodes lag behind its trainer: iteration i samples with version max(0, i -
-    that).
-    """
+    """Return the run's maximum staleness S, in versions: iteration i samples with version max(0, i - S), i counted from 0."""
     return int(config["rollout"].get("max_staleness", 0))  # runs older than this option lack it
 
 
 def dynamic_sampling_of(config: Mapping[str, Any]) -> int:
-    """Return how many times its first groups an iteration may have, so that enough of them have variance; 1: no more are
-    planned.
+    """Return the factor by which dynamic sampling may multiply an iteration's groups to get enough with variance; 1 if it is
+    off.
     """
     return int(config["rollout"].get("dynamic_sampling", 1))
 
 
 def wanted_groups(tx: Connection, iteration: int, config: Mapping[str, Any]) -> int:
-    """With dynamic sampling: the number of groups first planned, which is the maximum that trains. Without it: 0."""
+    """Return the number of groups that were planned first, which is the maximum that trains; 0 without dynamic sampling."""
     if dynamic_sampling_of(config) == 1:
         return 0
     planned = select(func.count()).where(schema.groups.c.iteration_id == iteration).scalar_subquery()
@@ -78,9 +77,9 @@ def wanted_groups(tx: Connection, iteration: int, config: Mapping[str, Any]) -> 
 
 
 def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -> int:
-    """Return one iteration with its groups and episodes, planned; episodes sample with exactly that policy. Returns its id.
+    """Plan an iteration with its groups and episodes, which sample with exactly that policy; return the iteration's id.
 
-    A run that trains on stored groups gets the next of those instead, and nothing to roll out.
+    A run that trains on stored groups gets the next of these, and has nothing to roll out.
     """
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     stored = tx.execute(select(schema.run_groups.c.group_id).where(schema.run_groups.c.run_id == run_id)).scalars().all()
@@ -102,10 +101,10 @@ def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -
 
 
 def insert_more_groups(tx: Connection, run: Mapping[Any, Any], iteration: Mapping[str, Any], planned: int, count: int) -> None:
-    """Plan more groups for an iteration that has `planned`, and invalidate its claims.
+    """Add `count` groups to an iteration that has `planned` groups, and invalidate its claims.
 
-    Their tasks follow from seed, iteration and slot alone: first those that the iteration does not have, in an order of its
-    own, then all of them once more, with samples of other numbers, hence other draws.
+    Their tasks follow from the seed, the iteration and the slot alone. Tasks that the iteration does not have yet come first.
+    After them all tasks come again, with new sample numbers and therefore other draws.
     """
     _, first = _pick_tasks(tx, run, iteration["number"])
     ids, keys, _ = _load_all_tasks(tx, run)
@@ -140,7 +139,7 @@ def _pick_tasks(tx: Connection, run: Mapping[Any, Any], number: int) -> tuple[in
 
 
 def _load_all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], list[str], list[float | None]]:
-    """The ids, keys and difficulties of the run's tasks."""
+    """Return the ids, keys and difficulties of the run's tasks."""
     columns = (schema.tasks.c.id, schema.tasks.c.key, schema.run_tasks.c.difficulty)
     mine = select(*columns).join(schema.run_tasks).where(schema.run_tasks.c.run_id == run["id"])
     tasks = tx.execute(mine.order_by(schema.tasks.c.id)).all()
@@ -150,7 +149,7 @@ def _load_all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], 
 def _pick_in_turn(
     run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Sequence[str], difficulties: Sequence[float | None] = ()
 ) -> tuple[int, list[int]]:
-    """The epoch of the iteration of that number, and those of the ids whose turn it is."""
+    """Return the epoch of the iteration of that number, both from 0, and the ids that this iteration uses."""
     size = run["config"]["rollout"]["tasks_per_iteration"]
     epoch, position = divmod(number, iterations_per_epoch(len(ids), size))
     order = task_order(run["seed"], epoch, keys, difficulties)
@@ -162,8 +161,9 @@ def _count_episodes(tx: Connection, groups: Sequence[int]) -> int:
 
 
 def insert_groups(tx: Connection, run: Mapping[Any, Any], iteration_id: int, slots: Sequence[Slot]) -> dict[int, int]:
-    """Group in those slots, with their episodes, planned; returns slot -> group. They work with the texts of the run's config,
-    unless it searches for others.
+    """Plan groups with their episodes in these slots; return the group ids by slot.
+
+    The episodes use the texts in the run's config, except in a search run, which chooses the texts itself.
     """
     of_iteration = {"run_id": run["id"], "iteration_id": iteration_id}
     tx.execute(

@@ -1,9 +1,9 @@
 """Leases of services, groups and iterations, and the handling of lost workers.
 
-A holder renews its lease. A claim whose lease ran out belongs to the first worker that claims it again (`rollout_claims`,
-`train_claims`); that worker records the loss of the one before. A supervisor that sees a worker of its own end records the loss
-itself and ends the worker's leases at once. A worker whose GPU failed hands its claims back, which counts as no loss; a run
-fails after `MAX_DEVICE_LOSSES` of these without progress.
+A holder renews its lease. If the lease of a claim expires, the next worker that claims the row takes it over (`rollout_claims`,
+`train_claims`) and records the loss of the previous worker. A supervisor that sees its worker end records the loss and ends the
+worker's leases at once. A worker whose GPU failed hands its claims back, which does not count as a loss. A run fails after
+`MAX_DEVICE_LOSSES` failed devices without progress.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -18,20 +18,23 @@ from agentrl.workflow.tables.columns import is_lease_free, now_ms
 from agentrl.workflow.trajectory import OPEN
 
 OOM_HINT = "Lower rollout.group_size or update.microbatch_tokens, or set model.load_in_4bit=true."
-"""Advice on a worker that was out of memory."""
+"""Advice for a worker that ran out of memory."""
 
 LOSS_EVENTS = ("oom", "worker_lost", "device_lost")
-"""Kinds of events that name a worker which is gone: killed for want of memory, ended because its GPU failed, lost otherwise."""
+"""Kinds of events that name a lost worker: killed by the kernel for lack of memory, lost for another reason, or ended because
+its GPU failed.
+"""
 EXIT_MS = 3000
-"""How long a process may take to end. Until then its claims stay leased: while its connection to the broker is open, the broker
-could deliver the retry message to the dying process."""
+"""The time that a process may take to exit, in ms. Its claims stay leased for that long: while its connection to the broker is
+open, the broker could deliver the retry message to the exiting process.
+"""
 MAX_DEVICE_LOSSES = 5
-"""A run fails once its workers have lost their devices this often since a group or an iteration of it ended."""
+"""The number of lost devices after which a run fails, counted since one of its groups or iterations last ended."""
 
 
 @transaction
 def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -> bool:
-    """Acquire or renew the lease of a service that must run once; return False while another process has it."""
+    """Acquire or renew the lease of a service of which only one may run; return False while another process holds it."""
     leases = schema.service_leases
     until = now_ms() + int(seconds * 1000)
     made = tx.execute(
@@ -52,14 +55,14 @@ def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -
 
 @transaction
 def release_service_lease(tx: Connection, name: str, holder: str) -> None:
-    """Remove the lease of a service that has ended, if the holder has it."""
+    """Remove the lease of a service that has ended, if this holder has it."""
     leases = schema.service_leases
     tx.execute(delete(leases).where(leases.c.name == name, leases.c.holder == holder))
 
 
 @transaction
 def publish_service(tx: Connection, name: str, holder: str, seconds: float) -> None:
-    """Write the address of a service that may run more than once; the latest address counts."""
+    """Store the address of a service of which several may run; the latest address replaces the others."""
     values = {"holder": holder, "lease_until": now_ms() + int(seconds * 1000)}
     made = insert(tx, schema.service_leases).values(name=name, **values)
     tx.execute(made.on_conflict_do_update(index_elements=["name"], set_=values))
@@ -67,7 +70,7 @@ def publish_service(tx: Connection, name: str, holder: str, seconds: float) -> N
 
 @read_transaction
 def service_holder(tx: Connection, name: str) -> str | None:
-    """Return the present holder of the service's lease, or None."""
+    """Return the holder of the service's live lease; None if there is none."""
     leases = schema.service_leases
     return tx.execute(
         select(leases.c.holder).where(leases.c.name == name, leases.c.lease_until >= now_ms())
@@ -76,7 +79,9 @@ def service_holder(tx: Connection, name: str) -> str | None:
 
 @transaction
 def record_oom(tx: Connection, worker: str, role: str) -> None:
-    """Write an event to every run with claims of the worker `host:pid`: the kernel killed it, out of memory."""
+    """Write an event to every run with claims of the worker `host:pid`, which the kernel killed for lack of memory; end its
+    leases.
+    """
     held = (select(table.c.run_id).where(*is_held_by(table, worker)) for table in (schema.groups, schema.iterations))
     runs: set[int | None] = set(tx.execute(union(*held)).scalars())
     for run in runs or {None}:
@@ -86,9 +91,12 @@ def record_oom(tx: Connection, worker: str, role: str) -> None:
 
 @transaction
 def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
-    """Write an event to every running run: the worker `host:pid` is gone, `how` it ended, and which work another continues.
+    """Write an event to every running run that the worker `host:pid` ended, and which work it held; end its leases.
 
-    One that dies again and again, at its start, is told of once.
+    If a worker dies repeatedly at its start, equal events in a row are written once.
+
+    Args:
+        how: how the worker ended, as a verb phrase.
     """
     for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK)).scalars().all():
         said = f"the worker {role} {how}, and is started again; it held {describe_held_work(tx, run, worker, role)}"
@@ -101,18 +109,21 @@ def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
 
 
 def _end_leases(tx: Connection, worker: str) -> None:
-    """Ends the leases of a worker that is certainly gone, so that nobody waits for them; its claims count as lost."""
+    """End the leases of a worker whose process has ended, so its claims are taken over at once. They count as lost."""
     for table in (schema.groups, schema.iterations):
         now = now_ms()
         tx.execute(update(table).where(*is_held_by(table, worker), table.c.lease_until > now).values(lease_until=now - 1))
 
 
 def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, seen_ms: int) -> None:
-    """Write an event, once, that the worker of a claim is lost: its lease expired, and the claim `heir` continues.
+    """Write an event that the worker of a claim is lost: its lease expired, and the claim `heir` continues. Write it only once.
 
     Args:
-        seen_ms: when the worker renewed the lease last. What was told before that is of another process: one that is started
-            again in a container has the name and the pid of the one before.
+        claim: the name of the lost claim, which starts with its worker's `host:pid`.
+        what: the claimed work, in words.
+        heir: the name of the new claim.
+        seen_ms: when the lost worker last renewed its lease, in ms since 1970. Older loss events belong to another process: a
+            process that restarts in a container has the same name and pid as the one before.
     """
     worker, events = claim.partition("/")[0], schema.events.c
     seen = datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=seen_ms - 1000)  # SQLite's events have whole seconds
@@ -127,21 +138,21 @@ def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, se
 
 
 def memory_hint(tx: Connection, run: int, claim: str) -> str:
-    """Return the hint for a lost worker: how to use less memory if it was killed for that, else an empty text."""
+    """Return advice on memory if the claim's worker was killed for lack of it; else an empty string."""
     events, worker = schema.events.c, claim.partition("/")[0]
     query = select(events.id).where(events.run_id == run, events.kind == "oom", events.subject == worker)
     return f", the last time out of memory. {OOM_HINT}" if tx.execute(query.limit(1)).first() else ""
 
 
 def is_held_by(table: Any, worker: str) -> tuple[ColumnElement[bool], ...]:
-    """Conditions for the open rows of a table of claims that the worker `host:pid` holds."""
+    """Return the SQL conditions for the open rows of a table of claims that the worker `host:pid` holds."""
     return table.c.worker.startswith(f"{worker}/", autoescape=True), table.c.status.in_(OPEN)
 
 
 def describe_held_work(tx: Connection, run: int, worker: str, role: str) -> str:
     """Return the claims of the run that the worker held, in words.
 
-    The holders of calls are unknown: all calls are sent again.
+    Calls have no known holder, because all of them are sent again. So a tools worker is described by all open calls.
     """
     counts = [
         (tx.execute(select(func.count()).select_from(table).where(table.c.run_id == run, *is_held_by(table, worker))), word)
@@ -163,11 +174,13 @@ def _count_open_calls(run: int) -> Any:
 
 @transaction
 def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> None:
-    """Hand back all claims of the worker `host:pid`, whose device failed for `reason`; no loss and no attempt is counted.
+    """Hand back all claims of the worker `host:pid` because its device failed; no loss and no attempt is counted.
 
-    Others may claim them after `EXIT_MS`.
+    Other workers may claim them after `EXIT_MS`. A run whose devices fail `MAX_DEVICE_LOSSES` times without progress fails;
+    otherwise it would repeat forever.
 
-    A device that fails again and again without any progress of a run fails that run: else it would go on for ever.
+    Args:
+        reason: the device's error.
     """
     holds = union(*(select(table.c.run_id).where(*is_held_by(table, worker)) for table in (schema.groups, schema.iterations)))
     for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK, schema.runs.c.id.in_(holds))).scalars().all():
@@ -182,9 +195,9 @@ def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> Non
 
 @transaction
 def record_cpu_after_loss(tx: Connection, run: int, worker: str) -> str:
-    """Record that the worker computes on the CPU if a device failed under the run before.
+    """Write an event that the worker uses the CPU, if a device failed in this run before.
 
-    Return the sentence, else an empty text.
+    Return the sentence of the event, else an empty string.
     """
     events = schema.events.c
     losses = select(func.count()).select_from(schema.events).where(events.run_id == run, events.kind == "device_lost")
@@ -196,7 +209,7 @@ def record_cpu_after_loss(tx: Connection, run: int, worker: str) -> str:
 
 
 def _count_losses(tx: Connection, run: int) -> int:
-    """Return how many devices the run has lost since a group or an iteration of it ended, and since it was resumed."""
+    """Return the number of devices that the run has lost since it was resumed and since a group or iteration of it ended."""
     events, count = schema.events.c, select(func.count()).select_from(schema.events)
     count = count.where(events.run_id == run, events.kind == "device_lost")
     resumed = select(func.max(events.id)).where(events.run_id == run, events.kind == "resumed").scalar_subquery()

@@ -1,6 +1,7 @@
-"""Migrations, applied under a lock so that many workers may start at once; views and triggers are recreated after each.
+"""Database migrations. They run under a lock, so many workers may start at once. Views and triggers are recreated after each.
 
-SQLite is upgraded by whoever opens it; on Postgres a person says `agentrl db upgrade`, and workers refuse to start before that.
+Opening a SQLite database upgrades it. A Postgres database is upgraded only by the command `agentrl db upgrade`; before that,
+workers refuse to start.
 """
 
 import fcntl
@@ -28,19 +29,19 @@ if TYPE_CHECKING:
 log = getLogger("agentrl.migrate")
 READER_ROLE, TOOLS_ROLE, AGENTS_ROLE = "agentrl_reader", "agentrl_tools", "agentrl_agents"
 FIRST, FIRST_COMMIT = "0012", "18ff0d1"
-"""The first migration, and the commit whose newest it was; older ones are in that commit only."""
+"""The oldest migration in this code, and the commit at which it was the newest. Only that commit has the migrations before it.
+"""
 LOCK_KEY = 7213094551
 LOCK_SECONDS = 60.0
 STRONG_PASSWORD_CHARACTERS = 12
 
 
 def head() -> str:
-    """Return the revision that this code needs."""
     return newest_revision()
 
 
 def current(database: Database) -> str | None:
-    """Return the revision of the database; None for an empty one."""
+    """Return the revision of the database; None for an empty database."""
     with database.read() as tx:
         return _current(tx)
 
@@ -52,17 +53,17 @@ def _current(tx: Connection) -> str | None:
 
 
 def _is_foreign(tx: Connection) -> bool:
-    """Whether it has tables, and none of them is ours."""
+    """Return whether the database has tables, but not those of agentrl."""
     names = inspect(tx).get_table_names()
     return bool(names) and "alembic_version" not in names
 
 
 def open_database(url: str) -> Database:
-    """Return the database, ready to use: SQLite is upgraded at once.
+    """Open the database, ready to use. A SQLite database is upgraded at once.
 
     Raises:
-        ServiceError: a Postgres database that is not at this code's revision, a database of a newer agentrl or of something
-            else, or none that answers.
+        ServiceError: a Postgres database has another revision, a newer agentrl or another program wrote the database, or it
+            does not answer.
     """
     database = Database(url)
     with database.read() as tx:
@@ -90,10 +91,10 @@ def open_database(url: str) -> Database:
 
 
 def check_revision(revision: str | None) -> None:
-    """Check that the migrations begin at or before a database's revision.
+    """Check that this code has the migrations from a database's revision on.
 
     Raises:
-        ServiceError: they begin later.
+        ServiceError: the database is older than the first migration.
     """
     if revision is not None and revision < FIRST:
         raise ServiceError(
@@ -116,7 +117,7 @@ def upgrade(database: Database, revision: str = "head") -> None:
 
 
 def downgrade(database: Database, revision: str) -> None:
-    """Take the database back to `revision` (`base` for empty)."""
+    """Downgrade the database to `revision`; `base` empties it."""
     from alembic import command
 
     with _migration_lock(database):
@@ -139,7 +140,7 @@ def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
 
 @contextmanager
 def _connect_without_foreign_keys(database: Database) -> Iterator[Connection]:
-    """A connection that lets SQLite drop a table that others refer to: that is how it alters one."""
+    """Open a connection without foreign key checks on SQLite: to alter a table, SQLite drops it while others refer to it."""
     with database.engine.connect() as connection:
         if not database.is_sqlite:
             yield connection
@@ -154,7 +155,7 @@ def _connect_without_foreign_keys(database: Database) -> Iterator[Connection]:
 
 
 def _grant_reader(tx: Connection) -> None:
-    """The role that `agentrl sql` reads as: SELECT on named tables and views, nothing else."""
+    """Grant the role of `agentrl sql` SELECT on the named tables and views, and nothing else."""
     if not _has_role(tx, READER_ROLE, "that `agentrl sql` reads as"):
         return
     names = ", ".join([*schema.TABLES_FOR_READERS, *VIEWS, "alembic_version"])
@@ -166,7 +167,7 @@ def _grant_reader(tx: Connection) -> None:
 
 
 def _grant_worker(tx: Connection, role: str, purpose: str, rights: Mapping[str, Sequence[str]]) -> bool:
-    """Gives the role that a worker may log in as its rights, and returns whether there is such a role."""
+    """Grant a worker's login role its rights; return False if there is no such role."""
     if not _has_role(tx, role, purpose):
         return False
     tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {role}"))
@@ -176,7 +177,7 @@ def _grant_worker(tx: Connection, role: str, purpose: str, rights: Mapping[str, 
 
 
 def _has_role(tx: Connection, role: str, purpose: str) -> bool:
-    """Whether the role is there, made now if need be and may be."""
+    """Create the role if it is missing and this login may; return whether it exists."""
     found = text("SELECT count(*) FROM pg_roles WHERE rolname = :role")
     if not tx.execute(found, {"role": role}).scalar_one():
         # A migration of another database on the same server may be making it too.
@@ -194,7 +195,9 @@ def _has_role(tx: Connection, role: str, purpose: str) -> bool:
 
 
 def weak_passwords(database: Database, where: Settings) -> list[str]:
-    """Return what has a password that is easy to guess: shorter than 12 characters, or with the name `agentrl` in it."""
+    """Return the names of the configured passwords that are easy to guess: shorter than 12 characters, or with `agentrl` in
+    them.
+    """
     if database.is_sqlite:
         return []
     with database.engine.connect() as connection:

@@ -1,4 +1,4 @@
-"""Data for training apart from a run: finished episodes with their rewards, then the tokens of the chosen ones."""
+"""Data for offline training: finished episodes with their rewards, and then the tokens of the selected ones."""
 
 from collections.abc import Collection, Sequence
 
@@ -13,7 +13,7 @@ from agentrl.workflow.trajectory import Episode
 
 @read_transaction
 def load_candidates(tx: Connection, run_id: int, groups: Collection[int], reward_set: str) -> list[Candidate]:
-    """Return the done, untainted episodes of these groups of the run that have a reward in that set, with it."""
+    """Return the done, untainted episodes of the run's groups that have a reward in the set, with that reward."""
     episodes = schema.episodes.c
     done = (episodes.run_id == run_id) & (episodes.status == "done") & episodes.tainted.is_(False)
     query = select(episodes.id, episodes.group_id, episodes.task_id, episodes.reward).where(done)
@@ -33,7 +33,7 @@ def load_candidates(tx: Connection, run_id: int, groups: Collection[int], reward
 
 @read_transaction
 def load_chosen_episodes(tx: Connection, ids: Sequence[int]) -> list[Episode]:
-    """Return the episodes of these numbers with all their tokens, in this order; one that is named twice comes twice."""
+    """Return the episodes of these ids with all of their tokens, in the given order. A repeated id gives a repeated episode."""
     found: dict[int, Episode] = {}
     for part in split_in_parts(ids):
         some = schema.episodes.c.id.in_(part)

@@ -1,8 +1,8 @@
-"""Runs are submitted, their iterations planned, sent, paused and cancelled.
+"""Runs: their submission, and the planning, sending, pausing and cancelling of their iterations.
 
-All rows of an iteration (itself, its groups, their episodes) are inserted in one transaction: that of the policy which it
-samples with. The first is inserted at submission (with max_staleness n the first n + 1), each other one in the commit that
-publishes its policy. Publishing a message can fail or repeat; work cannot be forgotten.
+All rows of an iteration (its own, its groups' and their episodes') are inserted in one transaction. It is the transaction that
+publishes the policy which the iteration samples with. The first iteration is inserted at submission; with max_staleness n the
+first n + 1 are. A message may be lost or sent twice, but the planned rows are never lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ from agentrl.workflow.trajectory import OPEN, PolicyRef, Task, storable
 
 RESUMABLE = ("paused", "failed", "running")
 GROWING = ("serve", "search", "import")
-"""Kinds of runs that plan no episodes when they are submitted."""
+"""The kinds of runs that plan no episodes at submission."""
 IS_AT_WORK = (schema.runs.c.status == "running", schema.runs.c.kind != "serve")
-"""A run for which workers work; of the kind `serve` a process of its own does all."""
+"""SQL conditions for runs that workers execute. A `serve` run has its own process."""
 _SERVE_HINT = "Start another: agentrl serve --policy RUN"
 
 
@@ -39,22 +39,24 @@ class Submission:
     """The submission of a run.
 
     Args:
-        name: unique; the run with this name is returned if it was submitted with the same config.
-        stem: of a name that nobody chose: where it is taken, the run is called `stem-N`. Empty: a person chose it.
-        root: the folder in which `output_dir` is called as the run is; empty where a person chose that.
-        kind: `train`, `eval` for one iteration without an update, `fork` for one group without an update, or one of GROWING
-            for one iteration to which groups are added.
-        config, manifest: stored with the run.
-        policy: the weights it starts from.
-        tasks: the dataset's rows, in the dataset's order.
-        weights, code_hash: reward name -> weight, and the hash of the rewards' source.
-        groups: stored groups to train on; empty for a run that makes its own from the tasks.
-        reward_set: whose rewards train.
-        epochs, length: how long the run is, in passes over the tasks or (`length`) in iterations.
-        fork: of a fork run, where it leaves its parent.
-        difficulties: content hash of a task -> its place in an epoch, the lowest first; empty: the seed orders them.
-        roles: content hash of a task -> what a run that searches has it for; of any other `train`.
-        evaluation: of a run that measures its policies, the run that measures the first; its name follows from this one's.
+        name: the unique name. If a run with this name was submitted with the same config, that run is returned.
+        kind: `train`, `eval` for one iteration without an update, `fork` for one group without an update, or one of GROWING for
+            one iteration to which groups are added.
+        config, manifest: JSON values that are stored with the run.
+        policy: the weights that the run starts from.
+        tasks: the dataset rows, in the dataset's order.
+        weights, code_hash: the weights of the rewards by name, and the hash of the rewards' source code.
+        epochs, length: the length of the run, in epochs or (`length`) in iterations.
+        stem: the prefix of a generated name; if the name is taken, the run is called `stem-N`. Empty if a person chose the
+            name.
+        root: the folder in which `output_dir` is named after the run; empty if a person chose `output_dir`.
+        groups: the ids of stored groups to train on; empty for a run that samples new groups from the tasks.
+        reward_set: the name of the reward set whose rewards train.
+        fork: the place at which a fork run's episodes branch off; None for other runs.
+        evaluation: the submission of the first evaluation of the run's policies; its name is derived from this run's name.
+        roles: content hash of a task -> the task's role in a search; the others have the role `train`.
+        difficulties: content hash of a task -> its difficulty. The lowest comes first in an epoch. If empty, the seed decides
+            the order.
     """
 
     name: str
@@ -82,23 +84,27 @@ class Submission:
     difficulties: Mapping[str, float] = field(default_factory=dict)
 
     def with_name(self, name: str) -> "Submission":
-        """Return the same under another name, which its config and its own folder have too."""
+        """Return a copy with another name, also in its config and its output folder."""
         output = f"{self.root}/{name}" if self.root else self.output_dir
         return replace(self, name=name, config={**self.config, "name": name}, output_dir=output)
 
     @property
     def iterations(self) -> int:
-        """`length`, or epochs x ceil(tasks / tasks_per_iteration), of stored groups where it trains on those; 1 for a fork."""
+        """The number of iterations: `length`, or epochs x ceil(n / tasks_per_iteration) with n tasks or n stored groups. It is
+        1 for a fork and for the kinds in GROWING.
+        """
         return 1 if self._is_one else self.length or (self.epochs or 1) * self._per_epoch
 
     @property
     def passes(self) -> int:
-        """Passes over the tasks; the last may end before all of them had their turn."""
+        """The number of epochs, counting a last one that does not reach all tasks."""
         return 1 if self._is_one else epochs_of(self.iterations, self._per_epoch)
 
     @property
     def episodes(self) -> int:
-        """Episodes that it plans, unless it samples on; 0 where it trains on stored ones, or searches."""
+        """The number of new episodes that are planned, without those that dynamic sampling adds. It is 0 for stored groups and
+        for the kinds in GROWING.
+        """
         if self.kind in GROWING:
             return 0
         whole, rest = divmod(self.iterations, self._per_epoch) if self.tasks else (0, 0)
@@ -106,7 +112,7 @@ class Submission:
 
     @property
     def _is_one(self) -> bool:
-        """Whether it has one iteration, whatever its tasks."""
+        """True if the run has exactly one iteration, regardless of its tasks."""
         return self.fork is not None or self.kind in GROWING
 
     @property
@@ -116,7 +122,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class SubmittedRun:
-    """The run's id and name, whether this call made it, and how long and in which state it is."""
+    """The id and name of a run, whether this call created it, the number of its iterations, and its status."""
 
     id: int
     name: str
@@ -127,23 +133,23 @@ class SubmittedRun:
 
 @transaction
 def submit(tx: Connection, submission: Submission, failed: str = "") -> SubmittedRun:
-    """Write the run with its tasks, its starting policy and the iterations that sample with it, or find the same one.
+    """Insert the run with its tasks, its starting policy and its first iterations; or return the same run if it exists.
 
-    A name that nobody chose and that is taken gives way to the next free one; what this very submission wrote, and did not
-    hear of, is found whatever it is called.
+    If a generated name is taken, the next free one is used. If the reply of an earlier commit of this submission was lost, its
+    run is found under any name.
 
     Args:
-        failed: why it cannot begin; it is written as a run that failed, with its evaluation paused.
+        failed: the reason that the run cannot start. If given, the run is stored as failed, and its evaluation as paused.
 
     Raises:
-        ConflictError: a run of that name exists and was submitted with another config, or from other weights.
-        CheckpointError: its weights have just been collected.
+        ConflictError: a run of that name exists and was submitted with another config or from other weights.
+        CheckpointError: the run's weights have just been collected.
     """
     return insert_submission(tx, submission, failed)
 
 
 def insert_submission(tx: Connection, submission: Submission, failed: str = "") -> SubmittedRun:
-    """As `submit`, within a transaction."""
+    """Do the work of `submit` within an open transaction."""
     while (run_id := _insert_submission(tx, submission)) is None:
         if existing := _find_own(tx, submission):
             return existing
@@ -169,7 +175,7 @@ def _insert_evaluation(tx: Connection, run_id: int, run: str, evaluation: Submis
 
 
 def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str, Any] = MappingProxyType({})) -> int | None:
-    """The run's id; None where its name is taken. `more` goes into its row."""
+    """Insert the run and its rows; return its id, or None if the name is taken. `more` has further columns of its row."""
     run_id = insert_run(tx, _row_of(submission) | dict(more))
     if run_id is None:
         return None
@@ -206,7 +212,7 @@ def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str
 
 
 def _check_not_collected(tx: Connection, ref: PolicyRef) -> None:
-    """Refuses weights that were collected since they were looked up."""
+    """Raise CheckpointError if the weights were collected since they were looked up."""
     gone = select(schema.policies.c.id).where(schema.policies.c.path == ref.path, schema.policies.c.collected_at.is_not(None))
     if ref.path and tx.execute(gone.limit(1)).first():
         raise CheckpointError(f"The weights in {ref.path!r} have just been removed.", "Choose another policy version.")
@@ -223,14 +229,14 @@ def _row_of(submission: Submission) -> dict[str, Any]:
 
 
 def insert_run(tx: Connection, values: Mapping[str, Any]) -> int | None:
-    """Return a run's row; its id, or None where its name is taken."""
+    """Insert a row in `runs`; return its id, or None if the name is taken."""
     statement = insert(tx, schema.runs).values(created_at=datetime.now(UTC), **values)
     made = statement.on_conflict_do_nothing(index_elements=["name"]).returning(schema.runs.c.id)
     return tx.execute(made).scalar_one_or_none()
 
 
 def _find_own(tx: Connection, submission: Submission) -> SubmittedRun | None:
-    """The run that this submission made already, where the answer of that commit was lost."""
+    """Return the run that an earlier attempt of this submission committed, if the reply of that commit was lost; else None."""
     runs = schema.runs.c
     mine = runs.manifest["id"].as_string() == submission.manifest.get("id", "")
     row = tx.execute(select(runs.id, runs.name, runs.iterations, runs.status).where(mine)).first()
@@ -238,7 +244,7 @@ def _find_own(tx: Connection, submission: Submission) -> SubmittedRun | None:
 
 
 def _find_same(tx: Connection, submission: Submission) -> SubmittedRun:
-    """The run of this name, which must be the same."""
+    """Return the existing run of this name; raise ConflictError if it differs from the submission."""
     row = find_run(tx, submission.name)
     asked = (
         _with_current_defaults(submission.config),
@@ -261,7 +267,7 @@ def _find_same(tx: Connection, submission: Submission) -> SubmittedRun:
 
 
 def _with_current_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the defaults of the keys that are younger than it."""
+    """Return the config with defaults for keys that did not exist when it was stored."""
     try:
         return RunConfig.model_validate(config).model_dump(mode="json")
     except ValueError:  # of another release, which alone knows what it means
@@ -273,7 +279,7 @@ def _without_length(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_sha256(tx: Connection, run_id: int) -> str:
-    """The hash of the weights that the run started from; empty for a base as it is."""
+    """Return the hash of the weights that the run started from; empty for an untrained base."""
     first = (
         select(schema.policies.c.sha256).where(schema.policies.c.run_id == run_id).order_by(schema.policies.c.version).limit(1)
     )
@@ -310,23 +316,23 @@ def _insert_tasks(tx: Connection, run_id: int, submission: Submission) -> None:
 
 
 def log(tx: Connection, run_id: int | None, kind: str, subject: str = "", detail: str = "") -> None:
-    """Add to the run's event log."""
+    """Insert an event of the run."""
     tx.execute(schema.events.insert().values(run_id=run_id, kind=kind, subject=subject, detail=storable(detail)))
 
 
 @read_transaction
 def db_clock_ms(tx: Connection) -> int:
-    """Return the database's clock, in ms: read it before a message is sent, and mark it as sent then."""
+    """Return the database's time in ms since 1970. Read it before a message is sent, and pass it as the time of sending."""
     return int(tx.execute(select(now_ms())).scalar_one())
 
 
 @transaction
 def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None = None) -> None:
-    """Remember how often each group's message was sent, and when last.
+    """Count another message for each group, and store the time of sending.
 
     Args:
-        sent_ms: the `db_clock_ms` before; unset: now. A worker may have taken the message, and be lost, before it is marked;
-            marked as sent later than that, it would be waited for as if it lay in a queue.
+        sent_ms: the `db_clock_ms` from before the message was sent; None for now. A worker may take the message and be lost
+            before this commit. With a later time, the control loop would wait for that message as if it were still queued.
     """
     marks = {"sent_ms": now_ms() if sent_ms is None else sent_ms, "sends": schema.groups.c.sends + 1}
     tx.execute(update(schema.groups).where(schema.groups.c.id.in_(groups)).values(marks))
@@ -334,7 +340,7 @@ def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None 
 
 @transaction
 def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) -> None:
-    """Remember how often the iteration's train job was sent, and when last: see `mark_groups_sent`."""
+    """Count another message for the iteration's train job, and store the time of sending. See `mark_groups_sent`."""
     tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration)
@@ -344,7 +350,7 @@ def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) 
 
 @transaction
 def start_iteration(tx: Connection, iteration: int) -> list[int]:
-    """Mark the iteration running; return its groups that are not terminal, in slot order."""
+    """Mark a planned iteration as running; return the ids of its open groups, in slot order."""
     started = tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration, schema.iterations.c.status == "planned")
@@ -368,7 +374,7 @@ def find_free_name(tx: Connection, stem: str) -> str:
 
 
 def eval_name(tx: Connection, run: str, version: int) -> str:
-    """Return what the run's evaluation of that version is called; with a number behind it where another run is called so."""
+    """Return the name of the run's evaluation of that version, with a number appended if the name is taken."""
     name = f"{run[:48]}-eval-{version}"
     taken = tx.execute(select(schema.runs.c.id).where(schema.runs.c.name == name)).first()
     return _numbered_name(tx, name) if taken else name
@@ -385,7 +391,7 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 
 
 def check_resumable(row: Mapping[str, Any]) -> None:
-    """Raise StateError where the run, by its row, is done, cancelled, of another format, or what a process served."""
+    """Raise StateError if the run (its row) is done, cancelled, of another format, or of the kind `serve`."""
     if row["kind"] == "serve":
         raise StateError(f"Run {row['name']!r} was served by a process, and only that process could continue it.", _SERVE_HINT)
     if row["status"] not in RESUMABLE:
@@ -397,12 +403,12 @@ def check_resumable(row: Mapping[str, Any]) -> None:
 
 @transaction
 def resume(tx: Connection, run: str) -> Mapping[str, Any]:
-    """Resume a paused or failed run and its paused evaluations; work without a lease is sent at once.
+    """Resume a paused or failed run and its paused evaluations; work without a live lease is sent again at once.
 
-    An iteration that paused the run because too few of its episodes ended well then trains with those there are.
+    If an iteration paused the run because too few of its episodes were done, it trains with those that are.
 
     Raises:
-        StateError: the run is done or cancelled.
+        StateError: the run cannot be resumed: see `check_resumable`.
     """
     row = find_run(tx, run)
     check_resumable(row)
@@ -411,13 +417,13 @@ def resume(tx: Connection, run: str) -> Mapping[str, Any]:
 
 
 def resume_row(tx: Connection, row: Mapping[str, Any]) -> None:
-    """As `resume`, of a run by its row, which may be resumed."""
+    """Do the work of `resume` for the row of a run that may be resumed."""
     _resume(tx, row)
     resume_evals(tx, row["id"])
 
 
 def resume_evals(tx: Connection, run_id: int) -> None:
-    """Set the run's paused evaluations running again."""
+    """Resume the run's paused evaluations."""
     for each in _load_own_evals(tx, run_id, ("paused",)):
         _resume(tx, each)
 
@@ -451,32 +457,33 @@ def _resume(tx: Connection, row: Mapping[str, Any]) -> None:
 
 
 def _load_own_evals(tx: Connection, run_id: int, statuses: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-    """The rows of the run's evaluations of its own policies that have such a status."""
+    """Return the rows of the run's own evaluations that have one of these statuses."""
     mine = select(schema.runs).where(schema.runs.c.measures_id == run_id, schema.runs.c.status.in_(statuses))
     return [dict(row) for row in tx.execute(mine.order_by(schema.runs.c.id)).mappings()]
 
 
 def newest_version(run_id: Any) -> ScalarSelect[int]:
-    """Return the version that the run published last: its update number that starts from there."""
+    """Return the SQL of the run's newest published version; the update with the same number, from 0, starts from it."""
     return select(func.max(schema.policies.c.version)).where(schema.policies.c.run_id == run_id).scalar_subquery()
 
 
 def select_sampled_policies(run_id: Any) -> Select[tuple[int]]:
-    """Return the ids of the policies that unfinished groups of the run sample with."""
+    """Select the ids of the policies that the run's open groups sample with."""
     iterations, groups = schema.iterations.c, schema.groups.c
     waiting = select(iterations.policy_id).join(schema.groups, groups.iteration_id == iterations.id)
     return waiting.where(groups.run_id == run_id, groups.status.in_(OPEN))
 
 
 def select_sampled_paths(run_id: Any) -> Select[tuple[str]]:
-    """Return their checkpoints, each of which several versions may name: a skipped update's is that of the version before
-    it.
+    """Select the checkpoint paths of the policies that the run's open groups sample with.
+
+    Several versions may have the same path: the version of a skipped update has the path of the version before it.
     """
     return select(schema.policies.c.path).where(schema.policies.c.id.in_(select_sampled_policies(run_id)))
 
 
 def is_broken(run_id: Any) -> ColumnElement[bool]:
-    """Return whether one of the run's checkpoints was found broken and waits to be made again."""
+    """Return the SQL condition that a checkpoint of the run is marked as broken and waits to be rebuilt."""
     return exists().where(schema.policies.c.run_id == run_id, schema.policies.c.broken != "")
 
 
@@ -486,12 +493,12 @@ def _is_unheld(table: Any) -> Any:
 
 @transaction
 def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str, Any]:
-    """Pause, cancels or fail a run: its workers finish or drop what they hold, nothing new is sent. Idempotent.
+    """Pause, cancel or fail a run. Workers finish or drop the work they hold, and nothing new is sent. Idempotent.
 
-    The evaluations that it makes of itself are paused and cancelled with it.
+    The run's own evaluations are paused and cancelled with it.
 
     Raises:
-        StateError: the run is already over.
+        StateError: the run has already ended, or it is a `serve` run, which cannot be paused.
     """
     row = find_run(tx, run)
     if row["status"] == status:
@@ -523,13 +530,13 @@ def _stop(tx: Connection, row: Mapping[str, Any], status: str, reason: str) -> N
 
 @read_transaction
 def open_iterations(tx: Connection, run_id: int) -> list[int]:
-    """Return the run's iterations that are not over, in their order."""
+    """Return the ids of the run's open iterations, in order."""
     query = select(schema.iterations.c.id).where(schema.iterations.c.run_id == run_id, schema.iterations.c.status.in_(OPEN))
     return list(tx.execute(query.order_by(schema.iterations.c.number)).scalars())
 
 
 def set_run_status(tx: Connection, run_id: int, status: str, reason: str, leaving: Sequence[str] = (*OPEN, "paused")) -> None:
-    """Set the run's status and its reason, if its present status is one of `leaving`."""
+    """Set the run's status and reason, if its current status is one of `leaving`."""
     over = datetime.now(UTC) if status in ("done", "failed") else None
     changed = tx.execute(
         update(schema.runs)

@@ -31,7 +31,7 @@ def _dialect(name: str) -> Dialect:
 
 @dataclass(frozen=True, slots=True)
 class _CompiledStatement:
-    """The text for one driver, the values that the statement itself brings, and how others are converted for the driver."""
+    """The SQL text for one driver, the statement's own values, and functions that convert the other values for the driver."""
 
     text: str
     own: Values
@@ -46,20 +46,22 @@ class _CompiledStatement:
 
 @dataclass(frozen=True)
 class PreparedStatement:
-    """One statement; it is always run with the same names: its bind parameters and the columns that it sets."""
+    """A statement that is compiled once. Each call must pass the same names: its bind parameters and the columns that it
+    sets.
+    """
 
     statement: Select[Any] | Insert | Update
     _compiled: dict[str, _CompiledStatement] = field(default_factory=dict)
 
     def rows(self, tx: Connection, values: Values) -> list[Any]:
-        """Run it once; its rows, as tuples of what the driver gives."""
+        """Run the statement once; return its rows as the driver's tuples."""
         compiled = self._compiled_for(tx, values)
         with driver_cursor(tx, compiled.text) as cursor:
             found: list[Any] = cursor.execute(compiled.text, compiled.values(values)).fetchall()
         return found
 
     def run(self, tx: Connection, *rows: Values) -> int:
-        """Run it once for each of the rows, on Postgres without waiting in between; how many rows that changed."""
+        """Run the statement once for each of the rows, pipelined on Postgres; return the number of changed rows."""
         compiled = self._compiled_for(tx, rows[0])
         with driver_cursor(tx, compiled.text) as cursor:
             if len(rows) == 1:

@@ -1,8 +1,8 @@
-"""Repair of a published checkpoint: it is marked as broken and rebuilt from the one before it; then its rows refer to the new
-one.
+"""Repair of a published checkpoint: it is marked as broken and rebuilt from the version before it. Then all rows that name it
+refer to the rebuilt one.
 
-Version k came from exactly version k - 1 and the recorded episodes of iteration k - 1, so that the same update gives it once
-more. The run's open iteration lends its train token as the fence; no episode, consumption or iteration changes its state.
+Version k came from exactly version k - 1 and the recorded episodes of iteration k, so the same update makes it again. The train
+token of the run's open iteration is the fence. No episode, consumption or iteration changes its state.
 """
 
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ class Rebuild:
     """The inputs of the update that made a broken checkpoint.
 
     Args:
-        broken: the policy whose checkpoint it is.
+        broken: the policy with the broken checkpoint.
         start: the policy that its update started from.
-        groups: the groups that it was trained on; empty if it came from another run.
-        advantages: by episode, as its update recorded them.
+        groups: the groups that the update trained on; empty if the checkpoint came from another run.
+        advantages: the advantages that the update recorded, by episode id.
         wanted: as in `IterationWork`.
     """
 
@@ -43,15 +43,19 @@ class Rebuild:
 
 @transaction
 def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
-    """Stop the run from using the checkpoint until it is rebuilt.
+    """Mark the checkpoint as broken; the run does not use it until it is rebuilt.
 
-    A run that trains nothing, such as an evaluation, waits meanwhile for the run that made its checkpoint, if that goes on.
+    A run that does not train, such as an evaluation, waits for the run that made the checkpoint, if that run is running.
 
-    A late report changes nothing: that of a version which the run has left behind (it is not the newest, and nothing is left to
-    sample with it), or which was made again elsewhere.
+    A late report changes nothing. It is late if the version is neither the newest nor still sampled with, or if the checkpoint
+    was rebuilt in another folder.
+
+    Args:
+        path: the checkpoint.
+        fault: what is wrong with it.
 
     Returns:
-        The iteration whose train job makes it again; None where no run does.
+        The id of the iteration whose train job rebuilds it; None if no run does.
     """
     policies = schema.policies.c
     kind = tx.execute(select(schema.runs.c.kind).where(schema.runs.c.id == run_id)).scalar_one()
@@ -80,14 +84,14 @@ def _mark(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
 
 
 def _select_needed_path(run_id: int, path: str) -> Select[tuple[str]]:
-    """That path where the run, which trains, still needs it and makes it again: its newest, or still sampled with."""
+    """Select the path if the training run still needs it, as its newest version or because open groups sample with it."""
     policies = schema.policies.c
     used = (policies.version == newest_version(run_id)) | policies.id.in_(select_sampled_policies(run_id))
     return select(policies.path).where(policies.run_id == run_id, policies.path == path, used)
 
 
 def _find_maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
-    """The run that first published the checkpoint; None if it was rebuilt in another folder meanwhile."""
+    """Return the run that first published the checkpoint; None if it was rebuilt in another folder meanwhile."""
     named = (
         select(schema.runs)
         .join(schema.policies, schema.policies.c.run_id == schema.runs.c.id)
@@ -99,7 +103,7 @@ def _find_maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
 
 @read_transaction
 def recovery_hint(tx: Connection, run: str, path: str) -> str:
-    """Return the command to type for a run without training that failed because of a broken checkpoint."""
+    """Return the advice for a run without training that failed because of a broken checkpoint."""
     maker = _find_maker(tx, path)
     if maker is None:
         return f"It was rebuilt in another folder: type `agentrl resume {run}`."
@@ -114,7 +118,7 @@ def recovery_hint(tx: Connection, run: str, path: str) -> str:
 
 @read_transaction
 def load_rebuild(tx: Connection, work: IterationWork) -> Rebuild:
-    """Return the inputs of the claimed run's first broken checkpoint."""
+    """Return the inputs for rebuilding the claimed run's first broken checkpoint."""
     mine = select(schema.policies).where(schema.policies.c.run_id == work.run_id)
     row = tx.execute(mine.where(schema.policies.c.broken != "").order_by(schema.policies.c.version).limit(1)).one()
     broken = _policy_ref(work, row)
@@ -135,7 +139,7 @@ def load_rebuild(tx: Connection, work: IterationWork) -> Rebuild:
 
 @read_transaction
 def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tuple[int, str, str]]:
-    """Return (version, path, sha256) of the run's policies before that version that were not collected, newest first."""
+    """Return the (version, path, sha256) of the run's policies before that version that were not collected, newest first."""
     policies = schema.policies.c
     query = select(policies.version, policies.path, policies.sha256)
     query = query.where(policies.run_id == run_id, policies.version < version, policies.collected_at.is_(None))
@@ -182,7 +186,7 @@ def _is_whole_again(tx: Connection, work: IterationWork, path: str) -> bool:
 
 @read_transaction
 def is_checkpoint_named(tx: Connection, path: str) -> bool:
-    """Return whether a policy's row names that checkpoint."""
+    """Return whether a row of `policies` has this checkpoint path."""
     return tx.execute(select(schema.policies.c.id).where(schema.policies.c.path == path).limit(1)).first() is not None
 
 

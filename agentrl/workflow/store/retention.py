@@ -1,6 +1,7 @@
-"""Retention: the checkpoints that rows still need, and the policies that are collected.
+"""Retention of checkpoints: which ones rows still need, and which policies are collected.
 
-A policy is collected by its row first; its files go after the commit. So whoever asks for it is told the truth at any moment.
+A policy is first marked as collected in its row, and its files are removed after the commit. So the row is never wrong about a
+removed checkpoint.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,14 +22,14 @@ from agentrl.workflow.trajectory import OPEN
 
 ALIVE_STATUSES = ("planned", "running", "paused")
 RESTART_CHECKPOINTS = 2
-"""Of a run that may go on the last two checkpoints stay: the newest, and the one that it can be made again from. One more for
-each version that its rollouts may lag behind: they need these too.
+"""The number of newest checkpoints that a resumable run keeps: the newest, and the one from which it can be rebuilt. With
+max_staleness n, a run keeps n more, which its rollouts need.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """A run's checkpoint folder, and the key that its checkpoints' names end with."""
+    """A run's checkpoint folder, and the key with which the names of its checkpoints end."""
 
     run_id: int
     run: str
@@ -38,7 +39,7 @@ class Checkpoints:
 
 @read_transaction
 def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Checkpoints]:
-    """Return the checkpoint folders of these runs (of all if none is named).
+    """Return the checkpoint folders of these runs, or of all runs if `runs` is empty.
 
     Raises:
         NotFoundError: there is no such run.
@@ -52,17 +53,18 @@ def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Ch
 
 @read_transaction
 def find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
-    """Return the needs that `collect` would return, without collecting anything."""
+    """Return the needs that `collect` would return, without marking anything."""
     return _find_needs(tx, run_id, present, keep_last)[0]
 
 
 @transaction
 def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
-    """Mark the run's unneeded policies as collected, and return why its folders are still needed.
+    """Mark the run's unneeded policies as collected, and return which checkpoints are still needed, and why.
 
     Args:
-        present: names of the folders that stand on this disk; only those are collected.
-        keep_last: of a run that is over keep only so many adapters, whatever episodes name; None keeps what they name.
+        present: the names of the folders on this disk; only these are collected.
+        keep_last: the number of adapters to keep of an ended run, even if episodes name more; None keeps all that episodes
+            name.
     """
     found, unneeded = _find_needs(tx, run_id, present, keep_last)
     if unneeded:
@@ -74,7 +76,10 @@ def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: in
 
 @transaction
 def drop_unsaved(tx: Connection, run_id: int) -> list[str]:
-    """Mark as collected what the run does not keep (`update.save_every`) and nothing needs now; their files may go then."""
+    """Mark as collected the checkpoints that the run does not keep (`update.save_every`) and nothing needs; return their paths.
+
+    The caller may remove the files after the commit.
+    """
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     key = run["manifest"].get("id", "")[:8]
     if _save_every(run) is None or not key:
@@ -104,20 +109,22 @@ def _save_every(run: Mapping[Any, Any]) -> int | None:
 
 
 def _saved_paths(tx: Connection, run: Mapping[Any, Any], rows: Sequence[Any]) -> set[str]:
-    """The policies' paths that the run keeps for good: each `save_every`th, each epoch's last, the best, the last."""
+    """Return the paths that the run keeps permanently: every `save_every`th version, each epoch's last, the best and the
+    last.
+    """
     every, of_an_epoch = _save_every(run) or 1, epoch_length(tx, run) or run["iterations"]
     ends = (find_best_version(tx, run["id"]), run["iterations"])
     return {row.path for row in rows if not row.version % every or not row.version % of_an_epoch or row.version in ends}
 
 
 def _min_checkpoints(status: str, config: Mapping[str, Any]) -> int:
-    """The number of newest checkpoints that a run must keep, as even a done run may be made longer."""
+    """Return the number of newest checkpoints that a run must keep. A done run keeps some because it may be extended."""
     restartable = RESTART_CHECKPOINTS + staleness_of(config)
     return {"done": restartable - 1, "cancelled": 1}.get(status, restartable)
 
 
 def _find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> tuple[Needs, list[str]]:
-    """The needs after collecting, and the paths to collect."""
+    """Return the needs after collecting, and the paths to collect."""
     rows = _load_policies(tx, run_id)
     gone = {row.path for row in rows if row.collected_at is not None}
     named = list(dict.fromkeys(row.path for row in rows if row.run_id == run_id and row.path not in gone))  # newest first
@@ -141,7 +148,7 @@ def _find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last
 
 
 def _load_policies(tx: Connection, run_id: int) -> Sequence[Any]:
-    """Every row that names one of the run's checkpoints, whosever it is, newest version first."""
+    """Return all rows of `policies` that name one of the run's checkpoints, of any run, newest version first."""
     policies, runs, iterations = schema.policies, schema.runs, schema.iterations
     mine = select(policies.c.path).where(policies.c.run_id == run_id, policies.c.path != "")
     others = policies.alias()
@@ -164,7 +171,12 @@ def _load_policies(tx: Connection, run_id: int) -> Sequence[Any]:
 def _kept_paths(
     rows: Sequence[Any], run: Mapping[Any, Any], mine: Sequence[str], keep_last: int | None, saved: set[str] | None
 ) -> set[str]:
-    """The paths that stay; `mine` are the run's own, newest first, `saved` what it keeps itself instead of all."""
+    """Return the paths that stay.
+
+    Args:
+        mine: the run's own paths, newest first.
+        saved: the paths that the run keeps permanently; None if it keeps all that episodes name.
+    """
     by_name = {row.path for row in rows if row.sampled} if saved is None else saved
     if keep_last is not None and run["status"] not in ALIVE_STATUSES:
         by_name = set()

@@ -1,4 +1,4 @@
-"""New scores besides the old: a run's done episodes are read again, and a reward set is added in one transaction."""
+"""Rescoring: a run's done episodes are scored again, and the scores are added as a new reward set in one transaction."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,11 +16,11 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Episode
 
 PAGE_SIZE = 500
-"""The most episodes in memory at once."""
+"""The maximum number of episodes in memory at once."""
 
 
 def iterate_done_episodes(db_: Database, run_id: int) -> Iterator[Episode]:
-    """Yield the run's done episodes with their steps, in the order of their ids."""
+    """Yield the run's done episodes with their steps, ordered by id."""
     last = 0
     while page := _load_page(db_, run_id, last):
         yield from page
@@ -51,10 +51,10 @@ def add_reward_set(
     weights: Mapping[str, float],
     scored: Mapping[int, Mapping[str, Part]],
 ) -> None:
-    """Write the set with the parts of each episode, by its id.
+    """Write the reward set with the reward parts of each episode, by episode id.
 
     Raises:
-        ConflictError: the run has a set of that name, with other code or weights.
+        ConflictError: the run has a set of that name with other code or weights.
     """
     statement = (
         insert(tx, schema.reward_sets)

@@ -1,7 +1,7 @@
-"""Claims of rollouts: taken, handed back, given up; and the ends of their episodes.
+"""Claims of rollouts: how groups are claimed, handed back and failed, and how their episodes end.
 
-Every write of a rollout is fenced by its group's attempt: a worker that was thought lost and comes back finds that its attempt
-is over, and its work is discarded. Tool results are not fenced: the first one counts.
+Every write of a rollout is fenced by its group's attempt number. If a worker was considered lost and returns, its attempt is
+outdated, and its writes are rejected. Tool results are not fenced: the first one counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,14 @@ from agentrl.workflow.tables.columns import Utc, is_lease_free, now_ms
 from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, SamplingKey, Task, storable
 
 MAX_LOSSES = 5
-"""A row held in this many worker losses is poison: its episodes end as infra_error."""
+"""The number of workers that may be lost while holding a row. At this number a group's episodes end as infra_error, and the run
+of an iteration fails.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A claim: writes count only while the group is at this attempt."""
+    """A claim on a group. Its writes count only while the group has this attempt number."""
 
     group: int
     attempt: int
@@ -40,7 +42,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class HeldEpisodes:
-    """The contents of a claim: the group's run, and the attempt and number of steps of each episode."""
+    """The contents of a claim: the run's name, and each episode's attempt and number of steps, by episode id."""
 
     run: str
     attempts: Mapping[int, int]
@@ -49,10 +51,10 @@ class HeldEpisodes:
 
 @dataclass(frozen=True)
 class GroupWork:
-    """All that a rollout job needs of one group; `episodes` are the unfinished ones, with their committed steps.
+    """Everything that a rollout job needs of one group. `episodes` are the unfinished ones, with their committed steps.
 
-    `opening` is what a fork's first own step reads instead of what the env says; None for what the env says. `resources`: the
-    texts that they work with. `clock`: the time that chat templates read, whenever a prompt is rendered.
+    `opening` has the messages that a fork's first own step reads in place of the env's; None for the env's. `resources` are the
+    texts that the episodes use, by name. `clock` is the time that chat templates read whenever a prompt is rendered.
     """
 
     fence: Fence
@@ -74,16 +76,16 @@ class GroupWork:
     resources: Mapping[str, str] = field(default_factory=dict)
 
     def sampling_key(self, episode: Episode) -> SamplingKey:
-        """Return the key of an episode's draws."""
+        """Return the key of an episode's random draws."""
         return SamplingKey.of(episode, self.seed, self.kind, self.iteration)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an episode ended: done with a stop_reason and reward parts, or failed / infra_error with an error.
+    """The end of an episode: done with a stop_reason and reward parts, or failed or infra_error with an error.
 
-    `of_agent`: an agent from outside decided its turns, and ran its own calls. `own_weights`: those of parts that the run's
-    weights do not name.
+    `of_agent`: True if an external agent decided the turns and ran its own calls. `own_weights` has the weights of reward parts
+    that the run's weights do not name.
     """
 
     episode: int
@@ -100,7 +102,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class CompletedWork:
-    """The group that an episode completed, and perhaps its iteration."""
+    """What the end of an episode completed: `group` is True if it was the group's last, `iteration` the id of the completed
+    iteration.
+    """
 
     group: bool
     iteration: int | None
@@ -112,13 +116,15 @@ _GROUPS, _EPISODES = schema.groups.c, schema.episodes.c
 
 
 def _is_open(status: Column[str]) -> ColumnElement[bool]:
-    """Whether it is not terminal; without IN, whose length is known only when it runs."""
+    """Return the SQL condition that a status is not terminal. It avoids IN, whose length is only known when the statement
+    runs.
+    """
     return or_(*(status == value for value in OPEN))
 
 
 @cache
 def _free_group(lease_seconds: float) -> Select[Any]:
-    """The group `wanted`, if it is open and nobody holds a lease of so many seconds but `claimant`."""
+    """Select the group `wanted` if it is open and no worker except `claimant` holds a live lease on it."""
     return (
         select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, _GROUPS.lease_until, schema.runs.c.status)
         .join(schema.runs, schema.runs.c.id == _GROUPS.run_id)
@@ -145,11 +151,14 @@ _TAKE_GROUP = (
 
 @transaction
 def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -> GroupWork | None:
-    """Claim the group and load its work; None if it is finished, has a live worker, or its run is not running or waits for a
-    broken checkpoint.
+    """Claim the group and load its work.
+
+    Return None if the group has ended, has a live worker, or its run is not running or waits for a broken checkpoint.
 
     Args:
-        worker: a name of this very claim: a claim whose answer was lost is recognised by it.
+        worker: a name that is unique to this claim. If the reply of the commit was lost, the repeated claim is recognised by
+            it.
+        lease_seconds: the length of the lease, in seconds.
     """
     before = tx.execute(_free_group(lease_seconds), {"wanted": group, "claimant": worker}).one_or_none()
     if before is None or before.status != "running":
@@ -175,11 +184,11 @@ _MEASURED_AT = select(_MEASURED.c.created_at).where(_MEASURED.c.id == schema.run
 CLOCK = case((_GROUPS.kind == "serve", _GROUPS.started_at), else_=func.coalesce(_MEASURED_AT, schema.runs.c.created_at)).label(
     "clock"
 )
-"""The time that chat templates read: when the run was submitted (for its evaluations, too) or, for a served episode, when its
-first request came.
+"""The time that chat templates read: the time of the run's submission (also for its evaluations) or, for a served episode, the
+time of its first request.
 
-All turns of an episode read the same time, on each worker and in `replay --verify`. With the clock, templates that print the
-date (Llama 3.2, Granite, SmolLM3) would rewrite earlier turns at midnight.
+All turns of an episode read the same time, on each worker and in `replay --verify`. With the real clock, templates that print
+the date (Llama 3.2, Granite, SmolLM3) would change earlier turns at midnight.
 """
 
 _GROUP_WORK = (
@@ -240,7 +249,7 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
 
 @transaction
 def note_code(tx: Connection, run_id: int, code_hash: str) -> None:
-    """Tell once in the run's event log that its rewards come from other code than when it was submitted."""
+    """Write an event, once, that the code of the run's rewards differs from the code at submission."""
     tx.execute(
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # so that of two at once one sees the other
@@ -255,13 +264,13 @@ _OPEN_AMONG = select(_GROUPS.id).where(_GROUPS.id.in_(bindparam("groups", expand
 
 @read_transaction
 def are_all_closed(tx: Connection, groups: Sequence[int]) -> bool:
-    """Return whether every one of the groups is terminal."""
+    """Return whether all of the groups have ended."""
     return tx.execute(_OPEN_AMONG, {"groups": list(groups)}).first() is None
 
 
 @read_transaction
 def find_ready_iteration(tx: Connection, group: int) -> int | None:
-    """Return the group's iteration if all of its groups are terminal."""
+    """Return the id of the group's iteration if all of its groups have ended; else None."""
     mine = select(schema.groups.c.iteration_id).where(schema.groups.c.id == group).scalar_subquery()
     rows = tx.execute(
         select(schema.groups.c.iteration_id, schema.groups.c.status).where(schema.groups.c.iteration_id == mine)
@@ -271,7 +280,7 @@ def find_ready_iteration(tx: Connection, group: int) -> int | None:
 
 @transaction
 def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float) -> set[int]:
-    """Renew the leases of those groups of `fences` that are still ours, and return these."""
+    """Renew the leases of these claims, and return the ids of the groups that are still held."""
     held = set()
     for fence in fences:
         extended = tx.execute(
@@ -289,7 +298,7 @@ def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float)
 
 @transaction
 def hand_back(tx: Connection, fence: Fence) -> None:
-    """End the claim before its time: the group is sent again at once, and no loss is counted."""
+    """End the claim early; the group is sent again at once, and no loss is counted."""
     tx.execute(
         update(schema.groups)
         .where(schema.groups.c.id == fence.group, schema.groups.c.attempt == fence.attempt, schema.groups.c.status == "running")
@@ -299,9 +308,9 @@ def hand_back(tx: Connection, fence: Fence) -> None:
 
 @transaction
 def fail_attempt(tx: Connection, fence: Fence, error_class: str, error: str, max_attempts: int) -> bool:
-    """Count a failure of the system against the group; at `max_attempts` its unfinished episodes end as infra_error.
+    """Count a system failure against the group; at `max_attempts` failures its open episodes end as infra_error.
 
-    Returns whether that was the last attempt.
+    Return whether this was the last attempt.
     """
     failures = tx.execute(
         update(schema.groups)
@@ -360,7 +369,7 @@ _OPEN_GROUP = PreparedStatement(
 def finish_episodes(
     tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
 ) -> CompletedWork:
-    """Ends episodes with their rewards, and with the last one their group.
+    """End episodes with their rewards, and the group with its last episode.
 
     Raises:
         Fenced: another worker holds the group.
@@ -371,7 +380,7 @@ def finish_episodes(
 def end_episodes(
     tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
 ) -> CompletedWork:
-    """As `finish_episodes`, within a transaction."""
+    """Do the work of `finish_episodes` within an open transaction."""
     held = check_claim(tx, fence)
     open_ones = set(_open_episodes(tx, fence))
     ended = [outcome for outcome in outcomes if outcome.episode in open_ones]
@@ -395,7 +404,9 @@ def end_episodes(
 
 
 def _leave_unobserved(tx: Connection, episodes: Sequence[int]) -> None:
-    """Nobody will see any more what came of the open calls that agents of these episodes ran themselves."""
+    """Mark the open calls that the agents of these episodes ran themselves as unobserved: no request will show their
+    results.
+    """
     calls = schema.tool_calls.c
     if episodes:
         open_calls = update(schema.tool_calls).where(calls.episode_id.in_(episodes), calls.kind == "agent")
@@ -453,7 +464,7 @@ def check_claim(tx: Connection, fence: Fence) -> HeldEpisodes:
     """Return the contents of the claim.
 
     Raises:
-        Fenced: the claim is no longer ours.
+        Fenced: the claim is no longer valid.
     """
     rows = _HELD_EPISODES.rows(tx, {"group": fence.group, "attempt": fence.attempt})
     if not rows:

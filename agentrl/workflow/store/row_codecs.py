@@ -1,4 +1,6 @@
-"""One row's values, and back: packed token arrays, messages, tasks, steps; nothing here asks a database."""
+"""Conversion of single rows to values and back: packed tokens, messages, tasks, steps. No function here queries the
+database.
+"""
 
 import math
 import struct
@@ -28,11 +30,11 @@ if TYPE_CHECKING:
     from agentrl.workflow.rewards import Part
 
 MAX_ID = 2**63 - 1
-"""The greatest integer that both databases take."""
+"""The largest integer that both databases can store."""
 
 
 def no_episode_error(episode: int) -> NotFoundError:
-    """Return the error for an episode number that does not exist."""
+    """Return the error for an episode id that does not exist."""
     return NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
 
 
@@ -58,7 +60,9 @@ def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> 
 
 
 SHARED = "shared"
-"""The key of what stands in a step's prompt for its first messages where another line has them: how many of them it shares."""
+"""The key in a step's stored prompt under which the number of messages is stored that it shares with its parent's line of
+steps.
+"""
 
 
 def step_row(record: StepRecord, run: str, attempt: int, options: int | None = None) -> dict[str, Any]:
@@ -129,10 +133,10 @@ def call_row(item: CallRecord, number: int, kind: str) -> dict[str, Any]:
 
 
 def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], before: Sequence[Step] = ()) -> Step:
-    """Return the step of a row of `steps` with its tokens, the version that sampled it and the rows of its calls.
+    """Build the step of a row of `steps`, with its tokens, the version that sampled it, and the rows of its calls.
 
     Args:
-        before: the steps before it of its episode's attempt, by their numbers, whose messages it may share.
+        before: the earlier steps of the same attempt, in order; the step may share their messages.
     """
     made = tuple(
         ToolCall(
@@ -163,7 +167,7 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
 
 
 def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ...]:
-    """The messages of a step's prompt; those that it shares with the line of its parent are that line's."""
+    """Return the messages of a step's prompt. Those that it shares with its parent's line are taken from the steps `before`."""
     found = row["prompt"]
     if not found or SHARED not in found[0]:
         return tuple(message_value(message) for message in found)
@@ -178,12 +182,12 @@ def _prompt_rows(step: Step, shared: int = 0) -> list[dict[str, Any]]:
 
 
 def task_value(row: Mapping[Any, Any]) -> Task:
-    """Return the task of a row that carries the tasks columns."""
+    """Build the task of a row with the columns of `tasks`."""
     return Task(row["key"], tuple(message_value(m) for m in row["messages"]), row["reference"], row["metadata"])
 
 
 def message_value(row: Mapping[str, Any]) -> Message:
-    """Return the message of a JSON column."""
+    """Build the message of a JSON value."""
     calls = tuple(
         ToolCall(call["name"], call["arguments"], call.get("error"), call.get("loose", False))
         for call in row.get("tool_calls", ())
@@ -192,7 +196,7 @@ def message_value(row: Mapping[str, Any]) -> Message:
 
 
 def message_row(message: Message) -> dict[str, Any]:
-    """Return the message for a JSON column."""
+    """Return the message as a JSON value."""
     row: dict[str, Any] = {"role": message.role, "content": storable(message.content)}
     if message.thought:
         row["thought"] = storable(message.thought)
@@ -207,13 +211,12 @@ def message_row(message: Message) -> dict[str, Any]:
 
 
 def annotation_value(row: Mapping[Any, Any]) -> Annotation:
-    """Return the annotation of a row."""
     told = (row["kind"], row["name"], row["data"], row["step"], row["seconds"], row["source"])
     return Annotation(row["emission"], *told)
 
 
 def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:
-    """Part, step and value of each row that the parts take: one, or one for each step."""
+    """Return the part, step and value of each row that stores the parts: one row per part, or one per step."""
     return [
         {"part": name, "step": step, "value": value}
         for name, part in parts.items()
@@ -222,7 +225,7 @@ def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:
 
 
 def part_values(rows: Iterable[Any]) -> dict[str, "Part"]:
-    """Return the parts of an episode's rows of one set, which name part, step and value; in the order of the rows."""
+    """Build the reward parts of an episode from its rows in one reward set, in the order of the rows."""
     parts: dict[str, Part] = {}
     for row in rows:
         before = parts.get(row.part, ())
@@ -231,7 +234,7 @@ def part_values(rows: Iterable[Any]) -> dict[str, "Part"]:
 
 
 def clean_tree(value: Any) -> Any:
-    """Return a JSON value whose strings and numbers every database can hold."""
+    """Return the JSON value with strings and numbers that every database can store."""
     if isinstance(value, str):
         return storable(value)
     if isinstance(value, Mapping):
@@ -244,7 +247,7 @@ def clean_tree(value: Any) -> Any:
 
 
 def pack(kind: str, values: Iterable[float]) -> bytes:
-    """Little-endian int32 (`i`) or float32 (`f`), 4 bytes a value."""
+    """Pack values as little-endian int32 (`i`) or float32 (`f`), 4 bytes each."""
     numbers = tuple(values)
     return struct.pack(f"<{len(numbers)}{kind}", *numbers)
 

@@ -1,4 +1,4 @@
-"""Events to notify about: a run has ended, or waits."""
+"""Events that users are notified about: a run has ended, or waits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ RUN_ENDS = ("done", "failed", "cancelled")
 """Kinds of events with which a run ends."""
 WAITING = ("waiting", "paused")
 LAST_SENT = "last notified event"
-"""The row of `service_leases` whose holder is the number of the last event that was sent."""
+"""The name of the row in `service_leases` whose holder is the id of the last event that was sent."""
 MAX_EVENTS = 100
 
 
@@ -20,8 +20,8 @@ MAX_EVENTS = 100
 def list_unsent_events(tx: Connection) -> list[Mapping[str, Any]]:
     """Return the events that were not sent yet, oldest first.
 
-    Each has `id`, `event` (run_end or waiting), the `run` and its `kind`, `status`, `detail` and `at`. The first call
-    returns none: what happened before is history. Evaluations that a run makes of itself are left out.
+    Each has `id`, `event` (run_end or waiting), the `run` and its `kind`, `status`, `detail` and `at`. The first call returns
+    an empty list, because earlier events are not sent. A run's own evaluations are left out.
     """
     events, runs, leases = schema.events.c, schema.runs.c, schema.service_leases.c
     newest = tx.execute(select(func.coalesce(func.max(events.id), 0))).scalar_one()
@@ -51,6 +51,6 @@ def list_unsent_events(tx: Connection) -> list[Mapping[str, Any]]:
 
 @transaction
 def mark_sent(tx: Connection, event: int) -> None:
-    """Record that all events up to this one were sent."""
+    """Record that all events up to the one with this id were sent."""
     values = {"holder": str(event)}
     tx.execute(schema.service_leases.update().where(schema.service_leases.c.name == LAST_SENT).values(values))

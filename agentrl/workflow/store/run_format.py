@@ -1,22 +1,28 @@
 """The format of a run: the number of the rules by which it is sampled, scored, trained and verified.
 
-A change of those rules raises the number, in a migration that pauses the running runs. A run of another number stays readable,
-but cannot be resumed, forked, rescored or verified: the code of its rules is gone, and new rules would mix two experiments.
+A change of these rules increases the number, in a migration that pauses the running runs. A run with another number stays
+readable, but cannot be resumed, forked, rescored or verified: the code of its rules no longer exists, and new rules would mix
+two experiments.
 """
 
 from agentrl.workflow.errors import StateError
 
 RUN_FORMAT = 6
-"""The number of new runs. docs/stability.md says what each format changed."""
+"""The format number of new runs. docs/stability.md says what each format changed."""
 LAST_COMMITS = {1: "1db31d1", 2: "1db31d1", 3: "e1be674", 4: "2287f9b", 5: "d799b05"}
-"""An older format -> the last commit of agentrl that works on it."""
+"""An older format -> the last commit of agentrl that supports it."""
 
 
 def check_format(run: str, number: int, verb: str) -> None:
-    """Check that this agentrl can `verb` the run of that name, because it has its format.
+    """Check that the run has the format that this agentrl supports.
+
+    Args:
+        run: the run's name.
+        number: the run's format number.
+        verb: what the caller wants to do with the run, for the message.
 
     Raises:
-        StateError: the run has another format. The message names the commit of agentrl that can.
+        StateError: the run has another format. The message names the commit of agentrl that supports it.
     """
     if number == RUN_FORMAT:
         return

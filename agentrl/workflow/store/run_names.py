@@ -11,9 +11,9 @@ from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.trajectory import PolicyRef
 
 Version = int | Literal["best"] | Epoch | None
-"""A version of a run's policy; None is the newest."""
+"""A reference to a version of a run's policy; None is the newest."""
 MAX_NAME_CHARS = 64
-"""The most characters of a run's name."""
+"""The maximum length of a run's name, in characters."""
 
 
 @sql_read_transaction
@@ -33,12 +33,12 @@ def find_run(tx: Any, run: str, columns: str = "*") -> Row:
 
 @sql_read_transaction
 def is_run(tx: Any, name: str) -> bool:
-    """Return whether there is a run of that name or number."""
+    """Return whether there is a run of that name."""
     return bool(select_rows(tx, "SELECT id FROM runs WHERE name = :name", name=name))
 
 
 def _similar_name_hint(tx: Any, run: str) -> str:
-    """A hint with the name among the newest runs that may have been meant."""
+    """Suggest a similar name among the newest 200 runs; empty if none is similar."""
     names = (
         [row["name"] for row in select_rows(tx, "SELECT name FROM runs ORDER BY id DESC LIMIT 200")]
         if len(run) <= MAX_NAME_CHARS
@@ -49,10 +49,10 @@ def _similar_name_hint(tx: Any, run: str) -> str:
 
 
 def parse_version(word: str) -> Version:
-    """Return the version that `3`, `v3`, `best` or `epoch3` names.
+    """Parse `3`, `v3`, `best` or `epoch3`.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: the text is not a version.
     """
     if word == "best":
         return "best"
@@ -63,10 +63,10 @@ def parse_version(word: str) -> Version:
 
 
 def find_stored_policy(db: Queryable, run: str, version: Version) -> PolicyRef:
-    """Return the policy that a run published: of that version, or the best by its evaluations, or (None) the newest.
+    """Return a policy that the run published: that version, the best by its evaluations, or (None) the newest.
 
     Raises:
-        NotFoundError: no such run or version.
+        NotFoundError: there is no such run or version.
         CheckpointError: its weights were collected.
     """
     row = find_policy(db, run, version)
@@ -78,7 +78,7 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
     """Return the row of the run's policy of that version, with the run's `base`, `base_hash` and `config`.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such run or version.
         CheckpointError: its weights were collected.
     """
     row = find_run(tx, run)
@@ -105,23 +105,25 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
 
 @sql_read_transaction
 def find_policy_at(tx: Any, path: str) -> str:
-    """Return `RUN@VERSION` of the policy first published with that checkpoint; empty without one."""
+    """Return `RUN@VERSION` of the policy that was first published with this checkpoint path; empty if there is none."""
     query = "SELECT r.name, p.version FROM policies p JOIN runs r ON r.id = p.run_id WHERE p.path = :path ORDER BY p.id LIMIT 1"
     found = select_rows(tx, query, path=path)
     return f"{found[0]['name']}@{found[0]['version']}" if found else ""
 
 
 def find_best_version(tx: Any, run_id: int) -> int | None:
-    """Return the version with the highest mean on the held-out split, the first among equals; None if none was measured yet."""
+    """Return the version with the highest mean reward on the held-out split, the first of equals; None if none was evaluated
+    yet.
+    """
     found: int | None = select_rows(tx, "SELECT best_version FROM v_runs WHERE id = :id", id=run_id)[0]["best_version"]
     return found
 
 
 def _require_best_version(tx: Any, run: Mapping[str, Any]) -> int:
-    """The best version of a run's row.
+    """Return the best version of the run (its row).
 
     Raises:
-        NotFoundError: none was measured yet.
+        NotFoundError: no version was evaluated yet.
     """
     found = find_best_version(tx, run["id"])
     if found is None:

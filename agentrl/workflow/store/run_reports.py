@@ -1,6 +1,7 @@
-"""The trackers that runs are written to: what is due, and what was written.
+"""The trackers that runs are written to: which reports are due, and what was written.
 
-A report is due while its run is at work, and for an hour after its status changed. An older one is written by `agentrl report`.
+A report is due while its run is running. Otherwise it is due until the tracker has the run's status, for at most one hour after
+the run's end. `agentrl report` writes an older one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,9 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import storable
 
 DUE_HOURS = 1
-"""A tracker that is away for longer after a run's end gets the rest by `agentrl report`."""
+"""The time for which a report stays due after its run's end, in hours. If the tracker is away for longer, `agentrl report`
+writes the rest.
+"""
 MAX_EVALS = 1000
 _REPORTS = schema.reports.c
 
@@ -29,10 +32,10 @@ class TrackerReport:
     """A run in a tracker.
 
     Args:
-        handle: the tracker's id of the run; empty: it was not opened yet.
-        iteration: the last iteration that was written.
-        status: the status of the run that the tracker was told last; empty: none yet.
-        error: why it could not be written the last time; empty: it could.
+        handle: the tracker's id of the run; empty before the run is opened there.
+        iteration: the number of the last iteration that was written.
+        status: the run's last status that was written to the tracker; empty before the first.
+        error: the error of the last write; empty if it succeeded.
     """
 
     run_id: int
@@ -47,7 +50,7 @@ class TrackerReport:
 
 @transaction
 def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int) -> int:
-    """Add trackers to a run, and make those that it has due again; return the run's number.
+    """Add trackers to a run; reports of trackers that it already has become due again. Return the run's id.
 
     Raises:
         NotFoundError: there is no such run.
@@ -62,7 +65,7 @@ def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int)
 
 @read_transaction
 def list_due_reports(tx: Connection) -> list[TrackerReport]:
-    """Return the reports to write now, those of the newest runs first."""
+    """Return the reports that are due, those of the newest runs first."""
     runs, recently = schema.runs.c, datetime.now(UTC) - timedelta(hours=DUE_HOURS)
     due = (runs.status == "running") | (
         (_REPORTS.status != runs.status) & (func.coalesce(runs.finished_at, recently) >= recently)
@@ -88,7 +91,7 @@ def _report(row: Mapping[Any, Any]) -> TrackerReport:
 
 @transaction
 def record_opened(tx: Connection, report: TrackerReport, handle: str, url: str) -> None:
-    """Store the tracker's id and page of the run; write an event for a new page."""
+    """Store the tracker's id and page of the run; write an event if the page is new."""
     _change(tx, report, handle=handle, url=url)
     if url != report.url:
         log(tx, report.run_id, "reporting", report.tracker, url)
@@ -96,13 +99,13 @@ def record_opened(tx: Connection, report: TrackerReport, handle: str, url: str) 
 
 @transaction
 def record_written(tx: Connection, report: TrackerReport, iteration: int, status: str | None = None) -> None:
-    """Record the last iteration that the tracker has and, once everything is written, the run's `status`."""
+    """Store the last iteration that was written and, if everything was written, the run's `status`."""
     _change(tx, report, iteration=iteration, error="", **({} if status is None else {"status": status}))
 
 
 @transaction
 def record_failure(tx: Connection, report: TrackerReport, error: str) -> None:
-    """Record why a report could not be written; the run's events say so once until a step is written again."""
+    """Store the error of a failed write. Only the first failure after a success becomes an event."""
     before = tx.execute(select(_REPORTS.error).where(*_is(report)).with_for_update()).scalar_one_or_none()
     if before is None:
         return
@@ -121,13 +124,13 @@ def _change(tx: Connection, report: TrackerReport, **values: Any) -> None:
 
 
 def lease_name(run_id: int, tracker: str) -> str:
-    """Return the name of the lease (`leases.take_service_lease`) of the one process that writes a report."""
+    """Return the name of the lease (`leases.take_service_lease`) that the one process which writes this report holds."""
     return f"report {run_id} {tracker}"[:64]
 
 
 @sql_read_transaction
 def load_tracked_run(tx: Any, run_id: int) -> Row:
-    """Return the run's `name`, `config`, `manifest` and `tags`, by its number."""
+    """Return the `name`, `config`, `manifest` and `tags` of the run with this id."""
     query = "SELECT name, config, manifest FROM runs WHERE id = :id"
     (row,) = select_rows(tx, query, id=run_id)
     return {**row, "tags": load_tags(tx, [run_id]).get(run_id, [])}
@@ -135,15 +138,15 @@ def load_tracked_run(tx: Any, run_id: int) -> Row:
 
 @sql_read_transaction
 def load_run_status(tx: Any, run_id: int) -> str:
-    """Return the run's status, by its number."""
+    """Return the status of the run with this id."""
     return str(select_rows(tx, "SELECT status FROM runs WHERE id = :id", id=run_id)[0]["status"])
 
 
 @sql_read_transaction
 def load_own_evals(tx: Any, run_id: int, after: int) -> list[Row]:
-    """Return the run's evaluations of its own policies with a version above `after`, in order, with `status` and results.
+    """Return the run's own evaluations of versions above `after`, ordered by version, with `status` and results.
 
-    The results are NULL while an evaluation is not done.
+    The results are None while an evaluation is not done.
     """
     query = """
         SELECT m.measures_version AS version, m.status, m.finished_at, v.mean_reward, v.low, v.high, v.accuracy, v.pass_at,

@@ -1,4 +1,4 @@
-"""A run's texts: each version kept once, and which versions a group's episodes work with."""
+"""A run's texts: each version is stored once, with links to the groups whose episodes use it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _VERSIONS, _LINKS = schema.resources.c, schema.group_resources.c
 
 @dataclass(frozen=True, slots=True)
 class VersionOrigin:
-    """The origin of a prompt version: a description, and the versions that it was made from."""
+    """The origin of a version: a note, and the texts that it was made from, by name."""
 
     note: str = ""
     before: Mapping[str, str] | None = None
@@ -22,7 +22,7 @@ class VersionOrigin:
 def link_resources(
     tx: Connection, run_id: int, groups: Sequence[int], texts: Mapping[str, str], origin: VersionOrigin | None = None
 ) -> None:
-    """Say that the groups' episodes work with these texts, each of which becomes a version where the run has none like it."""
+    """Record that the groups' episodes use these texts. A text that the run does not have yet becomes a new version."""
     origin = origin or VersionOrigin()
     ids = [version_of(tx, run_id, name, text, origin) for name, text in texts.items()]
     rows = [{"group_id": group, "resource_id": version} for group in groups for version in ids]
@@ -31,7 +31,7 @@ def link_resources(
 
 
 def version_of(tx: Connection, run_id: int, name: str, text: str, origin: VersionOrigin) -> int:
-    """Return the number of the text's row, which is made where the run has no version like it."""
+    """Return the id of the text's row; insert a new version if the run does not have this text."""
     mine = (_VERSIONS.run_id == run_id) & (_VERSIONS.name == name)
     digest = sha256(text.encode()).hexdigest()
     found = tx.execute(select(_VERSIONS.id).where(mine, _VERSIONS.content_hash == digest)).scalar_one_or_none()
@@ -48,14 +48,14 @@ def version_of(tx: Connection, run_id: int, name: str, text: str, origin: Versio
 
 
 def resources_of_group(tx: Connection, group: int) -> dict[str, str]:
-    """Return the texts that a group's episodes work with, by name."""
+    """Return the texts that a group's episodes use, by name."""
     query = select(_VERSIONS.name, _VERSIONS.text).join(schema.group_resources, _LINKS.resource_id == _VERSIONS.id)
     rows = tx.execute(query.where(_LINKS.group_id == group).order_by(_VERSIONS.name))
     return {row.name: row.text for row in rows}
 
 
 def copy_links(tx: Connection, source: int, target: int) -> None:
-    """The group `target` works with what the group `source` did."""
+    """Link the group `target` to the same texts as the group `source`."""
     ids = tx.execute(select(_LINKS.resource_id).where(_LINKS.group_id == source)).scalars().all()
     if ids:
         tx.execute(schema.group_resources.insert(), [{"group_id": target, "resource_id": version} for version in ids])

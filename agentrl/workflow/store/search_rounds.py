@@ -1,6 +1,6 @@
-"""The rows of a search: tried candidates, planned rollouts, answers of the critic, and the choice.
+"""The rows of a search: tried candidates, planned groups, answers of the critic, and the final choice.
 
-A search is one iteration to which groups are added, each round of them in one commit, until it has chosen.
+A search is one iteration. Each round adds groups to it in one commit, until the search has chosen.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ _ITERATIONS, _GROUPS, _CRITIC = schema.iterations.c, schema.groups.c, schema.cri
 
 @dataclass(frozen=True)
 class SearchTasks:
-    """The tasks of a run that searches, by their numbers."""
+    """The tasks of a search run by role and id."""
 
     train: Mapping[int, Task]
     choose: Mapping[int, Task]
@@ -36,7 +36,7 @@ class SearchTasks:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group to be rolled out: its task, its texts, and how these came about."""
+    """A group to be rolled out: its task's id, its texts by name, and the origin of these texts."""
 
     task: int
     candidate: Mapping[str, str]
@@ -45,7 +45,7 @@ class PlannedGroup:
 
 @read_transaction
 def load_search_tasks(tx: Connection, run_id: int) -> SearchTasks:
-    """Return the run's tasks by what they are for."""
+    """Return the run's tasks by role."""
     roles = schema.run_tasks.c
     query = select(schema.tasks, roles.role).join(schema.run_tasks, roles.task_id == schema.tasks.c.id)
     found: dict[str, dict[int, Task]] = {"train": {}, "choose": {}, "held_out": {}}
@@ -56,14 +56,14 @@ def load_search_tasks(tx: Connection, run_id: int) -> SearchTasks:
 
 @read_transaction
 def load_candidates(tx: Connection, iteration: int) -> dict[int, dict[str, str]]:
-    """Slot -> the texts of its group, of all that was tried."""
+    """Return the texts of each group of the iteration, by slot."""
     rows = tx.execute(select(_GROUPS.slot, _GROUPS.id).where(_GROUPS.iteration_id == iteration)).all()
     return {row.slot: resources_of_group(tx, row.id) for row in rows}
 
 
 @read_transaction
 def load_parts(tx: Connection, iteration: int) -> dict[int, dict[str, float]]:
-    """Return episode -> the parts of its reward, of all that was tried."""
+    """Return the reward parts of each episode of the iteration, by episode id."""
     rewards, episodes = schema.rewards.c, schema.episodes.c
     query = select(rewards.episode_id, rewards.part, func.sum(rewards.value).label("value"))
     query = query.join(schema.episodes, episodes.id == rewards.episode_id).where(episodes.iteration_id == iteration)
@@ -77,7 +77,7 @@ def load_parts(tx: Connection, iteration: int) -> dict[int, dict[str, float]]:
 
 @read_transaction
 def load_answers(tx: Connection, run_id: int) -> dict[str, str]:
-    """Key -> answer of the run's critic."""
+    """Return the answers of the run's critic, by the key of the request."""
     return {row.key: row.answer for row in tx.execute(select(_CRITIC.key, _CRITIC.answer).where(_CRITIC.run_id == run_id))}
 
 
@@ -85,7 +85,9 @@ def load_answers(tx: Connection, run_id: int) -> dict[str, str]:
 def record_answer(
     tx: Connection, run_id: int, model: str, key: str, messages: Sequence[Mapping[str, Any]], answer: str, seconds: float
 ) -> str:
-    """Store a critic's answer, and return the stored one: another process may have sent the same request before."""
+    """Store a critic's answer; return the stored one, because another process may have stored one for the same request
+    first.
+    """
     asked = [{name: storable(str(text)) for name, text in message.items()} for message in messages]
     values = {"run_id": run_id, "key": key, "model": model, "messages": asked, "answer": storable(answer), "seconds": seconds}
     tx.execute(insert(tx, schema.critic_calls).values(values).on_conflict_do_nothing(index_elements=["run_id", "key"]))
@@ -94,10 +96,10 @@ def record_answer(
 
 @transaction
 def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGroup]) -> None:
-    """Add groups to the search's iteration, whose claim ends with that.
+    """Add groups to the search's iteration, and end the claim on it.
 
     Raises:
-        Fenced: another process has the iteration, or it is over.
+        Fenced: another process holds the iteration, or it has ended.
     """
     mine = (_ITERATIONS.id == work.id) & (_ITERATIONS.train_token == work.token) & _ITERATIONS.status.in_(OPEN)
     if tx.execute(select(_ITERATIONS.id).where(mine).with_for_update()).first() is None:
@@ -119,10 +121,10 @@ def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGrou
 
 @transaction
 def finish_search(tx: Connection, work: IterationWork, chosen: Mapping[str, str] | None) -> None:
-    """End the run, and mark what it chose.
+    """End the run, and mark the texts that it chose.
 
     Raises:
-        Fenced: another process has the iteration, or it is over.
+        Fenced: another process holds the iteration, or it has ended.
     """
     close_iteration(tx, work, UpdateRecord((), {}))
     ids = [

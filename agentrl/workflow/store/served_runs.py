@@ -1,7 +1,8 @@
-"""Runs of kind `serve`: one process serves a policy, and adds an episode for each of its clients.
+"""Runs of the kind `serve`: one process serves a policy, and adds an episode for each of its clients.
 
-The process holds the lease of the run's only iteration. Every episode is a group of its own, with a row in `agent_attempts` as
-any episode has that an agent decides: its agent is the client, which ends by a call, by silence, or with the process.
+The process holds the lease of the run's only iteration. Every episode is a group of its own. Like any episode of an agent, it
+has a row in `agent_attempts`: the client is the agent. It ends with a request of the client, after a time without requests, or
+with the process.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,18 +22,18 @@ from agentrl.workflow.trajectory import OPEN, Task, storable
 
 _RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, schema.groups.c, schema.episodes.c
 KEEP_DAYS = "keep_days"
-"""Where a run's manifest says for how many days its episodes are kept."""
+"""The key in a run's manifest for the number of days for which its episodes are kept."""
 MAX_DAYS = 36_500
-"""More are as many: a date so long before this one is none."""
+"""The maximum for KEEP_DAYS; larger values count as this, because no valid date lies further back."""
 FORGOTTEN_AT_ONCE = 200
-"""Episodes that one transaction forgets."""
+"""The maximum number of episodes that one transaction deletes."""
 _USED = schema.consumptions.c
 _FORKS = schema.episodes.alias("forks")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRun:
-    """A run that this process serves; `worker` is the name of the claim on its `iteration`, `token` its fence."""
+    """A run that this process serves. `worker` is the name of its claim on the `iteration`, `token` the fence."""
 
     id: int
     name: str
@@ -43,7 +44,7 @@ class ServedRun:
 
 @dataclass(frozen=True, slots=True)
 class ServedEpisode:
-    """An episode that was opened for a client: its `group`, and the row of its `agent`."""
+    """An episode of a client: its id, the id of its `group`, and the id of its `agent` row."""
 
     id: int
     group: int
@@ -52,11 +53,11 @@ class ServedEpisode:
 
 @transaction
 def open_run(tx: Connection, submission: Submission, worker: str, lease_seconds: float) -> ServedRun:
-    """Write the run, which is served from now on.
+    """Insert the run and claim its iteration for this process.
 
     Raises:
         ConflictError: a run of that name exists.
-        CheckpointError: its weights have just been collected.
+        CheckpointError: the run's weights have just been collected.
     """
     made = insert_submission(tx, submission)
     if not made.created:
@@ -74,11 +75,12 @@ def open_episode(tx: Connection, run: ServedRun, client: str, key_hash: str, lea
     """Add an episode for a client.
 
     Args:
-        client: what the client calls it; the key of its task.
-        key_hash: sha256 of the key that its calls are forwarded with.
+        client: the client's name for the episode; it becomes the key of the task.
+        key_hash: sha256 of the key with which the client's requests are forwarded.
+        lease_seconds: the length of the agent row's lease, in seconds.
 
     Raises:
-        Fenced: the run is no longer served by this process.
+        Fenced: this process no longer serves the run.
     """
     _check_served(tx, run)
     agents = schema.agent_attempts.c
@@ -118,7 +120,7 @@ def _find_task(tx: Connection, task: Task) -> int:
 
 @transaction
 def close_run(tx: Connection, run: ServedRun, reason: str = "") -> None:
-    """The run is over; an episode that is still open is cancelled. Nothing where the process serves it no longer."""
+    """End the run, and cancel its open episodes. Do nothing if this process no longer serves it."""
     try:
         _check_served(tx, run)
     except Fenced:
@@ -128,7 +130,7 @@ def close_run(tx: Connection, run: ServedRun, reason: str = "") -> None:
 
 @read_transaction
 def find_lost_runs(tx: Connection, lease_seconds: float) -> set[int]:
-    """Return the ids of the running `serve` runs whose lease is over."""
+    """Return the ids of the running `serve` runs whose lease has expired."""
     return {row.id for row in tx.execute(_lost_runs(lease_seconds))}
 
 
@@ -142,7 +144,7 @@ def end_lost_runs(tx: Connection, lease_seconds: float, only: Collection[int] | 
     """End the runs whose process died, and their open episodes as infra_error; return the runs' names.
 
     Args:
-        only: the runs that may be ended; None: all.
+        only: the ids of the runs that may be ended; None for all.
     """
     lost = _lost_runs(lease_seconds)
     lost = lost if only is None else lost.where(_RUNS.id.in_(only))
@@ -154,7 +156,7 @@ def end_lost_runs(tx: Connection, lease_seconds: float, only: Collection[int] | 
 
 
 def _end(tx: Connection, run: int, status: str, reason: str) -> None:
-    """Ends a run, with its open episodes of that status."""
+    """End a run; its open episodes get this status."""
     now = datetime.now(UTC)
     lose_agents(tx, run, reason)
     ended = {"status": status, "error": reason, "error_class": "lost" if reason else "", "finished_at": now}
@@ -168,14 +170,14 @@ def _end(tx: Connection, run: int, status: str, reason: str) -> None:
 
 @read_transaction
 def find_kept(tx: Connection) -> dict[int, float]:
-    """Return run -> the days for which its episodes are kept, for runs with such a limit."""
+    """Return for each run with such a limit the number of days for which its episodes are kept, by run id."""
     days = _RUNS.manifest[KEEP_DAYS].as_float()
     rows = tx.execute(select(_RUNS.id, days.label("days")).where(_RUNS.kind == "serve", days.is_not(None)))
     return {row.id: row.days for row in rows}
 
 
 def forget_old(db: Database) -> int:
-    """Delete the episodes of runs of the kind `serve` that are over and older than these runs keep them; return how many."""
+    """Delete ended episodes of `serve` runs that are older than their run's limit; return their number."""
     count = 0
     for run, days in find_kept(db).items():
         before = datetime.now(UTC) - timedelta(days=min(days, MAX_DAYS))
@@ -185,16 +187,17 @@ def forget_old(db: Database) -> int:
 
 
 def forget_ended(db: Database, run: ServedRun) -> None:
-    """Delete the run's episodes that are over."""
+    """Delete the run's ended episodes."""
     while forget_episodes(db, run.id, datetime.now(UTC) + timedelta(days=1)):
         pass
 
 
 @transaction
 def forget_episodes(tx: Connection, run: int, before: datetime) -> int:
-    """Delete some of the run's episodes that ended before that time, with their content; return how many.
+    """Delete at most FORGOTTEN_AT_ONCE of the run's episodes that ended before that time, with their content; return their
+    number.
 
-    What another run trains on, or was trained on, stays, and what was forked.
+    Episodes that another run trains on or has trained on stay, and so do episodes that were forked.
     """
     ended = select(_EPISODES.id, _EPISODES.group_id).where(_EPISODES.run_id == run, _EPISODES.finished_at < before)
     for table in (schema.run_groups, schema.iteration_groups):

@@ -1,7 +1,7 @@
-"""A step is two transactions. T1 *sampled*: tokens, logprobs, one pending row per tool call. T2 *observed*: all results.
+"""The two transactions of a step. T1 *sampled*: tokens, logprobs, and a pending row per tool call. T2 *observed*: all results.
 
-Nothing reaches the `tools` queue before T1, and the policy reads nothing before T2. Steps that end together are committed
-together. What judges an episode that is over is asked the same way, through rows of another kind (`commit_asked`).
+Nothing is sent to the `tools` queue before T1, and the policy reads no result before T2. Steps that end together are committed
+together. The judges of an ended episode are called in the same way, through rows of another kind (`commit_asked`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from agentrl.workflow.trajectory import CallRecord, Step, StepRecord, ToolCall, 
 
 @dataclass(frozen=True, slots=True)
 class JudgeQuestions:
-    """Calls of the judges of an ended episode: at its last `step`, judge -> arguments."""
+    """Calls to the judges of an ended episode: its last `step`, and the arguments for each judge by name."""
 
     episode: int
     step: int
@@ -64,9 +64,10 @@ _CALLS_OF_GROUP = PreparedStatement(
 
 @transaction
 def commit_sampled(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[list[int]]:
-    """T1: the steps as they were sampled, at most one per episode, one pending row per tool call.
+    """T1: insert the sampled steps, at most one per episode, and a pending row per tool call.
 
-    Returns the ids of each step's calls. A step that is there already (the commit's answer was lost) is left as it is.
+    Return the ids of each step's calls. A step that is already stored, because the reply of its commit was lost, is not written
+    again.
 
     Raises:
         Fenced: another worker holds the group.
@@ -97,7 +98,7 @@ def insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisod
 
 
 def step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:
-    """Return what `THE_STEP` is found by."""
+    """Return the bind parameters of `THE_STEP`."""
     return {"of_episode": episode, "of_attempt": held.attempts[episode], "of_number": step}
 
 
@@ -134,7 +135,9 @@ _CALL_RESULTS = select(_CALLS.id, _CALLS.result, _CALLS.error_class, _CALLS.seco
 
 @read_transaction
 def load_results(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
-    """Call id -> result, for calls that have one, with what their tools said of the episode."""
+    """Return the results of these calls by call id, with the annotations of their tools; calls without a result are left
+    out.
+    """
     rows = tx.execute(_CALL_RESULTS, {"calls": list(calls)})
     return {
         call: ToolResult(result, error_class, seconds, annotations=tools_annotations(said))
@@ -144,7 +147,7 @@ def load_results(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
 
 @read_transaction
 def list_calls(tx: Connection, episode: int, step: int) -> list[int]:
-    """Return the ids of the calls of the episode's step, in order."""
+    """Return the ids of the calls of one step of the episode's current attempt, in order."""
     calls = schema.tool_calls.c
     attempt = select(schema.episodes.c.attempt).where(schema.episodes.c.id == episode).scalar_subquery()
     query = select(calls.id).where(calls.episode_id == episode, calls.attempt == attempt, calls.step == step)
@@ -161,7 +164,7 @@ _COUNT_RESULTS = PreparedStatement(
 
 @transaction
 def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, Step]]) -> None:
-    """T2: each (episode, step) has all its results, in the order of the calls; only now may the model see them.
+    """T2: mark each (episode, step) as observed. The step has all of its results, and from now on the policy may read them.
 
     Raises:
         Fenced: another worker holds the group.
@@ -187,10 +190,9 @@ _ROWS_OF_STEP = (
 
 @transaction
 def commit_asked(tx: Connection, fence: Fence, asked: Sequence[JudgeQuestions]) -> list[list[int]]:
-    """Return one pending row per question, beside the calls of the episode's last step; those that are there are left as they
-    are.
+    """Insert a pending row per question to a judge, in the episode's last step; existing rows stay unchanged.
 
-    Returns the ids of each episode's rows, in the order of its questions. Only now are they sent.
+    Return the ids of each episode's rows, in the order of its questions. They may be sent only after this commit.
 
     Raises:
         Fenced: another worker holds the group.
@@ -219,7 +221,7 @@ def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisod
 
 @transaction
 def restart_episode(tx: Connection, fence: Fence, episode: int) -> None:
-    """Begin the episode again under the next attempt number; the old steps stay as they are.
+    """Start the episode again with the next attempt number; the old attempt's steps stay.
 
     Raises:
         Fenced: another worker holds the group.

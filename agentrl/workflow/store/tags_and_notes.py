@@ -12,13 +12,13 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import storable
 
 MAX_TAG_CHARS = 64
-"""The most characters of a tag."""
+"""The maximum length of a tag, in characters."""
 MAX_NOTE_CHARS = 10_000
-"""The most characters of a note."""
+"""The maximum length of a note, in characters."""
 MAX_TAGS = 100
-"""The most tags of a run."""
+"""The maximum number of tags of a run."""
 MAX_NOTES = 1000
-"""The most notes of a run."""
+"""The maximum number of notes of a run."""
 _TAGS, _NOTES = schema.run_tags.c, schema.run_notes.c
 
 
@@ -28,8 +28,8 @@ def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[s
 
     Raises:
         NotFoundError: there is no such run.
-        ConfigError: one of them can be no tag.
-        ConflictError: the run would have too many.
+        ConfigError: a tag is invalid.
+        ConflictError: the run would have too many tags.
     """
     number = find_run(tx, run, "id")["id"]
     wanted = [check_tag(tag) for tag in add]
@@ -46,7 +46,7 @@ def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[s
 
 @transaction
 def add_note(tx: Connection, run: str, text: str) -> int:
-    """Write a note on the run, and return its number.
+    """Add a note to the run, and return the note's id.
 
     Raises:
         NotFoundError: there is no such run.
@@ -66,7 +66,7 @@ def add_note(tx: Connection, run: str, text: str) -> int:
 
 @transaction
 def remove_note(tx: Connection, run: str, note: int) -> None:
-    """Take a note of the run away.
+    """Delete a note of the run.
 
     Raises:
         NotFoundError: there is no such run, or it has no such note.
@@ -78,10 +78,10 @@ def remove_note(tx: Connection, run: str, note: int) -> None:
 
 
 def check_tag(tag: str) -> str:
-    """Return the tag without space around it.
+    """Validate a tag, and return it without surrounding space.
 
     Raises:
-        ConfigError: it can be none.
+        ConfigError: the tag is empty, too long or not printable.
     """
     word = tag.strip()
     if not word.isprintable() or not 0 < len(word) <= MAX_TAG_CHARS:

@@ -1,4 +1,4 @@
-"""Tool calls: each takes effect once and is answered once, even if it is delivered several times."""
+"""Tool calls. Each takes effect once and has one result, even if its message is delivered several times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,9 @@ UNKNOWN_OUTCOME = ToolResult(
 
 @dataclass(frozen=True, slots=True)
 class CallWork:
-    """What a tools worker needs of one call. `kind`: `call`, of the model's, or `grade`, whose tool is a reward that judges."""
+    """What a tools worker needs of one call. `kind` is `call` for a call of the model, or `grade` for a call whose tool is a
+    judging reward.
+    """
 
     id: int
     env: str
@@ -47,23 +49,27 @@ _CALL = (
 
 @read_transaction
 def find_call(tx: Connection, call: int) -> CallWork | None:
-    """Return the call, or None if it is answered, its episode is over, or an agent from outside runs it itself."""
+    """Return the call; None if it has a result, its episode has ended, or an external agent runs it itself."""
     row = tx.execute(_CALL, {"wanted": call}).one_or_none()
     return CallWork(*row) if row else None
 
 
 @read_transaction
 def load_config(tx: Connection, run: int) -> Mapping[str, Any]:
-    """Return the config of that run."""
+    """Return the config of the run with this id."""
     found: Mapping[str, Any] = tx.execute(select(schema.runs.c.config).where(schema.runs.c.id == run)).scalar_one()
     return found
 
 
 @transaction
 def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Literal["ours", "running", "lost"]:
-    """Commit the start of a call that must not run twice and may take `seconds`; `worker` names this very try.
+    """Commit the start of a call that must not run twice.
 
-    Returns `ours` for the one that may run it, `running` while that one may still be at it, `lost` after that.
+    Return `ours` if this attempt may run it, `running` while another attempt may still be running it, and `lost` after that.
+
+    Args:
+        worker: a name that is unique to this attempt.
+        seconds: the longest time that the call may take, in seconds.
     """
     calls = schema.tool_calls
     started = tx.execute(
@@ -86,17 +92,17 @@ def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Litera
 
 @transaction
 def count_sending(tx: Connection, sent: Sequence[int]) -> None:
-    """Those of the calls that have no result are sent once more."""
+    """Count another message for each of these calls that has no result."""
     again = update(schema.tool_calls).where(_CALLS.id.in_(sent), _CALLS.result.is_(None))
     tx.execute(again.values(sends=_CALLS.sends + 1))
 
 
 @transaction
 def lost_calls(tx: Connection, most: int) -> list[int]:
-    """Return the calls without a result of all running episodes, counted as sent once more; save those sent `most` times
-    already.
+    """Return the ids of the calls of running episodes that have no result and fewer than `most` messages; count another message
+    for each.
 
-    Calls that must not run twice and were started are among them: see `start_once`.
+    They include started calls that must not run twice: see `start_once`.
     """
     iterations = select(schema.iterations.c.id).where(schema.iterations.c.status == "running")
     waiting = (
@@ -121,7 +127,7 @@ _RECORD_RESULT = PreparedStatement(
 
 @transaction
 def record_result(tx: Connection, call: int, result: ToolResult, started_at: datetime, worker: str) -> bool:
-    """Record the call's result, unless it has one; return whether this one counts."""
+    """Store the call's result unless it has one; return whether this result was stored."""
     values = {
         "status": "unknown_outcome" if result.error_class == "unknown_outcome" else "done",
         "result": storable(result.content),

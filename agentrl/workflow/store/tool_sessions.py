@@ -1,8 +1,8 @@
-"""Sessions of tools: the owner of an episode's interpreter, and the cells from which it can be rebuilt.
+"""Sessions of tools: the worker that owns an episode's interpreter, and the cells from which it can be rebuilt.
 
-A session belongs to one attempt of an episode. Its cells are the episode's calls of that tool in their order, a fork's after
-those of the steps that it has from its parent. Whoever has it holds a lease, in the row; the result of a call is fenced by
-nothing, here as elsewhere: the first one counts.
+A session belongs to one attempt of an episode. Its cells are the episode's calls of that tool, in order; in a fork, the
+inherited steps' cells come first. The owner holds a lease in the session's row. Results of calls are not fenced: the first one
+counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _SESSIONS, _CALLS, _EPISODES = schema.tool_sessions.c, schema.tool_calls.c, sche
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
-    """The key of a session: an attempt of an episode has one for each tool with sessions."""
+    """The key of a session. An attempt of an episode has one session for each tool that keeps state."""
 
     episode: int
     attempt: int
@@ -30,7 +30,7 @@ class SessionKey:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A call of a session; `result` is None where it has none yet, and has no `exit` where the session saw nothing of it."""
+    """A call of a session. `result` is None if it has none yet; `result.exit` is None if the call did not reach the session."""
 
     id: int
     step: int
@@ -44,7 +44,9 @@ def _matches(key: SessionKey) -> ColumnElement[bool]:
 
 @transaction
 def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> str:
-    """Claim the session to start its interpreter, unless a live worker has it; return its worker."""
+    """Claim the session for `owner`, to start its interpreter, unless another live worker has it; return the worker that has
+    it.
+    """
     until = now_ms() + int(lease_seconds * 1000)
     made = tx.execute(
         insert(tx, schema.tool_sessions)
@@ -62,9 +64,7 @@ def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> s
 
 @transaction
 def keep(tx: Connection, owner: str, lease_seconds: float) -> set[SessionKey]:
-    """Return the heartbeat: renews the leases of the owner's sessions and lets go of those whose episode is over; the
-    others.
-    """
+    """Renew the leases of the owner's sessions, release those whose episode has ended, and return the others."""
     its = (_EPISODES.id == _SESSIONS.episode_id) & (_EPISODES.attempt == _SESSIONS.attempt)
     goes_on = exists(_EPISODES.id).where(its, _EPISODES.status == "running")
     mine = update(schema.tool_sessions).where(_SESSIONS.owner == owner)
@@ -76,13 +76,17 @@ def keep(tx: Connection, owner: str, lease_seconds: float) -> set[SessionKey]:
 
 @transaction
 def leave(tx: Connection, owner: str) -> None:
-    """Let go of all of the owner's sessions: it ends, and others may take them at once."""
+    """Release all of the owner's sessions because it stops; other workers may claim them at once."""
     tx.execute(update(schema.tool_sessions).where(_SESSIONS.owner == owner).values(owner="", lease_until=None))
 
 
 @transaction
 def taint(tx: Connection, key: SessionKey, what: str) -> None:
-    """The session's cells were run again, and one came to something else: no update trains on the episode."""
+    """Mark the episode as tainted, so no update trains on it: a repeated cell of the session gave another result.
+
+    Args:
+        what: the difference, for the session's row.
+    """
     tx.execute(update(schema.tool_sessions).where(_matches(key)).values(differs=what))
     same = (_EPISODES.id == key.episode) & (_EPISODES.attempt == key.attempt)
     tx.execute(update(schema.episodes).where(same).values(tainted=True))
@@ -90,14 +94,14 @@ def taint(tx: Connection, key: SessionKey, what: str) -> None:
 
 @read_transaction
 def load_cells_until(tx: Connection, key: SessionKey, call: int) -> list[Cell]:
-    """Return the session's cells up to that call, in their order."""
+    """Return the session's cells up to and including that call, in order."""
     asked = tx.execute(select(_CALLS.step, _CALLS.call).where(_CALLS.id == call)).one()
     before = (_CALLS.step < asked.step) | ((_CALLS.step == asked.step) & (_CALLS.call <= asked.call))
     return [*_load_inherited_cells(tx, key.episode, key.tool), *_load_cells(tx, key, before)]
 
 
 def _load_inherited_cells(tx: Connection, episode: int, tool: str) -> list[Cell]:
-    """The cells of the steps that a fork inherits from its parent."""
+    """Return the cells of the steps that a fork inherits from its parent."""
     parent = schema.episodes.alias()
     line = select(parent.c.id, parent.c.attempt, _EPISODES.inherited_steps).join(parent, parent.c.id == _EPISODES.parent_id)
     row = tx.execute(line.where(_EPISODES.id == episode)).one_or_none()

@@ -1,6 +1,6 @@
-"""Claims of iterations for training. An iteration without enough groups with variance samples more groups instead.
+"""Claims of iterations for training. If too few groups have variance, an iteration samples more groups instead.
 
-The token counted up at the claim and checked at the commit (`train_commits`) fences a second trainer out.
+The claim increments a token, and the commit checks it (`train_commits`). So a second trainer is fenced out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ from agentrl.workflow.trajectory import OPEN, Group, PolicyRef, storable
 
 @dataclass(frozen=True)
 class IterationWork:
-    """All that a train job needs of one iteration.
+    """Everything that a train job needs of one iteration.
 
-    `policy` is what the update starts from, with its optimizer state; `key` tells this run's checkpoints from all others. With
-    `rebuilds` the run's checkpoint is to be made again first, and there are no groups yet. `wanted`: with dynamic sampling so
-    many of the groups train at most, and only those with variance (`choose_groups`); without it 0, and all train.
-    `iterations` is how many the run has.
+    `policy` is the policy that the update starts from, with its optimizer state. `key` distinguishes this run's checkpoints
+    from others. With `rebuilds`, the run's broken checkpoint must be rebuilt first, and `groups` is empty. `wanted` is the
+    maximum number of groups that train with dynamic sampling, where only groups with variance train (`choose_groups`); it is 0
+    without dynamic sampling, where all groups train. `iterations` is the run's number of iterations.
     """
 
     id: int
@@ -56,7 +56,7 @@ class IterationWork:
 
 @dataclass(frozen=True, slots=True)
 class MoreGroupsPlanned:
-    """The result if too few groups had variance: no claim, but more groups, which must be sent."""
+    """The result if too few groups had variance: there is no claim, but more groups were planned and must be sent."""
 
     iteration: int
     varied: int
@@ -70,10 +70,10 @@ def claim_iteration(
 ) -> IterationWork | MoreGroupsPlanned | None:
     """Claim the iteration and load its episodes; None if it is not ready, has ended, is claimed, or its run is not running.
 
-    It is ready when all of its groups are terminal and the policy is published that its update starts from. With dynamic
-    sampling more groups are planned first where they lack variance, also before that policy is published.
+    It is ready if all of its groups have ended and the policy that its update starts from is published. With dynamic sampling,
+    more groups are planned first if too few have variance, even before that policy is published.
 
-    With fewer than half of the planned episodes done the run is paused instead, and says why.
+    If fewer than half of the planned episodes are done, the run is paused instead, with a reason.
     """
     row = _lock_ready_iteration(tx, iteration, worker, lease_seconds)
     if row is None:
@@ -96,7 +96,7 @@ def claim_iteration(
 
 
 def _lock_ready_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> Mapping[str, Any] | None:
-    """The iteration with its run, locked, if the worker may have it; `newest`: the version that the run published last."""
+    """Return the iteration with its run, locked, if the worker may claim it. `newest` is the run's newest published version."""
     iterations, runs = schema.iterations, schema.runs
     open_groups = (
         select(func.count())
@@ -123,9 +123,10 @@ def _pause_run(tx: Connection, row: Mapping[str, Any], reason: str) -> None:
 
 
 def _load_group_rewards(tx: Connection, iteration: int) -> list[list[float]] | None:
-    """The rewards that can train, of each of the iteration's groups; None where one is not terminal after all.
+    """Return the trainable rewards of each of the iteration's groups; None if a group has not ended after all.
 
-    The iteration is locked by now, and this is read later: of two claims at once the second sees what the first planned.
+    The iteration is already locked when this reads. So the second of two concurrent claims sees the groups that the first
+    planned.
     """
     groups, episodes = schema.groups.c, schema.episodes.c
     found = tx.execute(select(groups.id, groups.status).where(groups.iteration_id == iteration)).all()
@@ -139,7 +140,7 @@ def _load_group_rewards(tx: Connection, iteration: int) -> list[list[float]] | N
 
 
 def _plan_more_groups(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequence[float]]) -> MoreGroupsPlanned | None:
-    """Plans as many more groups as lack variance; None if none does, or the limit is reached."""
+    """Plan more groups for those without variance; return None if no more are needed or the limit is reached."""
     varied, planned = sum(map(varies, rewards)), len(rewards)
     more = groups_to_plan(varied, planned - row["more_groups"], planned, dynamic_sampling_of(row["config"]))
     if not more:
@@ -208,7 +209,7 @@ def _load_newest_policy(tx: Connection, run_id: int, base: str, base_hash: str) 
 
 @transaction
 def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
-    """Renew the trainer's lease; return False if another trainer has the iteration, or it has ended."""
+    """Renew the trainer's lease; return False if another trainer holds the iteration or it has ended."""
     extended = tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration, schema.iterations.c.train_token == token, schema.iterations.c.worker != "")
@@ -220,7 +221,7 @@ def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: floa
 
 @transaction
 def hand_back_iteration(tx: Connection, iteration: int, token: int) -> None:
-    """End the trainer's claim before its time, without counting a loss."""
+    """End the trainer's claim early, without counting a loss."""
     tx.execute(
         update(schema.iterations)
         .where(
@@ -232,7 +233,7 @@ def hand_back_iteration(tx: Connection, iteration: int, token: int) -> None:
 
 @transaction
 def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: int) -> None:
-    """Hand the iteration back after a failure of the system; the run fails with the last of `max_attempts`."""
+    """Release the iteration after a system failure; the run fails at `max_attempts` failures."""
     failed = tx.execute(
         update(schema.iterations)
         .where(

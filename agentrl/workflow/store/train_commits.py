@@ -1,7 +1,7 @@
-"""Updates are committed, policies published, runs ended: all of it or nothing, and only once.
+"""Commits that end an update, an evaluation or a run. Each happens completely or not at all, and only once.
 
-The token counted up at the claim (`train_claims`) and checked here fences a second trainer out. Only the commit publishes: the
-checkpoint's files are there before it, and mean nothing without it.
+The claim increments a token (`train_claims`), and the commit checks it, so a second trainer is fenced out. Only the commit
+publishes a policy: the checkpoint's files exist before it and are unused without it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,14 +32,14 @@ class UpdateRecord:
     """The record of an update.
 
     Args:
-        metrics: one mapping per optimizer step; those of `db.UPDATE_METRICS`, `rows` and `tokens` are kept.
+        metrics: one mapping per optimizer step; only the names in `schema.UPDATE_METRICS`, `rows` and `tokens` are stored.
         advantages: episode id -> advantage, for the episodes that were consumed.
-        dropped: slot -> why its group did not train.
+        dropped: slot -> the reason that its group did not train.
         path, sha256: the new checkpoint; empty if the update was skipped.
-        skipped: why no step was taken; empty if one was.
-        bad: the skip came from a NaN or Inf, and counts towards the run's failure.
-        seconds: the update's duration.
-        costs: values for the known names in `schema.UPDATE_COSTS`.
+        skipped: the reason that no optimizer step was taken; empty if one was.
+        bad: True if a NaN or Inf caused the skip; repeated bad updates fail the run.
+        seconds: the duration of the update, in seconds.
+        costs: the values of the names in `schema.UPDATE_COSTS`.
     """
 
     metrics: Sequence[Mapping[str, float]]
@@ -55,9 +55,10 @@ class UpdateRecord:
 
 @dataclass(frozen=True, slots=True)
 class PublishedUpdate:
-    """The policy version that the commit published, and what may start with it: an iteration to roll out, one to train.
+    """The policy version that the commit published, and the work that can start: an iteration to roll out, and one to train.
 
-    Without staleness `trains` is None: what is trained next must be rolled out first. `measured_by`: iterations of evaluations.
+    Without staleness `trains` is None, because the next iteration must be rolled out first. `measured_by` has the ids of the
+    iterations of its evaluations.
     """
 
     version: int
@@ -68,10 +69,11 @@ class PublishedUpdate:
 
 @transaction
 def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> PublishedUpdate:
-    """Return one commit: iteration done, episodes consumed, policy published, the iteration that samples with it planned.
+    """Commit an update: end the iteration, consume its episodes, publish the policy, and plan the iteration that samples with
+    it.
 
     Raises:
-        Fenced: another trainer holds the iteration, or it is over; what was computed is discarded.
+        Fenced: another trainer holds the iteration, or it has ended; the result of the update is discarded.
     """
     committed = _find_own_commit(tx, work)
     if committed is not None:
@@ -100,7 +102,7 @@ def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max
 
 
 def _find_own_commit(tx: Connection, work: IterationWork) -> PublishedUpdate | None:
-    """What this very claim has published already: then the commit's answer was lost, not the commit."""
+    """Return what this claim has already published, if the reply of its commit was lost; else None."""
     mine = select(schema.iterations.c.id).where(
         schema.iterations.c.id == work.id, schema.iterations.c.train_token == work.token, schema.iterations.c.status == "done"
     )
@@ -110,7 +112,7 @@ def _find_own_commit(tx: Connection, work: IterationWork) -> PublishedUpdate | N
 
 
 def _load_published(tx: Connection, work: IterationWork) -> PublishedUpdate:
-    """What the commit of that work published, as far as its run is running."""
+    """Return what the commit of this work published; without work to start if the run is not running."""
     iterations, following = schema.iterations.c, work.number + 1 + staleness_of(work.config)
     of_run = select(iterations.id).join(schema.runs, schema.runs.c.id == iterations.run_id)
     of_run = of_run.where(iterations.run_id == work.run_id, iterations.status.in_(OPEN), schema.runs.c.status == "running")
@@ -125,10 +127,10 @@ def _load_published(tx: Connection, work: IterationWork) -> PublishedUpdate:
 
 
 def close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
-    """The iteration is done, with its sums.
+    """End the iteration, and store its sums.
 
     Raises:
-        Fenced: another worker holds it, or it is over.
+        Fenced: another worker holds the iteration, or it has ended.
     """
     closed = tx.execute(
         update(schema.iterations)
@@ -248,7 +250,7 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
 
 @transaction
 def finish_fork(tx: Connection, work: IterationWork) -> None:
-    """End a fork run: its group can be read and trained on.
+    """End a fork run; its group can then be trained on.
 
     Raises:
         Fenced: another worker holds the iteration.
@@ -261,14 +263,15 @@ def finish_fork(tx: Connection, work: IterationWork) -> None:
 def confirm_base(
     tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[str, str], facts: Mapping[str, Any] = NO_FACTS
 ) -> None:
-    """Remember at the first loading what the run's base is, and makes sure at each later one that it is the same.
+    """Store the hashes of the run's base when it is first loaded; check at each later load that they are the same.
 
     Args:
-        chat_hashes: of the tokenizer, the chat template and the model's own code, kept in the manifest.
-        facts: what else the manifest keeps of the base.
+        base_hash: the hash of the base model here.
+        chat_hashes: the hashes of the tokenizer, the chat template and the model's own code, for the manifest.
+        facts: further facts about the base, for the manifest.
 
     Raises:
-        ModelError: here the base, its tokenizer or its template is another.
+        ModelError: the base, its tokenizer or its template differs here.
     """
     row = tx.execute(select(schema.runs).where(schema.runs.c.id == run).with_for_update()).mappings().one()
     known = {name: row["manifest"].get(name, found) for name, found in chat_hashes.items()}
@@ -287,9 +290,10 @@ def confirm_base(
 
 @read_transaction
 def find_optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str | None:
-    """Return the checkpoint whose optimizer state no update can need any more.
+    """Return the path of the checkpoint whose optimizer state no later update can need; None if there is none.
 
-    The newest keep it, those before it that are still sampled with, and the one that the oldest can be made again from.
+    The newest version keeps its state. So do the versions that are still sampled with, and the one from which the oldest of
+    these can be rebuilt.
     """
     trained = select(schema.policies.c.path).where(schema.policies.c.run_id == run, schema.policies.c.kind == "trained")
     trained = trained.where(schema.policies.c.version > 0)  # which a run that starts from another's policy has from there

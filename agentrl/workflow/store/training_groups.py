@@ -1,4 +1,4 @@
-"""Training data of an iteration: its groups with their full episodes, and the rewards of one set."""
+"""The training data of an iteration: its groups with their full episodes, and the rewards of one reward set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,9 @@ from agentrl.workflow.trajectory import WHOLE, Episode, Group
 
 
 def _load_slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
-    """Group -> its slot and task: the iteration's own groups, or the stored ones that it trains on."""
+    """Return the slot and task id of each group by group id: the iteration's own groups, or the stored ones that it trains
+    on.
+    """
     groups, stored = schema.groups.c, schema.iteration_groups.c
     own = select(groups.id, groups.slot, groups.task_id).where(groups.iteration_id == iteration)
     lent = (
@@ -24,7 +26,7 @@ def _load_slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
 
 
 def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group, ...]:
-    """Load the groups that the iteration trains on, with the rewards of that set."""
+    """Return the groups that the iteration trains on, with the rewards of that set."""
     slots = _load_slots(tx, iteration)
     rows = tx.execute(select(schema.tasks).where(schema.tasks.c.id.in_({task for _, task in slots.values()}))).mappings()
     tasks = {row["id"]: task_value(row) for row in rows}
@@ -37,7 +39,10 @@ def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group,
 
 
 def _load_rewards(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
-    """The episodes' rewards, and their steps', in that set of their own run; an episode without one there cannot train."""
+    """Return the episodes with their rewards, and their steps' rewards, in that set of their own run.
+
+    An episode without a reward in the set cannot train.
+    """
     sets = schema.reward_sets.c
     runs = select(schema.episodes.c.run_id).where(members_of(iteration))
     named = tx.execute(select(sets.id).where(sets.name == reward_set, sets.run_id.in_(runs))).scalars().all()
@@ -64,7 +69,9 @@ def _select_step_rewards(reward_set: str) -> Select[tuple[int, int, float]]:
 
 
 def _with_rewards(episode: Episode, earned: Mapping[int, float], default: bool) -> Episode:
-    """With what each of its steps earned; the reward of another set than the `default` one is the sum of all that is there."""
+    """Return the episode with its steps' rewards. In a set other than `default`, its reward is the sum of all rewards in the
+    set.
+    """
     if earned:
         steps = tuple(replace(step, reward=earned.get(step.index, 0.0)) for step in episode.steps)
         episode = replace(episode, steps=steps)

@@ -1,8 +1,8 @@
-"""`agentrl vacuum`: free the space of deleted rows; on Postgres, also update the statistics.
+"""`agentrl vacuum`: free the space of deleted rows; on Postgres, also update the planner's statistics.
 
-SQLite is given no statistics: each query and view has one plan that is right without, and with them its planner sorts whole
-tables to show a page (it leaves the LIMIT out of account). Safe at any moment: SQLite compacts in one transaction of its own,
-Postgres beside whoever reads and writes.
+SQLite gets no statistics. Each query and view has one plan that is right without them. With them, SQLite's planner ignores the
+LIMIT and sorts whole tables to show a page. It is safe at any moment: SQLite compacts in its own transaction, and Postgres
+while others read and write.
 """
 
 import os
@@ -20,12 +20,14 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.tables import schema
 
 BUSY_SECONDS = 5.0
-"""Seconds that it waits for other processes before it gives up."""
+"""The longest wait for other processes, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class VacuumResult:
-    """The size of the database before and after, in bytes; `left`: bytes that a reader kept in SQLite's log."""
+    """The size of the database before and after, in bytes. `left` is True if a reader prevented SQLite from emptying its
+    log.
+    """
 
     before: int
     after: int
@@ -36,7 +38,7 @@ def vacuum(database: Database) -> VacuumResult:
     """Compact the database while others use it, and update the planner statistics of Postgres.
 
     Raises:
-        ServiceError: somebody writes for long, or SQLite has no room for the copy that it makes.
+        ServiceError: another process writes or locks a table for too long, or the disk has no room for SQLite's copy.
     """
     return _vacuum_sqlite(Path(str(database.url.database))) if database.is_sqlite else _vacuum_postgres(database)
 
@@ -59,7 +61,7 @@ def _vacuum_sqlite(file: Path) -> VacuumResult:
 
 
 def _check_room(file: Path, connection: sqlite3.Connection) -> None:
-    """SQLite writes what is not free into a temporary file, and from there into its log beside the database."""
+    """Check the disk space: SQLite writes all used pages to a temporary file, and from there to its log beside the database."""
     pages, free, size = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )
@@ -75,7 +77,7 @@ def _check_room(file: Path, connection: sqlite3.Connection) -> None:
 
 
 def _sqlite_temp_folder() -> Path:
-    """The folder of SQLite's temporary files: the first of these that exists."""
+    """Return the folder of SQLite's temporary files: the first writable one of its candidates."""
     named = (os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp")
     return next((Path(place) for place in named if place and os.access(place, os.W_OK)), Path())
 

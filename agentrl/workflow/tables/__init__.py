@@ -1,1 +1,1 @@
-"""The rows: tables, views, and what their columns mean. Only the store and the migrations know them."""
+"""The database schema: tables, views, and the meanings of their columns. Only the store and the migrations import it."""

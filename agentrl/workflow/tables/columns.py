@@ -1,4 +1,4 @@
-"""Column types that the tables share, for SQLite and Postgres alike, and the database's own clock."""
+"""Column types that the tables share, for SQLite and Postgres, and the database's own clock."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -26,24 +26,24 @@ Id = BigInteger().with_variant(Integer, "sqlite")
 
 
 class Utc(TypeDecorator[datetime]):
-    """A moment in UTC: `timestamptz` on Postgres, ISO text on SQLite; always aware in Python."""
+    """A timestamp in UTC: `timestamptz` on Postgres, ISO text on SQLite; always timezone-aware in Python."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Converts the moment to UTC."""
+        """Convert the timestamp to UTC."""
         return value.astimezone(UTC) if value else None
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Add the zone that SQLite drops: UTC."""
+        """Add the time zone UTC, which SQLite does not store."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
 class now_ms(FunctionElement[int]):  # noqa: N801 - reads as a SQL function
-    """The database's own clock, in ms since 1970: leases compare it, never a worker's clock."""
+    """The database's own clock, in ms since 1970. Leases are compared with it, never with a worker's clock."""
 
     type = BigInteger()
     inherit_cache = True
@@ -60,69 +60,70 @@ def _now_postgres(element: Any, compiler: Any, **kwargs: Any) -> str:
 
 
 def id_column() -> Column[int]:
-    """Return the primary key: a number of the table's own."""
+    """Return the primary key: an integer that the table assigns."""
     return Column("id", Id, primary_key=True, autoincrement=True)
 
 
 def reference_column(name: str, target: str, nullable: bool = False, index: bool = False) -> Column[int]:
-    """Return a reference to a row of `target`."""
+    """Return a foreign key to the id of a row in `target`."""
     return Column(name, Id, ForeignKey(f"{target}.id"), nullable=nullable, index=index)
 
 
 def text_column(name: str, default: str | None = "") -> Column[str]:
-    """Text, by default empty; without a default it may be NULL."""
+    """Return a text column, empty by default; with the default None it may be NULL."""
     return Column(name, Text, nullable=default is None, server_default=default)
 
 
 def count_column(name: str) -> Column[int]:
-    """Return a count, from 0."""
+    """Return a column for a count that starts at 0."""
     return Column(name, Id, nullable=False, server_default="0")
 
 
 def float_column(name: str) -> Column[float]:
-    """Return a float that may be NULL."""
+    """Return a column for a float that may be NULL."""
     return Column(name, Float(53), nullable=True)
 
 
 def seconds_column(name: str) -> Column[float]:
-    """Return a duration in seconds, from 0."""
+    """Return a column for a duration in seconds that starts at 0."""
     return Column(name, Float(53), nullable=False, server_default="0")
 
 
 def time_column(name: str) -> Column[datetime]:
-    """Return a moment, NULL until it has come."""
+    """Return a column for a timestamp that is NULL until the event."""
     return Column(name, Utc, nullable=True)
 
 
 def created_column() -> Column[datetime]:
-    """When the row was written."""
+    """Return the column with the time at which the row was written."""
     return Column("created_at", Utc, nullable=False, server_default=func.now())
 
 
 def run_name_column() -> Column[str]:
-    """Return the name of the row's run."""
+    """Return the column with the name of the row's run."""
     # Kept in the row, so that a run's newest rows are one range of an index: Postgres finds no such range through a join.
     return Column("run", String(64), nullable=False)
 
 
 def check_one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
-    """Return a constraint: the column has one of these values."""
+    """Return the constraint that the column has one of these values."""
     listed = ", ".join(f"'{value}'" for value in values)
     return CheckConstraint(f"{column} IN ({listed})", name=column)
 
 
 CLOCK_JUMP_LEASES = 10
-"""A lease that ends more than this many lease times from now was written before the database's clock was set back."""
+"""The number of lease lengths by which a lease may end after now. A later end means that the database's clock was set back."""
 
 
 def is_lease_free(lease_until: Column[int], seconds: float) -> ColumnElement[bool]:
-    """Return whether nobody holds a lease of `seconds`, by the database's own clock; a clock set back keeps nobody waiting
-    long.
+    """Return the SQL condition that no worker holds a live lease of this length in seconds, by the database's own clock.
+
+    If the clock was set back, a lease counts as live for at most CLOCK_JUMP_LEASES lease lengths.
     """
     until = func.coalesce(lease_until, 0)
     return (until < now_ms()) | (until > now_ms() + int(CLOCK_JUMP_LEASES * seconds * 1000))
 
 
 def first_time(column: Column[datetime], moment: datetime) -> ColumnElement[datetime]:
-    """Return the column's moment, or `moment` while it is NULL."""
+    """Return the SQL of the column's timestamp, or of `moment` if it is NULL."""
     return func.coalesce(column, literal(moment, Utc()))

@@ -20,10 +20,12 @@ FUNCTIONS = {
           * (CASE WHEN (bits >> 23) & 255 = 0 THEN (bits & 8388607) * power(2::float8, -149)
              ELSE ((bits & 8388607) + 8388608) * power(2::float8, ((bits >> 23) & 255) - 150) END) END""",
 }
-"""Postgres function -> the value of one packed little-endian word; SQLite's are made by `store.reads.user_sql`."""
+"""Postgres function -> the SQL of the value of one packed little-endian word. `store.reads.user_sql` defines the same functions
+for SQLite.
+"""
 
 LENGTHENED = {"runs": "OLD.status = 'done' AND NEW.status = 'running' AND NEW.iterations > OLD.iterations"}
-"""Table -> the one exception to FINAL_STATUSES: a run that is done may be made longer."""
+"""Table -> the one exception to FINAL_STATUSES: a done run may be extended."""
 
 FINAL_STATUSES = {
     "episodes": sorted(TERMINAL),
@@ -31,11 +33,11 @@ FINAL_STATUSES = {
     "iterations": ["cancelled", "done"],
     "runs": ["cancelled", "done"],
 }
-"""Table -> statuses that no update may leave. A failed run may be resumed."""
+"""Table -> the statuses that no update may change. A failed run may be resumed, so `failed` is not final for runs."""
 
 
 def create(tx: "Connection") -> None:
-    """Make every view and trigger."""
+    """Create all views, functions and triggers."""
     from sqlalchemy import text
 
     for name, kind in VIEWS.items():
@@ -49,7 +51,7 @@ def create(tx: "Connection") -> None:
 
 
 def drop(tx: "Connection") -> None:
-    """Remove every view and trigger, whether or not they exist: a migration runs without them."""
+    """Drop all views, functions and triggers that exist, because a migration runs without them."""
     from sqlalchemy import text
 
     for name in VIEWS:

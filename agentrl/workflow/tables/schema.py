@@ -1,9 +1,9 @@
-"""The rows: every table, constraint, index and view of agentrl, for SQLite and Postgres alike.
+"""The tables of agentrl with their constraints and indexes, for SQLite and Postgres.
 
-Typed columns hold whatever one filters or groups by; packed little-endian int32 and float32 blobs are in `step_tokens` alone,
-so that no list or view reads a blob. There the column is the action mask: `prompt_ids` were given to the policy, `sampled_ids`
-are its own. Constraints, not code, keep the invariants: unique keys make every job idempotent, checks tie a status to the
-columns that must be set in it, triggers keep terminal states terminal.
+Values that are filtered or grouped by are typed columns. Only `step_tokens` has packed little-endian int32 and float32 blobs,
+so no list or view reads a blob. Its columns are also the action mask: the policy was given `prompt_ids`, and sampled
+`sampled_ids` itself. Constraints keep the invariants, not code. Unique keys make every job idempotent. Checks tie a status to
+the columns that it requires. Triggers (`views`) refuse to change a terminal state.
 """
 
 from sqlalchemy import (
@@ -113,7 +113,7 @@ run_tasks = Table(
     Column("difficulty", Float(53), nullable=True),
     check_one_of("role", TASK_ROLES),
 )
-"""The tasks of a run; one that searches chooses by some, and is measured on others.
+"""The tasks of a run. A search run uses some of them to choose, and others to measure the choice.
 
 `difficulty` orders them in each epoch, the lowest first; NULL comes last, in the order of the seed.
 """
@@ -124,7 +124,7 @@ run_groups = Table(
     Column("run_id", Id, ForeignKey("runs.id"), primary_key=True),
     Column("group_id", Id, ForeignKey("groups.id"), primary_key=True),
 )
-"""The stored groups that a run trains on, if it samples none of its own."""
+"""The stored groups that a run trains on, if it samples none itself."""
 
 run_tags = Table(
     "run_tags",
@@ -133,7 +133,7 @@ run_tags = Table(
     Column("tag", String(64), primary_key=True, index=True),
     created_column(),
 )
-"""Words by which people find a run again."""
+"""Words with which people mark a run to find it again."""
 
 run_notes = Table(
     "run_notes",
@@ -143,7 +143,7 @@ run_notes = Table(
     Column("text", Text, nullable=False),
     created_column(),
 )
-"""What people wrote down about a run."""
+"""Texts that people wrote about a run."""
 
 reports = Table(
     "reports",
@@ -158,7 +158,9 @@ reports = Table(
     text_column("error"),
     created_column(),
 )
-"""The trackers that a run is written to: its id there, the last iteration written, and the run's status as it was told last."""
+"""The trackers that a run is written to: its id there, the last iteration written, and the last status of the run that was
+written.
+"""
 
 policies = Table(
     "policies",
@@ -178,7 +180,7 @@ policies = Table(
 )
 
 UPDATE_COSTS = ("peak_memory_bytes", "tflops", "mfu")
-"""The columns of `iterations` that say what the update cost, beside its seconds."""
+"""The columns of `iterations` for the cost of an update, besides its seconds."""
 
 iterations = Table(
     "iterations",
@@ -254,7 +256,7 @@ iteration_groups = Table(
     reference_column("group_id", "groups", index=True),
     text_column("dropped"),
 )
-"""The stored groups of one iteration of a run that samples none of its own."""
+"""The stored groups of one iteration, in a run that samples none itself."""
 
 episodes = Table(
     "episodes",
@@ -303,7 +305,7 @@ request_options = Table(
     Column("tools", JSON, nullable=False),
     Column("template_options", JSON, nullable=False),
 )
-"""The tools and template options that requests of agents brought, each once."""
+"""The tools and template options in agents' requests; each combination is stored once."""
 
 steps = Table(
     "steps",
@@ -401,7 +403,7 @@ tool_sessions = Table(
     text_column("differs"),
     created_column(),
 )
-"""The owner of an episode's interpreter, by the name of the queue that it reads, and how often one was started."""
+"""The owner of an episode's interpreter, by the name of the owner's queue, and how often an interpreter was started."""
 
 agent_attempts = Table(
     "agent_attempts",
@@ -430,7 +432,7 @@ agent_attempts = Table(
     check_one_of("status", AGENT_STATUS),
     CheckConstraint("status <> 'running' OR key_hash IS NOT NULL", name="running_has_key"),
 )
-"""The agents that episodes were given to: one process per attempt, and how it ended."""
+"""The attempts of agents at episodes: one process per attempt, and how it ended."""
 
 annotations = Table(
     "annotations",
@@ -452,7 +454,7 @@ annotations = Table(
     check_one_of("source", ANNOTATION_SOURCES),
     check_one_of("kind", ANNOTATION_KINDS),
 )
-"""What agents, tools and hooks said of their episodes; the same emission once per attempt, and never changed."""
+"""Annotations of episodes by agents, tools and hooks. The same emission is stored once per attempt and never changed."""
 
 resources = Table(
     "resources",
@@ -470,7 +472,7 @@ resources = Table(
     UniqueConstraint("run_id", "name", "version"),
     UniqueConstraint("run_id", "name", "content_hash"),
 )
-"""The texts that a run works with: version 0 is its config's, later ones are what a search tried; the chosen one is marked."""
+"""The texts of a run. Version 0 comes from its config, and a search tried the later ones; the chosen version is marked."""
 
 group_resources = Table(
     "group_resources",
@@ -478,7 +480,7 @@ group_resources = Table(
     Column("group_id", Id, ForeignKey("groups.id"), primary_key=True),
     Column("resource_id", Id, ForeignKey("resources.id"), primary_key=True, index=True),
 )
-"""The versions that the episodes of a group work with."""
+"""The versions of texts that the episodes of a group use."""
 
 critic_calls = Table(
     "critic_calls",
@@ -493,7 +495,8 @@ critic_calls = Table(
     created_column(),
     UniqueConstraint("run_id", "key"),
 )
-"""What a search asked its critic, and was answered: asked once each, whoever goes on with the search."""
+"""The requests of a search to its critic, and the answers. Each request is sent once, whichever process continues the search.
+"""
 
 reward_sets = Table(
     "reward_sets",
@@ -542,7 +545,7 @@ UPDATE_METRICS = (
     "explained_variance",
     "log_ratio_clamped",
 )
-"""The columns of `updates` that measure one optimizer step."""
+"""The columns of `updates` with the metrics of one optimizer step."""
 
 updates = Table(
     "updates",
@@ -610,13 +613,13 @@ service_leases = Table(
 
 
 TABLES_FOR_READERS = tuple(table for table in metadata.tables if table != "service_leases")
-"""The tables that `agentrl_reader` may select from, beside every view."""
+"""The tables from which `agentrl_reader` may select, besides all views."""
 
 FIXED_CALL_COLUMNS = {column.name for column in tool_calls.primary_key} | {
     *("run", "episode_id", "attempt", "step_id", "step", "call", "tool", "arguments", "loose", "kind", "effects"),
     "created_at",
 }
-"""The columns of a call that are known before it is made; the others hold its outcome."""
+"""The columns of a call that are written before it runs; the others hold its outcome."""
 
 RIGHTS_OF_TOOLS = {
     "alembic_version": ["SELECT"],
@@ -629,10 +632,10 @@ RIGHTS_OF_TOOLS = {
     ],
     "tool_sessions": ["SELECT", "INSERT", "UPDATE"],
 }
-"""Table -> the rights of `agentrl_tools`: no more than a tools worker needs, since it runs what a model asks for."""
+"""Table -> the rights of `agentrl_tools`. They are the minimum for a tools worker, because it runs what a model requests."""
 
 FIXED_AGENT_COLUMNS = {*("id", "run", "episode_id", "attempt", "sends", "sent_ms", "created_at")}
-"""The columns of an agent's attempt that are not the agents worker's; the others hold its claim and its outcome."""
+"""The columns of an agent's attempt that an agents worker may not change; the others hold its claim and the outcome."""
 
 RIGHTS_OF_AGENTS = {
     "alembic_version": ["SELECT"],
@@ -647,4 +650,4 @@ RIGHTS_OF_AGENTS = {
         f"UPDATE ({', '.join(column.name for column in agent_attempts.c if column.name not in FIXED_AGENT_COLUMNS)})",
     ],
 }
-"""Table -> the rights of `agentrl_agents`: no more than an agents worker needs, and no task's reference."""
+"""Table -> the rights of `agentrl_agents`. They are the minimum for an agents worker, without the tasks' references."""

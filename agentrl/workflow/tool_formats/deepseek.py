@@ -1,8 +1,10 @@
 """deepseek: all calls between marks, each with its arguments in a code fence of JSON. For DeepSeek V3, R1 and its distillates.
 
-A call is `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a line break, the fence and `<｜tool▁call▁end｜>`. All calls stand
-between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`, which may be missing. The newer form is `deepseek_v31`. In a name
-`&`, `<` and `>` are escaped as in HTML.
+A call is `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a line break, the fence and `<｜tool▁call▁end｜>`.
+
+All calls are between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`; the latter may be missing.
+
+`deepseek_v31` is the newer form. In a name `&`, `<` and `>` are escaped as in HTML.
 """
 
 import re
@@ -25,9 +27,11 @@ def marked_format(
     """Return the format of a version of DeepSeek.
 
     Args:
-        before: the text of a call before its name; `between`: before its arguments; `after`: behind them.
+        before: the text of a call before its name.
+        between: the text between the name and the arguments.
+        after: the text after the arguments.
         gap: the text between two calls.
-        marks: the marks of such a template, beside those of all versions.
+        marks: the marks of such a template, in addition to those of all versions.
     """
     how = f"after {START} stand calls, {CALL}{before}NAME{between}{{...}}{after}{END_CALL}"
     opens_call = re.compile(rf"\s*+{CALL}\s*+{before}{_NAME}\s*+{between.strip()}\s*+")

@@ -1,7 +1,7 @@
 """function_gemma: `<start_function_call>call:NAME{key:<escape>text<escape>,other:1}<end_function_call>`. For FunctionGemma.
 
-Text stands between `<escape>` marks, or in quotes if it contains such a mark; numbers, lists, true, false and null are as in
-JSON. Keys that are no identifiers are written as text. `brace_format` makes the format of Gemma 4, which has other marks.
+Text is between `<escape>` marks, or in quotes if it contains such a mark. Numbers, lists, true, false and null are as in JSON.
+Keys that are not identifiers are written as text. `brace_format` makes the format of Gemma 4, which has other marks.
 """
 
 import re
@@ -18,10 +18,10 @@ _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def brace_format(name: str, start: str, end: str, quote: str, ends: tuple[str, ...]) -> ToolFormat:
-    """Return the format of a family that writes calls like this, between marks of its own.
+    """Return the format of a family that writes calls in this form between its own marks.
 
     Args:
-        quote: the mark on both sides of a text.
+        quote: the mark before and after a text.
         ends: special tokens that end a turn with calls.
     """
     how = f"a call is {start}call:NAME{{key:{quote}text{quote}}}{end}"

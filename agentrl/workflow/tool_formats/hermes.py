@@ -1,7 +1,7 @@
 """hermes: each call in tags, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. For Hermes, Qwen 2.5, Qwen 3.
 
-"parameters" count as the arguments if there are no "arguments". A last call without its closing tag still counts if its object
-is complete; else it is UNCLOSED.
+"parameters" are used as the arguments if there are no "arguments". A last call without its closing tag counts if its object is
+complete; otherwise its error is `UNCLOSED`.
 """
 
 import re

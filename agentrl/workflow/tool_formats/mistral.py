@@ -1,6 +1,6 @@
 """mistral: all calls in one list, `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`. For Mistral 7B v0.3 to Small 3.1.
 
-The newer form is `mistral_args`. `list_format` makes the formats of other families that write a list of JSON after a mark.
+`mistral_args` is the newer form. `list_format` makes the formats of other families that write a JSON list after a mark.
 """
 
 import re
@@ -17,13 +17,13 @@ _VALUE = re.compile(r"\s*+(?=[\[{])")
 def list_format(name: str, *starts: str, end: str = "", space: str = "", marks: tuple[str, ...] = ()) -> ToolFormat:
     """Return the format of a family that writes all calls of a turn in one JSON list after a mark.
 
-    One object may stand for a list of one. Its "parameters" are taken if there are no "arguments", and it may be the value of
-    "function" in another. Other keys, such as "id", are ignored.
+    A single object counts as a list of one. "parameters" are used if there are no "arguments". A call may be the value of
+    "function" in another object. Other keys, such as "id", are ignored.
 
     Args:
-        starts: the marks that calls may begin with. The first one is written; the others count only before a "[", because they
+        starts: the marks with which calls may begin. The first one is written. The others count only before a "[", because they
             mean something else in other families.
-        end: the mark behind the list, which may be missing.
+        end: the mark after the list, which may be missing.
         space: the text between mark and list.
         marks: the marks of such a template; empty: the first of `starts`.
     """
@@ -54,13 +54,13 @@ def list_format(name: str, *starts: str, end: str = "", space: str = "", marks: 
 
 
 def read_call_list(text: str, at: int, how: str) -> tuple[tuple[ToolCall, ...], int]:
-    """Return the calls of the JSON list, or of the one object, that begins there, and where it ends.
+    """Return the calls of the JSON list, or of the single object, that begins at `at`, and the index at which it ends.
 
     Args:
-        how: the message to the model about a value that is no list of calls.
+        how: the error message for the model if the value is not a list of calls.
 
     Raises:
-        Unreadable: it is no list of calls; then none is made.
+        Unreadable: the value is not a list of calls; then none is made.
     """
     value, end = scan_json(text, at)
     values = value if isinstance(value, list) else [value]
@@ -76,7 +76,7 @@ def _call(value: dict[str, Any], end: int) -> ToolCall:
 
 
 def skip_end(text: str, at: int, mark: str) -> int:
-    """Return the place behind the mark if only white space stands before it, else the place itself."""
+    """Return the index after the mark if only white space precedes it, else `at`."""
     match = re.compile(r"\s*+" + re.escape(mark)).match(text, at) if mark else None
     return match.end() if match else at
 

@@ -1,6 +1,6 @@
 """named: the tool's name in the tag, and its arguments as JSON inside: `<tool_call name="...">{...}</tool_call>`.
 
-Nothing inside means no arguments. In a name `"`, `&`, `<` and `>` are escaped as in HTML.
+An empty tag means no arguments. In a name `"`, `&`, `<` and `>` are escaped as in HTML.
 """
 
 import re

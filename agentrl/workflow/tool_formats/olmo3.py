@@ -1,6 +1,6 @@
 """olmo3: a line of Python for each call between tags, `<function_calls>name(arg=1)</function_calls>`. For OLMo 3.
 
-The lines are read as `pythonic` reads the calls of its list. `line_format` makes the formats of other families that write such
+The lines are parsed like the calls in `pythonic`'s list. `line_format` makes the formats of other families that write such
 lines. The closing tag may be missing at the end of a turn.
 """
 
@@ -14,9 +14,9 @@ from agentrl.workflow.trajectory import ToolCall
 
 
 def line_format(name: str, start: str, end: str, marks: tuple[str, ...]) -> ToolFormat:
-    """Return the format of a family that writes each call of a turn in a line of Python between two marks.
+    """Return the format of a family that writes each call of a turn as a line of Python between two marks.
 
-    A call may stand in `print(...)`.
+    A call may be inside of `print(...)`.
 
     Args:
         marks: the marks of such a template.

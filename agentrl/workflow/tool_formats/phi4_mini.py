@@ -1,6 +1,6 @@
 """phi4_mini: all calls in one list between marks, `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>`.
 
-For Phi-4-mini, which may also write `functools[...]`. Its template does not show calls, but it marks the tools.
+For Phi-4-mini, which may also write `functools[...]`. Its template does not render calls, but it marks the tools.
 """
 
 from agentrl.workflow.tool_formats.mistral import list_format

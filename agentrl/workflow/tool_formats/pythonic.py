@@ -1,10 +1,10 @@
 """pythonic: a turn that is a list of calls in Python, `[name(arg=1), other(text="...")]`. For Llama 3.2, 4, LFM2, ToolACE.
 
-Values are literals: text in any of Python's quotes, which may hold raw line breaks; numbers, True, False, None (JSON's words
-too), lists, tuples and dicts; `**{"any key": 1}` passes keys that are no identifiers. Nothing is evaluated. Between
-`<|python_start|>` and `<|python_end|>` (LFM2: `<|tool_call_start|>`, `<|tool_call_end|>`) the list may stand anywhere.
+Values are literals: text in any of Python's quotes, which may contain raw line breaks; numbers, True, False, None (JSON's words
+too), lists, tuples and dicts. `**{"any key": 1}` passes keys that are not identifiers. Nothing is evaluated. Between
+`<|python_start|>` and `<|python_end|>` (LFM2: `<|tool_call_start|>`, `<|tool_call_end|>`) the list may be anywhere in the turn.
 
-`olmo3`, `gemma` and `lfm2` read such calls with `CallReader` too, and `function_gemma` reads its own with it.
+`olmo3`, `gemma` and `lfm2` parse such calls with `CallReader` too, and `function_gemma` parses its own form with it.
 """
 
 import re
@@ -46,17 +46,17 @@ _HOW = "calls are a list, [name(arg=1), ...]"
 
 @cache
 def _token(quote: str) -> re.Pattern[str]:
-    """Return the pattern of a token; text may also stand between two of these marks, if there is one."""
+    """Return the pattern of a token. If `quote` is not empty, a text may also be between two of these marks."""
     marked = f"{re.escape(quote)}(?P<plain>.*?){re.escape(quote)}|" if quote else "(?P<plain>(?!))|"
     return re.compile(_TOKENS.replace("MARKED", marked), re.DOTALL | re.VERBOSE)
 
 
 class CallReader:
-    """A reader of tokens, one after another; `at` is the end of the last one.
+    """A parser of calls that reads one token after another. `at` is the end of the last token.
 
     Args:
-        how: the message to the model about text that is no call.
-        quote: a mark that stands on both sides of a text; then keys need no quotes.
+        how: the error message for the model about text that is not a call.
+        quote: a mark before and after a text; if it is set, keys need no quotes.
     """
 
     def __init__(self, text: str, at: int, how: str = _HOW, quote: str = "") -> None:
@@ -68,7 +68,7 @@ class CallReader:
         self.advance()
 
     def advance(self) -> None:
-        """Go on to the next token."""
+        """Move to the next token."""
         self.at = self.next.end() if self.next else self.at
         self.next = _token(self.quote).match(self.text, self.at)
 
@@ -77,19 +77,19 @@ class CallReader:
         return (self.next["sign"] or "") if self.next else ""
 
     def take(self, sign: str) -> bool:
-        """Skip that sign if it is next; whether it was."""
+        """Skip the sign if it is the next token. Return True if it was."""
         if self.sign() != sign:
             return False
         self.advance()
         return True
 
     def need(self, sign: str) -> None:
-        """Read that sign, which must be next."""
+        """Skip the sign. Raise an exception if it is not the next token."""
         if not self.take(sign):
             raise self.wrong()
 
     def name(self) -> str:
-        """Read a name, which must be next."""
+        """Read a name. Raise an exception if it is not the next token."""
         name = self.next["name"] if self.next else None
         if not name:
             raise self.wrong()
@@ -104,7 +104,7 @@ class CallReader:
         return Unreadable(why or f"{self.how}; it cannot be read from {near!r} on", self.next.end() if self.next else self.at)
 
     def _breaks_off(self) -> bool:
-        """Whether the text ends within what follows."""
+        """Return True if the text ends within the next token."""
         space = _SPACE.match(self.text, self.at)
         at = space.end() if space else self.at
         marked = bool(self.quote) and self.quote.startswith(self.text[at : at + len(self.quote)])
@@ -128,7 +128,7 @@ class CallReader:
         return self.checked(name, arguments)
 
     def braced_call(self) -> ToolCall:
-        """Reads `call:NAME{...}`."""
+        """Read `call:NAME{...}`."""
         if self.name() != "call":
             raise self.wrong()
         self.need(":")
@@ -137,7 +137,7 @@ class CallReader:
         return self.checked(name, self._pairs(2))
 
     def printed_call(self) -> ToolCall:
-        """Read a call, which may stand in `print(...)`."""
+        """Read a call, which may be inside of `print(...)`."""
         if _PRINTED.match(self.text, self.at) is None:
             return self.call()
         for _ in range(2):
@@ -147,7 +147,7 @@ class CallReader:
         return call
 
     def checked(self, name: str, arguments: dict[str, Any]) -> ToolCall:
-        """Return the call, whose text ends here; its arguments are within the limits."""
+        """Return the call, after a check that its arguments are within the limits. Its text ends at `at`."""
         try:
             why = describe_json_error(arguments)
         except ValueError as error:
@@ -239,10 +239,10 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 
 def read_list(text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
-    """Return the calls of the list that begins there, and where it ends.
+    """Return the calls of the list that begins at `at`, and the index at which it ends.
 
     Raises:
-        Unreadable: one of them cannot be read; then none is made.
+        Unreadable: one of the calls cannot be parsed; then none is made.
     """
     reader = CallReader(text, at + 1)
     calls: list[ToolCall] = []
@@ -255,7 +255,7 @@ def read_list(text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
 
 
 def check_length(calls: tuple[ToolCall, ...], at: int, end: int) -> tuple[tuple[ToolCall, ...], int]:
-    """Return the calls and where their text ends.
+    """Return the calls and the index at which their text ends.
 
     Raises:
         Unreadable: the text is longer than a call may be.
@@ -271,12 +271,12 @@ def _write(content: str, calls: Sequence[ToolCall], tools: Sequence[Schema]) -> 
 
 
 def spell_list(calls: Sequence[ToolCall]) -> str:
-    """Return the calls as a list in Python."""
+    """Return the calls as a Python list."""
     return f"[{', '.join(map(spell_call, calls))}]"
 
 
 def spell_call(call: ToolCall) -> str:
-    """Return the call in Python."""
+    """Return the call as Python source."""
     return f"{call.name}({_arguments(call)})"
 
 

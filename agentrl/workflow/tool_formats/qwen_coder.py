@@ -1,8 +1,9 @@
 """qwen_coder: a tag for each argument, `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-For Qwen3-Coder. A value is plain text if the tool's schema says so, else JSON if it parses, else text. Text that would be read
-back as something else is written in JSON's quotes. Line breaks next to the tags do not belong to the value. The outer tags may
-be missing, and so may a `</parameter>`: the value then ends where the next line opens a parameter or the call is closed.
+For Qwen3-Coder. A value is plain text if the tool's schema says so. Otherwise it is JSON if it parses, else text. A text that
+would be parsed as another value is written in JSON's quotes. Line breaks next to the tags do not belong to the value. The outer
+tags may be missing. A `</parameter>` may be missing too: the value then ends before a line that opens a parameter, or before
+the end of the call.
 """
 
 import re
@@ -37,7 +38,7 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list:
 _HOW = "a call is <tool_call><function=NAME>, a <parameter=KEY>VALUE</parameter> for each argument, </function></tool_call>"
 
 Kinds = frozenset[str]
-"""The JSON types that a value may have by its schema; empty: not known."""
+"""The JSON types that a value may have by its schema; empty if they are unknown."""
 
 
 def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
@@ -65,22 +66,22 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 
 def _explain_wrong(text: str, at: int, read: int) -> Unreadable:
-    """The error for a call that continues like this."""
+    """Return the error for a call that continues with the text at `at`."""
     if _BEGUN_CALL.match(text, at) or nothing_after(text, at):
         return Unreadable(UNFINISHED, len(text))
     return Unreadable(_HOW, skip_mark(text, read, END_CALL))
 
 
 def _stands_alone(text: str) -> bool:
-    """Whether nothing in a text between tags would end the value early."""
+    """Return True if a text between tags does not end the value early."""
     return _ENDS_VALUE.search(f"\n{text}\n") is None
 
 
 def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -> ToolCall:
-    """Return the call that stands from `at` to `end`, for `glm` too.
+    """Return the call whose text is from `at` to `end`. `glm` uses it too.
 
     Raises:
-        Unreadable: it is longer, or its arguments are larger, than the limits.
+        Unreadable: the text or the arguments exceed the limits.
     """
     try:
         why = TOO_LONG if end - at > MAX_CHARACTERS else describe_json_error(arguments)
@@ -92,15 +93,15 @@ def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -
 
 
 def read_value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool], end: int) -> Any:
-    """Return the value of a text between tags, for `glm` too.
+    """Return the value of a text between tags. `glm` uses it too.
 
     Args:
-        kinds: the JSON types that it may have.
-        stands_alone: whether a text may stand between these tags without quotes.
-        end: where reading goes on if the value cannot be accepted.
+        kinds: the JSON types that the value may have.
+        stands_alone: a function that returns True for a text that needs no quotes between these tags.
+        end: the index at which parsing continues if the value is refused.
 
     Raises:
-        Unreadable: the value is JSON beyond the limits.
+        Unreadable: the value is JSON that exceeds the limits.
     """
     value = _value(text, kinds, stands_alone)
     if isinstance(value, Unreadable):
@@ -109,7 +110,7 @@ def read_value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool], end
 
 
 def _value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> Any:
-    """The value of a text between the tags; the error for JSON beyond the limits."""
+    """Return the value of a text between the tags; for JSON that exceeds the limits, the error."""
     try:
         value, why = (_CONSTANTS[text], "") if text in _CONSTANTS else decode_json(text)
     except ValueError:
@@ -123,12 +124,12 @@ def _value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> Any:
 
 
 def _is_plain(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> bool:
-    """Whether the text can stand between the tags without quotes."""
+    """Return True if the text needs no quotes between the tags."""
     return stands_alone(text) and "\0" not in text and _value(text, kinds, stands_alone) == text
 
 
 def spell_value(value: Any, kinds: Kinds, stands_alone: Callable[[str], bool], tags: Sequence[str]) -> str:
-    """Return the text between tags that reads back as the value; `tags` are the closing tags that it must not contain."""
+    """Return the text between tags that parses back to the value. It contains none of the closing `tags`."""
     if isinstance(value, str) and _is_plain(value, kinds, stands_alone):
         return value
     quoted = dump_json(value)
@@ -138,7 +139,7 @@ def spell_value(value: Any, kinds: Kinds, stands_alone: Callable[[str], bool], t
 
 
 def argument_kinds(name: str, tools: Sequence[Schema]) -> Mapping[str, Kinds]:
-    """Return the JSON types of those of a tool's arguments whose schema gives them."""
+    """Return the JSON types of a tool's arguments by name, for those whose schema has types."""
     kinds: dict[str, Kinds] = {}
     for tool in tools:
         function = tool.get("function")

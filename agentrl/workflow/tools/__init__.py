@@ -1,8 +1,9 @@
 """Tools: each file here is a tool, a typed function with a docstring that the model may call. See `Tool`.
 
-A resource that is costly to set up (an index, a connection) is made once per process: keep it in a `runtime.lazy.Once` that the
-function uses, and pass that as the tool's `opens`. A tool that needs a parameter (a folder, a database) is made by a function
-of its file, `search_in(folder)`, and put into an env as an object; under its plain name it reads the machine's settings.
+A resource that is costly to set up (an index, a connection) is made once per process: keep it in a
+`runtime.once_per_process.Once` that the function uses, and pass that as the tool's `opens`. For a tool with a parameter (a
+folder, a database), call a function of its file, such as `search_in(folder)`, and put the returned tool into an env. Under its
+plain name the tool reads the machine's settings.
 """
 
 import inspect
@@ -29,9 +30,9 @@ Effects = Literal["none", "repeatable", "once"]
 
 SHOWN_PROBLEMS = 5
 NAMES = re.compile(r"[A-Za-z0-9_./-]{1,128}")
-"""Tool names that a model can write and a call's row can hold."""
+"""The pattern of tool names that a model can write and the row of a call can store."""
 MAX_TOLD = 65536
-"""The most bytes of a tool's description and parameters, which stand at the beginning of every prompt."""
+"""The maximum size of a tool's description and parameters, in bytes. They are part of every prompt."""
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
 
@@ -39,19 +40,19 @@ _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspec
 class Tool:
     """A typed function that the model may call; the model sees its signature and docstring.
 
-    A parameter's type is any that pydantic knows (`Literal["a", "b"]`, `list[int]`, a model); `Annotated[int, Field(ge=1,
-    description="...")]` narrows and explains it.
+    A parameter may have any type that pydantic supports (`Literal["a", "b"]`, `list[int]`, a model). `Annotated[int,
+    Field(ge=1, description="...")]` restricts and describes it.
 
     Args:
-        function: returns what the model reads, as text (see `answer`); raises ToolFailure for a mistake of the model's, and
-            InfraError for a failure of the system's, after which the call is sent again.
+        function: returns what the model reads, as text (see `answer`). It raises ToolFailure for a mistake of the model, and
+            InfraError for a system failure, after which the call is sent again.
         effects: `none` (pure), `repeatable` (may run twice), `once` (a call that was started is never run again).
-        timeout_seconds: how long one call may take.
-        max_characters: the longest text that the model reads; the rest is cut off, with a note that it was.
-        memory_mb: megabytes that a sandboxed call may take; None: the sandbox's own limit. A tool that runs in the worker
+        timeout_seconds: the time limit of a call, in seconds.
+        max_characters: the maximum length of the text that the model reads; longer text is cut, with a note.
+        memory_mb: the memory limit of a sandboxed call, in MB; None for the sandbox's own limit. A tool that runs in the worker
             itself has no such limit.
-        needs: called when a run is submitted; raises ConfigError where the machine lacks what the tool needs.
-        opens: makes a lasting resource (a `Once`); called before the time of a call begins to count.
+        needs: called when a run is submitted; raises ConfigError if the machine lacks what the tool needs.
+        opens: makes a long-lived resource (a `Once`); called before the time limit of a call starts.
         variables: the environment variables that the tool reads. If a tools worker has other values than the command that
             submits a run, the command says so.
     """
@@ -67,12 +68,12 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """The name the model writes."""
+        """The name that the model writes."""
         return self.function.__name__
 
     @property
     def title(self) -> str:
-        """The name of the tool in error messages."""
+        """The tool's name for error messages."""
         return f"The tool {self.name!r:.80}"
 
     @cached_property
@@ -81,7 +82,7 @@ class Tool:
 
     @cached_property
     def _arguments(self) -> Any:
-        """A pydantic model of the arguments; its fields are numbered, since a parameter may have any name."""
+        """The pydantic model of the arguments. Its fields are numbered, because a parameter may have any name."""
         fields: dict[str, Any] = {}
         try:
             for number, parameter in enumerate(inspect.signature(self.function, eval_str=True).parameters.values()):
@@ -100,7 +101,7 @@ class Tool:
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """The function's JSON schema, in the form that chat templates take."""
+        """The function's JSON schema, in the format of chat templates."""
         parameters = self._arguments.model_json_schema()
         parameters.pop("title", None)
         for parameter in parameters.get("properties", {}).values():
@@ -109,26 +110,27 @@ class Tool:
         return function_schema(self.name, description, parameters)
 
     def described(self, text: str) -> Self:
-        """The same tool with another description, which is all that a model reads of what it does."""
+        """Return the same tool with another description, which is what a model reads about it."""
         tool = copy(self)
         spec = self.schema["function"]
         vars(tool)["schema"] = function_schema(self.name, text, spec["parameters"])
         return tool
 
     def check_name(self) -> None:
-        """Checks that a model can write the tool's name and that a call's row can hold it.
+        """Check that a model can write the tool's name and that the row of a call can store it.
 
         Raises:
-            ConfigError: the name does not fit.
+            ConfigError: the name is invalid.
         """
         if not NAMES.fullmatch(self.name):
             raise ConfigError(f"{self.title} has an invalid name.", "Use up to 128 ASCII letters, digits and _ . / -")
 
     def check(self) -> None:
-        """Checks that the tool can be offered on this machine.
+        """Check that the tool can be offered on this machine.
 
         Raises:
-            ConfigError: its types have no JSON schema, its description is too long, or this machine lacks what it needs.
+            ConfigError: its types have no JSON schema, its description is missing or too long, or this machine lacks what it
+                needs.
         """
         self.check_name()
         self._check_size()
@@ -154,27 +156,27 @@ class Tool:
             )
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """Runs the tool.
+        """Run the tool; return its text, cut to `max_characters`.
 
         Raises:
-            ToolFailure: arguments of the wrong names or types, or the tool's own refusal.
-            InfraError: the system failed the tool.
+            ToolFailure: the arguments have wrong names or types, or the tool refused the call.
+            InfraError: the system failed.
         """
         return clip(self.answer(arguments), self.max_characters)
 
     def run(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs the tool and returns its text with what else is known of the call.
+        """Run the tool; return its text as a result.
 
         Raises:
-            ToolFailure, InfraError: as `call`.
+            ToolFailure, InfraError: see `call`.
         """
         return ToolResult(self.call(arguments))
 
     def answer(self, arguments: Mapping[str, Any]) -> str:
-        """The function's return value as text, not yet cut: a dict, list or tuple as JSON, if that can hold it.
+        """Run the tool; return the function's value as text, not cut. A dict, list or tuple becomes JSON if possible.
 
         Raises:
-            ToolFailure, InfraError: as `call`.
+            ToolFailure, InfraError: see `call`.
         """
         value = self.returned(arguments)
         if isinstance(value, dict | list | tuple):
@@ -183,10 +185,10 @@ class Tool:
         return str(value)
 
     def returned(self, arguments: Mapping[str, Any]) -> object:
-        """The function's return value.
+        """Run the tool; return the function's value.
 
         Raises:
-            ToolFailure, InfraError: as `call`.
+            ToolFailure, InfraError: see `call`.
         """
         try:
             checked = self._arguments.model_validate(dict(arguments))
@@ -196,7 +198,7 @@ class Tool:
         return self.function(**values)
 
     def overdue(self) -> AgentRLError:
-        """The error of a call that took longer than its time: here the model's failure."""
+        """Return the error of a call that passed its time limit. For most tools it is the model's failure."""
         return ToolTimeout(f"{self.name} took longer than {self.timeout_seconds:g} s")
 
     @property
@@ -227,28 +229,30 @@ def _problems(error: ValidationError) -> str:
 
 
 def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool in the form that chat templates take. `parameters` is a JSON schema of an object."""
+    """Return a tool's schema in the format of chat templates. `parameters` is a JSON schema of an object."""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": dict(parameters)}}
 
 
 def clip(text: str, limit: int) -> str:
-    """Cuts the text to `limit` characters, and notes how many were cut off."""
+    """Cut the text to `limit` characters, and note how many were cut."""
     return text if len(text) <= limit else f"{text[:limit]}\n[cut: {len(text) - limit} more characters]"
 
 
 def failure(tool: Tool, error: BaseException) -> ToolResult:
-    """The result that the model reads of a call that raised: its own mistake, or a note that the tool failed."""
+    """Return the result that the model reads if a call raised: the model's own mistake, or a note that the tool failed."""
     if isinstance(error, ToolFailure):
         return ToolResult(clip(str(error), tool.max_characters), error.error_class)
     return ToolResult(clip(f"{tool.name} failed: {type(error).__name__}: {error}", tool.max_characters), "tool_crash")
 
 
 def run_within(tool: Tool, run: Callable[[], ToolResult], seconds: float | None) -> ToolResult:
-    """What a call gives, in a thread of its own, so that one that never ends holds up nothing else; the model reads its errors.
+    """Run a call in a thread of its own, and return its result; errors become a result that the model reads.
+
+    The thread keeps a call that never ends from blocking anything else.
 
     Args:
-        run: calls the tool.
-        seconds: how long it may take; None: it has a limit of its own.
+        run: runs the tool.
+        seconds: the time limit, in seconds; None if the call has its own.
     """
     answer, began = Future[ToolResult](), time.monotonic()
 

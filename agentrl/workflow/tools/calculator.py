@@ -1,7 +1,7 @@
-"""calculator: exact arithmetic for the model. Integers and fractions, never floats, never `eval`.
+"""calculator: exact arithmetic for the model, with integers and fractions, without floats and `eval`.
 
-It reads numbers (commas between thousands allowed), `+ - * / // % **`, signs and parentheses. Everything is bounded before it
-is computed: the length of the text, the depth of nesting, and the size of every intermediate result.
+It accepts numbers (with commas between thousands), `+ - * / // % **`, signs and parentheses. Limits are checked before anything
+is computed: on the length of the text, the depth of nesting, and the size of every intermediate result.
 """
 
 import ast
@@ -28,12 +28,12 @@ Operation = Callable[[Fraction, Fraction], Fraction]
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, as text.
+    """Return the value of an arithmetic expression, as text.
 
-    Integers print as integers and terminating decimals exactly; other values are rounded to 10 significant digits.
+    Integers and terminating decimals are exact; other values are rounded to 10 significant digits.
 
     Raises:
-        ToolFailure: the text is no arithmetic, divides by zero, or is too long, too deep or too large.
+        ToolFailure: the text is not arithmetic, divides by zero, or is too long, too deep or too large.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ToolFailure(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are read")
@@ -115,7 +115,7 @@ def _print(value: Fraction) -> str:
 
 
 def _decimal_places(denominator: int) -> int | None:
-    """The number of digits after the point; None where they never end."""
+    """Return the number of digits after the decimal point; None if there is no end."""
     places = 0
     for prime in (2, 5):
         power = 0

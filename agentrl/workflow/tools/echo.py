@@ -1,4 +1,4 @@
-"""echo: returns its argument. The smallest tool there is, for trying out an env, a template or a stack of workers."""
+"""echo: returns its argument. The smallest tool, for trying out an env, a template or a set of workers."""
 
 from agentrl.workflow.tools import Tool
 

@@ -1,11 +1,11 @@
-"""python: runs a program in the sandbox and returns its output. Each call starts from nothing.
+"""python: runs a program in the sandbox and returns its output. Each call starts a new interpreter.
 
-The model reads the code's mistakes (an exception, too much time, memory or output) with the output until then. The limit on
-processor time is the model's; the limit on the clock is the system's. So a program that was kept from its core, or that the
-sandbox failed, gives no observation: its call is sent again.
+The model reads the code's failures (an exception, too much time, memory or output) with the output so far. The limit on
+processor time is the model's, and the wall-clock limit is the system's. If a program waited too long for a core, or if the
+sandbox failed, there is no observation, and the call is sent again.
 
-The process has one sandbox, of the kind that the machine's settings name (`AGENTRL_SANDBOX`). Where none works, a run that
-offers this tool is refused, and the message says what to install.
+The process has one sandbox, of the kind that the machine's settings name (`AGENTRL_SANDBOX`). If none works, a run that offers
+this tool is refused, and the message says what to install.
 """
 
 from collections.abc import Mapping
@@ -28,12 +28,12 @@ OUTPUT_BYTES = 64 * 1024
 CALL_SECONDS = 60.0
 LEFT_RUNNING_TEXT = "[ended: processes and threads that were left running; they do not outlast their cell]"
 SANDBOX = ("AGENTRL_SANDBOX", "AGENTRL_SANDBOX_PYTHON", "AGENTRL_SANDBOX_IMAGE")
-"""The environment variables that choose the sandbox."""
+"""The environment variables that select the sandbox."""
 
 
 @Once
 def sandbox() -> Sandbox:
-    """The process's sandbox."""
+    """Return the process's sandbox, selected at the first call."""
     return find_sandbox(settings())
 
 
@@ -42,9 +42,9 @@ class CodeTool(Tool):
     """A tool whose function returns a program, which runs in the sandbox.
 
     Args:
-        cpu_seconds: processor time that one call may use. `timeout_seconds` is not the model's limit: a call that passes it
-            met a machine that was too busy.
-        keeps: run the programs of an episode as cells of one session: names last from one call to the next.
+        cpu_seconds: the processor time of one call, in seconds. `timeout_seconds` is not the model's limit: a call passes it
+            only if the machine is too busy.
+        keeps: True to run the programs of an episode as cells of one session, which keeps names from one call to the next.
     """
 
     cpu_seconds: float = CPU_SECONDS
@@ -56,21 +56,21 @@ class CodeTool(Tool):
         return Limits(self.cpu_seconds, memory_bytes=(self.memory_mb or MEMORY_MB) * MIB, output_bytes=OUTPUT_BYTES)
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """Runs the program.
+        """Run the program; return what the model reads.
 
         Raises:
-            ToolFailure: arguments of wrong names or types, or a program that failed.
-            InfraError: the system failed the program.
+            ToolFailure: the arguments have wrong names or types, or the program failed.
+            InfraError: the system failed.
             ConfigError: the tool needs a session, and there is none here.
         """
         return self._observation(self._run_program(arguments))
 
     def run(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """See `Tool.run`; a program that failed is a result too."""
+        """See `Tool.run`. The failure of a program is a result too."""
         return self._tool_result(self._run_program(arguments))
 
     def open(self) -> Session:
-        """Opens a session in the process's sandbox, with this tool's limits.
+        """Open a session in the process's sandbox, with this tool's limits.
 
         Raises:
             InfraError: the session did not start.
@@ -78,11 +78,11 @@ class CodeTool(Tool):
         return sandbox().session(self.limits)
 
     def cell(self, session: Session, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs the program as a session's next cell.
+        """Run the program as the session's next cell.
 
         Raises:
-            ToolFailure: arguments of wrong names or types; they never reach the session.
-            InfraError: the system failed the cell.
+            ToolFailure: the arguments have wrong names or types; nothing was sent to the session.
+            InfraError: the system failed.
         """
         return self._tool_result(session.run(self._program(arguments)))
 
@@ -111,21 +111,21 @@ class CodeTool(Tool):
         return replace(tool_result, cpu_seconds=result.cpu_seconds, exit=seen)
 
     def overdue(self) -> AgentRLError:
-        """See `Tool.overdue`; here the system's failure."""
+        """See `Tool.overdue`. Here it is a system failure."""
         return InfraError(f"{self.name} was not served within {self.timeout_seconds:g} s.")
 
 
 class Notebook:
-    """The sessions of a conversation that runs in this process without workers: one for each tool that keeps one."""
+    """The sessions of a conversation in this process, without workers: one for each tool that keeps a session."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
 
     def run(self, tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs the tool and returns its result; a mistake of the model's is a result too.
+        """Run the tool and return its result; a mistake of the model is a result too.
 
         Raises:
-            InfraError: the system failed it.
+            InfraError: the system failed.
         """
         try:
             return tool.cell(self._session(tool), arguments) if keeps_session(tool) else tool.run(arguments)
@@ -144,26 +144,25 @@ class Notebook:
 
     @property
     def alive(self) -> bool:
-        """Whether all interpreters, and so the names in them, are still there."""
+        """True if all interpreters, and so the names in them, still exist."""
         return all(session.alive for session in self._sessions.values())
 
     def close(self) -> None:
-        """Ends the sessions."""
         for session in self._sessions.values():
             session.close()
 
 
 def keeps_session(tool: object) -> TypeGuard[CodeTool]:
-    """Whether the tool's calls are cells of a session that lasts the episode."""
+    """Return whether the tool's calls are cells of a session that lasts for the episode."""
     return isinstance(tool, CodeTool) and tool.keeps
 
 
 def observation(result: CodeResult, limits: Limits) -> str:
-    """The text that the model reads of a program that succeeded.
+    """Return the text that the model reads of a program that succeeded.
 
     Raises:
-        CodeFailure: it failed; the error holds its output and the reason why it was ended.
-        InfraError: the system failed the program.
+        CodeFailure: the program failed; the error has its output and the reason that it was killed.
+        InfraError: the system failed.
     """
     if system_failed(result):
         raise InfraError(f"The sandbox ({result.kind}) failed a program: {result.status}: {result.output[:300]}")
@@ -178,12 +177,12 @@ def observation(result: CodeResult, limits: Limits) -> str:
 
 
 def system_failed(result: CodeResult) -> bool:
-    """Whether the result says nothing about the code: the sandbox failed, or the machine was too busy."""
+    """Return whether the result says nothing about the code, because the sandbox failed or the machine was too busy."""
     return result.status in ("sandbox_fault", "starved")
 
 
 def reasons(limits: Limits) -> dict[str, str]:
-    """Status -> the reason that the model reads; where a traceback explains the end, none is needed."""
+    """Return the reason that the model reads for each status; a status that a traceback explains has none."""
     return {
         "timeout_cpu": f"[stopped: it used up its {limits.cpu_seconds:g} s of processor time]",
         "timeout_wall": "[stopped: it slept or waited for too long]",

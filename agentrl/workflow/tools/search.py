@@ -1,11 +1,11 @@
-"""search: finds the passages of a collection of texts that fit a query best, by BM25 (SQLite's FTS5).
+"""search: finds the passages of a text collection that match a query best, by BM25 (SQLite's FTS5).
 
-The collection is a folder of text files (.txt, .md, .markdown, .rst, with all its sub-folders), a .jsonl file (one object per
-line with `text` or `contents`, and optionally `title`), or an http:// URL: a server that answers a POST of
+The collection is a folder of text files (.txt, .md, .markdown, .rst, with all sub-folders), or a .jsonl file (one object per
+line with `text` or `contents`, and optionally `title`). It may also be the http:// URL of a server that answers a POST of
 `{"query": ..., "k": ...}` with `{"results": [{"title": ..., "text": ...}, ...]}`.
 
-By its plain name the tool searches the collection that AGENTRL_SEARCH names; `search_in(...)` makes a tool for an env's own
-collection. The index is made once per process, at the first call, in a temporary file that SQLite removes by itself.
+Under its plain name the tool searches the collection in AGENTRL_SEARCH; `search_in(...)` creates a tool for an env's own
+collection. The index is built once per process, at the first call, in a temporary file that SQLite removes itself.
 """
 
 import json
@@ -28,7 +28,7 @@ from agentrl.workflow.tools import Tool
 
 SUFFIXES = {".txt", ".md", ".markdown", ".rst"}
 PASSAGE = 1000
-"""The most characters of a passage: paragraphs are joined up to this length, and longer ones are cut."""
+"""The maximum length of a passage, in characters. Paragraphs are joined up to this length, and longer ones are cut."""
 
 MAX_WORDS = 64
 MAX_CHARACTERS = 8000
@@ -39,18 +39,18 @@ HINT = "Set AGENTRL_SEARCH to a folder of texts, a .jsonl file or an http:// URL
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of a text, and the title of that text."""
+    """A piece of a text, with the text's title."""
 
     title: str
     text: str
 
 
 Search = Callable[[str, int], Sequence[Passage]]
-"""(query, k) -> the k best passages, best first."""
+"""A function (query, k) -> the k best passages, best first."""
 
 
 def search_in(collection: str | Path | Callable[[], Iterable[Passage]]) -> Tool:
-    """Makes the tool for a folder, a .jsonl file, a URL, or the passages that a function gives."""
+    """Create the tool for a folder, a .jsonl file, a URL, or the passages that a function returns."""
     return _tool(lambda: collection)
 
 
@@ -75,10 +75,10 @@ def _tool(locate: Callable[[], str | Path | Callable[[], Iterable[Passage]]], va
 
 
 def check(collection: str | Path | Callable[[], Iterable[Passage]]) -> None:
-    """Checks that the collection exists.
+    """Check that the collection exists.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not exist, or is a file of another kind.
     """
     if callable(collection) or is_url(str(collection)):
         return
@@ -91,7 +91,7 @@ def check(collection: str | Path | Callable[[], Iterable[Passage]]) -> None:
 
 
 def open_search(collection: str | Path | Callable[[], Iterable[Passage]]) -> Search:
-    """Opens the collection for search; an index, where one is needed, is made now.
+    """Open the collection for search; build its index if it needs one.
 
     Raises:
         ConfigError: the collection does not exist or is empty.
@@ -109,7 +109,7 @@ def open_search(collection: str | Path | Callable[[], Iterable[Passage]]) -> Sea
 
 
 def index(passages: Iterable[Passage]) -> Search:
-    """Indexes the passages for search by BM25; a word of the title counts twice, and ties keep the passages' order.
+    """Index the passages for search by BM25. A word of the title counts twice, and equal passages keep their order.
 
     Raises:
         ConfigError: there is no passage.
@@ -174,7 +174,7 @@ def _document(file: Path, number: int, line: str) -> tuple[str, str]:
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Cuts the text into passages of at most PASSAGE characters, between paragraphs where possible."""
+    """Yield the text in passages of at most PASSAGE characters, cut between paragraphs if possible."""
     piece = ""
     for paragraph in re.split(r"\n\s*\n", text):
         paragraph = paragraph.strip()
@@ -212,10 +212,10 @@ def _search_server(url: str, query: str, k: int) -> list[Passage]:
 
 
 async def _post(url: str, request: dict[str, Any]) -> tuple[int, bytes]:
-    """Asks the server; the answer's status and body, read only up to the size limit.
+    """Send a request to the server; return the response's status and body.
 
     Raises:
-        ServiceError: the body is longer.
+        ServiceError: the body exceeds the size limit.
     """
     body = bytearray()
     headers = {"Accept-Encoding": "identity"}  # so that nothing decompresses to any size

@@ -1,6 +1,6 @@
 """sql: runs one SELECT on a database that the model can only read; an empty query lists the tables.
 
-By its plain name the tool reads the database that AGENTRL_SQL_DATABASE names; `sql_over(...)` makes a tool for an env's own
+Under its plain name the tool reads the database in AGENTRL_SQL_DATABASE; `sql_over(...)` creates a tool for an env's own
 database. See `sql.databases` for the names of databases.
 """
 
@@ -23,7 +23,7 @@ CREATE = re.compile(r"\s*CREATE\s", re.IGNORECASE)
 
 
 def sql_over(database: str | Path) -> Tool:
-    """Makes the tool for a SQLite file, a .sql script or a Postgres database."""
+    """Create the tool for a SQLite file, a .sql script or a Postgres database."""
     return _tool(lambda: str(database))
 
 
@@ -39,7 +39,7 @@ def _tool(locate: Callable[[], str], variables: tuple[str, ...] = ()) -> Tool:
 
 
 def format_rows(table: Table) -> str:
-    """The rows as text, one line each: `a | b`."""
+    """Return the rows as text, one line each: `a | b`."""
     columns, rows = table
     lines = [" | ".join(map(_cell, row)) for row in (columns, *rows[:MAX_ROWS])]
     more = (

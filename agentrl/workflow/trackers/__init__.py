@@ -1,7 +1,7 @@
-"""Trackers: pages and files outside of agentrl that plot the metrics of runs. Each file here is one; see `Tracker`.
+"""Trackers: services and files outside of agentrl that plot the metrics of runs. Each file here is one; see `Tracker`.
 
-A tracker is written in a process of its own, from the database's rows. Its package is imported when a session is opened, so
-that nobody else pays for the import.
+A separate process writes a run to a tracker, from the rows of the database. The tracker's package is imported when a session is
+opened, so other processes never import it.
 """
 
 import math
@@ -17,21 +17,22 @@ from agentrl.workflow.config import flatten
 ITERATION = "iteration"
 EVALUATION = "eval/version"
 PROJECT = "agentrl"
-"""The project or experiment that runs belong to, unless a tracker's own environment variable names another."""
+"""The project or experiment of the runs, unless the tracker's own environment variable names another."""
 SAMPLES = "rollout/samples"
-"""The name of the texts of sampled episodes."""
+"""The name under which texts of sampled episodes are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """A run as its trackers show it.
+    """A run in the form that trackers receive.
 
     Args:
-        key: no other run has it, in any store.
-        config: dotted key -> value, as `masked_config` makes it.
-        tags: words by which the run is found.
-        page: address of the run in the page of `agentrl ui`.
-        folder: where a tracker without a server keeps its files.
+        key: an identifier that no other run has, in any store.
+        name: the run's name.
+        config: the values by dotted key, from `masked_config`.
+        tags: tags by which the run can be found.
+        page: the URL of the run on the page of `agentrl ui`.
+        folder: the folder for the files of a tracker without a server.
     """
 
     key: str
@@ -44,13 +45,13 @@ class TrackedRun:
 
 @dataclass(frozen=True, slots=True)
 class TrackedStep:
-    """The metrics of an iteration, or of an evaluation. A tracker writes all of them or none.
+    """The metrics of an iteration or of an evaluation. A tracker writes all of them or none.
 
     Args:
-        series: ITERATION or EVALUATION: the metric that numbers these steps; they are written in increasing order.
+        series: ITERATION or EVALUATION: the metric that numbers these steps. Steps are written in increasing order.
         number: the iteration from 1, or the policy version from 0.
-        at: when it ended.
-        metrics: finite numbers by name, without the one that is called like the series.
+        at: the time at which it ended.
+        metrics: finite numbers by name, without the metric named by `series`.
         text: sampled episodes as Markdown; empty: none.
     """
 
@@ -62,7 +63,7 @@ class TrackedStep:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """All metrics, the one that is called like the series included."""
+        """All metrics, including the one named by `series`."""
         return {**self.metrics, self.series: float(self.number)}
 
 
@@ -71,20 +72,20 @@ class TrackerSession(Protocol):
 
     Attributes:
         handle: the tracker's own id of the run, with which a later session continues it.
-        url: where a person sees the run; for files, the command that shows them.
+        url: the URL of the run; for files, the command that shows them.
     """
 
     handle: str
     url: str
 
     def last_numbers(self) -> Mapping[str, int]:
-        """Return the number of the last step that the tracker has, by series; a series without a step is left out."""
+        """Return the number of the last step that the tracker has, by series. A series without a step is left out."""
 
     def log(self, step: TrackedStep) -> None:
         """Write a step."""
 
     def finish(self, status: str) -> None:
-        """Write everything that is buffered, and close the session; `status` is the run's."""
+        """Write everything that is buffered, and close the session. `status` is the run's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Tracker:
 
     Args:
         package: the module that it imports, which is also the extra that installs it.
-        open: opens a session on a run. The second argument is the handle of an earlier session; empty: none.
+        open: opens a session for a run. The second argument is the handle of an earlier session; empty: none.
     """
 
     package: str
@@ -101,7 +102,7 @@ class Tracker:
 
 
 TEXT_KEYS = ("resources", "served_tools", "model.chat_template")
-"""Keys of a config that hold prompts and descriptions: a tracker gets their lengths only."""
+"""Config keys with prompts and descriptions. A tracker gets only their lengths."""
 MASK = "***"
 _SECRETS = (
     (re.compile(r"(?<=://)[^/\s@]+(?=@)"), MASK),  # the user and password of a URL
@@ -118,21 +119,22 @@ _SECRETS = (
 )
 _SECRET_NAME = re.compile(r"(?i)token|secret|passw|key$|credential")
 MIN_SECRET_CHARS = 8
-"""Shorter values of environment variables are not searched for: they occur in harmless texts."""
+"""The fewest characters of a variable's value that is masked. Shorter values occur in harmless texts."""
 
 
 def masked_config(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the dotted keys and values of a stored config, without secrets and prompts.
+    """Return the values of a stored config by dotted key, without secrets and prompts.
 
     Args:
-        environ: variables of this process; the values of those that are named like secrets are masked wherever they occur.
+        config: the stored config.
+        environ: this process's environment variables. The values of variables with names of secrets are masked everywhere.
     """
     secrets, values = _secrets_of(environ), dict(flatten(config))
     return {key: _length(value) if key in TEXT_KEYS else _masked(value, secrets) for key, value in values.items()}
 
 
 def mask_text(text: str, environ: Mapping[str, str]) -> str:
-    """Return the text without secrets, as `masked_config` does it: a tracker's address or message may show its key."""
+    """Mask the secrets in the text, as `masked_config` does. A tracker's URL or message may contain its key."""
     return str(_masked(text, _secrets_of(environ)))
 
 
@@ -179,12 +181,12 @@ METRICS: Mapping[str, str] = {
         for name in ("seconds", "rollout_seconds", "update_seconds", "tokens_per_second", "peak_memory_bytes", "tflops", "mfu")
     },
 }
-"""Column of a run's curves -> name of its metric."""
+"""The name of the metric for each column of a run's curves."""
 EVAL_METRICS: Mapping[str, str] = {
     "mean_reward": "eval/reward", "low": "eval/reward_low", "high": "eval/reward_high", "accuracy": "eval/accuracy",
     "episodes": "eval/episodes", "errors": "eval/errors",
 }  # fmt: skip
-"""Column of an evaluation -> name of its metric; pass@k is `eval/pass_at_K`."""
+"""The name of the metric for each column of an evaluation; pass@k is `eval/pass_at_K`."""
 
 
 def iteration_metrics(row: Mapping[str, Any]) -> dict[str, float]:
@@ -204,5 +206,5 @@ def eval_metrics(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _finite(pairs: Any) -> Iterator[tuple[str, float]]:
-    """The pairs whose value is a finite number: not every tracker can store others."""
+    """Yield the pairs whose value is a finite number, because not every tracker can store others."""
     return ((name, float(value)) for name, value in pairs if isinstance(value, int | float) and math.isfinite(value))

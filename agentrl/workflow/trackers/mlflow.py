@@ -1,4 +1,4 @@
-"""MLflow: a run of an experiment, on the server in `MLFLOW_TRACKING_URI`, else in a SQLite file in the data folder."""
+"""MLflow: a run of an experiment on the server in `MLFLOW_TRACKING_URI`, else in a SQLite file in the data folder."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,13 +8,15 @@ from typing import Any
 from agentrl.workflow.trackers import EVALUATION, ITERATION, PROJECT, SAMPLES, TrackedRun, TrackedStep, Tracker
 
 STATUS = {"done": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
-"""A run's status -> MLflow's; a paused run stays RUNNING there."""
+"""MLflow's status for each final status of a run. A paused run stays RUNNING there."""
 MAX_PARAM_CHARS = 6000
 PARAMS_PER_CALL = 100
 
 
 class _Session:
-    """A batch of metrics is one transaction. The same value, step and time twice is stored once."""
+    """A session in MLflow. A batch of metrics is one transaction; a repeated value with the same step and time is stored
+    once.
+    """
 
     def __init__(self, run: TrackedRun, handle: str) -> None:
         from mlflow import MlflowClient

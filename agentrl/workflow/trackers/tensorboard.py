@@ -8,7 +8,9 @@ from agentrl.workflow.trackers import EVALUATION, ITERATION, SAMPLES, TrackedRun
 
 
 class _Session:
-    """Each session appends a file of its own to the run's folder. A step is one event, which is written whole or cut off."""
+    """A session that adds a new event file to the run's folder. A step is one event, which is written completely or
+    truncated.
+    """
 
     def __init__(self, run: TrackedRun, handle: str) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -44,7 +46,7 @@ class _Session:
 
 
 def _text(tag: str, text: str) -> Any:
-    """A value that the text plugin shows as Markdown."""
+    """Return a summary value that TensorBoard's text plugin shows as Markdown."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto

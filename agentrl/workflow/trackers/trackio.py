@@ -11,7 +11,7 @@ REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
 class _Session:
-    """A thread of trackio's writes what is logged. What a killed session wrote is read from the database."""
+    """A session in Trackio, whose own thread writes the metrics. What a killed session wrote is read from its database."""
 
     def __init__(self, run: TrackedRun, handle: str) -> None:
         import trackio as package

@@ -1,4 +1,6 @@
-"""Weights & Biases: a run of the project in `WANDB_PROJECT`; with `WANDB_MODE=offline` files that `wandb sync` uploads."""
+"""Weights & Biases: a run of the project in `WANDB_PROJECT`. With `WANDB_MODE=offline` it writes files that `wandb sync`
+uploads.
+"""
 
 import json
 import os
@@ -11,7 +13,9 @@ from agentrl.workflow.trackers import EVALUATION, ITERATION, PROJECT, SAMPLES, T
 
 
 class _Session:
-    """W&B numbers a history's rows itself; the iteration is the x axis. What a killed session sent is asked of the server."""
+    """A session in W&B, which numbers the rows of its history itself; the iteration is the x axis. What a killed session sent
+    is read from the server, or from the offline files.
+    """
 
     def __init__(self, run: TrackedRun, handle: str) -> None:
         import wandb as package
@@ -55,7 +59,9 @@ def _escape(text: str) -> str:
 
 
 def _read_offline(folder: Path, handle: str) -> dict[str, float]:
-    """Return the last values of the run's offline files, by metric; their summaries are written at the end only."""
+    """Return the last values of the run's offline files, by metric. Summaries cannot be used, because they are only written at
+    the end.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     values: dict[str, float] = {}
@@ -71,7 +77,9 @@ def _read_offline(folder: Path, handle: str) -> dict[str, float]:
 
 
 def _read_chunks(content: bytes) -> Iterator[bytes]:
-    """The records of a `.wandb` file, which is a log of LevelDB behind a header of 7 bytes; a cut-off end is left out."""
+    """Yield the records of a `.wandb` file: a log in LevelDB's format after a header of 7 bytes. A truncated end is left
+    out.
+    """
     position, record = 7, b""
     for _ in count():
         block_end = (position // 32768 + 1) * 32768

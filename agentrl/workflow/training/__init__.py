@@ -1,1 +1,1 @@
-"""Learning: credit, losses, updates, trainers; imitation and preference apart from a run."""
+"""Training: advantages, losses, updates and trainers; supervised and preference training outside of a run."""

@@ -1,9 +1,9 @@
-"""Credit: how much better than expected each sampled token was. Pure functions of tensors; no model, no episode, no row.
+"""Advantages: how much better than expected each sampled token was. Pure functions of tensors; no model, episode or row.
 
-Credit sees the tokens that the policy sampled and that train, one after another, and nothing between them: what a tool said is
-not there, so that values, returns and advantages are carried over it by themselves. (verl's REINFORCE++ multiplies the running
-return by the mask, which loses a terminal reward at the first tool block that it meets; here it comes through.) They are not
-carried from one chain to another (`workflow.chains`): what comes after a chain's end is in its last token's reward.
+These functions receive only the sampled tokens that train, one after another, without the tokens between them. So values,
+returns and advantages pass over the text of tools. (verl's REINFORCE++ multiplies the running return by the mask, so a terminal
+reward is lost at the first tool text before it.) They do not pass from one chain to another (`workflow.token_chains`): rewards
+after a chain's end are part of its last token's reward.
 """
 
 import math
@@ -23,18 +23,18 @@ WHITEN_EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """The earnings of an update's tokens; N episodes of up to T tokens, padded on the right.
+    """The rewards of an update's tokens: N episodes of up to T tokens, padded on the right.
 
     Args:
-        rewards: (N, T) float64: a step's reward is at the step's last token, every other reward at the last one of each chain;
-            less kl_coef x KL at each token, if the KL is in the reward.
-        mask: (N, T), True where there is a token.
-        turns: (N, T), the number of the step that each token is of.
+        rewards: (N, T) float64. A step's reward is at the step's last token. Every other reward is at the last token of each
+            chain. If the KL is in the reward, kl_coef x KL is subtracted at each token.
+        mask: (N, T), True if there is a token.
+        turns: (N, T), the index of each token's step.
         groups: (N,), equal for episodes of one group.
-        values: (N, T) float64, a critic's expected reward from each token on; None if the algorithm has no critic.
-        chains: (N, T), the number of the chain that each token is of; None: one.
-        outcomes: (N,) float64, each episode's reward as it was recorded; None: the sum of its tokens'. Sums of the same parts
-            in another order differ in their last digit, and equal rewards must be equal.
+        values: (N, T) float64, the reward that a critic expects from each token on; None if the algorithm has no critic.
+        outcomes: (N,) float64, each episode's recorded reward; None: the sum of its tokens' rewards. Sums in another order
+            differ in their last digit, but equal rewards must be equal.
+        chains: (N, T), the number of each token's chain; None: all tokens are of one chain.
     """
 
     rewards: Tensor
@@ -47,32 +47,32 @@ class TokenRewards:
 
     @property
     def totals(self) -> Tensor:
-        """(N,), each episode's reward."""
+        """Each episode's reward, (N,)."""
         return torch.where(self.mask, self.rewards, 0.0).sum(-1) if self.outcomes is None else self.outcomes
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Both (N, T): each token's advantage, and with a critic the target of its value."""
+    """Each token's advantage (N, T) and, with a critic, the target of its value (N, T)."""
 
     advantages: Tensor
     returns: Tensor | None = None
 
 
 Credit = Callable[[TokenRewards, AlgorithmConfig], Advantages]
-"""Function of the earnings and the run's options -> one advantage per token."""
+"""A function from the tokens' rewards and the run's options to one advantage per token."""
 
 
 # Whole episodes against their group: all tokens of one share its advantage.
 
 
 def group_relative(rewards: Tensor, epsilon: float = VERL_EPSILON) -> Tensor:
-    """GRPO's advantage within one group, A = (R - mean) / (std + epsilon), std unbiased.
+    """Return GRPO's advantages within one group: A = (R - mean) / (std + epsilon), std unbiased.
 
     Args:
-        rewards: (G,) the scalar rewards of one group's episodes.
-        epsilon: 1e-6 is verl's and the default, 1e-4 is TRL's. The smaller one lets A depend less on the rewards' scale,
-            which is what the division is there for; a group without variance is caught exactly, not by epsilon.
+        rewards: (G,), the scalar rewards of one group's episodes.
+        epsilon: 1e-6 is verl's and the default, 1e-4 is TRL's. With the smaller one, A depends less on the scale of the
+            rewards. Equal rewards are detected exactly, not by epsilon.
 
     Returns:
         (G,) float64. Equal rewards give exactly 0. A group of one keeps its reward, as in verl (mean 0, std 1).
@@ -85,7 +85,7 @@ def group_relative(rewards: Tensor, epsilon: float = VERL_EPSILON) -> Tensor:
 
 
 def center_on_mean(rewards: Tensor) -> Tensor:
-    """R - mean of one group (G,), exactly 0 where all are equal. Source: Dr.GRPO, arXiv 2503.20783, equation 3."""
+    """Return R - mean of one group (G,); exactly 0 if all rewards are equal. Source: Dr.GRPO, arXiv 2503.20783, equation 3."""
     rewards = rewards.double()
     # The rounded mean of equal numbers need not be that number, and the tiny rest may be divided by something as tiny.
     if torch.equal(rewards, rewards[:1].expand_as(rewards)):
@@ -94,10 +94,11 @@ def center_on_mean(rewards: Tensor) -> Tensor:
 
 
 def relative_to_group(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """GRPO's and, with `scale` none, Dr.GRPO's: the reward against the group's mean, in units of `scale`.
+    """Return the advantages of GRPO: the reward minus the group's mean, divided by `scale`.
 
-    group: the group's own deviation. batch: that of all rewards of the update, which does not blow up a group whose rewards
-    hardly differ (TRL's `scale_rewards="batch"`; arXiv 2508.08221). none: as it is.
+    "group" divides by the standard deviation of the group. "batch" divides by that of all rewards of the update, so a group
+    with almost equal rewards is not amplified (TRL's `scale_rewards="batch"`; arXiv 2508.08221). "none" does not divide, which
+    gives Dr.GRPO.
     """
     epsilon = TRL_EPSILON if options.convention == "trl" else VERL_EPSILON
     if options.scale == "group":
@@ -110,14 +111,15 @@ def relative_to_group(earned: TokenRewards, options: AlgorithmConfig) -> Advanta
 
 
 def leave_one_out(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """RLOO: R - mean of the others = (R - mean) G / (G - 1). Source: arXiv 2402.14740, equation 8."""
+    """Return RLOO's advantages: R - mean of the others = (R - mean) G / (G - 1). Source: arXiv 2402.14740, equation 8."""
     return _credit_groups(earned, lambda rewards: center_on_mean(rewards) * (len(rewards) / max(1, len(rewards) - 1)))
 
 
 def best_of_group(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """Pass@k: only the best of a group gets an advantage: its lead over the second, divided by the group's deviation.
+    """Return Pass@k's advantages: the best episode's lead over the second, divided by the group's std; 0 for the others.
 
-    Of several best ones none leads. Source: arXiv 2503.19595 (an unbiased gradient of the expected best of k), as in verl.
+    If several episodes share the best reward, all advantages are 0. Source: arXiv 2503.19595 (an unbiased gradient of the
+    expected best of k), as in verl.
     """
 
     def credit(rewards: Tensor) -> Tensor:
@@ -131,9 +133,10 @@ def best_of_group(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
 
 
 def optimal_baseline(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """OPO: R - sum(length R) / sum(length): the baseline of least variance, if gradients grow with length.
+    """Return OPO's advantages: R - sum(length R) / sum(length).
 
-    Source: arXiv 2505.23585, equation 9; length in sampled tokens.
+    This baseline has the least variance if gradients grow with length. Source: arXiv 2505.23585, equation 9; the length is
+    counted in sampled tokens.
     """
     lengths = earned.mask.sum(-1).double()
 
@@ -151,7 +154,7 @@ def optimal_baseline(earned: TokenRewards, options: AlgorithmConfig) -> Advantag
 
 
 def group_baseline_whitened(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """REINFORCE++ with baseline: R - mean of the group, then whitened over all tokens of the update.
+    """Return the advantages of REINFORCE++ with baseline: R - mean of the group, whitened over all tokens of the update.
 
     Source: arXiv 2501.03262, equation 9.
     """
@@ -162,23 +165,23 @@ def group_baseline_whitened(earned: TokenRewards, options: AlgorithmConfig) -> A
 
 
 def returns_to_go(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """REINFORCE: the discounted sum of what is still to come, without a baseline.
+    """Return REINFORCE's advantages: the discounted sum of the rewards from each token on, without a baseline.
 
-    Source: Williams (1992); with discount 1 and one terminal reward that reward at every token.
+    With discount 1 and one terminal reward, every token has that reward. Source: Williams (1992).
     """
     return Advantages(_returns(earned, options))
 
 
 def returns_whitened(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """REINFORCE++: returns to go, whitened over all tokens of the update. Source: arXiv 2501.03262, equations 5 to 7.
+    """Return REINFORCE++'s advantages: returns to go, whitened over all tokens of the update.
 
-    The return is carried over tool tokens, unlike verl's, see above.
+    Source: arXiv 2501.03262, equations 5 to 7. The return passes over tool tokens, unlike verl's (see the module).
     """
     return Advantages(whiten(_returns(earned, options), earned.mask))
 
 
 def gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """Generalised advantage estimation over sampled tokens; advantages whitened, returns not.
+    """Return the advantages of generalised advantage estimation over sampled tokens. Advantages are whitened, returns are not.
 
     delta_t = r_t + discount V_t+1 - V_t; A_t = delta_t + discount lambda A_t+1, 0 after the last. returns = A + V, before the
     whitening. Source: arXiv 1506.02438, equations 11 to 16; whitening as in verl and OpenAI's lm-human-preferences.
@@ -189,13 +192,14 @@ def gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
 
 
 def turn_gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """GAE over turns, then over the tokens inside of each; advantages whitened, returns not.
+    """Return the advantages of GAE over turns, then over the tokens of each turn. Advantages are whitened, returns are not.
 
-    A turn k is one decision: its value V_k is that of its first token, its reward r_k the sum of its tokens'. Over turns, as
-    above: A_k = delta_k + discount lambda A_k+1, delta_k = r_k + discount V_k+1 - V_k. Inside, the last token is measured by
-    what follows, A_t = r_t + discount (V_k+1 + lambda A_k+1) - V_t, those before it by A_t = r_t + V_t+1 - V_t + lambda A_t+1,
-    without discount: time passes between turns. So a turn's length does not change how far back a reward reaches, a token pays
-    for no KL that was spent before it, and with discount and lambda 1 this is `gae`. returns = A + V at each token.
+    A turn k is one decision. Its value V_k is the value of its first token, and its reward r_k is the sum of its tokens'
+    rewards. Over turns, A_k = delta_k + discount lambda A_k+1, delta_k = r_k + discount V_k+1 - V_k. Inside a turn, the last
+    token has A_t = r_t + discount (V_k+1 + lambda A_k+1) - V_t, and earlier tokens have A_t = r_t + V_t+1 - V_t + lambda A_t+1.
+    There is no discount inside a turn: time passes only between turns. So a turn's length does not change how far back a reward
+    reaches. A token pays for no KL of earlier tokens. With discount and lambda 1 this equals `gae`. returns = A + V at each
+    token.
 
     Source: after VAGEN's Bi-Level GAE, arXiv 2510.16907; there the last token has A_k itself.
     """
@@ -222,9 +226,9 @@ def turn_gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Return (values - mean) / sqrt(variance + 1e-8) over what the mask names, variance unbiased; 0 elsewhere.
+    """Return (values - mean) / sqrt(variance + 1e-8) of the values where the mask is True, variance unbiased; 0 elsewhere.
 
-    Equal values give exactly 0; a single one too.
+    Equal values, or a single one, give exactly 0.
     """
     chosen = values[mask]
     if not len(chosen) or torch.equal(chosen, chosen[:1].expand_as(chosen)):
@@ -264,7 +268,7 @@ def _values(earned: TokenRewards) -> Tensor:
 
 
 def _accumulate_backwards(earned: TokenRewards, values: Tensor, discount: float, lambda_: float) -> Tensor:
-    """A_t = delta_t + discount lambda A_t+1 over (N, T), from each chain's last token backwards; 0 where there is no token."""
+    """Return A_t = delta_t + discount lambda A_t+1, (N, T), from each chain's last token backwards; 0 if there is no token."""
     rewards, mask = earned.rewards, earned.mask
     chains = torch.zeros_like(mask, dtype=torch.long) if earned.chains is None else earned.chains
     advantages = torch.zeros_like(values)

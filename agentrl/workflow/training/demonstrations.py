@@ -1,9 +1,9 @@
 """Demonstrations to train on: conversations, or questions with answers. `agentrl sft --dataset FILE.jsonl`
 
-Each row, of any file, folder or hub dataset that `dataset_rows` reads: `messages`, a list as chat APIs take it (`role`,
-`content`, an assistant's `tool_calls`, a tool's `name`, `reasoning_content`), with the `tools` that were offered, if any; or
-`question` or `prompt`, and `answer`, `response` or `completion`, as texts or as lists of messages; of a pair it is `chosen`.
-What an assistant says is learned, each of its turns. Other columns are passed over.
+The rows come from any file, folder or hub dataset that `dataset_rows` reads. A row has `messages`, a list in the format of chat
+APIs (`role`, `content`, an assistant's `tool_calls`, a tool's `name`, `reasoning_content`), and the offered `tools`, if any. Or
+it has `question` or `prompt`, and `answer`, `response` or `completion`, as texts or as lists of messages; in a row with a
+preference pair the answer is `chosen`. All turns of the assistant are learned. Other columns are ignored.
 """
 
 import json
@@ -35,7 +35,7 @@ def read_demonstrations(config: DatasetConfig) -> list[Demonstration]:
     """Return the demonstrations of a dataset's rows, in their order; at most `config.max_tasks`.
 
     Raises:
-        DatasetError: it cannot be read, holds none, or has malformed rows, which are named.
+        DatasetError: the dataset cannot be read, has no demonstrations, or has malformed rows; the message names them.
     """
     demonstrations: list[Demonstration] = []
     problems: list[str] = []
@@ -88,10 +88,10 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def line_of(demonstration: Demonstration) -> bytes:
-    """Return the line of a file that holds the demonstration, as `read_demonstrations` reads it.
+    """Return the JSON line of a demonstration, in the format that `read_demonstrations` reads.
 
     Raises:
-        ValueError: it could not be read again, and why.
+        ValueError: the line could not be read again; the message says why.
     """
     row: dict[str, Any] = {"messages": [message_row(message) for message in demonstration.messages]}
     if demonstration.tools:
@@ -102,7 +102,7 @@ def line_of(demonstration: Demonstration) -> bytes:
 
 
 def message_row(message: Message) -> dict[str, Any]:
-    """Return a message in the format of such a line."""
+    """Return a message as a JSON object, in the format that `read_demonstrations` reads."""
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         row["name"] = message.name

@@ -1,8 +1,8 @@
-"""Losses: pure functions of (B, T) token tensors, named by the files of `workflow/algorithms`.
+"""Losses: pure functions of (B, T) token tensors. The files of `workflow/algorithms` select them by name.
 
-A surrogate gives each token its loss; `policy_loss` adds KL and entropy and aggregates. A microbatch never divides by its own
-counts: `aggregate` divides by the counts of the whole minibatch (`Normaliser`), so that the microbatches' losses add up to the
-minibatch's, and the gradient does not depend on how it was split.
+A surrogate returns each token's loss. `policy_loss` adds KL and entropy, and aggregates. A microbatch never divides by its own
+counts: `aggregate` divides by the counts of the whole minibatch (`Normaliser`). So the microbatches' losses add up to the
+minibatch's, and the gradient does not depend on the split.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from agentrl.workflow.config import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0
-"""The bound of a token's log ratio, as in verl: the gradient of an exponential that overflows is not a number."""
+"""The bound of a token's log ratio, as in verl. Beyond it the exponential could overflow, and its gradient would be NaN."""
 MAX_SEQUENCE_LOG_RATIO = 10.0
 """The cap of a sequence's log ratio, as in verl."""
 
@@ -25,10 +25,11 @@ class Normaliser:
     """Counts over a whole minibatch.
 
     Args:
-        tokens: trained tokens.
-        rows: rows with at least one trained token.
-        width: the most tokens that an episode may sample, a constant of the run, for the norms that divide by it.
-        episodes: those of the rows, whose rows' weights sum to 1; 0: each row is one of its own.
+        tokens: the number of trained tokens.
+        rows: the number of rows with at least one trained token.
+        width: the most tokens that an episode may sample, a constant of the run. Some aggregations divide by it.
+        episodes: the number of episodes that the rows belong to; the weights of an episode's rows sum to 1. 0: each row is an
+            episode of its own.
     """
 
     tokens: int
@@ -38,22 +39,22 @@ class Normaliser:
 
     @property
     def sequences(self) -> int:
-        """Return the sum of the rows' weights."""
+        """The sum of the rows' weights."""
         return self.episodes or self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The inputs of a loss, one value per token; all (B, T).
+    """The inputs of a loss, one value per token; all (B, T) if no other shape is given.
 
     Args:
-        logprobs: of the policy being trained, at the sampling temperature; carries the gradient.
+        logprobs: logprobs under the policy that trains, at the sampling temperature; they carry the gradient.
         old: the denominator of the ratio (PPO's "old"), a constant.
-        advantages: credit of each token.
-        mask: True where the token trains. Whatever stands elsewhere changes nothing.
-        reference: logprobs of the frozen reference, None where no KL is asked for.
-        entropy: of the distribution that each token was drawn from; with a gradient where entropy_coef is not 0.
-        weights: (B,), each row's share of its episode, None for 1.
+        advantages: the advantage of each token.
+        mask: True if the token trains. Values at other tokens have no effect.
+        reference: logprobs under the frozen reference; None if no KL is needed.
+        entropy: entropy of the distribution that each token was drawn from; it has a gradient if entropy_coef is not 0.
+        weights: (B,), each row's share of its episode; None: 1 for each row.
     """
 
     logprobs: Tensor
@@ -65,19 +66,19 @@ class TokenBatch:
     weights: Tensor | None = None
 
     def log_ratio(self) -> Tensor:
-        """Return logprobs - old, clamped to +-`MAX_LOG_RATIO`, and 0 where the token does not train; (B, T)."""
+        """Return logprobs - old, clamped to +-`MAX_LOG_RATIO`; 0 if the token does not train; (B, T)."""
         return torch.where(self.mask, self.logprobs - self.old, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def log_ratio_clamped(self) -> Tensor:
-        """Return whether each token trains and its log ratio is clamped, so that its ratio has no gradient; (B, T)."""
+        """Return True for each token that trains and whose log ratio is clamped, so its ratio has no gradient; (B, T)."""
         return self.mask & ((self.logprobs - self.old).abs() > MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """A microbatch's share of the minibatch's loss (a scalar with a gradient) and sums of what is worth watching.
+    """A microbatch's share of the minibatch's loss (a scalar with a gradient), and sums for the metrics.
 
-    `sums` are sums over trained tokens; divided by the minibatch's token count they are the metrics of those names.
+    `sums` are sums over trained tokens. Divided by the minibatch's token count, they are the metrics of those names.
     """
 
     loss: Tensor
@@ -85,13 +86,13 @@ class LossTerms:
 
 
 Surrogate = Callable[[TokenBatch, AlgorithmConfig], tuple[Tensor, Tensor]]
-"""Tokens and the run's options -> each token's loss, and where a clip was active; both (B, T)."""
+"""A function from tokens and the run's options to each token's loss, and where a clip was active; both (B, T)."""
 
 
 def policy_loss(surrogate: Surrogate, batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
-    """Return the surrogate + kl_coef x KL (where it is in the loss) - entropy_coef x entropy, aggregated as `options` says.
+    """Return the surrogate + kl_coef x KL (if it is in the loss) - entropy_coef x entropy, aggregated as `options` says.
 
-    Sums `ratio`, `clip_fraction`, `log_ratio_clamped` and, with a reference, `kl`.
+    The sums are `ratio`, `clip_fraction`, `log_ratio_clamped` and, with a reference, `kl`.
     """
     ratio = batch.log_ratio().exp()
     per_token, clipped = surrogate(batch, options)
@@ -119,12 +120,12 @@ def policy_loss(surrogate: Surrogate, batch: TokenBatch, options: AlgorithmConfi
 
 
 def policy_gradient(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """REINFORCE's -A log pi, without ratio or clip. Source: Williams (1992)."""
+    """Return REINFORCE's loss -A log pi, without ratio or clip. Source: Williams (1992)."""
     return -batch.advantages * torch.where(batch.mask, batch.logprobs, 0.0), torch.zeros_like(batch.mask)
 
 
 def clipped(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate of each token's ratio, see `clipped_surrogate`."""
+    """Return PPO's clipped surrogate of each token's ratio, see `clipped_surrogate`."""
     return clipped_surrogate(batch.log_ratio(), batch.advantages, *_clips(options))
 
 
@@ -136,9 +137,9 @@ def clipped_sequence(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tenso
 
 
 def clipped_sequence_mean(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """GSPO: the clipped surrogate of the row's geometric mean ratio, its gradient shared by the tokens.
+    """Return GSPO's loss: the clipped surrogate of the row's geometric mean ratio. Its gradient is shared by the tokens.
 
-    r = exp(mean over the row's tokens of log ratio), written sg(r) pi / sg(pi), so that each token has its own advantage and
+    r = exp(mean over the row's tokens of log ratio), written sg(r) pi / sg(pi), so each token has its own advantage and
     gradient. Source: arXiv 2507.18071, equations 7 and 14 (GSPO-token).
     """
     mean = batch.log_ratio().sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
@@ -148,10 +149,10 @@ def clipped_sequence_mean(batch: TokenBatch, options: AlgorithmConfig) -> tuple[
 
 
 def clipped_weight(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """CISPO: -sg(clipped ratio) A log pi: the weight is clipped, and no token loses its gradient.
+    """Return CISPO's loss -sg(clipped ratio) A log pi: the weight is clipped, and no token loses its gradient.
 
-    verl: the ratio within 1 - clip_low and 1 + clip_high. trl: at most clip_high, an absolute cap, with no lower bound.
-    Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5.
+    In the convention verl, the ratio is limited to 1 - clip_low and 1 + clip_high. In trl, it is at most clip_high, an absolute
+    cap, without a lower bound. Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5.
     """
     ratio = batch.log_ratio().exp().detach()
     assert options.clip_high is not None  # settled
@@ -163,10 +164,10 @@ def clipped_weight(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor,
 
 
 def soft_gate(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """SAPO: -A sigmoid(tau (r - 1)) 4 / tau: a gate that closes softly as the ratio leaves 1, in place of a clip.
+    """Return SAPO's loss -A sigmoid(tau (r - 1)) 4 / tau. The gate closes softly as the ratio leaves 1, in place of a clip.
 
-    tau is tau_positive where A > 0, else tau_negative: tokens of bad answers are let go sooner. At r = 1 its slope is A, as the
-    ratio's. Source: arXiv 2511.20347, equations 5 and 6.
+    tau is tau_positive if A > 0, else tau_negative, so tokens of bad answers lose their gradient sooner. At r = 1 its slope is
+    A, the same as the ratio's. Source: arXiv 2511.20347, equations 5 and 6.
     """
     assert options.tau_positive is not None  # settled
     assert options.tau_negative is not None
@@ -184,10 +185,11 @@ def _clips(options: AlgorithmConfig) -> tuple[float, float, float | None]:
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic loss per token and where the clip was active; both (B, T).
+    """Return PPO's pessimistic loss per token, and where the clip was active; both (B, T).
 
-    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(log_ratio); where A < 0, at most -A dual_clip.
-    Source: arXiv 1707.06347, equation 7; dual clip arXiv 1912.09729, equation 5 (on at 3 in verl, off in TRL).
+    The loss is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(log_ratio). With `dual_clip`, it is at most -A
+    dual_clip if A < 0. Source: arXiv 1707.06347, equation 7; dual clip arXiv 1912.09729, equation 5 (on at 3 in verl, off in
+    TRL).
     """
     ratio = log_ratio.exp()
     plain = -advantages * ratio
@@ -202,7 +204,7 @@ def clipped_surrogate(
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """0.5 max((v - R)^2, (clip(v, V +- clip) - R)^2) per token, V the values before the update; (B, T).
+    """Return 0.5 max((v - R)^2, (clip(v, V +- clip) - R)^2) per token, V the values before the update; (B, T).
 
     Source: as in OpenAI's baselines and verl; arXiv 1506.02438, section 5, without the clip.
     """
@@ -216,23 +218,23 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float | No
 def importance_weights(
     proximal: Tensor, behavior: Tensor, mask: Tensor, cap: float, level: str = "token", beyond: str = "truncate"
 ) -> tuple[Tensor, Tensor]:
-    """Truncated importance sampling: the weights of tokens, and where they were truncated; both (B, T).
+    """Return truncated importance weights of tokens, and where they were truncated; both (B, T).
 
-    min(exp(proximal - behavior), cap), a constant without gradient; 1 where `mask` is False. The expectation over the sampler's
-    tokens becomes that over the tokens of the weights which the update starts from, but for the cap, which bounds the variance.
-    Where both are the same weights it is 1 up to rounding. A surrogate is proportional to its advantage, so that a token's
-    advantage times this weight is its loss times this weight; a KL beside it keeps its own.
+    The weight is min(exp(proximal - behavior), cap), a constant without gradient; 1 where `mask` is False. It turns the
+    expectation over the sampler's tokens into that over tokens of the weights that the update starts from. The cap bounds the
+    variance, at the price of a bias. If both weights are the same, it is 1 up to rounding. A surrogate is proportional to its
+    advantage. So the caller multiplies the advantage by this weight, which weights the surrogate and not the KL.
 
     Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), as in verl; the
     truncation is rho-bar of IMPALA, arXiv 1802.01561, equation 1; masking: IcePop (2025).
 
     Args:
         proximal: logprobs under the weights that the update starts from.
-        behavior: as the sampler computed them.
-        mask: True where the token trains.
-        cap: at least 1.
-        level: `token`, or `sequence`: the product over the row's tokens weighs each of them.
-        beyond: what is above the cap is `truncate`d to it, or `mask`ed: it does not count at all.
+        behavior: logprobs as the sampler computed them.
+        mask: True if the token trains.
+        cap: the largest weight, at least 1.
+        level: `token`, or `sequence`: the product over the row's tokens is the weight of each of them.
+        beyond: the treatment of weights above the cap: `truncate` sets them to the cap, `mask` sets them to 0.
     """
     difference = torch.where(mask, proximal - behavior, 0.0).detach()
     if level == "sequence":
@@ -243,20 +245,20 @@ def importance_weights(
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Return logprobs - reference: unbiased, of high variance, below 0 as well; (B, T) in and out, as the others.
+    """Return the KL estimate logprobs - reference: unbiased, of high variance, possibly negative; (B, T) in and out.
 
-    Its expected gradient is 0, so it is for rewards only.
+    Its expected gradient is 0, so it is of use only in rewards.
     """
     return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Half the squared difference: biased, of low variance; its gradient is that of the true KL."""
+    """Return half the squared difference: biased, of low variance; its gradient is that of the true KL; (B, T) in and out."""
     return 0.5 * (logprobs - reference) ** 2
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Return the low-variance, non-negative KL estimate exp(d) - d - 1, d = reference - logprobs; (B, T) in, (B, T) out.
+    """Return the low-variance, non-negative KL estimate exp(d) - d - 1, d = reference - logprobs; (B, T) in and out.
 
     d is at most `MAX_LOG_RATIO`. Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath, arXiv 2402.03300,
     equation 4; the clamp as in verl.
@@ -266,18 +268,21 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 KL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3-corrected": k3}
-"""`k3-corrected` is k3 times the ratio in the loss, which corrects its gradient for tokens of older weights, as in TRL's
-`use_bias_correction_kl` (DeepSeek-V3.2, arXiv 2512.02556)."""
+"""The KL estimators by name.
+
+`k3-corrected` is k3 times the ratio in the loss. This corrects its gradient for tokens of older weights, as TRL's
+`use_bias_correction_kl` does (DeepSeek-V3.2, arXiv 2512.02556).
+"""
 
 
 def aggregate(per_token: Tensor, mask: Tensor, name: str, normaliser: Normaliser, weights: Tensor | None = None) -> Tensor:
-    """Return a microbatch's share of the masked aggregation `name` of (B, T) values; the shares add up to the whole.
+    """Return a microbatch's share of the masked aggregation `name` of (B, T) values. The shares add up to the minibatch's loss.
 
-    `token-mean` (DAPO), `seq-mean-token-mean` (the GRPO paper), `seq-mean-token-sum`, and Dr.GRPO's
+    The names are `token-mean` (DAPO), `seq-mean-token-mean` (the GRPO paper), `seq-mean-token-sum`, and Dr.GRPO's
     `seq-mean-token-sum-norm`: the sum divided by sequences x T, as verl 0.9.1 and TRL do.
 
-    A token mean counts tokens, whatever row they are in. In all others a sequence is an episode: its rows, one for each chain,
-    have `weights` (B,) that sum to 1, so that an episode weighs as much as another, into however many chains it fell.
+    `token-mean` counts tokens, in whatever row they are. In all others a sequence is an episode. Its rows, one per chain, have
+    `weights` (B,) that sum to 1, so every episode has the same weight, whatever its number of chains.
     """
     values = torch.where(mask, per_token, 0.0)
     if weights is not None and name != "token-mean":

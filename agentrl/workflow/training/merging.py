@@ -1,4 +1,4 @@
-"""A policy as one plain model: its LoRA is added into its base, and a quantised base becomes the numbers it computes with."""
+"""A policy as one plain model: its LoRA is added to its base, and a quantised base is dequantised."""
 
 import json
 import shutil
@@ -22,14 +22,19 @@ from agentrl.workflow.trajectory import PolicyRef
 def merge(
     ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], target: Path, device: str, threads: int
 ) -> dict[str, Any]:
-    """Make a model folder from a stored policy; return the folder's record.
+    """Make a model folder from a stored policy, and return the folder's record.
 
     Args:
-        config: the section of the policy's run; `manifest`: the run's, for its hashes of tokenizer and template.
+        ref: the policy.
+        config: the section `model` of the policy's run.
+        manifest: the run's manifest, with its hashes of tokenizer and template.
+        target: the model folder to make.
+        device: the device that loads the model.
+        threads: CPU threads; 0: torch's choice.
 
     Raises:
-        ModelError: the base cannot be loaded, is another than the run's, or the model made does not fit the disk.
-        CheckpointError: the policy's weights are not as they were recorded.
+        ModelError: the base cannot be loaded or is not the run's, or the disk has no room for the new model.
+        CheckpointError: the policy's weights differ from the recorded ones.
     """
     policy = open_with_weights(ref, config, manifest, device, threads)
     record = {"stage": "merge", **asdict(ref), "kind": policy.kind, "dequantised": config.load_in_4bit or config.load_in_8bit}
@@ -42,8 +47,8 @@ def write_model(folder: Path, module: Any, tokenizer: Any, record: Mapping[str, 
     """Write the model folder atomically, with the record of its origin.
 
     Raises:
-        ModelError: the disk has no room for it beside what stands there.
-        CheckpointError: the disk refused; what stood there still stands.
+        ModelError: the disk has no room for it next to the existing folder.
+        CheckpointError: writing failed; an existing folder is unchanged.
     """
     _check_room(folder, module)
     beside = folder.with_name(f".{folder.name}.partial")
@@ -70,10 +75,10 @@ def _check_room(folder: Path, module: Any) -> None:
 
 
 def merge_weights(policy: Policy) -> Any:
-    """Return the trained weights as a model that needs no adapter and no quantisation; the policy is of no use afterwards.
+    """Return the trained weights as a model without adapter and quantisation. The policy cannot be used afterwards.
 
-    A 4-bit or 8-bit base is dequantised first, so that the sum is of the very numbers that were trained beside, and not rounded
-    to so few bits again (which `merge_and_unload` would do).
+    A 4-bit or 8-bit base is dequantised first. So the adapter is added to exactly the numbers that it was trained with, and the
+    sum is not quantised again (as `merge_and_unload` would do).
     """
     with policy.training() as module:
         if policy.kind == "full":

@@ -1,7 +1,8 @@
-"""The last checkpoint of a training without a run: the same training, restarted after a kill, continues from it.
+"""The last checkpoint of an offline training. A killed training that is restarted continues from it.
 
-It lies in `.NAME.training` beside the model `NAME` that is being made, sealed and renamed as a run's are, and goes when the
-model is there. What a step draws is keyed by its number, so weights, optimizer and number are all that a step reads.
+It is in the folder `.NAME.training` next to the model `NAME` that is being made. It is sealed and renamed like a run's
+checkpoints, and removed when the model is written. The draws of a step depend only on its number, so a step reads only weights,
+optimizer state and that number.
 """
 
 import fcntl
@@ -30,18 +31,21 @@ from agentrl.workflow.training.optimizer import LossScale, optimizer_state, set_
 AGAIN_HINT = "type the same command again"
 INTERRUPTED_HINT = "Type its command again to go on with it, or pass --force to begin anew."
 MIN_SECONDS_APART = 60.0
-"""The least seconds between two checkpoints, if no number of steps is given."""
+"""The least time between two checkpoints, in seconds, if no number of steps is given."""
 MAX_TIME_SHARE = 20
-"""Checkpoints take at most one part in this many of a training's time, if no number of steps is given."""
+"""The divisor of a training's time that gives the most time for checkpoints: 1/20 of it, if no number of steps is given."""
 LAST = "last"
-"""Name of the folder of the last checkpoint."""
+"""The name of the folder of the last checkpoint."""
 MAX_STATE = 1 << 16
-"""The most bytes of the progress file that are read."""
+"""The most bytes that are read of the progress file."""
 
 
 @contextmanager
 def catch_interrupt() -> Iterator[Callable[[], bool]]:
-    """Note Ctrl-C in the value, so that the current step is completed; a second Ctrl-C ends the process at once."""
+    """Catch the first Ctrl-C, so the current step can be completed; a second Ctrl-C ends the process at once.
+
+    The context yields a function that returns True after a Ctrl-C. Outside of the main thread it always returns False.
+    """
     pressed = False
     if threading.current_thread() is not threading.main_thread():  # only that one hears of it
         yield lambda: False
@@ -63,10 +67,10 @@ class Resumable:
     """The progress of one training.
 
     Args:
-        folder: its last checkpoint, or where it will be.
-        key: of recipe, model and data: a checkpoint with another is another training's.
-        every: steps between two checkpoints; None: seldom enough to cost little (`MIN_SECONDS_APART`, `MAX_TIME_SHARE`).
-        clock: the time at which its examples were rendered, if they were.
+        folder: the folder of its last checkpoint; it may not exist yet.
+        key: the hash of recipe, model and data. A checkpoint with another key belongs to another training.
+        every: the steps between two checkpoints; None: as few checkpoints as `MIN_SECONDS_APART` and `MAX_TIME_SHARE` allow.
+        clock: the time at which its examples were rendered; None if none were rendered.
     """
 
     def __init__(self, folder: Path, key: str, every: int | None, clock: datetime | None = None) -> None:
@@ -78,10 +82,12 @@ class Resumable:
         self._written = time.monotonic()
 
     def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, loss_scale: LossScale) -> int:
-        """Restore weights, optimizer and loss scale from the last checkpoint; return the number of steps done, 0 without one.
+        """Restore weights, optimizer and loss scale from the last checkpoint.
+
+        Return the number of steps done; 0 without a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint cannot be read, or is of other parameters.
+            CheckpointError: the checkpoint cannot be read, or has other parameters.
         """
         if not self._folder.exists():
             return 0
@@ -113,10 +119,10 @@ class Resumable:
         loss_scale: LossScale,
         now: bool = False,
     ) -> None:
-        """Write a checkpoint after that step, if one is due or requested.
+        """Write a checkpoint after step `done`, if one is due or `now` is true. After the last step none is written.
 
         Raises:
-            CheckpointError: the disk refused; the one before it still stands.
+            CheckpointError: writing failed; the checkpoint before it is unchanged.
         """
         if done == steps or not (now or self._is_due(done)):
             return
@@ -136,7 +142,7 @@ class Resumable:
         self._wait = max(MIN_SECONDS_APART, MAX_TIME_SHARE * (self._written - began))
 
     def drop(self) -> None:
-        """Remove the checkpoint of a training from which nothing can come."""
+        """Remove the checkpoint of a training that cannot continue."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _is_due(self, done: int) -> bool:
@@ -147,15 +153,17 @@ class Resumable:
 def open_resumable(
     target: Path, key: str, every: int | None, overwrite: bool, clock: datetime | None = None
 ) -> Iterator[Resumable]:
-    """The training that makes the model `target`, with what an earlier one of the same key left; nothing is left at its end.
+    """Lock the training of the model `target`, and yield its progress. At a regular end its checkpoint is removed.
 
     Args:
-        overwrite: another's checkpoint, or a broken one, is dropped.
+        key: see `Resumable`.
+        every: see `Resumable`.
+        overwrite: whether to remove a broken checkpoint, or one of another training, instead of raising an exception.
         clock: the time at which its examples were rendered; see `rendering_clock`.
 
     Raises:
         ConflictError: another process makes that model, or another training of it was interrupted.
-        CheckpointError: a checkpoint is broken, or none can be written there.
+        CheckpointError: the checkpoint is broken, or none can be written there.
     """
     place = _place(target)
     with _lock_folder(place, target):
@@ -173,9 +181,10 @@ def open_resumable(
 
 
 def rendering_clock(target: Path) -> datetime:
-    """Return the time at which examples are rendered: that of the interrupted training of the model `target`, else now, in UTC.
+    """Return the time for rendering examples: that of the interrupted training of the model `target`, else now, in UTC.
 
-    A chat template may print the date. So a training that goes on after midnight has the same examples, and the same key.
+    A chat template may print the date. With the stored time, a training that continues after midnight has the same examples and
+    the same key.
     """
     try:
         return datetime.fromisoformat(_read_state(_place(target) / LAST)["clock"]).astimezone(UTC)
@@ -188,10 +197,10 @@ def _place(target: Path) -> Path:
 
 
 def read_progress(folder: Path) -> tuple[str, int, int]:
-    """Return the key of the training that wrote a checkpoint, the steps that were done, and of how many.
+    """Return a checkpoint's key, the number of steps done, and the number of all steps.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     try:
         state = _read_state(folder)
@@ -209,7 +218,7 @@ def _read_state(folder: Path) -> Any:
 
 
 def _check(last: Path, key: str, target: Path) -> None:
-    """Makes sure that there is no checkpoint, or a whole one of that key."""
+    """Raise an exception if there is a checkpoint that is broken, or that has another key."""
     if not last.exists():
         return
     try:
@@ -230,7 +239,7 @@ def _unusable(folder: Path) -> CheckpointError:
 
 @contextmanager
 def _lock_folder(place: Path, target: Path) -> Iterator[None]:
-    """The folder is there, and this process alone is at work in it; empty, it goes."""
+    """Make the folder and lock it for this process. At the end, remove the folder if it is empty."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         lock = os.open(place, os.O_RDONLY)

@@ -1,8 +1,8 @@
-"""Training apart from a run: one loop for what is learned offline (`supervised`, `preference`), and the folder it makes.
+"""Offline training: the loop that `supervised` and `preference` share, and the model folder that it makes.
 
-An example is rows of exact tokens that are learned together: a demonstration, an episode, a pair of episodes. An objective
-says what is minimised. The result is a model folder in the hub's format, LoRA merged, written beside and renamed, so that
-another process never sees half of it; `training.json` in it says what it was made of.
+An example is a set of training rows that are learned together: a demonstration, an episode, or a pair of episodes. An objective
+defines the loss. The result is a model folder in the hub's format, with LoRA merged. It is written under a temporary name and
+renamed, so another process never reads an incomplete one. Its `training.json` records its origin.
 """
 
 import hashlib
@@ -41,10 +41,20 @@ class ProgressListener(Protocol):
     """A listener on the progress of a training."""
 
     def begins(self, parameters: Parameters, steps: int, done: int) -> None:
-        """Called before the first step, with the total and the steps that a killed process has already done."""
+        """Receive the number of parameters, the number of steps, and the steps that a killed process has already done.
+
+        It is called before the first step.
+        """
 
     def step(self, done: int, steps: int, tokens: int, metrics: Metrics) -> None:
-        """After each step: how many are done, of how many; the tokens it read; its metrics, `loss` first."""
+        """Receive the progress after each step.
+
+        Args:
+            done: the number of steps done.
+            steps: the number of all steps.
+            tokens: the number of tokens that the step read.
+            metrics: the metrics of the step, `loss` first.
+        """
 
 
 class _SilentProgress:
@@ -59,27 +69,27 @@ SILENT: ProgressListener = _SilentProgress()
 
 
 BETAS, WEIGHT_DECAY = (0.9, 0.98), 0.01
-"""Options of the optimizer."""
+"""The options of the optimizer."""
 
 BATCH_SIZE = 16
 """The default number of examples per step."""
 
 PIECE_TOKENS = 8192
-"""Tokens in one forward and backward, padding included, at most, and fewer where memory runs out; no example is cut."""
+"""The most tokens in one forward and backward pass, padding included. It is lowered if memory runs out; no example is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How long and how fast: a short linear warm-up, then a cosine down to zero.
+    """The length and the learning rate of a training. The rate rises in a short linear warm-up, then falls to 0 on a cosine.
 
     Args:
-        steps: optimizer steps.
-        batch_size: examples per step.
-        learning_rate: at its highest.
-        seed: of the weights (where new), the teacher, the order and who is held out.
-        gradient_accumulation_steps: pieces that a step's examples are read in, at least; the gradient is the same.
-        held_out: share of the examples that is measured and not learned.
-        optimizer: its name, as in `update.optimizer`.
+        steps: the number of optimizer steps.
+        batch_size: the examples per step.
+        learning_rate: the highest learning rate.
+        seed: the seed of new weights, the teacher, the order, and the choice of held-out examples.
+        gradient_accumulation_steps: the least number of pieces that a step's examples are split into; the gradient is the same.
+        held_out: the share of the examples that is measured and not learned.
+        optimizer: the name of the optimizer, as in `update.optimizer`.
     """
 
     steps: int
@@ -92,21 +102,21 @@ class Recipe:
 
 
 def recipe_for(examples: int, passes: int, learning_rate: float, batch_size: int | None = None) -> Recipe:
-    """Return the recipe for that many passes over that many examples."""
+    """Return the recipe for `passes` passes over that many examples."""
     batch_size = batch_size or BATCH_SIZE
     return Recipe(passes * math.ceil(examples / batch_size), batch_size, learning_rate)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The learner of stored episodes: the model of the run that made them, at one of its policies.
+    """The start of a training on stored episodes: the model of the run that sampled them, at one of its policies.
 
     Args:
-        model: the run's section of the config.
+        model: the section `model` of the run's config.
         policy: the weights to start from.
-        temperature: at which the episodes were sampled. Logits are divided by it here too: so learning from all that a policy
-            says leaves it as it is, on average, and only the choice of episodes moves it.
-        manifest: the run's, for its hashes of tokenizer and template.
+        temperature: the temperature at which the episodes were sampled. Logits are divided by it here too. So on average,
+            training on all samples of a policy does not change it; only the choice of episodes does.
+        manifest: the run's manifest, with its hashes of tokenizer and template.
     """
 
     model: ModelConfig
@@ -115,19 +125,19 @@ class Start:
     manifest: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self, stage: str) -> dict[str, Any]:
-        """Return the start as `training.json` records it."""
+        """Return the start in the format of `training.json`."""
         return {"stage": stage, **asdict(self.policy), "temperature": self.temperature}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A model that was made.
+    """A model that was trained.
 
     Args:
         folder: the model's folder.
         recipe: the recipe that made it.
         examples: the number of examples that it learned from.
-        left_out: reason -> number of examples that were left out.
+        left_out: the number of examples that were left out, by reason.
         metrics: the metrics of the last step.
     """
 
@@ -143,11 +153,12 @@ class Objective(Generic[T]):
     """The objective of a training.
 
     Args:
-        rows: of an example.
-        weight: what it counts: a batch's loss is a sum over its examples divided by the sum of their weights.
-        terms: examples, and for each the summed logprobs of its rows (rows,), in nats -> sums over these examples; `loss`,
-            the first, carries the gradient.
-        temperature: what logits are divided by.
+        rows: a function that returns an example's rows.
+        weight: a function that returns an example's weight. A batch's loss is the sum over its examples, divided by the sum of
+            their weights.
+        terms: a function from examples, and the summed logprobs of each example's rows (rows,) in nats, to sums over these
+            examples. The first of them, `loss`, carries the gradient.
+        temperature: the divisor of the logits.
     """
 
     rows: Callable[[T], Sequence[Row]]
@@ -158,7 +169,7 @@ class Objective(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """A module to train, and what its folder needs beside the weights; its policy, where it is that of one."""
+    """A module to train, and what its folder needs besides the weights. `policy` is set if the module is that of a policy."""
 
     module: Any
     chat: Chat
@@ -168,24 +179,25 @@ class Learner:
 
 
 def make_learner(policy: Policy) -> Learner:
-    """Return the trainable weights of a policy."""
+    """Return the learner of a policy's trainable weights."""
     with policy.training() as module:
         return Learner(module, policy.chat, policy.kind, policy.max_context, policy)
 
 
 def load_learner(start: Start, device: str, threads: int) -> Learner:
-    """Return the model that stored episodes are learned by.
+    """Load the model that learns from stored episodes.
 
     Raises:
-        ModelError: it cannot be loaded, or is another than the run's.
-        CheckpointError: the policy's weights are not as they were recorded.
+        ModelError: the model cannot be loaded, or is not the run's.
+        CheckpointError: the policy's weights differ from the recorded ones.
     """
     return make_learner(open_with_weights(start.policy, start.model, start.manifest, device, threads))
 
 
 def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
-    """Return each episode's training rows: exact tokens, of which those train that it sampled itself; none where there is
-    none.
+    """Return each episode's training rows, in which only tokens that it sampled itself train.
+
+    An episode without such tokens has no rows.
     """
     by_episode: list[list[Row]] = [[] for _ in episodes]
     for row in rows_of(episodes):
@@ -194,11 +206,13 @@ def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
 
 
 def training_key(learner: Learner, recipe: Recipe, source: Mapping[str, Any], examples: Iterable[Sequence[Row]]) -> str:
-    """Name a training by all that it comes from: what learns, how, and every token; wherever the files are.
+    """Return a hash of all that a training depends on: the model, the recipe and every token, but no path.
 
     Args:
-        source: what `training.json` says of it.
-        examples: the rows of each, those held out too.
+        learner: the model that learns.
+        recipe: the recipe.
+        source: the record of the origin that `training.json` gets.
+        examples: the rows of each example, the held-out ones included.
     """
     policy = learner.policy
     model = policy.config.model_dump(mode="json", exclude={"path"}) if policy else {}
@@ -210,7 +224,10 @@ def training_key(learner: Learner, recipe: Recipe, source: Mapping[str, Any], ex
 
 
 def split_examples(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
-    """Return the examples to learn and those held out: that share, at least one of each; none where it is 0."""
+    """Return the examples to learn and those to hold out.
+
+    The latter are that share, but each list has at least one example. With share 0 none are held out.
+    """
     if not share:
         return list(examples), []
     count = min(max(1, round(share * len(examples))), len(examples) - 1)
@@ -288,7 +305,10 @@ def train(
 def accumulate(
     module: nn.Module, batch: Sequence[T], objective: Objective[T], backoff: OomBackoff[T], factor: float = 1.0
 ) -> Metrics:
-    """Return the gradient of one batch times `factor`, which does not depend on how it is cut, and its metrics."""
+    """Compute the gradient of one batch times `factor`, and return the batch's metrics.
+
+    The gradient does not depend on how the batch is split.
+    """
     whole = sum(map(objective.weight, batch))
     for attempt in backoff.attempts(batch):
         module.zero_grad(set_to_none=True)
@@ -323,7 +343,7 @@ def row_logprob_sums(module: nn.Module, examples: Sequence[T], objective: Object
 
 
 def _sum_logprobs(module: nn.Module, rows: Sequence[Row], temperature: float) -> Tensor:
-    """The logprobs of each row's trained tokens, added up (rows,)."""
+    """Return the logprobs of each row's trained tokens, summed (rows,), in nats."""
     device = next(module.parameters()).device
     several = packing.pack_rows(rows, device) if keeps_apart(module) else None
     if several is not None:
@@ -335,11 +355,15 @@ def _sum_logprobs(module: nn.Module, rows: Sequence[Row], temperature: float) ->
 def backoff_over_rows(
     rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS, at_least: int = 1, apart: bool = False
 ) -> OomBackoff[T]:
-    """Return how examples of such rows are read: as they are where they fit, else cut, those of like length together.
+    """Return the splitter of examples into pieces that fit into memory.
+
+    Examples that fit together are not split. Otherwise examples of similar length go together.
 
     Args:
-        at_least: so many pieces, where there are the examples.
-        apart: several rows may stand on one line.
+        rows: a function that returns an example's rows.
+        tokens: the most tokens of a piece, padding included.
+        at_least: the least number of pieces, if there are as many examples.
+        apart: whether several rows may be packed on one line.
     """
 
     def extent(piece: Sequence[T]) -> int:
@@ -360,12 +384,12 @@ def backoff_over_rows(
 
 
 def schedule(step: int, steps: int) -> float:
-    """Return share of the learning rate: up over the first twentieth, then a half cosine."""
+    """Return the share of the learning rate in a step: a linear rise over the first twentieth, times a half cosine."""
     return min(1.0, (step + 1) * 20 / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Endless batches of row numbers: every row once, in a new order each time round."""
+    """Yield endless batches of row numbers. Each pass has every row once, in a new order."""
     rng = random.Random(f"sft order {seed}")
     while True:
         order = rng.sample(range(rows), rows)
@@ -376,7 +400,7 @@ def save(learner: Learner, trained_model: TrainedModel, source: Mapping[str, Any
     """Write the model folder atomically, with the record of its origin.
 
     Raises:
-        CheckpointError: the disk refused.
+        CheckpointError: writing failed.
     """
     module = merge_weights(learner.policy) if learner.policy else learner.module
     details = {

@@ -1,6 +1,7 @@
-"""Work on items that do not fit into memory at once: cut into pieces, and into smaller ones if memory runs out.
+"""Work on items that do not all fit into memory: they are split into pieces, and into smaller ones if memory runs out.
 
-`for attempt in backoff.attempts(rows):` and in it `with attempt as microbatches:`; what stands there begins anew each time.
+Write `for attempt in backoff.attempts(rows):`, and in it `with attempt as microbatches:`. That block starts anew in each
+attempt.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +19,14 @@ Pieces = Sequence[Sequence[T]]
 
 @dataclass(slots=True)
 class OomBackoff(Generic[T]):
-    """The cut of items into pieces; a size that was once too much stays too much.
+    """A splitter of items into pieces. A size that ran out of memory is not tried again.
 
     Args:
-        tokens: that a piece has at most, padding included; fewer after an attempt that failed.
-        cut: the items and that number -> the pieces, in which no item is cut.
-        size: of a piece, in tokens, padding included.
-        item: what an item is called.
-        hint: what to do where not even one item fits.
+        tokens: the most tokens of a piece, padding included; it is lowered after each failed attempt.
+        cut: a function from the items and that number to the pieces; it cuts no item.
+        size: a function that returns a piece's size in tokens, padding included.
+        item: the name of an item, for messages.
+        hint: what to do if not even one item fits.
     """
 
     tokens: int
@@ -36,12 +37,13 @@ class OomBackoff(Generic[T]):
     _ran_out: bool = field(default=False, init=False)
 
     def attempts(self, items: Sequence[T]) -> Iterator[AbstractContextManager[Pieces[T]]]:
-        """Attempts at all of these items, of which the last one does not run out of memory.
+        """Yield attempts at all of these items, until one does not run out of memory.
 
-        Each is to be entered, and gives the pieces: smaller ones than before, at which later calls begin too.
+        Each attempt is a context manager that yields the pieces. They are smaller than in the attempt before. Later calls start
+        with the size that worked.
 
         Raises:
-            InfraError: out of the attempt: memory does not suffice even for one item at a time.
+            InfraError: raised inside the attempt: memory does not suffice even for one item at a time.
         """
         self._ran_out = True
         while self._ran_out:

@@ -22,14 +22,14 @@ NO_ROOM = "Train LoRA (model.lora_r=8), or keep the moments in 8 bits: update.op
 QUANTISED_ELEMENTS = 4096
 """The fewest elements of a parameter whose moments bitsandbytes keeps in 8 bits."""
 MAX_ERROR = 0.2
-"""The KL's distance from its target counts as at most this share of it."""
+"""The largest relative distance of the KL from its target that counts."""
 
 KL_HORIZON = 10_000
 """The default number of episodes in which kl_coef grows by at most a fifth."""
 INITIAL_FACTOR = 2.0**16
 MAX_FACTOR = 2.0**24
 GROWTH_STEPS = 200
-"""The factor is doubled after this many steps without an overflow."""
+"""The number of steps without an overflow after which the factor is doubled."""
 
 
 def make_optimizer(
@@ -37,7 +37,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return an optimizer by its name in the config.
 
-    `adamw` is AdamW (arXiv 1711.05101) as one kernel per parameter, which keeps no copies of it; `adamw_8bit` keeps the moments
+    `adamw` is AdamW (arXiv 1711.05101) as one fused kernel per parameter, which makes no copies. `adamw_8bit` keeps the moments
     of large parameters in 8 bits (arXiv 2110.02861).
     """
     if name == "adamw":
@@ -49,10 +49,10 @@ def make_optimizer(
 
 
 def check_optimizer(name: str, device: str) -> None:
-    """Refuse an optimizer that this machine cannot run, by one step of it.
+    """Refuse an optimizer that does not work on this machine. One step of it is tried.
 
     Raises:
-        ConfigError: it cannot run here, with the reason.
+        ConfigError: it does not work here; the message has the reason.
     """
     if name == "adamw":
         return
@@ -78,16 +78,17 @@ def _unusable(name: str, device: str, why: str) -> ConfigError:
 def take_step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
     """Make one optimizer step, completely or not at all.
 
-    A parameter's first step allocates its moments. Where memory runs out there, others may have moved already: torch's AdamW
-    allocates a whole parameter group before it moves it, bitsandbytes goes from parameter to parameter. So until all moments
-    are there, the weights and moments of before are kept on the CPU; if memory runs out they are restored, and the step is
-    tried once more. Later steps allocate no moments: memory that runs out in one is an error at once.
+    A parameter's first step allocates its moments. If memory runs out then, other parameters may have been updated already:
+    torch's AdamW allocates a whole parameter group before it updates it, bitsandbytes allocates and updates parameter by
+    parameter. So until all moments exist, the weights and moments from before the step are copied to the CPU. If memory runs
+    out, they are restored, and the step is tried once more. Later steps allocate no moments, so running out of memory in them
+    raises an exception at once.
 
     Args:
-        parameters: all that the optimizer trains, by name.
+        parameters: all parameters that the optimizer trains, by name.
 
     Raises:
-        InfraError: memory does not suffice for the moments; weights and moments are those of before.
+        InfraError: memory does not suffice for the moments; weights and moments are unchanged.
     """
     allocates = any(p.grad is not None and not optimizer.state.get(p) for p in parameters.values())
     if not allocates:
@@ -135,7 +136,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
 def set_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Give the optimizer copies of a state from `optimizer_state`.
+    """Copy a state from `optimizer_state` into the optimizer.
 
     Raises:
         CheckpointError: the state is of other parameters, or of another optimizer.
@@ -157,7 +158,7 @@ def set_optimizer_state(
 
 
 def _state_fits(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> bool:
-    """Whether the state has the shape that the optimizer keeps for the parameter."""
+    """Return True if the state has the shapes that the optimizer keeps for the parameter."""
     shape = tuple(parameter.shape)
     if isinstance(optimizer, torch.optim.AdamW):
         wanted: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
@@ -170,10 +171,10 @@ def _state_fits(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state
 
 
 def learning_rate_share(options: UpdateConfig, iteration: int, iterations: int) -> float:
-    """Return share of the learning rate in an iteration, counted from 0: up over `warmup` of them, then down to 0 after the
-    last.
+    """Return the share of the learning rate in an iteration, counted from 0.
 
-    The decay is as long as what is left after the warm-up; the first iteration after it has the whole rate.
+    It rises over `warmup` iterations, then falls to 0 after the last one. The first iteration after the warm-up has the full
+    rate. The decay extends over all iterations that follow.
     """
     if iteration < options.warmup:
         return (iteration + 1) / (options.warmup + 1)
@@ -186,8 +187,8 @@ def learning_rate_share(options: UpdateConfig, iteration: int, iterations: int) 
 def next_kl_coef(coef: float, kl: float, episodes: int, options: AlgorithmConfig) -> float:
     """Return the weight of the KL after an update in which the KL to the reference was `kl`, in nats per token.
 
-    coef (1 + clip(kl / target - 1, +-0.2) episodes / horizon); without a target it stays.
-    Source: Ziegler et al., arXiv 1909.08593, section 2.2.
+    It is coef (1 + clip(kl / target - 1, +-0.2) episodes / horizon); without a target it stays the same. Source: Ziegler et
+    al., arXiv 1909.08593, section 2.2.
     """
     if options.kl_target is None:
         return coef
@@ -198,9 +199,9 @@ def next_kl_coef(coef: float, kl: float, episodes: int, options: AlgorithmConfig
 class LossScale:
     """A power of two that multiplies the loss and is divided out of the gradients; 1 unless `module` has float16 weights.
 
-    The gradient that one token of many sends back is below float16's smallest number, 2**-24, and would become 0. A power of
-    two changes no bit of a gradient that neither under- nor overflows. One that overflows is computed again with half of it;
-    in the paper (dynamic loss scaling, Micikevicius et al. 2018, arXiv 1710.03740) that step is lost.
+    The gradient of one token among many is smaller than float16's smallest number, 2**-24, and would become 0. A power of two
+    changes no bit of a gradient that neither under- nor overflows. A gradient that overflows is computed again with half the
+    factor; in the paper (dynamic loss scaling, Micikevicius et al. 2018, arXiv 1710.03740) that step is dropped.
 
     Raises:
         ConfigError: the trainable weights themselves are float16, which has too few bits for their steps.
@@ -237,7 +238,10 @@ class LossScale:
 
     @property
     def state(self) -> tuple[float, int]:
-        """The state for a checkpoint, so that a resumed training scales like an uninterrupted one."""
+        """The factor and the number of good steps, for a checkpoint.
+
+        With them a resumed training scales like an uninterrupted one.
+        """
         return self.factor, self.good_steps
 
     @state.setter

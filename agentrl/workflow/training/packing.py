@@ -1,6 +1,6 @@
-"""Several rows on one line, none of which sees another: less padding where rows are of unequal length.
+"""Packing of several rows on one line, without attention between them. Rows of unequal length then need less padding.
 
-The positions of each row begin at 0, by which a model knows the rows apart (`models.logprobs.keeps_apart`).
+The positions of each row begin at 0. By them the model separates the rows (`models.logprobs.keeps_apart`).
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from agentrl.workflow.training.training_rows import PAD_ID, Row
 
 @dataclass(frozen=True, slots=True)
 class PackedLines:
-    """Rows as tensors, each (B, T).
+    """Packed rows as tensors, each (B, T).
 
     Args:
-        positions: of a token in its row; 0 where there is none.
-        wanted: True where a token trains.
-        owner: the number of its row.
-        rows: how many there are.
+        input_ids: the token ids.
+        positions: the position of each token in its row; 0 for padding.
+        wanted: True if the token trains.
+        owner: the number of each token's row.
+        rows: the number of rows.
     """
 
     input_ids: Tensor
@@ -30,14 +31,15 @@ class PackedLines:
     rows: int
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sums (rows,) over each row's wanted tokens of values (B, T - 1), one for each token but the first."""
+        """Return sums (rows,) over each row's wanted tokens. `values` are (B, T - 1), one for each token but the first."""
         wanted = self.wanted[:, 1:]
         return values.new_zeros(self.rows).index_add(0, self.owner[:, 1:][wanted], values[wanted])
 
 
 def assign_lines(rows: Sequence[Row]) -> list[list[int]]:
-    """Return the rows of each line, by their numbers: no line is longer than the longest row. Longest first, where it first
-    fits.
+    """Return the numbers of the rows on each line.
+
+    No line is longer than the longest row. Rows are placed in order of length, longest first, each on the first line with room.
     """
     lengths = [len(row.input_ids) for row in rows]
     lines: list[list[int]] = []
@@ -53,12 +55,12 @@ def assign_lines(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def packed_size(rows: Sequence[Row]) -> int:
-    """Return tokens that the model reads for them, padding included."""
+    """Return the number of tokens that the model reads for packed rows, padding included."""
     return len(assign_lines(rows)) * max(len(row.input_ids) for row in rows)
 
 
 def pack_rows(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedLines | None:
-    """Return the rows on fewer lines than there are rows; None if that is impossible."""
+    """Return the rows packed on fewer lines than there are rows; None if that is impossible."""
     lines = assign_lines(rows)
     if len(lines) == len(rows):
         return None

@@ -1,12 +1,13 @@
-"""Direct preference optimisation on siblings: of two episodes of one group the better one is made likelier than the worse.
+"""Direct preference optimisation on pairs of episodes of a group. The better episode becomes more likely than the worse one.
 
 Rafailov et al. 2023, arXiv 2305.18290. The implicit reward of an episode is beta x (its logprob under the policy - under the
-reference), a sum over the tokens that it sampled itself: what tools and templates wrote, and what forks share with their
-parent, is no part of it. The reference is either the weights that the training starts from, read once before it (the margin
-begins at 0), or the sampler, whose logprobs are stored with the tokens (nothing is read; the two episodes of a pair may then
-have different references, and the margin does not begin at 0 unless the start is what sampled them).
+reference). It is a sum over the tokens that the episode sampled itself, without text of tools, templates or the parent of a
+fork. There are two references. "start" is the weights that the training starts from; they score all pairs once before it, and
+the margin begins at 0. "sampler" uses the logprobs that are stored with the tokens, so nothing is computed. Then the two
+episodes of a pair may have different references, and the margin begins at 0 only if the start weights sampled them.
 
-`margin` is the mean difference of the two implicit rewards, `accuracy` how often it is above 0.
+The metric `margin` is the mean difference of the two implicit rewards, and `accuracy` is the share of pairs with a margin above
+0.
 """
 
 from collections import Counter
@@ -53,7 +54,7 @@ PASSES = 3
 """The default number of passes over the pairs."""
 
 EMPTY = "nothing sampled"
-"""The reason for which a pair is left out: one of its episodes."""
+"""The reason why a pair is left out: one of its episodes sampled no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class PreferencePair:
     """Two episodes of one group: their training rows, and the reference's logprobs.
 
     Args:
-        chosen, rejected: rows of the better and of the worse one.
-        reference: the reference's logprob of the chosen one's sampled tokens minus the rejected one's, in nats.
+        chosen, rejected: the rows of the better and of the worse episode.
+        reference: the reference's logprob of the chosen episode's sampled tokens minus that of the rejected one's, in nats.
     """
 
     chosen: tuple[Row, ...]
@@ -71,7 +72,7 @@ class PreferencePair:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """All of them, the chosen one's first."""
+        """All rows, those of the chosen episode first."""
         return (*self.chosen, *self.rejected)
 
 
@@ -93,15 +94,18 @@ def dpo(
     """Train a run's model to prefer the first episode of each pair to the second, and save it.
 
     Args:
-        pairs: already chosen (`stats.selection.select_pairs`), of one base and temperature.
+        pairs: the selected pairs (`stats.best_episodes.select_pairs`), of one base and temperature.
         start: the model and the weights that learn.
         target: the model folder to make.
-        beta: the weight of a nat; the smaller, the further the policy goes from the reference.
-        recipe: unset: `PASSES` over them at 1e-4.
+        beta: the factor of the implicit reward. With a smaller one the policy moves further from the reference.
+        reference: "start" or "sampler", see the module.
+        recipe: None: `PASSES` passes over the pairs at a learning rate of 1e-4.
+        overwrite: whether an existing target is replaced.
+        save_every: the steps between two checkpoints; see `offline_checkpoint.Resumable`.
 
     Raises:
-        ConflictError: the target exists, and overwrite is off.
-        StateError: in no pair both episodes sampled a token of their own.
+        ConflictError: the target exists, and `overwrite` is False.
+        StateError: no pair has sampled tokens in both episodes.
         ConfigError: beta is not above 0, or the recipe's optimizer does not work here.
         ModelError, CheckpointError: as `training.offline_training.load_learner` and `train` do.
     """
@@ -136,20 +140,20 @@ def dpo(
 def dpo_loss(difference: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Return the loss of each pair and the margin of its implicit rewards; both (N,).
 
-    -log sigmoid(margin), margin = beta x ((lp_chosen - ref_chosen) - (lp_rejected - ref_rejected)).
-    Source: arXiv 2305.18290, equation 7.
+    The loss is -log sigmoid(margin), margin = beta x ((lp_chosen - ref_chosen) - (lp_rejected - ref_rejected)). Source: arXiv
+    2305.18290, equation 7.
 
     Args:
-        difference: the policy's logprob of the chosen episode minus that of the rejected one (N,), in nats.
-        reference: the reference's, a constant (N,).
-        beta: above 0.
+        difference: (N,), the policy's logprob of the chosen episode minus that of the rejected one, in nats.
+        reference: (N,), the same difference under the reference, a constant.
+        beta: the factor of the implicit reward, above 0.
     """
     margin = beta * (difference - reference)
     return -logsigmoid(margin), margin
 
 
 def preference_objective(beta: float, temperature: float = 1.0) -> Objective[PreferencePair]:
-    """Return the mean of `dpo_loss` over a batch's pairs."""
+    """Return the objective of DPO: the mean of `dpo_loss` over a batch's pairs."""
 
     def terms(pairs: Sequence[PreferencePair], logprobs: Sequence[Tensor]) -> dict[str, Tensor]:
         difference = pair_differences(pairs, logprobs)
@@ -161,14 +165,18 @@ def preference_objective(beta: float, temperature: float = 1.0) -> Objective[Pre
 
 
 def pair_differences(pairs: Sequence[PreferencePair], logprobs: Sequence[Tensor]) -> Tensor:
-    """Return the logprob of each pair's (N,) chosen rows minus that of the rejected ones, which come after them."""
+    """Return (N,), the logprob of each pair's chosen rows minus that of its rejected rows, in nats.
+
+    Args:
+        logprobs: for each pair, the logprobs of its rows, the chosen ones first.
+    """
     return torch.stack(
         [rows[: len(pair.chosen)].sum() - rows[len(pair.chosen) :].sum() for pair, rows in zip(pairs, logprobs, strict=True)]
     )
 
 
 def sampler_differences(pairs: Sequence[PreferencePair]) -> list[float]:
-    """Return each pair's difference as the sampler computed it, when it sampled."""
+    """Return each pair's difference from the logprobs that the sampler recorded, in nats."""
     return [_recorded_logprob(pair.chosen) - _recorded_logprob(pair.rejected) for pair in pairs]
 
 
@@ -178,7 +186,7 @@ def _recorded_logprob(rows: Sequence[Row]) -> float:
 
 @torch.no_grad()
 def model_differences(module: nn.Module, pairs: Sequence[PreferencePair], objective: Objective[PreferencePair]) -> list[float]:
-    """Return each pair's difference under the module as it is, without dropout."""
+    """Return each pair's difference under the module's present weights, without dropout, in nats."""
     module.eval()
     backoff: OomBackoff[int] = backoff_over_rows(lambda number: pairs[number].rows, apart=keeps_apart(module))
     for attempt in backoff.attempts(range(len(pairs))):

@@ -1,4 +1,4 @@
-"""An update before its first step: constants of its tokens, and the rows of each step. See `training.trainer`."""
+"""The preparation of an update: constants of its tokens, and the rows of each step. See `training.trainer`."""
 
 import math
 from collections import Counter
@@ -21,14 +21,15 @@ from agentrl.workflow.training.training_rows import Row, TokenLayout, pad
 from agentrl.workflow.trajectory import TRUNCATED, Group
 
 WHOLE = frozenset({"loss", "sampler_difference_max"})
-"""Metrics that are not sums over tokens."""
+"""The metrics that are not sums over tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenConstants:
-    """Values known of tokens before the update begins: flat, or on the lines of a microbatch; None where they are not needed.
+    """Values of tokens that are computed before the update begins; None if they are not needed.
 
-    `start`: logprobs of the policy; the others are named as in `training.losses` and `training.advantages`.
+    They are flat (tokens,), or laid out on the lines of a microbatch (B, T - 1). `start` are the policy's logprobs. The others
+    are named as in `training.losses` and `training.advantages`.
     """
 
     advantages: Tensor
@@ -38,7 +39,7 @@ class TokenConstants:
     returns: Tensor | None = None
 
     def on_lines(self, places: Tensor, mask: Tensor, dtype: torch.dtype) -> "TokenConstants":
-        """Return those at these flat places, where the mask of a microbatch (B, T - 1) is True."""
+        """Return the values at these flat places, laid out where the mask of a microbatch (B, T - 1) is True."""
         flat = {one.name: getattr(self, one.name) for one in fields(self)}
         constants = {name: values[places].to(mask.device, dtype) for name, values in flat.items() if values is not None}
         return TokenConstants(**{name: pad(values, mask) for name, values in constants.items()})
@@ -46,16 +47,16 @@ class TokenConstants:
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The rows of one optimizer step that teach, and counts over all of its rows."""
+    """The rows of one optimizer step that have a gradient, and counts over all of its rows."""
 
     rows: Sequence[Row]
     normaliser: Normaliser
 
     def means(self, sums: Metrics) -> dict[str, float]:
-        """Sums over the tokens that were read as their means, and the effective sample size as a share of them.
+        """Return the means of sums over the rows' tokens, and the effective sample size as a share of these tokens.
 
-        The effective sample size of weights w of n tokens is (sum w)^2 / (n sum w^2): 1 where all are equal, near 0 where few
-        tokens have all the weight (Kong, 1992).
+        The effective sample size of weights w of n tokens is (sum w)^2 / (n sum w^2). It is 1 if all weights are equal, and
+        near 0 if few tokens have all the weight (Kong, 1992).
         """
         read = sum(sum(row.loss_mask) for row in self.rows)
         means = {name: value if name in WHOLE else value / read for name, value in sums.items()}
@@ -70,11 +71,12 @@ class PreparedUpdate:
     """An update before its first step.
 
     Args:
-        tokens: of all episodes that are used.
+        tokens: the layout of the tokens of all used episodes.
         minibatches: one per optimizer step of a pass, at least one.
-        beside: metrics that all steps share.
-        whole: metrics of the whole update alone.
-        advantages, dropped: as of `Update`.
+        constants: the constants of the tokens.
+        beside: metrics that are the same for all steps.
+        whole: metrics of the update only, not of its steps.
+        advantages, dropped: see `Update`.
     """
 
     tokens: TokenLayout
@@ -87,9 +89,9 @@ class PreparedUpdate:
 
 
 def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
-    """Return the groups with their trainable episodes only, and why others are dropped, by slot.
+    """Return the groups with only their trainable episodes, and why other groups are dropped, by slot.
 
-    A group-relative algorithm needs 2 finished episodes in a group, any other 1.
+    A group-relative algorithm needs 2 trainable episodes in a group, any other needs 1.
     """
     kept, dropped = [], {}
     for group in groups:
@@ -102,7 +104,10 @@ def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Grou
 
 
 def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, float]:
-    """Return each episode's advantage by its id: that of all of its tokens, or their mean; 0 where none of them trains."""
+    """Return each episode's advantage by its id: the mean over its trained tokens; 0 if none of them trains.
+
+    If all tokens have the same advantage, it is returned exactly.
+    """
     found = {}
     for episode, line, length in zip(tokens.episodes, credited.advantages, tokens.lengths.tolist(), strict=True):
         values = line[:length]
@@ -112,10 +117,10 @@ def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, f
 
 
 class UpdatePreparation:
-    """Preparation of an update: choose its rows, compute what is needed before the first step, and assign advantages.
+    """The preparation of an update: it selects the rows, computes the constants, and assigns advantages.
 
     Args:
-        corrects: whether tokens are weighed by how likely the trainer's weights would have sampled them.
+        corrects: whether the update uses importance weights.
     """
 
     def __init__(self, policy: Policy, config: RunConfig, scorer: RowScorer, corrects: bool = False) -> None:
@@ -131,7 +136,7 @@ class UpdatePreparation:
     def prepare(
         self, groups: Sequence[Group], iteration: int, critic: nn.Linear | None, kl_coef: float
     ) -> PreparedUpdate | Update:
-        """Prepare the update on these groups; without trainable tokens, return the skipped update with its reason."""
+        """Prepare the update on these groups. If no token can train, return the skipped update with its reason."""
         usable_groups, dropped = select_groups(groups, self._algorithm.needs_group)
         episodes = [episode for group in usable_groups for episode in group.episodes]
         if not episodes:
@@ -162,10 +167,10 @@ class UpdatePreparation:
     def _credit_tokens(
         self, tokens: TokenLayout, groups: Sequence[Group], idle: Set[int], critic: nn.Linear | None, kl_coef: float
     ) -> tuple[TokenConstants, Advantages, dict[str, float]]:
-        """Reads what credit needs to know of the tokens, and credits them; idle episodes have no credit.
+        """Compute the inputs of the advantages, and the advantages. Episodes in `idle` get advantage 0.
 
         Returns:
-            What is known, the credit, and the metrics that all steps of the update share.
+            The constants of the tokens, the advantages, and the metrics that are the same for all steps of the update.
         """
         options = self._options
         metrics = {"kl_coef": kl_coef} if options.kl_coef else {}
@@ -187,10 +192,10 @@ class UpdatePreparation:
         return TokenConstants(credited.advantages[tokens.mask], start, reference, values, returns), credited, metrics
 
     def _minibatches(self, tokens: TokenLayout, idle: Set[int], advantages: Tensor) -> list[Minibatch]:
-        """One per optimizer step; a step that would only coast on its momentum is left out.
+        """Return one minibatch per optimizer step. A step without any gradient is left out: only momentum would move it.
 
-        A row without advantage has no gradient, unless the loss has a KL, an entropy or a value: it is counted, but the model
-        need not read it.
+        A row without advantage has no gradient, unless the loss has a KL, an entropy bonus or a value loss. It is counted, but
+        the model does not read it.
         """
         options, limits, episodes = self._options, self._config.rollout, len(tokens.episodes)
         step = self._config.update.batch_size or episodes
@@ -205,7 +210,7 @@ class UpdatePreparation:
         return minibatches
 
     def _add_logprobs(self, tokens: TokenLayout, minibatches: Sequence[Minibatch], constants: TokenConstants) -> TokenConstants:
-        """Adds the logprobs that the steps need: where there are several, those of the policy before the first."""
+        """Add the logprobs that the steps need. With several steps these are the policy's logprobs before the first one."""
         used = [row for minibatch in minibatches for row in minibatch.rows]
         one_step = len(minibatches) * self._config.update.epochs == 1
         if one_step and not (self._corrects and self._config.model.lora_dropout):  # an importance weight has no dropout

@@ -1,4 +1,4 @@
-"""Scoring rows with the policy: logprobs and values of their tokens, with a gradient or without."""
+"""The scoring of rows with the policy: logprobs and values of their tokens, with or without a gradient."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ NO_ROOM = "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or
 
 
 def _microbatch_tokens(policy: Policy, config: RunConfig) -> int:
-    """Tokens of a microbatch: what the config says, else what fits into a GPU's free memory.
+    """Return the tokens of a microbatch: the config's number, else what fits into a GPU's free memory.
 
-    The gradient does not depend on it but by rounding, and under `numerics: exact` not on the device either.
+    The gradient depends on it only by rounding. Under `numerics: exact` the number does not depend on the device.
     """
     if config.update.microbatch_tokens is not None:
         return config.update.microbatch_tokens
@@ -39,7 +39,7 @@ def _microbatch_tokens(policy: Policy, config: RunConfig) -> int:
 
 
 class RowScorer:
-    """A scorer of rows at the run's temperature, in microbatches that fit into memory."""
+    """A scorer of rows at the run's temperature. It splits them into microbatches that fit into memory."""
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         self._policy = policy
@@ -58,7 +58,11 @@ class RowScorer:
     def score(
         self, model: nn.Module, rows: Sequence[Row], critic: nn.Linear | None, trains: bool = False
     ) -> tuple[Microbatch, Scores]:
-        """Return the rows as a microbatch, and its scores; `trains`: with all gradients that the loss needs."""
+        """Return the rows as a microbatch, and its scores.
+
+        Args:
+            trains: whether the scores need all gradients that the loss needs.
+        """
         batch = collate(rows, self._policy.device, self._share)
         self.cost.add(rows, batch.prefixes is not None, torch.is_grad_enabled())
         return batch, token_scores(
@@ -79,9 +83,9 @@ class RowScorer:
         module: Callable[[], AbstractContextManager[nn.Module]],
         critic: nn.Linear | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return logprobs and a critic's values before the update, without dropout.
+        """Return the logprobs and the critic's values before the update, without dropout.
 
-        Both are flat, (tokens,), and 0 for the tokens of other rows.
+        Both are flat, (tokens,), and 0 for the tokens of other rows. The values are None without a critic.
         """
         for attempt in self.oom_backoff.attempts(rows):
             logprobs: list[Tensor] = []
@@ -98,16 +102,20 @@ class RowScorer:
 
     @torch.no_grad()
     def kl_from_start(self, tokens: TokenLayout, rows: Sequence[Row], start: Tensor) -> float:
-        """Return the KL to the policy before the update: the mean of k3 over the rows' trained tokens.
+        """Return the KL to the policy before the update, in nats: the mean of k3 over the rows' trained tokens.
 
         Args:
-            start: the logprobs that it began with (tokens,).
+            start: (tokens,), the logprobs before the update.
         """
         now, _ = self.read_constants(tokens, rows, self._policy.training)
         return float(k3(start, now)[tokens.places(rows)].mean())
 
     def sampler_mismatch(self, tokens: TokenLayout) -> set[int]:
-        """Episodes whose sampled tokens have, on average, other logprobs here than the sampler recorded."""
+        """Return the numbers of the episodes whose logprobs here differ too much from the sampler's.
+
+        The mean absolute difference of such an episode is above `update.max_sampler_difference`. Without that option the set is
+        empty.
+        """
         limit = self._config.update.max_sampler_difference
         if limit is None:
             return set()
@@ -121,14 +129,14 @@ class RowScorer:
 
 @contextmanager
 def seed_dropout(key: str, device: torch.device) -> Iterator[None]:
-    """Dropout inside draws from the key, and nothing outside notices."""
+    """Seed torch's generators with the key inside the context, so that dropout draws from it. Restore them at the end."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
         yield
 
 
 def _may_share(policy: Policy, config: RunConfig) -> bool:
-    """Whether rows that begin alike may have their beginning read once."""
+    """Return True if a common beginning of rows may be read once."""
     # Layers that are computed again keep no keys and values; bodies of float64 norm in float32, so that sums' order shows.
     if config.update.gradient_checkpointing or config.model.numerics == "exact":
         return False

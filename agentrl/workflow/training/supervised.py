@@ -1,8 +1,8 @@
-"""Supervised fine-tuning: how the tiny model is made, how any model gets a start, and how it learns from its best episodes.
+"""Supervised fine-tuning: of the tiny model, of any model on demonstrations, and of a run's model on its best episodes.
 
-A demonstration is laid out token by token as an episode would be (opening, turn, continuation, turn); only the
-assistant's turns are learned. Of a stored episode the exact tokens are taken as they are, and what it sampled is learned:
-with a choice of the best that is rejection sampling (RAFT, arXiv 2304.06767; STaR, arXiv 2203.14465).
+A demonstration is laid out token by token like an episode (opening, turn, continuation, turn). Only the assistant's turns are
+learned. Of a stored episode the exact tokens are used, and its sampled tokens are learned. With only the best episodes this is
+rejection sampling (RAFT, arXiv 2304.06767; STaR, arXiv 2203.14465).
 """
 
 import math
@@ -52,23 +52,27 @@ from agentrl.workflow.training.training_rows import Row
 from agentrl.workflow.trajectory import Episode, Message, Task
 
 Segments = list[tuple[tuple[int, ...], bool]]
-"""A conversation as runs of token ids; True where the assistant says them."""
+"""A conversation as pieces of token ids; True for pieces of the assistant."""
 
 Example = tuple[Row, ...]
 """The rows of one demonstration or episode."""
 
 TOKENIZER_SAMPLES = 500
-"""The number of demonstrations from which a tiny tokenizer learns."""
+"""The number of demonstrations from which a tiny tokenizer is trained."""
 
 PASSES = 3
 """The default number of passes over stored episodes."""
 
 UNSOLVED, TOO_LONG, EMPTY = "no demonstration", "longer than the model reads", "nothing sampled"
-"""Reasons for which a task or an episode is left out."""
+"""The reasons why a task or an episode is left out."""
 
 
 def default_recipe(model: str, full: bool) -> Recipe:
-    """Return the recipe that works: measured for `tiny` on arithmetic, customary for the others."""
+    """Return the default recipe: measured for `tiny` on arithmetic, customary values for other models.
+
+    Args:
+        full: whether all weights train.
+    """
     if model == TINY:
         return Recipe(steps=400, batch_size=32, learning_rate=3e-3)
     return Recipe(steps=200, batch_size=16, learning_rate=2e-5 if full else 2e-4)
@@ -94,23 +98,23 @@ def sft(
     """Fine-tune a model on a dataset's demonstrations and save it.
 
     Args:
-        dataset: one with demonstrations, or these themselves.
+        dataset: a dataset that has demonstrations, or a list of demonstrations.
         model: `tiny` for a new tiny model, else a folder or hub name.
         target: the model folder to make; see `models.lookup.sft_model_name`.
-        recipe: unset: `default_recipe`.
-        epochs: passes over the demonstrations, in place of the recipe's steps.
-        max_tasks: only the first so many tasks.
-        config: LoRA or all weights, quantised or not, for a model that exists.
-        start: the policy of a run to start from, of which `model` is the base.
-        save_every: steps between two checkpoints, at the last of which the same training goes on after a kill.
+        recipe: None: `default_recipe`.
+        epochs: passes over the demonstrations; it replaces the recipe's steps.
+        max_tasks: only use the first `max_tasks` tasks.
+        config: for an existing model: LoRA or all weights, quantised or not.
+        start: a run's policy to start from; `model` is its base.
+        overwrite: whether an existing target is replaced.
+        save_every: the steps between two checkpoints. A killed training continues from the last of them.
 
     Raises:
-        ConflictError: the target exists, or another training of it was interrupted, and overwrite is off.
+        ConflictError: the target exists, or another training of it was interrupted, and `overwrite` is False.
         DatasetError: the dataset has no demonstrations, or none that fits the model.
         ConfigError: the recipe's optimizer does not work here.
-        ModelError: the model cannot be loaded, its chat template cannot render such conversations, or the loss is no finite
-            number any more.
-        CheckpointError: the policy's weights are not as they were recorded, or the disk refused a checkpoint.
+        ModelError: the model cannot be loaded, its chat template cannot render such conversations, or the loss is not finite.
+        CheckpointError: the policy's weights differ from the recorded ones, or a checkpoint cannot be written.
     """
     refuse_existing(target, overwrite)
     if threads:
@@ -161,16 +165,18 @@ def sft_on_episodes(
     save_every: int | None = None,
     progress: ProgressListener = SILENT,
 ) -> TrainedModel:
-    """Fine-tune a run's model on what these episodes sampled, and save it.
+    """Fine-tune a run's model on the sampled tokens of these episodes, and save it.
 
     Args:
-        episodes: already chosen (`stats.selection.select_best`), of one base and temperature.
+        episodes: the selected episodes (`stats.best_episodes.select_best`), of one base and temperature.
         start: the model and the weights that learn.
         target: the model folder to make.
-        recipe: unset: `PASSES` over them at 1e-4.
+        recipe: None: `PASSES` passes over the episodes at a learning rate of 1e-4.
+        overwrite: whether an existing target is replaced.
+        save_every: the steps between two checkpoints; see `offline_checkpoint.Resumable`.
 
     Raises:
-        ConflictError: the target exists, and overwrite is off.
+        ConflictError: the target exists, and `overwrite` is False.
         StateError: no episode sampled a token of its own.
         ModelError, CheckpointError: as `training.offline_training.load_learner` and `train` do.
     """
@@ -193,7 +199,7 @@ def sft_on_episodes(
 
 
 def likelihood_objective(temperature: float = 1.0) -> Objective[Example]:
-    """Return mean cross entropy over a batch's learned tokens, in nats per token."""
+    """Return the objective of supervised training: the mean cross entropy over a batch's learned tokens, in nats per token."""
     return Objective(
         rows=lambda example: example,
         weight=lambda example: sum(sum(row.loss_mask) for row in example),
@@ -225,7 +231,9 @@ def _load_existing(model: str, config: ModelConfig | None, device: str, threads:
 
 
 def demonstrations(dataset: Dataset | Sequence[Demonstration], limit: int | None, seed: int) -> Iterator[Demonstration | None]:
-    """Yield the first demonstrations of a dataset, each as its env would have it; None for a task that has none.
+    """Return an iterator over the first `most` demonstrations, in the form of an episode of the dataset's env.
+
+    A task without a demonstration gives None.
 
     Raises:
         DatasetError: the dataset has no demonstrations.
@@ -248,16 +256,16 @@ def _demonstrate_in_env(dataset: Dataset, tasks: Sequence[Task], seed: int) -> I
 
 
 def texts_of(samples: Iterable[Demonstration | None]) -> list[str]:
-    """Return the texts of the demonstrations for a tokenizer, cut where the speaker changes."""
+    """Return the texts that a tokenizer learns from: the demonstrations, split between the roles."""
     plain = Chat(tiny_tokenizer([]))
     return [plain.decode(ids) for one in samples if one for ids, _ in segments_of(plain, one)]
 
 
 def segments_of(chat: Chat, demonstration: Demonstration) -> Segments:
-    """Return the demonstration as the episode it would be.
+    """Return the token ids of the demonstration, in the layout that an episode would have.
 
     Raises:
-        DatasetError: a template cannot continue its turns.
+        DatasetError: the chat template cannot continue its turns.
     """
     segments: Segments = []
     heard: list[Message] = []

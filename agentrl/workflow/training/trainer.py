@@ -1,9 +1,9 @@
-"""One update: groups of finished episodes in, better weights out, or unchanged weights and the reason.
+"""One update: it takes groups of finished episodes, and returns improved weights, or unchanged weights and the reason.
 
-An update is cut into minibatches (one optimizer step each) and those into microbatches (one forward and backward each). The
-cut into microbatches changes memory and time, never the gradient. A result that is not finite is never published: the update
-says why, and its weights are restored or loaded again. The order of everything follows from the order of the groups, so an
-update can be repeated.
+An update is split into minibatches (one optimizer step each), and these into microbatches (one forward and backward pass each).
+The split into microbatches changes memory and time, never the gradient. A result that is not finite is never published: the
+update reports why, and its weights are restored or loaded again. All orders follow from the order of the groups, so an update
+can be repeated.
 """
 
 import json
@@ -48,19 +48,19 @@ from agentrl.workflow.training.update_loss import UpdateLoss
 from agentrl.workflow.trajectory import Group
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.1
-"""An update is skipped if the weights of its tokens are worth fewer, as a share of them."""
+"""The least effective sample size of the importance weights, as a share of the tokens. Below it an update is skipped."""
 
 
 class Unusable(Exception):
-    """A step cannot be taken; the update is undone."""
+    """A step that cannot be taken. The update is undone."""
 
 
 class NotFinite(Unusable):
-    """A loss or gradient is NaN or infinite."""
+    """A loss, gradient or weight is NaN or infinite."""
 
 
 def require_finite(loss: float, norm: float) -> None:
-    """Raise NotFinite where the loss or the gradient's norm is no finite number."""
+    """Raise NotFinite if the loss or the gradient's norm is not a finite number."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NotFinite(f"the loss is {loss} and the gradient's norm is {norm}")
 
@@ -79,7 +79,7 @@ def _combine_metrics(steps: Sequence[Metrics]) -> dict[str, float]:
 
 
 def _undone(prepared: PreparedUpdate, error: Unusable) -> Update:
-    """The report of an update of which nothing is left."""
+    """Return the report of an update that was undone."""
     bad = isinstance(error, NotFinite)
     return Update(advantages=prepared.advantages, dropped=prepared.dropped, skipped=str(error), bad=bad)
 
@@ -90,7 +90,7 @@ class Trainer:
     Args:
         policy: the policy whose trainable weights are updated; its lock is held during an update.
         config: the run's config.
-        iterations: the run's number of iterations, if the learning rate falls to 0 at their end.
+        iterations: the run's number of iterations; only needed if the learning rate falls to 0 at their end.
 
     Raises:
         ConfigError: an option that the algorithm does not read.
@@ -112,15 +112,15 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The policy's step size in the last update; the critic has its own."""
+        """The policy's learning rate in the last update; the critic has its own."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
-        """Improve the policy on the groups' trainable episodes.
+        """Update the policy on the groups' trainable episodes.
 
         Raises:
             InfraError: memory does not suffice even for one row at a time, or for the optimizer's moments.
-            RewardError: an episode's reward is no finite number.
+            RewardError: an episode's reward is not a finite number.
         """
         started = time.perf_counter()
         with self._policy.lock, return_freed_memory(self._policy.device, self._config.lean):
@@ -148,7 +148,7 @@ class Trainer:
         )
 
     def preview(self, groups: Sequence[Group], iteration: int) -> UpdatePreview:
-        """Previews the first step that the update would take, and undoes it. Raises as `update` does."""
+        """Take the first step of the update, report it, and undo it. Raises as `update` does."""
         with self._policy.lock, return_freed_memory(self._policy.device, self._config.lean):
             self._set_rates(iteration)
             prepared = self._preparation.prepare(groups, iteration, self._critic, self.kl_coef)
@@ -175,7 +175,7 @@ class Trainer:
         return UpdatePreview(Update(metrics, (step,), prepared.advantages, prepared.dropped), moved, gradient, blank)
 
     def _take_steps(self, prepared: PreparedUpdate, iteration: int) -> list[Metrics]:
-        """Takes all optimizer steps, or none.
+        """Take all optimizer steps, or none.
 
         Raises:
             Unusable: a step cannot be taken.
@@ -199,7 +199,7 @@ class Trainer:
         return steps
 
     def _exceeds_max_kl(self, prepared: PreparedUpdate) -> bool:
-        """Whether the policy has moved so far from its start that no further pass is made."""
+        """Return True if the policy has moved too far from its start for a further pass."""
         limit = self._config.update.max_kl
         if limit is None or prepared.constants.start is None:
             return False
@@ -225,7 +225,10 @@ class Trainer:
         return means | {"grad_norm": norm, "tokens": float(counts.tokens), "rows": float(counts.rows)}
 
     def _accumulate(self, prepared: PreparedUpdate, minibatch: Minibatch, learns: bool = True) -> dict[str, float]:
-        """Adds up the gradients of the microbatches, unless nothing `learns`, and returns sums over trained tokens."""
+        """Add up the gradients of the microbatches, and return sums over trained tokens.
+
+        With `learns` False only the sums are computed.
+        """
         again = self._config.update.gradient_checkpointing and learns
         for attempt in self._scorer.oom_backoff.attempts(minibatch.rows):
             self._optimizer.zero_grad()
@@ -268,7 +271,7 @@ class Trainer:
             group["lr"] = rate * share
 
     def _untrained_parts(self) -> tuple[str, ...]:
-        """The parts that have learned nothing yet."""
+        """Return those of `critic` and `optimizer` that had no training yet."""
         critic = self._critic is not None and not any(bool(parameter.any()) for parameter in self._critic.parameters())
         return (*(("critic",) if critic else ()), *(() if self._optimizer.state else ("optimizer",)))
 
@@ -306,10 +309,14 @@ class Trainer:
         return self._plain.keys()
 
     def load(self, folder: Path | None, fresh: bool = False) -> None:
-        """Restore what `save` wrote, bit for bit; None starts afresh from the base, `fresh` from the folder's weights alone.
+        """Restore the state that `save` wrote, bit for bit.
+
+        Args:
+            folder: the checkpoint; None: start afresh from the base.
+            fresh: only load the weights, and start everything else afresh.
 
         Raises:
-            CheckpointError: a file is missing, altered or of another model.
+            CheckpointError: a file is missing, was changed, or belongs to another model.
         """
         if folder is not None:
             checkpoints.verify(folder, without=(checkpoints.OPTIMIZER,) if fresh else (), shared=False)
@@ -322,9 +329,9 @@ class Trainer:
         self._load_optimizer(folder)
 
     def load_partial(self, folder: Path) -> None:
-        """As `load`, of a checkpoint that an update of another algorithm wrote, or one whose optimizer was dropped.
+        """Load a checkpoint of an update with another algorithm, or one whose optimizer state was dropped.
 
-        What it has nothing for is fresh: a critic, moments.
+        Parts that the checkpoint lacks start afresh: the critic, the moments. Raises as `load` does.
         """
         there = [name for name in (FILE, checkpoints.OPTIMIZER) if (folder / name).is_file()]
         checkpoints.verify(folder, without={checkpoints.OPTIMIZER}.difference(there), shared=False)

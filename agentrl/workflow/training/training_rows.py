@@ -31,13 +31,13 @@ from agentrl.workflow.training.advantages import TokenRewards
 from agentrl.workflow.trajectory import Episode, Group, Step
 
 PAD_ID = 0
-"""The id that fills a row's end; the attention mask hides it, so any id of the vocabulary will do."""
+"""The token id of padding. The attention mask hides it, so any id of the vocabulary would do."""
 
 CALL_TOKENS = 128
-"""The cost of one more call of the model, for the beginnings, in tokens."""
+"""The cost, in tokens, of the additional call of the model that reads shared beginnings."""
 
 PREFIX_TOKENS_PER_TOKEN = 16
-"""The number of tokens of a shared beginning that take the memory of one token that a row reads."""
+"""The number of tokens of a shared beginning that take as much memory as one token of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,14 @@ class Row:
     """One training row as plain values; all sequences have one entry per token.
 
     Args:
-        episode: index into the episodes it was made from.
-        index: which row of that episode.
-        input_ids: exact ids, never re-tokenised.
-        action_mask: True where the policy sampled the token: a fact.
-        loss_mask: the part of it that trains: not what a fork has from its parent, nor another chain; something does.
-        behavior_logprobs: as the sampler computed them; 0 where the token was not sampled.
-        weight: the row's share of its episode; those of an episode's rows sum to 1.
+        episode: the index into the episodes that the rows were made from.
+        index: the number of the row within its episode.
+        input_ids: the exact ids, never tokenized again.
+        action_mask: True if the policy sampled the token.
+        loss_mask: True if the token trains: a part of `action_mask`, without the tokens of a fork's parent or of another chain.
+            At least one token trains.
+        behavior_logprobs: logprobs as the sampler computed them; 0 if the token was not sampled.
+        weight: the row's share of its episode; the shares of an episode's rows sum to 1.
 
     Attributes:
         prefix: the number of tokens before the one that the first trained token is predicted from.
@@ -74,18 +75,17 @@ class Row:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The row's identity."""
+        """The key that identifies the row: `episode` and `index`."""
         return self.episode, self.index
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Rows for one forward and backward, each on a line.
+    """The rows of one forward and backward pass, one per line; all (B, T) if no other shape is given.
 
     Args:
-        prefixes: the beginnings before the lines, if these are shared.
-        weights: (B,), the rows'.
-        others: (B, T).
+        prefixes: the beginnings of the lines, if rows share them.
+        weights: (B,), the rows' weights.
     """
 
     prefixes: Prefixes | None
@@ -97,7 +97,10 @@ class Microbatch:
 
 
 def rows_of(episodes: Sequence[Episode]) -> list[Row]:
-    """Return the training rows of the episodes as they were read, in order; a row in which nothing trains is left out."""
+    """Return the training rows of the episodes as their clients read them (`as_read`), in order.
+
+    Rows without a trained token are left out.
+    """
     rows: list[Row] = []
     for number, (episode, _) in enumerate(map(as_read, episodes)):
         idle = reasons_not_to_train(episode)
@@ -111,10 +114,14 @@ def rows_of(episodes: Sequence[Episode]) -> list[Row]:
 
 
 def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1, share: bool = False) -> list[list[Row]]:
-    """Return rows of like length together: at most `tokens` padded tokens each, `at_least` as many (where there are the rows).
+    """Split the rows into microbatches of rows of similar length.
 
-    Longest first, so that what does not fit into memory is known at once. A row longer than `tokens` stays alone. With `share`,
-    rows of the same beginning go together instead, where the model then has less to read.
+    The longest rows come first, so a microbatch that does not fit into memory fails early.
+
+    Args:
+        tokens: the most padded tokens of a microbatch. A longer row gets a microbatch of its own.
+        at_least: the least number of microbatches, if there are as many rows.
+        share: whether rows with the same beginning go together instead, if the model then reads fewer tokens.
     """
     max_rows = max(1, len(rows) // at_least)
     by_length = sorted(rows, key=lambda row: (-len(row.input_ids), row.episode, row.index))
@@ -127,7 +134,7 @@ def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1, share: boo
 
 
 def size(rows: Sequence[Row], share: bool = False) -> int:
-    """Return padded tokens that the model reads for a microbatch of these rows."""
+    """Return the number of padded tokens that the model reads for a microbatch of these rows."""
     extent = _Extent()
     for row in rows:
         extent.add(row, _beginning(row) if share else None)
@@ -135,8 +142,9 @@ def size(rows: Sequence[Row], share: bool = False) -> int:
 
 
 def collate(rows: Sequence[Row], device: torch.device | str = "cpu", share: bool = False) -> Microbatch:
-    """Return the rows as tensors, padded on the right to the longest; with `share`, their beginnings once, where that is
-    less.
+    """Return the rows as tensors, padded on the right to the longest row.
+
+    With `share`, common beginnings are stored once, if the model then reads fewer tokens.
     """
     shared = share and size(rows, share) < size(rows)
     starts = [row.prefix if shared else 0 for row in rows]
@@ -172,7 +180,10 @@ def _row(
 
 
 class _Extent:
-    """How much the model reads for rows that come one by one, each with what stands for its beginning, None to share none."""
+    """The number of tokens that the model reads for rows that are added one by one.
+
+    Each row comes with an identifier of its beginning; None if beginnings are not shared.
+    """
 
     def __init__(self) -> None:
         self.rows = 0
@@ -188,7 +199,7 @@ class _Extent:
             self._beginnings.add(beginning)
 
     def size(self) -> int:
-        """Padded tokens."""
+        """Return the number of padded tokens."""
         whole = self.rows * self._longest
         if not self._beginnings:
             return whole
@@ -197,7 +208,7 @@ class _Extent:
 
 
 def _fill_microbatches(order: Sequence[tuple[Row, Hashable | None]], tokens: int, max_rows: int) -> tuple[list[list[Row]], int]:
-    """Microbatches of the rows in this order, each as long as it may be, and the sum of their sizes."""
+    """Return microbatches of the rows in this order, each as large as the limits allow, and the sum of their tokens."""
     pieces: list[list[Row]] = []
     extent, total, last = _Extent(), 0, 0
     for row, beginning in order:
@@ -232,7 +243,7 @@ def _tensor(lines: Sequence[Sequence[float] | NDArray[np.float64]], dtype: DType
 
 
 def pad(values: Tensor, mask: Tensor) -> Tensor:
-    """Lays flat values (tokens,) out where the mask is True; 0 elsewhere."""
+    """Return flat values (tokens,) laid out where the mask is True; 0 elsewhere."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
@@ -241,10 +252,10 @@ class TokenLayout:
     """The order of the trained tokens of some episodes.
 
     Args:
-        episodes: N of them, the rows' `episode` counts through them.
-        rows: all their rows in which something trains.
-        lengths: (N,), trained tokens of each.
-        by_row: the flat places of each row's trained tokens, by `Row.key`.
+        episodes: the N episodes; `Row.episode` is the index into them.
+        rows: all rows of the episodes that have trained tokens.
+        lengths: (N,), the number of trained tokens of each episode.
+        by_row: the flat indices of each row's trained tokens, by `Row.key`.
     """
 
     episodes: Sequence[Episode]
@@ -254,7 +265,7 @@ class TokenLayout:
 
     @classmethod
     def of(cls, episodes: Sequence[Episode]) -> "TokenLayout":
-        """Return the layout of these episodes' training rows, as they were read."""
+        """Return the layout of these episodes' training rows. The episodes are used as their clients read them (`as_read`)."""
         episodes = [as_read(episode)[0] for episode in episodes]
         rows = rows_of(episodes)
         counts = [sum(row.loss_mask) for row in rows]
@@ -266,32 +277,37 @@ class TokenLayout:
 
     @property
     def mask(self) -> Tensor:
-        """Return (N, T), True where there is a token."""
+        """The mask (N, T), True if there is a token."""
         return torch.arange(int(self.lengths.max()) if len(self.lengths) else 0)[None] < self.lengths[:, None]
 
     def by_episode(self, values: Tensor) -> Tensor:
-        """Return flat values as credit sees them, (N, T) float64."""
+        """Return flat values in the view by episode, (N, T) float64, on the CPU."""
         return pad(values.double().cpu(), self.mask)
 
     def places(self, rows: Sequence[Row]) -> Tensor:
-        """Return the flat places of these rows' trained tokens, in the order of the rows."""
+        """Return the flat indices of these rows' trained tokens, in the order of the rows."""
         return torch.cat([self.by_row[row.key] for row in rows])
 
     def flatten(self, rows: Sequence[Row], values: Tensor) -> Tensor:
-        """Return flat values from those of these rows' trained tokens, in the order of the rows; 0 for other rows' tokens."""
+        """Return flat values (tokens,) of all tokens; 0 for tokens of other rows.
+
+        Args:
+            rows: the rows that have values.
+            values: the values of their trained tokens, in the order of the rows.
+        """
         return values.new_zeros(int(self.lengths.sum())).index_copy(0, self.places(rows).to(values.device), values)
 
     def make_earned(self, groups: Sequence[Group], penalty: Tensor | None = None, values: Tensor | None = None) -> TokenRewards:
-        """Return the earnings of each token.
+        """Return the rewards of each token.
 
         Args:
-            groups: those of the episodes, in their order.
-            penalty: (N, T), taken off the rewards.
-            values: (N, T), the critic's.
+            groups: the groups of the episodes, in their order.
+            penalty: (N, T), subtracted from the rewards.
+            values: (N, T), the critic's values.
 
         Raises:
-            RewardError: an episode's reward is missing, or no finite number.
-            StateError: an episode is empty.
+            RewardError: an episode's reward is missing, or not a finite number.
+            StateError: an episode has no step.
         """
         rewards = torch.zeros(self.mask.shape, dtype=torch.float64)
         turns, chains = (torch.zeros(self.mask.shape, dtype=torch.long) for _ in range(2))
@@ -306,10 +322,10 @@ class TokenLayout:
 
 
 def _check(episode: Episode) -> None:
-    """Makes sure that an episode can be credited.
+    """Refuse an episode that cannot get advantages.
 
     Raises:
-        RewardError: its reward, or that of one of its steps, is missing or no finite number.
+        RewardError: its reward, or that of one of its steps, is missing or not a finite number.
         StateError: it has no step.
     """
     if not episode.steps:
@@ -320,10 +336,11 @@ def _check(episode: Episode) -> None:
 
 
 def _fill_rewards(episode: Episode, rewards: Tensor, turns: Tensor, chains: Tensor) -> None:
-    """A step's reward goes to its last token; the last one of each chain also gets what the episode earned after it.
+    """Write the rewards, turns and chains of an episode's tokens into tensors (T,).
 
-    That is what no step earned, which all chains share, and what later steps of other chains earned: to a chain the rest of its
-    episode is the future. What a fork's inherited steps earned is none of its own tokens'.
+    A step's reward is at its last token. The last token of each chain also gets two others: the part of the episode's reward
+    that belongs to no step, which all chains share, and the rewards of later steps of other chains. Rewards of a fork's
+    inherited steps go to no token.
     """
     end, rest = 0, float(episode.reward or 0.0) - sum(step.reward for step in episode.steps)
     idle = reasons_not_to_train(episode)

@@ -1,8 +1,7 @@
-"""A run's options as those of TRL's `GRPOTrainer`, and refusals of those that it lacks. See `training.trl_trainer`.
+"""A run's options as those of TRL's `GRPOTrainer`, and the refusal of options that TRL lacks. See `training.trl_trainer`.
 
-TRL is an extra (`trl`), and nothing here needs it: the command line checks a
-run before anything is written. An algorithm is known by how it credits and what it minimises, so that a person's own may be
-one of TRL's too.
+TRL is an extra (`trl`). This module works without it, so the command line can check a run before it writes anything. An
+algorithm is identified by its advantage and loss functions, so a user's own algorithm can be one of TRL's too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from agentrl.workflow.installation import install_command
 from agentrl.workflow.settings import settings
 
 VERSION = "1.16.0"
-"""Its `rollout_func` is experimental there: another version may call it otherwise."""
+"""The supported version of TRL. `rollout_func` is experimental, so another version may call it differently."""
 
 CREDIT = "agentrl.workflow.training.advantages:relative_to_group"
 
@@ -32,14 +31,16 @@ LOSSES: Mapping[str, Mapping[str, str]] = {
     "agentrl.workflow.training.losses:clipped_weight": {"token-mean": "cispo"},
     "agentrl.workflow.training.losses:soft_gate": {"seq-mean-token-mean": "sapo"},
 }
-"""Surrogate -> aggregation -> TRL's `loss_type`."""
+"""TRL's `loss_type`, by surrogate and aggregation."""
 
 
 def check_run(config: RunConfig) -> None:
-    """Refuse a run that TRL cannot train; workers of a named broker may have packages that are missing here.
+    """Refuse a run that TRL cannot train.
+
+    With a `broker_url` it is not checked that TRL is installed here, because workers may have packages that this machine lacks.
 
     Raises:
-        ConfigError: TRL cannot train it, with the reason.
+        ConfigError: TRL cannot train the run; the message has the reason.
     """
     check_trl(config)
     if not settings().broker_url:
@@ -47,10 +48,10 @@ def check_run(config: RunConfig) -> None:
 
 
 def require_trl() -> None:
-    """Refuse to go on without TRL, or with one that was not tried.
+    """Require the version of TRL that agentrl supports.
 
     Raises:
-        ConfigError: it is not installed here, or in another version.
+        ConfigError: TRL is not installed here, or in another version.
     """
     try:
         version = metadata.version("trl")
@@ -63,13 +64,13 @@ def require_trl() -> None:
 
 
 def check_trl(config: RunConfig) -> None:
-    """Refuse what TRL's trainer would not do, or would leave out.
+    """Refuse options that TRL's trainer does not support.
 
     Args:
-        config: of a training run.
+        config: the config of a training run.
 
     Raises:
-        ConfigError: naming the option, and why.
+        ConfigError: an option is not supported; the message names it and the reason.
     """
     refusal = next(_refusals(config), None)
     if refusal is not None:
@@ -77,7 +78,7 @@ def check_trl(config: RunConfig) -> None:
 
 
 def grpo_options(config: RunConfig) -> dict[str, Any]:
-    """Return the loss as fields of `trl.GRPOConfig`; the KL is not among them (`training.trl_trainer`)."""
+    """Return the options of the loss as fields of `trl.GRPOConfig`, without those of the KL (see `training.trl_trainer`)."""
     options, limits = resolve_options(config.algorithm), config.rollout
     fields = {
         "loss_type": _loss_type(options),
@@ -142,12 +143,12 @@ def _episode_refusals(config: RunConfig) -> Iterator[str]:
 
 
 def _is_sequence_level(options: AlgorithmConfig) -> bool:
-    """Whether the loss has one ratio for a whole row."""
+    """Return True if the loss has one ratio per row."""
     return find_gradient(options.name).surrogate_of(options).endswith(":clipped_sequence_mean")
 
 
 def _losses(algorithm: Algorithm, options: AlgorithmConfig) -> Mapping[str, str]:
-    """Aggregation -> TRL's `loss_type`, of an algorithm; empty where TRL has no such one."""
+    """Return TRL's `loss_type` of an algorithm by aggregation; empty if TRL does not have this algorithm."""
     if algorithm.critic or algorithm.credit != CREDIT:
         return {}
     return LOSSES.get(algorithm.surrogate_of(options), {})

@@ -1,13 +1,14 @@
-"""TRL as a second trainer (`--trainer trl`): the same episodes, the same checkpoints, and TRL's own `GRPOTrainer` in between.
+"""TRL as a second trainer (`--trainer trl`): TRL's own `GRPOTrainer` makes the update; episodes and checkpoints stay agentrl's.
 
-TRL is given what was sampled through its `rollout_func`: exact prompt and completion ids, the sampler's logprobs, rewards, and
-as `env_mask` which tokens the policy sampled, so that a tool's never train. Credit, loss, gradient and step are TRL's. The
-weights and the optimizer are ours, lent for one update: what is saved, resumed and fenced is as with our trainer, and a run may
-be compared with the same run by it. Both have the same gradient in TRL's convention (`tests/training/test_trl.py`).
+TRL receives the samples through its `rollout_func`: the exact prompt and completion ids, the sampler's logprobs, the rewards,
+and as `env_mask` which tokens the policy sampled, so text of tools never trains. Advantages, loss, gradient and step are TRL's.
+TRL gets the policy's weights and agentrl's optimizer for one update. So saving, resuming and fencing work as with agentrl's
+trainer, and the two trainers can be compared on the same run. Both have the same gradient in TRL's convention
+(`tests/training/test_trl.py`).
 
-Where TRL goes its own way: a group trains whole or not at all, an episode of several rows does not train, all rows are read,
-also those without advantage, and the entropy bonus is a mean over the tokens of each microbatch. A value that is not finite is
-seen after TRL's step: such an update is bad, and its caller loads the last checkpoint.
+TRL differs in these points: a group trains completely or not at all; an episode of several rows does not train; all rows are
+read, also those without advantage; the entropy bonus is a mean over the tokens of each microbatch. A value that is not finite
+is detected after TRL's step: such an update is bad, and its caller loads the last checkpoint.
 """
 
 import hashlib
@@ -49,14 +50,14 @@ METRICS = {
     "clip_ratio/region_mean": "clip_fraction",
     "cispo_clip_ratio": "clip_fraction",
 }
-"""TRL's name of a metric -> ours."""
+"""The names of metrics: TRL's -> agentrl's."""
 
 
 class TrlTrainer(Trainer):
-    """A trainer like `Trainer`, with updates by TRL.
+    """A `Trainer` whose updates are made by TRL.
 
     Raises:
-        ConfigError: TRL is not installed, or its trainer lacks an option of the run.
+        ConfigError: TRL is not installed, or its trainer does not support an option of the run.
     """
 
     def __init__(self, policy: Policy, config: RunConfig, iterations: int = 0) -> None:
@@ -68,11 +69,11 @@ class TrlTrainer(Trainer):
         self._credit: Credit = find("credits", self._algorithm.credit)
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
-        """Improve the policy on the groups of which every episode can train.
+        """Update the policy on the groups in which every episode can train.
 
         Raises:
             InfraError: memory does not suffice.
-            RewardError: an episode's reward is no finite number.
+            RewardError: an episode's reward is not a finite number.
         """
         started = time.perf_counter()
         usable_groups, dropped = select_whole_groups(groups, self._config.rollout.group_size)
@@ -97,7 +98,7 @@ class TrlTrainer(Trainer):
         return Update(mean | counted | {"seconds": time.perf_counter() - started}, tuple(steps), advantages, dropped)
 
     def _run_trl(self, rows: Sequence[Row], rewards: Sequence[float], iteration: int) -> list[Metrics]:
-        """The metrics of each optimizer step."""
+        """Run TRL's trainer on the rows, and return the metrics of each optimizer step."""
         again = self._config.update.gradient_checkpointing
         coef, full = self._options.kl_coef, self._policy.kind == "full"
         beside = self._policy.reference() if coef and full else nullcontext(None)  # LoRA: TRL switches the adapter off
@@ -161,7 +162,7 @@ class TrlTrainer(Trainer):
         return arguments
 
     def _make_trl_trainer(self, model: nn.Module, rows: Sequence[Row], rewards: Sequence[float], arguments: Any) -> Any:
-        """TRL's trainer of our model and our optimizer, for one update."""
+        """Return TRL's trainer with the policy's model and this trainer's optimizer, for one update."""
         from datasets import Dataset
         from trl import GRPOTrainer
 
@@ -184,7 +185,7 @@ class TrlTrainer(Trainer):
 
 
 def select_whole_groups(groups: Sequence[Group], size: int) -> tuple[list[Group], dict[int, str]]:
-    """Return the groups of which every episode can train, each as one row, and why others are dropped, by slot."""
+    """Return the groups in which every episode can train and is one row, and why others are dropped, by slot."""
     chosen, dropped = select_groups(groups, needs_group=True)
     whole_groups = []
     for group in chosen:
@@ -205,10 +206,13 @@ def _why_not(group: Group, size: int) -> str | None:
 
 
 def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
-    """Return rows in one forward and backward, which must divide all of them.
+    """Return the number of rows in one forward and backward pass. It divides the number of all rows.
 
-    TRL pads every row to the longest prompt and the longest completion of all; so padded, `tokens` should suffice, and there
-    should be at least so many microbatches, where there are the rows.
+    TRL pads every row to the longest prompt and the longest completion of all rows.
+
+    Args:
+        tokens: the most padded tokens of a microbatch; at least one row is read.
+        at_least: the least number of microbatches, if there are as many rows.
     """
     width = max(row.prefix + 1 for row in rows) + max(len(row.input_ids) - row.prefix - 1 for row in rows)
     max_rows = max(1, min(tokens // width, len(rows) // at_least))
@@ -216,7 +220,7 @@ def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
 
 
 class _RecordedRollouts:
-    """TRL's `rollout_func`: a prompt is the number of its group, and its n-th occurrence gets the group's n-th row."""
+    """TRL's `rollout_func`. A prompt is the number of its group, and its n-th occurrence gets the group's n-th row."""
 
     def __init__(self, rows: Sequence[Row], rewards: Sequence[float], size: int) -> None:
         numbered = list(zip(rows, rewards, strict=True))
@@ -237,12 +241,15 @@ class _RecordedRollouts:
 
 
 def _rewards(reward: list[float], **_: Any) -> list[float]:
-    """TRL's reward function, which returns the recorded rewards."""
+    """Return the recorded rewards. This is TRL's reward function."""
     return reward
 
 
 def _set_kl_anchor(trl: Any, coef: float, reference: nn.Module | None) -> None:
-    """Gives TRL the weight of the KL and our reference: it would load the base again for each update, and knows one adapter."""
+    """Pass the weight of the KL and the reference model to TRL.
+
+    TRL itself would load the base again for each update, and supports only one adapter.
+    """
     from trl.trainer.utils import add_fused_lm_head
 
     trl.beta = coef
@@ -252,19 +259,19 @@ def _set_kl_anchor(trl: Any, coef: float, reference: nn.Module | None) -> None:
 
 
 def _silence_trl() -> None:
-    """TRL would tell the hub of each update, and a person that `rollout_func` may change: the version is pinned."""
+    """Turn off TRL's telemetry to the hub, and its warning that `rollout_func` may change. The version is pinned."""
     constants.HF_HUB_DISABLE_TELEMETRY = True
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 
 def _seed(seed: int, iteration: int) -> int:
-    """The seed of everything in TRL: dropout draws from it."""
+    """Return the seed of all of TRL's generators; dropout draws from it."""
     return int.from_bytes(hashlib.sha256(f"{seed}|{iteration}".encode()).digest()[:4], "little") >> 1
 
 
 @contextmanager
 def _isolate_rng(device: torch.device) -> Iterator[None]:
-    """TRL seeds every generator of the process; outside nobody notices."""
+    """Restore every random generator of the process at the end, because TRL seeds them."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -276,7 +283,7 @@ def _isolate_rng(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _restore_model(*models: nn.Module | None) -> Iterator[None]:
-    """TRL gives a model another forward, other special tokens and marks of its own; afterwards all that is taken back."""
+    """Undo TRL's changes to the models at the end: another forward function, other special tokens, and new attributes."""
     mine = [thing for model in models if model is not None for thing in _objects_trl_changes(model)]
     before: list[tuple[Any, Mapping[str, Any]]] = [(thing, dict(vars(thing))) for thing in mine]
     try:

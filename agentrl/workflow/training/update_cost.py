@@ -1,6 +1,6 @@
 """The cost of an update: peak GPU memory, and the model's floating-point operations per second and relative to the GPU's peak.
 
-Operations are the model's own: what is computed again under gradient checkpointing, and padding, count for nothing.
+Only the model's own operations are counted, not padding, and not recomputation under gradient checkpointing.
 """
 
 import re
@@ -17,9 +17,9 @@ PEAK_TFLOPS = {
     "A100": 312.0, "A40": 149.7, "A10": 125.0, "H100 PCIe": 756.5, "H100 80GB HBM3": 989.5, "H200": 989.5,
     "L40S": 362.0, "L4": 121.0, "T4": 65.0, "V100-SXM2": 125.0, "V100-PCIE": 112.0,
 }  # fmt: skip
-"""Card, as CUDA names it -> peak TFLOP/s of dense matrix products in bfloat16 or float16, by NVIDIA's data sheets.
+"""The peak TFLOP/s of dense matrix products in bfloat16 or float16, from NVIDIA's data sheets, by CUDA's name of the card.
 
-Those of H100, H200, L40S and L4 print the rate with sparsity, which is twice as high.
+The data sheets of H100, H200, L40S and L4 print the rate with sparsity, which is twice as high.
 """
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -52,21 +52,22 @@ class UpdateCost:
         self._dtype = head.weight.dtype
 
     def begin(self) -> None:
-        """Start to measure."""
+        """Reset the counters."""
         self._flops = 0.0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def add(self, rows: Sequence[Row], shares: bool, learns: bool) -> None:
-        """Count the operations of one forward pass, and of the backward pass where something `learns`.
+        """Count the operations of one forward pass, and of the backward pass if `learns`.
 
-        Forward, a token takes 2 operations for each weight of a matrix product, and backward 2 for each weight that it passes
-        and 2 for each that learns (Kaplan et al. 2020, arXiv 2001.08361, table 1); attention takes 4 forward for each layer,
-        channel and token that it attends to, and 8 backward (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, but of the
-        tokens before it only).
+        In the forward pass, a token takes 2 operations for each weight of a matrix product. In the backward pass it takes 2 for
+        each weight that the gradient passes and 2 for each weight that trains (Kaplan et al. 2020, arXiv 2001.08361, table 1).
+        Attention takes 4 in the forward pass for each layer, channel and token that it attends to, and 8 in the backward pass
+        (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, but only for the tokens before it).
 
         Args:
-            shares: the beginnings of rows are read once.
+            shares: whether common beginnings of rows are read once.
+            learns: whether there is a backward pass.
         """
         starts = [row.prefix if shares else 0 for row in rows]
         beginnings = {row.input_ids[: row.prefix] for row in rows} if shares else set()
@@ -81,9 +82,9 @@ class UpdateCost:
             self._flops += (2 + 2 * self._head_trains) * head * scored
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Return `tflops` (10**12 operations a second), on a GPU `peak_memory_bytes`, and `mfu` where its peak is known.
+        """Return `tflops` (10**12 operations per second), on a GPU `peak_memory_bytes`, and `mfu` if the GPU's peak is known.
 
-        `mfu`, the model FLOPs utilisation, is the share of the peak in half precision; for float32 no peak is known.
+        `mfu`, the model FLOPs utilisation, is the share of the peak in half precision. For float32 no peak is known.
         """
         metrics = {"tflops": self._flops / seconds / 1e12} if self._is_known and seconds else {}
         if self._device.type == "cuda":
@@ -95,7 +96,7 @@ class UpdateCost:
 
 
 def find_peak(card: str) -> float | None:
-    """Return the peak TFLOP/s of the card of that name in half precision; None if it is not known."""
+    """Return the card's peak TFLOP/s in half precision; None if it is unknown."""
     model = re.sub(r"^(NVIDIA|Tesla) ", "", card)
     matches = [
         name for name in PEAK_TFLOPS if re.fullmatch(rf"{re.escape(name)}([ -](SXM|PCI|\d+ ?GB).*)?", model, re.IGNORECASE)
@@ -104,15 +105,18 @@ def find_peak(card: str) -> float | None:
 
 
 def _is_used(name: str, layer: nn.Module, head: nn.Module) -> bool:
-    """Whether an update computes with the layer: not the sampler's adapter, nor the head, which is counted apart."""
+    """Return True if an update computes with the layer.
+
+    The sampler's adapter is not used, and the head is counted separately.
+    """
     return layer is not head and "sampler" not in name.split(".")
 
 
 def _size(layer: nn.Module) -> int:
-    """Return the number of weights, also where they are packed into 4 bits."""
+    """Return the number of weights of a layer, also if they are packed into 4 bits."""
     return layer.in_features * layer.out_features if isinstance(layer, nn.Linear) else layer.weight.numel()  # type: ignore[operator]
 
 
 def _pairs(tokens: int) -> int:
-    """Return how many pairs of a token and one that it attends to there are."""
+    """Return the number of pairs of a token and one that it attends to (itself included)."""
     return tokens * (tokens + 1) // 2

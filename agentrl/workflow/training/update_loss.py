@@ -24,11 +24,11 @@ from agentrl.workflow.training.prepared_update import TokenConstants
 from agentrl.workflow.training.training_rows import Microbatch
 
 LOW_LOG_RATIO, HIGH_LOG_RATIO = math.log(0.9), math.log(1.1)
-"""Ratios of trainer to sampler that are outside of [0.9, 1.1] are counted."""
+"""The logarithms of 0.9 and 1.1. Tokens whose ratio of trainer to sampler is outside of them are counted."""
 
 
 class UpdateLoss:
-    """The loss of a run's updates: a surrogate, and if the run asks for them, a KL, an entropy bonus and a critic's error."""
+    """The loss of a run's updates: a surrogate and, by the run's options, a KL, an entropy bonus and a critic's error."""
 
     def __init__(self, config: RunConfig, same_numbers: bool) -> None:
         """Make the loss of this config's updates.

@@ -1,4 +1,4 @@
-"""Routes for annotations, prompts and requests of a search to its critic."""
+"""Routes for annotations, prompts, and a search's requests to its critic."""
 
 from datetime import datetime
 from typing import Annotated, Any
@@ -25,7 +25,9 @@ GAIN = ("first", "second", "difference", "low", "high", "interval_by", "p_value"
 
 
 class Annotation(BaseModel):
-    """What an agent, a tool or a hook said of an episode; `cut`: the characters of values that were too long."""
+    """An annotation of an episode by an agent, a tool or a hook. `cut` has the full lengths of shortened values, in
+    characters.
+    """
 
     id: int
     run: str
@@ -43,14 +45,14 @@ class Annotation(BaseModel):
 
 
 class AnnotationsPage(BaseModel):
-    """Annotations."""
+    """A page of annotations."""
 
     rows: list[Annotation]
     next: str
 
 
 class Gain(BaseModel):
-    """What a search gained on tasks that no choice has read: `first` with the texts it began with, `second` with the chosen."""
+    """The gain of a prompt search on held-out tasks: `first` with the initial texts, `second` with the chosen ones."""
 
     first: float | None
     second: float | None
@@ -67,7 +69,7 @@ class Gain(BaseModel):
 
 
 class Prompt(BaseModel):
-    """A version of a text; what it earned is null where it has too many groups to read."""
+    """A version of a prompt. Its rewards are null if it has too many groups to read."""
 
     id: int
     run: str
@@ -86,8 +88,8 @@ class Prompt(BaseModel):
 
 
 class PromptsPage(BaseModel):
-    """Versions of prompts; `held_out` is null without an evaluation, `left_out` counts versions with too many groups to
-    read.
+    """A page of prompt versions. `held_out` is null without an evaluation; `left_out` counts the versions with too many groups
+    to read.
     """
 
     rows: list[Prompt]
@@ -97,7 +99,7 @@ class PromptsPage(BaseModel):
 
 
 class CriticCall(BaseModel):
-    """What a search asked its critic, and was answered."""
+    """A request of a search to its critic, and the critic's response."""
 
     id: int
     run: str
@@ -110,7 +112,7 @@ class CriticCall(BaseModel):
 
 
 class CriticCallsPage(BaseModel):
-    """Critic calls."""
+    """A page of critic calls."""
 
     rows: list[CriticCall]
     next: str
@@ -127,7 +129,7 @@ def list_annotations(
     size: Size = 100,
     cursor: str = "",
 ) -> Response:
-    """Return what agents, tools and hooks said of the run's episodes, in the order in which it was written."""
+    """Return the annotations of the run's episodes, in the order in which they were written."""
 
     def page(tx: DriverTransaction, run_name: str) -> Any:
         chosen = AnnotationFilter(run=run_name, kind=kind, name=name, source=source)
@@ -139,7 +141,7 @@ def list_annotations(
 
 @router.get("/runs/{run}/prompts", response_model=PromptsPage)
 def list_prompts(store: Store, run: int, size: FewSize = 20, cursor: str = "") -> Response:
-    """Return the versions of the texts that the run works with, at most 50, and what a search gained by its choice."""
+    """Return the versions of the run's prompts, at most 50, and what a search gained."""
 
     def page(tx: DriverTransaction, name: str) -> dict[str, Any]:
         found = resource_rows.list_prompts(tx, name, size, cursor)
@@ -159,7 +161,7 @@ def _find_gain(tx: DriverTransaction, run: str) -> dict[str, Any] | None:
 
 @router.get("/runs/{run}/critic-calls", response_model=CriticCallsPage)
 def list_critic_calls(store: Store, run: int, sort: str = "", size: FewSize = 20, cursor: str = "") -> Response:
-    """Return what the run's search asked its critic, in order."""
+    """Return the requests of the run's search to its critic, in order."""
 
     def page(tx: DriverTransaction, name: str) -> Any:
         return resource_rows.list_critic_calls(tx, CriticCallFilter(name), Paging(size=size, cursor=cursor, sort=sort))

@@ -1,4 +1,4 @@
-"""The answers of the routes of episodes, as OpenAPI schemas."""
+"""The schemas of responses about episodes."""
 
 from datetime import datetime
 from typing import Any, Literal
@@ -10,7 +10,7 @@ OF = "The path of each cut text, for /api/episodes/{id}/text"
 
 
 class ShownRow(BaseModel):
-    """A row, as it is; texts that are too long are cut."""
+    """A row whose long texts are shortened."""
 
     model_config = ConfigDict(extra="allow")
     cut: dict[str, int] | None = Field(None, description=CUT)
@@ -18,7 +18,7 @@ class ShownRow(BaseModel):
 
 
 class ShownMessage(ShownRow):
-    """A message. `edited`: a tool's that is not what a call of the turn before it gave."""
+    """A message. `edited`: a tool message that differs from the results of the calls of the turn before it."""
 
     role: str
     content: str
@@ -29,7 +29,7 @@ class ShownMessage(ShownRow):
 
 
 class ShownTask(ShownRow):
-    """The task."""
+    """The task of an episode or group."""
 
     id: int
     key: str
@@ -39,7 +39,7 @@ class ShownTask(ShownRow):
 
 
 class ShownCall(ShownRow):
-    """A call; `queue_seconds` is how long it waited, `loose` that it was written as bare JSON."""
+    """A tool call. `queue_seconds` is its waiting time; `loose`: the model wrote it as bare JSON."""
 
     id: int
     call: int
@@ -65,7 +65,7 @@ class ShownCall(ShownRow):
 
 
 class ShownAnnotation(ShownRow):
-    """What an agent, a tool or a hook said."""
+    """An annotation by an agent, a tool or a hook."""
 
     id: int
     step: int | None
@@ -78,7 +78,7 @@ class ShownAnnotation(ShownRow):
 
 
 class StepReward(BaseModel):
-    """What a step earned."""
+    """A part of a step's reward."""
 
     reward_set: str
     part: str
@@ -89,9 +89,10 @@ class StepReward(BaseModel):
 class TurnAnswer(ShownRow):
     """A turn of the policy.
 
-    `messages` are what was put before it since the turn before, less what stands there as a call's result; `shared_messages`:
-    of a chain that begins within another one's line, with how many of its messages. `equal`: how many turns say what its line
-    says, where several do. `inherited`: a fork has it from its parent. `trains`: an update that reads the episode reads it.
+    `messages`: the messages that are new in its prompt, without those that repeat the result of a call. `shared_messages`: for
+    the first turn of a chain that begins inside another chain, the number of messages that it shares. `equal`: the number of
+    turns with the same tokens, if there are several. `inherited`: the turn was taken from the parent of a fork. `trains`:
+    updates that use the episode train on the turn.
     """
 
     step: int
@@ -126,7 +127,7 @@ class TurnAnswer(ShownRow):
 
 
 class ShownChain(BaseModel):
-    """A chain: its steps, the step that it begins after, and where its tokens are (`/tokens`)."""
+    """A chain: its steps, the step after which it begins, and the range of its tokens in `/tokens`."""
 
     chain: int
     steps: list[int]
@@ -137,7 +138,9 @@ class ShownChain(BaseModel):
 
 
 class Advantage(BaseModel):
-    """Why an episode has its advantage: `how`, from `numbers`; `agrees`: whether that gives what the update recorded."""
+    """The explanation of an episode's advantage: `how` it follows from `numbers`. `agrees`: the result equals the value that
+    the update recorded.
+    """
 
     value: float | None
     how: str
@@ -154,7 +157,7 @@ class Advantage(BaseModel):
 
 
 class Fork(BaseModel):
-    """An episode that goes on from one of the steps."""
+    """An episode that continues from a step of this one."""
 
     id: int
     run: str
@@ -165,21 +168,21 @@ class Fork(BaseModel):
 
 
 class Beside(BaseModel):
-    """Its siblings before and after it."""
+    """The previous and the next episode of the group."""
 
     previous: int | None
     next: int | None
 
 
 class Parent(BaseModel):
-    """The episode that it was forked from, and the first step that is its own."""
+    """The episode from which this one was forked, and the first step that is not the parent's."""
 
     id: int
     step: int | None
 
 
 class WholeEpisode(BaseModel):
-    """An episode. `next_turn`: the first turn that is not here, for `turn`; null: there is none."""
+    """An episode. `next_turn` is the first turn that is not included, for the parameter `turn`; null if there is none."""
 
     episode: ShownRow
     run_kind: str
@@ -205,7 +208,7 @@ class WholeEpisode(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A part of a text; `next` is where the following one starts, null at the end."""
+    """A part of a text. `next` is the start of the next part; null at the end."""
 
     of: str
     text: str
@@ -215,7 +218,7 @@ class TextPart(BaseModel):
 
 
 class Segment(BaseModel):
-    """Tokens from `start` to before `end` that are of one kind, of one step; a sampled one that does not train says why."""
+    """Consecutive tokens of one kind and one step, from `start` to before `end`. `why_not`: why sampled tokens do not train."""
 
     start: int
     end: int
@@ -228,7 +231,7 @@ class Segment(BaseModel):
 
 
 class Metric(BaseModel):
-    """A number of each token, and where it is from."""
+    """A number for each token, and its source."""
 
     name: str
     source: Literal["stored", "computed", "missing"]
@@ -236,7 +239,9 @@ class Metric(BaseModel):
 
 
 class Tokens(BaseModel):
-    """Tokens of an episode's line: its chains, one after another. `advantages`: one for each, where a segment's differ."""
+    """Tokens of an episode, its chains one after another. `advantages` has one value for each token if tokens of a segment
+    differ; otherwise it is null, and the segments have the values.
+    """
 
     total: int
     start: int

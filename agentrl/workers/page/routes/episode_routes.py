@@ -1,4 +1,4 @@
-"""One episode: all that is known of it, its long texts, its tokens."""
+"""Routes for one episode: its data, its long texts, its tokens."""
 
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ router = APIRouter(prefix="/api", tags=["episodes"])
 MAX_TOKENS = 8192
 MAX_TURNS = 500
 MAX_TEXT = 200_000
-"""The most tokens, turns, and characters of a text in an answer."""
+"""The most characters of a text in a response; MAX_TOKENS and MAX_TURNS limit the tokens and the turns."""
 Start = Annotated[int, Query(ge=0, le=2**53)]
 
 
@@ -26,7 +26,9 @@ Start = Annotated[int, Query(ge=0, le=2**53)]
 def read_episode(
     store: Store, episode: int, turn: Start = 0, size: Annotated[int, Query(ge=1, le=MAX_TURNS)] = 200
 ) -> Response:
-    """Return one episode with its turns from `turn` on; texts of more than 20,000 characters are cut, and told by `/text`."""
+    """Return an episode with its turns from `turn` on. Texts of more than 20,000 characters are shortened; `/text` returns them
+    completely.
+    """
     return answer(store.ask(lambda tx: load_episode_answer(tx, episode, turn, size)))
 
 
@@ -38,7 +40,7 @@ def read_text(
     start: Start = 0,
     size: Annotated[int, Query(ge=1, le=MAX_TEXT)] = MAX_TEXT,
 ) -> Response:
-    """Return a part of one text of the episode, by the path that the episode's answer tells of a cut one."""
+    """Return a part of a text of the episode. `of` is the path of a shortened text in the episode's response."""
     text = store.ask(lambda tx: load_text(tx, episode, of))
     end = start + size
     told = {"of": of, "text": text[start:end], "start": start, "total": len(text)}
@@ -49,7 +51,7 @@ def read_text(
 def read_tokens(
     store: Store, episode: int, start: Start = 0, size: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 4096
 ) -> Response:
-    """Return tokens of the episode as its training rows have them: ids, texts, logprobs, and what each stretch is."""
+    """Return tokens of the episode, in the order of its training rows: ids, texts, logprobs, and segments with their kinds."""
 
     def read(tx: DriverTransaction) -> tuple[EpisodeTokens, dict[str, Any]]:
         found = EpisodeTokens(tx, episode)
@@ -64,4 +66,4 @@ def read_tokens(
 
 
 TOKEN_PARTS = ("total", "start", "ids", "logprobs", "segments", "advantages", "metrics")
-"""What is told of tokens beside their texts."""
+"""The fields of a response about tokens, except their texts."""

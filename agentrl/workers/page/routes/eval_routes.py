@@ -1,4 +1,4 @@
-"""Evaluations: the list of them, and two compared task by task."""
+"""Routes for evaluations: a list, and a comparison of two, task by task."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -22,11 +22,11 @@ from agentrl.workflow.tables.views import EvalRow
 router = APIRouter(prefix="/api", tags=["evals"])
 
 MAX_TASKS = 1000
-"""The most tasks of a comparison that are listed: those that differ most."""
+"""The most tasks in the list of a comparison; those with the largest difference are listed."""
 
 
 class Side(BaseModel):
-    """One of two evaluations; `mean` and `right` are over the tasks that are compared."""
+    """One of the compared evaluations. `mean` and `right` are averages over the compared tasks."""
 
     id: int
     run: str
@@ -57,7 +57,7 @@ class Measures(BaseModel):
 
 
 class ComparedTask(BaseModel):
-    """A task's mean reward on both sides, and its first episode on each."""
+    """A task with its mean reward on both sides, and the first episode of each side."""
 
     task_id: int
     task: str
@@ -70,7 +70,9 @@ class ComparedTask(BaseModel):
 
 
 class Comparison(BaseModel):
-    """Two evaluations; `measures` is null where their rewards differ, `right` where nothing common says what is right."""
+    """A comparison of two evaluations. `measures` is null if their rewards differ; `right` is null if no common rule decides
+    what is right.
+    """
 
     a: Side
     b: Side
@@ -92,7 +94,9 @@ def list_evals(
     size: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: str = "",
 ) -> Response:
-    """Return evaluations by the version that was measured; `measures`, a run's name or number: those of its policies."""
+    """Return evaluations, ordered by the measured version. `measures` selects those of the policies of a run, by its name or
+    number.
+    """
     chosen = EvalFilter(of_policies=measures or None, dataset=dataset, split=split, status=status)
     found = eval_results.list_evals(store, chosen, Paging(size=size, cursor=cursor, sort=sort))
     return answer({"rows": cut_rows(found.rows), "next": found.next})
@@ -100,7 +104,9 @@ def list_evals(
 
 @router.get("/compare", response_model=Comparison)
 def compare(store: Store, a: int, b: int) -> Response:
-    """Return two evaluations by their runs' numbers, on the tasks of both: B - A, with interval and p-value, task by task."""
+    """Compare two evaluations, given by the numbers of their runs, on their common tasks: B - A, with interval and p-value,
+    task by task.
+    """
 
     def both(tx: DriverTransaction) -> dict[str, Any]:
         sides = load_sides(tx, _find_eval(tx, a), _find_eval(tx, b))

@@ -1,4 +1,4 @@
-"""One group: its siblings side by side, aligned at what they share."""
+"""The route for one group: its episodes side by side, aligned at their common tokens."""
 
 from typing import Any
 
@@ -16,7 +16,9 @@ router = APIRouter(prefix="/api", tags=["groups"])
 
 
 class SiblingText(ShownRow):
-    """What was put before the model (message), what it sampled, or what a call of it gave (tool)."""
+    """A text of an episode: a message of the prompt (`message`), a sampled turn (`sampled`), or the result of a call
+    (`tool`).
+    """
 
     step: int
     kind: str
@@ -24,7 +26,7 @@ class SiblingText(ShownRow):
 
 
 class Sibling(BaseModel):
-    """An episode of the group; `text_left_out`: texts that were too many."""
+    """An episode of the group. `text_left_out` is the number of texts beyond the limit."""
 
     episode: ShownRow
     parts: list[dict[str, Any]]
@@ -35,7 +37,9 @@ class Sibling(BaseModel):
 
 
 class PartingAt(BaseModel):
-    """Where a sibling leaves what all share: its token there, what follows, and from where on nobody else has what it has."""
+    """The place where an episode leaves the tokens that all episodes share: its token there, the text that follows, and the
+    place from which no other episode has the same tokens (`alone_from`).
+    """
 
     episode: int
     step: int | None
@@ -50,7 +54,7 @@ class PartingAt(BaseModel):
 
 
 class Branch(BaseModel):
-    """Tokens from `from_token` to before `to_token` that all of these have, as far as they share all before."""
+    """Tokens from `from_token` to before `to_token` that all of these episodes share, including everything before."""
 
     from_token: int
     to_token: int
@@ -59,7 +63,7 @@ class Branch(BaseModel):
 
 
 class Parting(BaseModel):
-    """Where siblings part, by exact ids; `tree` is a prefix tree, each branch after the one that it goes on from."""
+    """Where the episodes diverge, by exact token ids. `tree` is a prefix tree; each branch comes after its parent."""
 
     common_tokens: int
     common_text: str | None
@@ -70,7 +74,9 @@ class Parting(BaseModel):
 
 
 class WholeGroup(BaseModel):
-    """A group. `left_out`: siblings that were too many; `aligned_tokens`: as many of each are aligned."""
+    """A group. `left_out` is the number of episodes beyond the limit; at most `aligned_tokens` tokens of each episode are
+    aligned.
+    """
 
     group: ShownRow
     task: ShownTask
@@ -83,7 +89,7 @@ class WholeGroup(BaseModel):
 
 @router.get("/groups/{group}", response_model=WholeGroup)
 def read_group(store: Store, group: int) -> Response:
-    """Return one group: its episodes in short, why each has its advantage, and where they part."""
+    """Return a group: its episodes in short, the explanations of their advantages, and where they diverge."""
     found = store.ask(lambda tx: load_group_answer(tx, group))
     texts = find_texts(store.settings, found.base)
     if not texts.sure and found.shapes:

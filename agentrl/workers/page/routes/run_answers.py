@@ -1,4 +1,4 @@
-"""The answers of the routes of runs, as OpenAPI schemas."""
+"""The schemas of responses about runs."""
 
 from datetime import datetime
 from typing import Any
@@ -10,7 +10,7 @@ from agentrl.workflow.tables.views import EpisodeRow, IterationRow, UpdateRow
 
 
 class ListedRun(BaseModel):
-    """A run: the columns of v_runs, and what a list shows beside them."""
+    """A run in a list: the columns of v_runs, and a summary."""
 
     model_config = ConfigDict(extra="allow")
     id: int
@@ -24,14 +24,14 @@ class ListedRun(BaseModel):
 
 
 class RunsPage(BaseModel):
-    """Runs; `next` is the cursor of those that follow, empty after the last."""
+    """A page of runs. `next` is the cursor of the next page; empty on the last page."""
 
     rows: list[ListedRun]
     next: str
 
 
 class ConfigRow(BaseModel):
-    """A value of the config; `cut`: how many characters one has that is too long to show."""
+    """A value of the config. `cut` is the full length of a shortened value, in characters."""
 
     key: str
     value: Any
@@ -40,7 +40,7 @@ class ConfigRow(BaseModel):
 
 
 class ComparedRow(ConfigRow):
-    """A value beside another run's."""
+    """A value of the config, and the value of another run."""
 
     other: Any
     other_origin: str | None
@@ -48,13 +48,13 @@ class ComparedRow(ConfigRow):
 
 
 class ConfigRows(BaseModel):
-    """The whole config."""
+    """The complete config."""
 
     rows: list[ComparedRow]
 
 
 class Note(BaseModel):
-    """What a person noted."""
+    """A note of a user."""
 
     id: int
     text: str
@@ -62,7 +62,7 @@ class Note(BaseModel):
 
 
 class SourceRun(BaseModel):
-    """A run that the run comes from."""
+    """A run from which this run comes."""
 
     id: int
     run: str
@@ -70,14 +70,15 @@ class SourceRun(BaseModel):
 
 
 class ChildRun(SourceRun):
-    """A run that comes from the run."""
+    """A run that comes from this run."""
 
     kind: str
 
 
 class WholeRun(BaseModel):
-    """One run. `typed`: how a command is told it; `children_cut`: there are more than those; `progress` is empty where no
-    iteration is open."""
+    """A run. `typed` is its name on a command line; `children_cut`: there are more children than listed; `progress` is empty if
+    no iteration is open.
+    """
 
     run: ListedRun
     typed: str
@@ -98,7 +99,9 @@ class WholeRun(BaseModel):
 
 
 class CurvesAnswer(BaseModel):
-    """Curves: a row for each iteration, a value for each column; `more`: ask on with `after` = the last row's number."""
+    """Curves: a row for each iteration, with a value for each column. `more`: request further rows with `after` = the last
+    row's iteration.
+    """
 
     columns: list[str]
     meanings: dict[str, str]
@@ -109,28 +112,30 @@ class CurvesAnswer(BaseModel):
 
 
 class EventsPage(BaseModel):
-    """Events, oldest first."""
+    """A page of events, oldest first."""
 
     rows: list[EventRow]
     next: str
 
 
 class EpisodesPage(BaseModel):
-    """Episodes."""
+    """A page of episodes."""
 
     rows: list[EpisodeRow]
     next: str
 
 
 class LedgerPage(BaseModel):
-    """The fates of some iterations' episodes; `next` is the last number, or empty at the end."""
+    """The outcomes of the episodes of some iterations. `next` is the last iteration's number; empty at the end."""
 
     rows: list[dict[str, Any]]
     next: int | str
 
 
 class LanesAnswer(BaseModel):
-    """Who worked when: what no span covers is idle. `left_out`: spans that were too many to show."""
+    """The work of each worker over time; a worker is idle between its spans. `left_out` is the number of spans beyond the
+    limit.
+    """
 
     lanes: list[dict[str, str]]
     spans: list[dict[str, Any]]
@@ -140,7 +145,7 @@ class LanesAnswer(BaseModel):
 
 
 class IterationAnswer(BaseModel):
-    """An iteration with its optimizer steps, groups and their episodes. `left_out`: groups that were too many to show."""
+    """An iteration with its optimizer steps, groups and episodes. `left_out` is the number of groups beyond the limit."""
 
     iteration: IterationRow
     updates: list[UpdateRow]

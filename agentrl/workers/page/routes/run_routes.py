@@ -1,4 +1,4 @@
-"""Runs: the list of them, one of them with its config, curves, events, ledger and lanes, its iterations and episodes."""
+"""Routes for runs: a list, and one run with its config, curves, events, ledger, lanes, iterations and episodes."""
 
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ router = APIRouter(prefix="/api", tags=["runs"])
 Size = Annotated[int, Query(ge=1, le=1000)]
 """The most rows of a page."""
 LEDGER_ITERATIONS = 50
-"""The most iterations of a window of the ledger."""
+"""The most iterations in a response of the ledger."""
 
 
 @router.get("/runs", response_model=RunsPage)
@@ -49,7 +49,7 @@ def list_runs(
     size: Size = 50,
     cursor: str = "",
 ) -> Response:
-    """Run, the newest first unless another order is asked for, without those that measure another one's policies."""
+    """Return runs, newest first by default. Evaluations of other runs' policies are not included."""
     chosen = RunFilter(status, kind, dataset, model, text, algorithm, tag)
     return answer(store.ask(lambda tx: _runs(tx, chosen, Paging(size=size, cursor=cursor, sort=sort))))
 
@@ -61,13 +61,13 @@ def _runs(tx: DriverTransaction, chosen: RunFilter, paging: Paging) -> dict[str,
 
 @router.get("/runs/{run}", response_model=WholeRun)
 def read_run(store: Store, run: int) -> Response:
-    """Return one run: its row, config, manifest, progress, relatives, and what kinds of rows it has."""
+    """Return a run: its row, config, manifest, progress, related runs, and which kinds of rows it has."""
     return answer(store.ask(lambda tx: load_run(tx, run)))
 
 
 @router.get("/runs/{run}/config", response_model=ConfigRows)
 def read_config(store: Store, run: int, other: int | None = None) -> Response:
-    """Return every value of the run's config, beside another run's where one is named."""
+    """Return every value of the run's config; with `other`, also the value of that run."""
 
     def both(tx: DriverTransaction) -> Any:
         mine = run_details.find_config(tx, run)
@@ -78,7 +78,7 @@ def read_config(store: Store, run: int, other: int | None = None) -> Response:
 
 @router.get("/runs/{run}/curves", response_model=CurvesAnswer)
 def read_curves(store: Store, run: int, after: int = 0) -> Response:
-    """Return the run's curves from the iteration after `after` on, at most 1,000 iterations, and its evaluations."""
+    """Return the run's evaluations and its curves, for at most 1,000 iterations after iteration `after`."""
     found = store.ask_about_run(run, lambda tx, name: curves.load_curves(tx, name, after))
     told = {"columns": list(curves.COLUMNS), "meanings": curves.COLUMNS, "rows": found.rows, "evals": found.evals}
     return answer({**told, "cursor": found.cursor, "more": found.more})
@@ -97,7 +97,7 @@ def list_events(
 def read_ledger(
     store: Store, run: int, after: int = 0, size: Annotated[int, Query(ge=1, le=LEDGER_ITERATIONS)] = LEDGER_ITERATIONS
 ) -> Response:
-    """Return what became of the planned episodes of some iterations: how many there were of each fate."""
+    """Return the outcomes of the planned episodes of some iterations: the number of episodes for each outcome."""
 
     def window(tx: DriverTransaction, name: str) -> Any:
         return ledger.count_fates_after(tx, name, max(0, after), size)
@@ -113,7 +113,7 @@ def read_lanes(
     first: Annotated[int | None, Query(alias="from")] = None,
     last: Annotated[int | None, Query(alias="to")] = None,
 ) -> Response:
-    """Return what each worker of each queue did in some iterations, the newest five unless others are named."""
+    """Return the work of each worker of each queue in some iterations; by default the newest five."""
     found = store.ask_about_run(run, lambda tx, name: lanes.load_lanes(tx, name, first, last))
     told = {"lanes": found.lanes, "spans": found.spans, "left_out": found.left_out}
     return answer({**told, "from": found.first, "to": found.last})
@@ -121,7 +121,7 @@ def read_lanes(
 
 @router.get("/runs/{run}/iterations/{number}", response_model=IterationAnswer)
 def read_iteration(store: Store, run: int, number: int) -> Response:
-    """Return one iteration: its numbers, its optimizer steps, its groups and their episodes with their fates."""
+    """Return an iteration: its metrics, its optimizer steps, its groups, and the episodes with their outcomes."""
     found = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
     told = {"iteration": found.iteration, "updates": found.updates, "groups": [cut_texts(row) for row in found.groups]}
     return answer({**told, "left_out": found.left_out})
@@ -144,7 +144,7 @@ def list_episodes(
     size: Size = 50,
     cursor: str = "",
 ) -> Response:
-    """Return the run's own episodes, in order of their numbers unless another order is asked for; long texts are cut."""
+    """Return the run's own episodes, ordered by number by default. Long texts are shortened."""
     paging = Paging(size=size, cursor=cursor, sort=sort)
 
     def page(tx: DriverTransaction, name: str) -> Page[EpisodeRow]:

@@ -1,4 +1,4 @@
-"""Any number of any view as a series over a run's iterations, and what views there are."""
+"""Routes for any numeric column of any view as a series over a run's iterations, and a list of the views."""
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
@@ -11,7 +11,7 @@ router = APIRouter(prefix="/api", tags=["series"])
 
 
 class PartialSum(BaseModel):
-    """What the values of some rows came to in an iteration."""
+    """The count, sum, minimum and maximum of a column over some rows of an iteration."""
 
     iteration: int
     count: int
@@ -21,14 +21,14 @@ class PartialSum(BaseModel):
 
 
 class SeriesPage(BaseModel):
-    """Partial sums: an iteration may come again in what follows `next`, and is added up."""
+    """A page of partial sums. An iteration may occur again on the next page; the client adds the sums."""
 
     rows: list[PartialSum]
     next: str
 
 
 class ViewColumn(BaseModel):
-    """A column; `chartable`: a number by iteration."""
+    """A column of a view. `chartable`: it is a number, and the view has iterations."""
 
     column: str
     meaning: str
@@ -36,7 +36,7 @@ class ViewColumn(BaseModel):
 
 
 class View(BaseModel):
-    """A view of the rows."""
+    """A view of the database."""
 
     view: str
     meaning: str
@@ -45,14 +45,12 @@ class View(BaseModel):
 
 @router.get("/runs/{run}/series", response_model=SeriesPage)
 def read_series(store: Store, run: int, view: str, column: str, cursor: str = "") -> Response:
-    """Return the next 5,000 rows of the run in a view: how often a column has a number, its sum, least and greatest by
-    iteration.
-    """
+    """Return the count, sum, minimum and maximum of a column by iteration, over the next 5,000 rows of the run in a view."""
     found = store.ask_about_run(run, lambda tx, name: series.read_series(tx, name, view, column, cursor))
     return answer({"rows": found.rows, "next": found.next})
 
 
 @router.get("/views", response_model=list[View])
 def list_views() -> Response:
-    """Return every view with its columns and what they mean."""
+    """Return all views with their columns and meanings."""
     return answer(series.list_views())

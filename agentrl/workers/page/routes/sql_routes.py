@@ -1,4 +1,4 @@
-"""The guarded console: one SELECT of a person's own."""
+"""The route for SQL: one read-only SELECT of the user, within limits."""
 
 import json
 import time
@@ -24,25 +24,25 @@ router = APIRouter(prefix="/api", tags=["sql"])
 MAX_ROWS = 1000
 SECONDS = 5.0
 MAX_BODY = 100_000
-"""Rows of an answer, seconds of a query, bytes of a request."""
+"""The largest body of a request, in bytes. MAX_ROWS limits the rows of a response, SECONDS the time of a query."""
 ANSWER_CHARS = 4_000_000
-"""About the most characters of an answer."""
+"""The approximate limit on the characters of a response."""
 AT_ONCE = 2
-"""Queries that run at the same time: a run's own statements come before them."""
+"""The most queries that run at the same time, so that the statements of a run are not delayed."""
 _running = BoundedSemaphore(AT_ONCE)
 MAX_WAITING = 8
-"""Queries that run or wait; each takes a thread, of which the other answers need some."""
+"""The most queries that run or wait. Each takes a thread, and other requests need threads too."""
 _waiting = BoundedSemaphore(MAX_WAITING)
 
 
 class Query(BaseModel):
-    """One SELECT."""
+    """The request: one SELECT."""
 
     query: str
 
 
 class Result(BaseModel):
-    """Its rows. `cut`: there are more; `cells_cut`: how many values are shorter here than they are."""
+    """The result of a SELECT. `cut`: there are more rows; `cells_cut`: the number of shortened values."""
 
     columns: list[str]
     rows: list[list[Any]]
@@ -57,7 +57,7 @@ class Result(BaseModel):
     openapi_extra={"requestBody": {"content": {"application/json": {"schema": Query.model_json_schema()}}}},
 )
 async def run_sql(store: Store, request: Request) -> Response:
-    """Return what one SELECT over the tables and views gives: at most 1,000 rows, in at most 5 seconds."""
+    """Run one SELECT over the tables and views, and return at most 1,000 rows. The time limit is 5 seconds."""
     query = _parse(await _read_body(request))
     return await run_in_threadpool(lambda: answer(_run(store, query)))
 
@@ -96,10 +96,10 @@ def _run(store: ReadOnlyStore, query: str) -> dict[str, Any]:
 
 @contextmanager
 def _entered(room: BoundedSemaphore, seconds: float) -> Iterator[None]:
-    """A place in a room of few, waited for so long.
+    """Hold one of the semaphore's places during the `with` block. Wait for it at most this many seconds.
 
     Raises:
-        Busy: there was none.
+        Busy: no place became free.
     """
     if not room.acquire(timeout=seconds):
         raise Busy("Other queries are still running.", "Try again when they have ended.")
@@ -110,7 +110,7 @@ def _entered(room: BoundedSemaphore, seconds: float) -> Iterator[None]:
 
 
 def _show(rows: list[tuple[Any, ...]]) -> tuple[list[list[Any]], int]:
-    """The rows as JSON has them, long values cut; and how many were cut."""
+    """Return the rows as JSON values with long values shortened, and the number of shortened values."""
     left, cut = ANSWER_CHARS, 0
     found = []
     for row in rows:

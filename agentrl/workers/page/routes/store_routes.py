@@ -1,4 +1,4 @@
-"""The store itself: where it is, and what may be done with it."""
+"""The route for the store: where it is, and whether actions are allowed."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ router = APIRouter(prefix="/api", tags=["store"])
 
 @dataclass(frozen=True, slots=True)
 class StoreAnswer:
-    """The store that is shown.
+    """The store of the page.
 
     Args:
         place: its file, or its URL without a password.
-        backend: sqlite or postgresql.
-        version: of this agentrl.
-        newest_run: the name of the run that was submitted last; null where there is none.
-        actions: whether the page may do more than read.
+        backend: "sqlite" or "postgresql".
+        version: this agentrl's version.
+        newest_run: the name of the run that was submitted last; null if there is none.
+        actions: the page may do more than read.
     """
 
     place: str
@@ -35,13 +35,13 @@ class StoreAnswer:
 
 @router.get("/store", response_model=StoreAnswer)
 def describe_store(store: Store, request: Request) -> Response:
-    """Return the store that the page shows."""
+    """Return a description of the page's store."""
     newest = run_rows.find_newest_run(store)
     return answer({**describe_place(store), "version": __version__, "newest_run": newest, "actions": request.app.state.actions})
 
 
 def describe_place(store: ReadOnlyStore) -> dict[str, str]:
-    """Return where the store is, without a password."""
+    """Return the location of the store, without a password."""
     url = database_url(store.settings.database)
     is_file = url.get_backend_name() == "sqlite"
     place = str(url.database) if is_file else url.set(drivername="postgresql").render_as_string(hide_password=True)

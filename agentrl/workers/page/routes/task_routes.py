@@ -1,4 +1,4 @@
-"""The tasks of a run: all of them over its iterations, and one with its groups."""
+"""Routes for the tasks of a run: all tasks over the iterations, and one task with its groups."""
 
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ class Extreme(BaseModel):
 
 
 class ListedTask(BaseModel):
-    """A task over the iterations; `points` are [iteration, mean reward of a group]."""
+    """A task over the iterations. Each of its `points` is [iteration, mean reward of a group]."""
 
     task_id: int
     task: str
@@ -38,7 +38,7 @@ class ListedTask(BaseModel):
 
 
 class TasksAnswer(BaseModel):
-    """Tasks. `left_out`: groups of theirs whose episodes were too many to read, the newest ones."""
+    """A page of tasks. `left_out` is the number of their newest groups that have too many episodes to read."""
 
     rows: list[ListedTask]
     next: str
@@ -47,7 +47,7 @@ class TasksAnswer(BaseModel):
 
 
 class TaskAnswer(BaseModel):
-    """One task with its groups, oldest first. `left_out`: groups that were too many; `cut`: characters of long values."""
+    """A task with its groups, oldest first. `left_out` is the number of groups beyond the limit."""
 
     task_id: int
     task: str
@@ -74,7 +74,7 @@ def list_tasks(
     size: Annotated[int, Query(ge=1, le=1000)] = 25,
     cursor: str = "",
 ) -> Response:
-    """Return the tasks that the run has groups of, at most 40, by their first group unless another order is asked for."""
+    """Return the tasks of the run's groups, at most 40; by default ordered by their first group."""
     found = store.ask_about_run(run, lambda tx, name: task_rows.list_tasks(tx, name, text, sort, size, cursor))
     told = {"rows": cut_rows(found.rows, LISTED_CHARS), "next": found.next}
     return answer({**told, "solved_means": found.solved_means, "left_out": found.left_out})
@@ -82,7 +82,7 @@ def list_tasks(
 
 @router.get("/runs/{run}/tasks/{task}", response_model=TaskAnswer)
 def read_task(store: Store, run: int, task: int) -> Response:
-    """Return one task: what is asked, and all groups of it with their episodes' rewards."""
+    """Return a task: its messages, and all of its groups with their episodes' rewards."""
     found = store.ask_about_run(run, lambda tx, name: task_rows.load_task(tx, name, task))
     cut = {}
     for name in ("task", "reference", "metadata"):

@@ -1,1 +1,1 @@
-"""The contents of answers: several reads in one transaction, texts within limits, tokens with their texts."""
+"""The contents of responses: several reads in one transaction, shortened texts, tokens with their texts."""

@@ -1,4 +1,4 @@
-"""Why an episode, and each of its tokens, has the advantage that it has, as far as rows tell."""
+"""Explains the advantage of an episode and of each of its tokens, as far as the rows allow."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,14 +28,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Who credited an episode: its run, and the update of it that read it; without one, the episode's own run."""
+    """The run and the update that trained on an episode. If no update did, the episode's own run and None."""
 
     run: Row
     update: Row | None
 
     @property
     def recorded(self) -> float | None:
-        """The recorded advantage."""
+        """The advantage that the update recorded; None if there is no update."""
         return None if self.update is None else self.update["advantage"]
 
 
@@ -44,9 +44,10 @@ class TokenCredit:
     """The advantages of an episode's tokens.
 
     Args:
-        source: stored, computed or missing; `how`, in a sentence.
-        of_all: that of all tokens that train; None where they differ or none is known.
-        of_steps: step -> the advantage of each of its tokens, where tokens differ.
+        source: "stored", "computed" or "missing".
+        how: a sentence about the source.
+        of_all: the advantage of all tokens that train; None if they differ or are unknown.
+        of_steps: the advantages of each step's tokens, by step, if tokens differ.
     """
 
     source: str
@@ -56,7 +57,7 @@ class TokenCredit:
 
 
 def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> tuple[Reader, list[Row]]:
-    """Who credited the episode, its own run before others; and all updates that read it."""
+    """Return the reader of the episode (an update of its own run, if there is one), and all updates that trained on it."""
     found = load_readers(tx, episode)
     if not found:
         return Reader(run or load_run_of(tx, run_id), None), []
@@ -66,8 +67,13 @@ def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> t
 
 
 def explain_members(tx: Any, reader: Reader, members: Sequence[Member], recorded: Mapping[int, float]) -> dict[int, Any]:
-    """Return episode of a group -> why it has its advantage; `recorded` are the advantages of those that the reader's update
-    read.
+    """Return the explanation of the advantage of each member of a group, by episode.
+
+    Args:
+        tx: the read transaction.
+        reader: the run and the update.
+        members: the episodes of the group.
+        recorded: the advantages that the update recorded, by episode.
     """
     name, options = load_algorithm(reader.run["config"])
     group = [_scored(member) for member in members if member.trainable]
@@ -88,7 +94,7 @@ def explain_members(tx: Any, reader: Reader, members: Sequence[Member], recorded
 
 
 def explain_episode(tx: Any, reader: Reader, episode: int, group: int) -> dict[str, Any]:
-    """Return why the episode has its advantage, and whose it is (`run`, `run_id`)."""
+    """Return the explanation of the episode's advantage, and the run whose update computed it (`run`, `run_id`)."""
     members = load_group_members(tx, group, reader.run["reward_set"])
     recorded = {} if reader.recorded is None else {episode: reader.recorded}
     own = [member for member in members if member.row["id"] == episode]
@@ -111,7 +117,7 @@ def _scored(member: Member) -> Scored:
 
 
 class _Update:
-    """The episodes that an update read, looked for once."""
+    """The episodes of an update, loaded once when needed."""
 
     def __init__(self, tx: Any, reader: Reader) -> None:
         self._tx, self._reader = tx, reader
@@ -130,7 +136,6 @@ class _Update:
 
 
 def credit_tokens(tx: Any, reader: Reader, episode: int) -> TokenCredit:
-    """Return the advantages of the episode's tokens."""
     name, options = load_algorithm(reader.run["config"])
     if reader.recorded is None:
         return TokenCredit("missing", "No update has used this episode.")

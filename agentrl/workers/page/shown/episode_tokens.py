@@ -1,4 +1,4 @@
-"""Some tokens of an episode: exact ids, texts, logprobs, and what each stretch of them is."""
+"""A range of an episode's tokens: exact ids, texts, logprobs, and segments with their kinds."""
 
 import math
 import struct
@@ -14,9 +14,9 @@ from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, StepTokens, load
 from agentrl.workflow.token_chains import reasons_not_to_train
 
 AROUND = 4
-"""As many tokens beside a stretch may hold the rest of a letter: none has more bytes."""
+"""The number of neighbouring tokens that may hold the rest of a character, which has at most 4 bytes."""
 MAX_COMPARED = 200
-"""As many sampled tokens, and characters, are compared where it is not sure whose a tokenizer is."""
+"""The most sampled tokens and characters that are compared if the tokenizer may be another model's."""
 NOT_STORED = {
     "ratio": "The ratio of trained to sampling probability is not stored per token. For a whole update: agentrl whatif.",
     "entropy": "Entropy is not stored per token; each iteration has its mean.",
@@ -25,10 +25,10 @@ NOT_STORED = {
 
 
 class EpisodeTokens:
-    """The tokens of an episode, read a stretch at a time."""
+    """The tokens of an episode, its chains one after another, read range by range."""
 
     def __init__(self, tx: Any, episode: int) -> None:
-        """Take an open read transaction.
+        """Load the shape of the episode in an open read transaction.
 
         Raises:
             NotFoundError: there is no such episode.
@@ -40,11 +40,11 @@ class EpisodeTokens:
 
     @property
     def total(self) -> int:
-        """How many tokens its line has."""
+        """The number of tokens in all chains."""
         return self._chains[-1].end if self._chains else 0
 
     def read(self, start: int, size: int) -> dict[str, Any]:
-        """Return the tokens from `start` on, at most `size`; texts are left out here."""
+        """Return at most `size` tokens from `start` on, without their texts."""
         end = min(start + size, self.total)
         pieces = list_pieces(self.shape.value, self._chains, start, end) if start < end else []
         kept = load_tokens(self._tx, self.shape.step_ids(sorted({piece.step for piece in pieces})))
@@ -65,7 +65,7 @@ class EpisodeTokens:
         }
 
     def texts(self, found: FoundTexts, read: dict[str, Any]) -> tuple[list[str] | None, str | None]:
-        """Return the texts of what was read, or why there are none."""
+        """Return the texts of the tokens that `read` returned, or None and the reason why there are none."""
         start, end = read["start"], read["start"] + len(read["ids"])
         if found.texts is None:
             return None, found.why_none
@@ -93,7 +93,7 @@ def _lay_out(
 
 
 def _within(piece: TokenPiece, start: int, end: int) -> tuple[int, int]:
-    """Which of the piece's tokens are asked for."""
+    """Return the part of the piece that is inside the range, as start and end in the piece."""
     return max(0, start - piece.start), min(piece.end, end) - piece.start
 
 
@@ -109,7 +109,9 @@ def _unpack(kind: str, packed: bytes, first: int, last: int) -> list[Any]:
 
 
 def _piece_texts(texts: TokenTexts, piece: TokenPiece, kept: StepTokens | None, start: int, end: int) -> list[str]:
-    """The texts of the piece's tokens that are asked for; a letter may reach over their ends, and into no other piece."""
+    """Return the texts of the piece's tokens inside the range. A character may cross the ends of the range, but not those of
+    the piece.
+    """
     first, last = _within(piece, start, end)
     before = max(0, first - AROUND)
     length = piece.end - piece.start
@@ -156,7 +158,7 @@ def _segment_advantage(piece: TokenPiece, credit: TokenCredit) -> float | None:
 def _advantages(
     shape: EpisodeShape, pieces: Sequence[TokenPiece], credit: TokenCredit, start: int, end: int
 ) -> list[float | None] | None:
-    """One for each token, where those of a stretch differ; None where `segments` say it all."""
+    """Return an advantage for each token if the tokens of a segment differ; None if `segments` has all values."""
     if credit.of_steps is None or all(values[0] == values[-1] for values in credit.of_steps.values() if values):
         return None
     idle = reasons_not_to_train(shape.value)
@@ -182,8 +184,8 @@ def _metrics(episode: int, logprobs: Sequence[float | None], credit: TokenCredit
 
 
 def check_namesake(tx: Any, shape: EpisodeShape, found: FoundTexts) -> FoundTexts:
-    """Return the texts as they are, or none where a namesake's tokenizer does not say what the episode recorded that it
-    sampled.
+    """Return the texts unchanged; without texts if the tokenizer of another model of the same name does not decode the
+    episode's first sampled turn as recorded.
     """
     ids = [row["id"] for row in shape.rows if row["sampled_tokens"]][:1]
     steps, kept = load_steps(tx, ids), load_tokens(tx, ids)
@@ -193,7 +195,7 @@ def check_namesake(tx: Any, shape: EpisodeShape, found: FoundTexts) -> FoundText
 
 
 def packed_line(tx: Any, shape: EpisodeShape, most: int) -> bytes:
-    """Return the first tokens of the episode's line, packed."""
+    """Return the first `most` tokens of the episode as packed ids, its chains one after another."""
     pieces = list_pieces(shape.value, place_chains(shape.value), 0, most)
     kept = load_tokens(tx, shape.step_ids(sorted({piece.step for piece in pieces})))
     stored = {step: kept.get(shape.rows[step]["id"]) for step in {piece.step for piece in pieces}}
@@ -202,6 +204,6 @@ def packed_line(tx: Any, shape: EpisodeShape, most: int) -> bytes:
 
 
 def place_in_line(shape: EpisodeShape, token: int) -> tuple[int | None, str | None]:
-    """Whose step a token of the line is, and of which kind; None after its end."""
+    """Return the step and the kind of the token at this position; None and None after the end."""
     found = list_pieces(shape.value, place_chains(shape.value), token, token + 1)
     return (found[0].step, found[0].kind) if found else (None, None)

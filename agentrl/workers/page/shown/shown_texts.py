@@ -10,22 +10,22 @@ from typing import Any
 from agentrl.workflow.store.row_codecs import SHARED
 
 SHOWN_CHARS = 20_000
-"""The most characters of a text in an answer."""
+"""The most characters of a text in a response."""
 LISTED_CHARS = 2000
 """The most characters of a text in a row of a list."""
 MAX_DEPTH = 40
-"""The deepest value that is shown as one."""
+"""The deepest nesting of a value that is returned as JSON; a deeper one is returned as text."""
 
 
 def cut_rows(rows: Iterable[Mapping[str, Any]], most: int = LISTED_CHARS) -> list[Mapping[str, Any]]:
-    """Return the rows, long values cut; a row that lost something says in `cut` of which column, and how many characters it
-    has.
+    """Return the rows with long values shortened. A changed row has in `cut` the full length of each shortened column, in
+    characters.
     """
     return [_cut_row(row, most) for row in rows]
 
 
 def cut_texts(row: Mapping[str, Any], most: int = LISTED_CHARS) -> dict[str, Any]:
-    """Return the row, only its long texts cut; `cut` as `cut_rows` says it."""
+    """Return the row with only its long texts shortened, and `cut` as in `cut_rows`."""
     cut = {name: len(value) for name, value in row.items() if isinstance(value, str) and len(value) > most}
     return {**row, **{name: row[name][:most] for name in cut}, **({"cut": cut} if cut else {})}
 
@@ -37,9 +37,7 @@ def _cut_row(row: Mapping[str, Any], most: int) -> Mapping[str, Any]:
 
 
 def cut_value(value: Any, most: int = SHOWN_CHARS) -> tuple[Any, int | None]:
-    """Return a value of JSON's kinds as it is, and None; a larger one as the beginning of its text, and how many characters it
-    has.
-    """
+    """Return the JSON value and None; for a larger value, the beginning of its text and its full length in characters."""
     if isinstance(value, str):
         return value[:most], len(value) if len(value) > most else None
     if not isinstance(value, dict | list):
@@ -53,7 +51,7 @@ def cut_value(value: Any, most: int = SHOWN_CHARS) -> tuple[Any, int | None]:
 
 
 def _depth(text: str) -> int:
-    """About how deep a value's text nests: brackets in texts count too."""
+    """Return approximately how deep the JSON text is nested; brackets inside strings count too."""
     deepest = depth = 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")
@@ -62,24 +60,27 @@ def _depth(text: str) -> int:
 
 
 ANSWER_CHARS = 2_000_000
-"""About the most characters of all texts of an answer."""
+"""The approximate limit on the characters of all texts in a response."""
 LEAST_CHARS = 200
-"""As many are shown of any text."""
+"""The number of characters that are shown of any text, even if the response is full."""
 
 
 class ShownTexts:
-    """A writer of texts into an answer; a cut text has its length in `cut` and its path in `of`, by its name."""
+    """Writes texts into a response. A shortened text has its full length in `cut` and its path in `of`, by its name."""
 
     def __init__(self, most: int = SHOWN_CHARS, together: int = ANSWER_CHARS) -> None:
-        """Take the most characters of one text, and of all."""
+        """Take the most characters of one text, and of all texts together."""
         self._most, self._left = most, together
 
     def put(self, target: dict[str, Any], name: str, text: str | None, chars: int | None = None, path: str = "") -> None:
-        """Put a text, or as much of it as fits.
+        """Write a text, or the part of it that fits, to `target[name]`.
 
         Args:
-            text: itself or its beginning; `chars`, how many characters it has in all.
-            path: where `/api/episodes/{id}/text` gives the rest.
+            target: the object of the response.
+            name: the key.
+            text: the text or its beginning; None is written as null.
+            chars: the length of the full text in characters, if `text` is only its beginning.
+            path: the path of the full text for `/api/episodes/{id}/text`.
         """
         if text is None:
             target[name] = None
@@ -92,7 +93,7 @@ class ShownTexts:
             self._mark(target, name, whole, path)
 
     def put_value(self, target: dict[str, Any], name: str, value: Any, path: str = "") -> None:
-        """Put a value of JSON's kinds as it is; a large one as the beginning of its text."""
+        """Write a JSON value to `target[name]`; for a large value, the beginning of its text."""
         shown, chars = cut_value(value, self._room())
         if isinstance(shown, str):
             self._left -= len(shown)
@@ -118,9 +119,13 @@ MAX_KEY = 10_000
 
 
 def new_messages(prompt: Any, results: Sequence[Row]) -> tuple[int, list[tuple[int, Any]]]:
-    """Of a step's prompt: how many messages of another line it begins with, and what follows, each with its place.
+    """Return the number of messages that a step's prompt shares with another chain, and the other messages, each with its
+    position.
 
-    A message that is the result of a call of the turn before (`results`: result, result_chars) is left out: it is told there.
+    Args:
+        prompt: the messages of the prompt.
+        results: the calls of the turn before, with `result` and `result_chars`. Messages that repeat such a result are left
+            out.
     """
     messages = prompt if isinstance(prompt, list) else []
     head = messages[0].get(SHARED, 0) if messages and isinstance(messages[0], Mapping) else 0
@@ -138,7 +143,13 @@ def _is_told(message: Any, told: set[tuple[str, int]]) -> bool:
 
 
 def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
-    """Return a message of a JSON column."""
+    """Convert a message of a JSON column.
+
+    Args:
+        message: the message.
+        path: its path for `/api/episodes/{id}/text`.
+        texts: shortens its texts.
+    """
     row = message if isinstance(message, Mapping) else {"role": "", "content": str(message)}
     shown: dict[str, Any] = {"role": str(row.get("role", ""))[:100]}
     texts.put(shown, "content", str(row.get("content", "")), path=f"{path}/content")
@@ -152,7 +163,7 @@ def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
 
 
 def shown_task(task: Row, texts: ShownTexts) -> dict[str, Any]:
-    """Return a task, as `load_task_of` gives it."""
+    """Convert a task of `load_task_of`."""
     shown: dict[str, Any] = {"id": task["id"], "key": task["key"][:MAX_KEY]}
     texts.put(shown, "reference", task["reference"], task["reference_chars"], "task/reference")
     messages = task["messages"] if isinstance(task["messages"], list) else []

@@ -1,4 +1,4 @@
-"""Texts of tokens, by the run's own tokenizer where its files are on this machine; nothing is fetched."""
+"""Texts of tokens, decoded with the run's tokenizer if its files are on this machine. Nothing is downloaded."""
 
 import codecs
 import json
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 FILE = "tokenizer.json"
 MAX_FILE = 1 << 28
-"""The most bytes of a tokenizer's file."""
+"""The largest file of a tokenizer, in bytes."""
 MAX_TOKENIZERS = 4
-"""As many are kept in memory."""
+"""The most tokenizers that are kept in memory."""
 _loading = Lock()
 
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """A tokenizer that tells the text of each token of a line."""
+    """A tokenizer that returns the text of each token."""
 
     tokenizer: "Tokenizer"
     letters: dict[str, int] | None
-    """Byte-level: the letter that stands for each byte; None: a token's own words, with marks for spaces and bytes."""
+    """The byte of each letter, for a byte-level tokenizer. None: words contain text, with marks for spaces and bytes."""
     added: dict[int, str]
     _known: dict[int, bytes] = field(default_factory=dict)
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each; a letter that several tokens make is the first one's, and the others of it are empty."""
+        """Return the text of each token. A character made of several tokens belongs to the first of them."""
         return join_pieces([self._bytes(token) for token in ids])
 
     def whole(self, ids: Sequence[int]) -> str:
-        """Return the text of all of them."""
+        """Return the text of all tokens together."""
         return b"".join(map(self._bytes, ids)).decode("utf-8", "replace")
 
     def _bytes(self, token: int) -> bytes:
@@ -63,7 +63,7 @@ class TokenTexts:
 
 
 def join_pieces(pieces: Sequence[bytes]) -> list[str]:
-    """Return the texts of pieces of UTF-8: a letter that stands in several is the first one's. What is no UTF-8 becomes
+    """Decode pieces of UTF-8. A character that spans several pieces belongs to the first of them; invalid bytes become
     U+FFFD.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -84,21 +84,23 @@ def join_pieces(pieces: Sequence[bytes]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class FoundTexts:
-    """The texts of a base's tokens; None, and why there are none. `sure`: they are that very base's, not a namesake's."""
+    """The texts of a base's tokens, or None and the reason. `sure` is false if the tokenizer may be that of another model of
+    the same name.
+    """
 
     texts: TokenTexts | None
     why_none: str = ""
     sure: bool = True
 
     def checked(self, ids: Sequence[int], text: str) -> "FoundTexts":
-        """These, or none where a namesake's tokens do not say what the run recorded that it sampled."""
+        """Return this object; without texts if another model's tokenizer does not decode the ids to the recorded text."""
         if self.texts is None or self.sure or self.texts.whole(ids).replace("\0", "\ufffd").startswith(text[: len(ids)]):
             return self
         return FoundTexts(None, "The model with this name on this machine has another tokenizer.")
 
 
 def find_texts(where: Settings, base: str) -> FoundTexts:
-    """Return the texts of the tokens of a base."""
+    """Return the texts of a base's tokens."""
     file, sure = _find_file(where, base)
     if file is None:
         return FoundTexts(None, f"The tokenizer of {base[:200]!r} is not on this machine.")
@@ -113,7 +115,11 @@ def find_texts(where: Settings, base: str) -> FoundTexts:
 
 
 def _find_file(where: Settings, base: str) -> tuple[Path | None, bool]:
-    """The file in the base's folder or in the hub's cache; else, and not surely its, in a folder of that name in this home."""
+    """Return the tokenizer's file, and whether it surely is the base's.
+
+    It is in the base's folder or the hub's cache. Otherwise it is taken from a model of the same name in agentrl's models
+    folder, which may be another model.
+    """
     if not base or "\0" in base:
         return None, False
     with suppress(OSError, ValueError):
@@ -154,7 +160,9 @@ def _is_byte_level(decoder: Any) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's: a letter that can be seen stands for itself, and the 68 other bytes have letters from U+0100 on."""
+    """Return the byte of each letter in GPT-2's byte-level alphabet. Printable bytes stand for themselves; the 68 others have
+    letters from U+0100 on.
+    """
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in seen)
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""One episode for the page: its row, task, first turns, rewards and outcome."""
+"""Builds the response about an episode: its row, task, turns, rewards and outcome."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,7 +43,7 @@ from agentrl.workflow.token_chains import reasons_not_to_train
 Row = Mapping[str, Any]
 MAX_CALLS = 200
 MAX_ANNOTATIONS = 1000
-"""The most calls of a turn, and annotations of an answer."""
+"""The most annotations in a response; MAX_CALLS limits the calls of a turn."""
 _STEP_FIELDS = (
     "step", "policy_version", "finish_reason", "mean_logprob", "generate_seconds", "sampled_at", "observed_at", "request_id",
     "equal",
@@ -51,7 +51,7 @@ _STEP_FIELDS = (
 
 
 def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[str, Any]:
-    """Return the episode with its turns from step `start` on, at most `size` of them.
+    """Return the episode with at most `size` turns from step `start` on.
 
     Raises:
         NotFoundError: there is no such episode.
@@ -109,7 +109,6 @@ def _shown_agent(agent: Row | None, texts: ShownTexts) -> dict[str, Any] | None:
 
 
 def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownTexts) -> list[dict[str, Any]]:
-    """Return the turns of these steps."""
     value = shape.value
     before = {step: value.steps[step].parent for step in steps}
     parents = {parent for parent in before.values() if parent is not None and parent >= 0}
@@ -148,7 +147,9 @@ def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownT
 
 
 def _shown_prompt(row: Row, results: Sequence[Row], texts: ShownTexts) -> dict[str, Any]:
-    """What was put before the model: `shared_messages` are as many as its line begins with; a call's result is told there."""
+    """Return the new messages of a turn's prompt and the number of messages that it shares with another chain. Messages that
+    repeat a call's result are left out.
+    """
     shared, messages = new_messages(row["prompt"], results)
     shown = []
     for place, message in messages[:MAX_MESSAGES]:
@@ -171,9 +172,7 @@ def _shown_annotation(row: Row, texts: ShownTexts) -> dict[str, Any]:
 
 
 def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
-    """Return the episode's chains: which steps they have, after which step they begin, and where their tokens are in the
-    line.
-    """
+    """Return the episode's chains: their steps, the step after which each begins, and the range of its tokens."""
     found = []
     for place in place_chains(shape.value):
         parent = place.steps[0].parent
@@ -184,7 +183,7 @@ def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
 
 
 def list_commands(row: EpisodeRow, run: Row, reader: Reader) -> dict[str, str | None]:
-    """Return what a person may type of the episode; null: it cannot be done."""
+    """Return commands about the episode by kind; null for a command that is impossible."""
     name, agent = typed_run(run["id"], row.run), bool(run["config"].get("agent"))
     sampled_here = run["kind"] != "import"
     last = max(row.steps - 1, 0)

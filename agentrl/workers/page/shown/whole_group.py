@@ -1,4 +1,4 @@
-"""A group as the page shows it: its siblings side by side, and where they part, token by token."""
+"""Builds the response about a group: its episodes side by side, and where their tokens diverge."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,19 +26,19 @@ from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, unpack_ids
 
 Row = Mapping[str, Any]
 TEXT_CHARS = 4000
-"""The most characters of a text of a sibling."""
+"""The most characters of a text of an episode."""
 MAX_SEGMENTS = 400
-"""The most texts of a sibling."""
+"""The most texts of an episode."""
 ALIGNED_TOKENS = 65_536
-"""As many tokens of each sibling are aligned."""
+"""The most tokens of each episode that are aligned."""
 COMMON_CHARS = 4000
 BRANCH_TOKENS = 32
-"""Of a branch so many tokens are told as text, and after the place where a sibling parts."""
+"""The most tokens of a branch that are returned as text, and of the text after the place where an episode diverges."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAnswer:
-    """A group's answer without the texts of tokens, and what they are made of."""
+    """A group's response without the texts of tokens, and the data from which these are made."""
 
     told: dict[str, Any]
     base: str
@@ -48,7 +48,7 @@ class GroupAnswer:
 
 
 def load_group_answer(tx: Any, group: int) -> GroupAnswer:
-    """Return the group with its siblings.
+    """Return the group with its episodes.
 
     Raises:
         NotFoundError: there is no such group.
@@ -72,7 +72,7 @@ def load_group_answer(tx: Any, group: int) -> GroupAnswer:
 
 
 def _explain(tx: Any, group: GroupOf, run: Row) -> tuple[dict[str, Any], dict[int, Any]]:
-    """How the group was credited, and by whom; and why each of its episodes has its advantage."""
+    """Return how the group's advantages were computed and by which run, and the explanation for each episode."""
     readers = load_sibling_readers(tx, [episode.id for episode in group.episodes], group.run_id)
     trained = load_run_of(tx, readers[0]["run_id"]) if readers and readers[0]["run_id"] != group.run_id else run
     reader = Reader(trained, readers[0] if readers else None)
@@ -110,7 +110,7 @@ def _siblings(
 def _segments(
     shape: EpisodeShape, steps: Mapping[int, Row], results: Mapping[int, Sequence[Row]], texts: ShownTexts
 ) -> Iterator[dict[str, Any]]:
-    """What was put before the model, what it sampled, and what its calls gave, in order."""
+    """Yield the new messages, the sampled text and the call results of each turn, in order."""
     for row in shape.rows[:MAX_SEGMENTS]:
         step, number = steps.get(row["id"]), row["step"]
         if step is None:
@@ -140,7 +140,7 @@ def _segment(
 
 
 def describe_parting(answer: GroupAnswer, found: FoundTexts) -> dict[str, Any]:
-    """Return where the siblings part, in tokens and, where there are, texts."""
+    """Return where the episodes diverge, in tokens and, if they are available, in texts."""
     alignment, texts = answer.alignment, found.texts
     common = alignment.common
     first = next(iter(answer.lines.values()), b"")

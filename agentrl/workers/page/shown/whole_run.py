@@ -22,25 +22,26 @@ from agentrl.workflow.store.reads.run_details import StoredConfig, load_summarie
 from agentrl.workflow.tables.views import RunRow
 
 CHILDREN_SHOWN = 100
-"""The most runs that come from one."""
+"""The most children of a run that are listed."""
 OPEN_WORK_SHOWN = 200
-"""The most claims and waiting messages of a run."""
+"""The most claims and waiting messages of a run that are listed."""
 
 
 def list_shown_runs(tx: DriverTransaction, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
-    """Return the rows of runs, each with its summary."""
+    """Return the rows of runs with their summaries."""
     summaries = load_summaries(tx, rows)
     return [{**row, **summaries[row.id].shown()} for row in rows]
 
 
 def typed_run(number: int, name: str) -> str:
-    """Return the run as a person types it: by its name, since a command takes a number for a name first; by its number, if in a
-    strange store no shell should read that name."""
+    """Return the run for a command line: its name, because commands look for a name first; its number if the name is not valid
+    in a shell.
+    """
     return name if re.fullmatch(NAME_PATTERN, name) else str(number)
 
 
 def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
-    """Return the run of that number, as `/api/runs/{run}` answers it.
+    """Return the response of `/api/runs/{run}` for the run with this number.
 
     Raises:
         NotFoundError: there is no such run.
@@ -70,13 +71,17 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
 
 
 def list_config(config: StoredConfig) -> list[dict[str, Any]]:
-    """Key, value, origin of each value, and `cut`: the characters of one that is too long to show."""
+    """Return a row for each value: its key, value and origin, and in `cut` the full length of a shortened value, in
+    characters.
+    """
     values, origin = _flat(config.values), _origins(config)
     return [{"key": key, **_shown(value), "origin": origin(key, value)} for key, value in values.items()]
 
 
 def compare_configs(config: StoredConfig, other: StoredConfig | None) -> list[dict[str, Any]]:
-    """As `list_config`, with the `other` run's value, its origin, and whether they differ; null without another run."""
+    """Return the rows of `list_config` with the `other` run's value, its origin, and whether they differ. Without another run
+    these are null and false.
+    """
     values, origin = _flat(config.values), _origins(config)
     if other is None:
         unknown = {"other": None, "other_origin": None, "differs": False}
@@ -96,7 +101,7 @@ def compare_configs(config: StoredConfig, other: StoredConfig | None) -> list[di
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by dotted key, those of the code's keys that an older run lacks at their defaults."""
+    """Return the values by dotted key. Keys that an older run does not have get their defaults."""
     tree = config if config.get("agent") else {**config, "agent": NO_AGENT}
     return {**RunConfig().flat(), **dict(flatten(tree))}
 
@@ -107,7 +112,7 @@ def _shown(value: Any) -> dict[str, Any]:
 
 
 def _origins(config: StoredConfig) -> Callable[[str, Any], str]:
-    """Key and value -> where the value came from."""
+    """Return a function from key and value to the value's origin."""
     defaults, known = RunConfig().flat(), config.origins
 
     def origin(key: str, value: Any) -> str:

@@ -25,7 +25,7 @@ _CONDITIONS = {"episode": "episode_id = :episode", "source": "source = :source",
 
 @sql_read_transaction
 def list_annotations(tx: Any, chosen: AnnotationFilter, paging: Paging | None = None) -> Page[AnnotationRow]:
-    """Annotations in the order in which they were written."""
+    """Return annotations in the order in which they were written."""
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]

@@ -17,12 +17,14 @@ from agentrl.workflow.store.row_codecs import MAX_ID
 KIND = "changes"
 OF_RUN = "run_id = :run_id"
 LATE_EVENTS = 50
-"""The newest events come again: on Postgres one may be committed after another of a greater number."""
+"""The number of newest events that are returned again. On Postgres, an event may be committed after another one with a greater
+id.
+"""
 
 
 @sql_read_transaction
 def mark_changes(tx: Any, run: str) -> str:
-    """Return the cursor of the run as it is now.
+    """Return a cursor for the run's current state.
 
     Raises:
         NotFoundError: there is no such run.
@@ -38,10 +40,11 @@ def mark_changes(tx: Any, run: str) -> str:
 
 
 def since_values(since: str, run_id: int) -> dict[str, int]:
-    """Return `first_open`, the number of the iteration with which the changes begin, and `last_event`, after which they do.
+    """Return the parts of a cursor: `first_open`, the number from 0 of the first iteration that may have changed, and
+    `last_event`, the id after which events are returned.
 
     Raises:
-        ConfigError: it is not such a cursor, or another run's.
+        ConfigError: the cursor is invalid or belongs to another run.
     """
     match decode_cursor(since, KIND):
         case [of, first_open, last_event] if of == run_id and is_id(first_open) and is_id(last_event):
@@ -58,15 +61,15 @@ class OfRun(Protocol):
 
     @property
     def iteration(self) -> int | None:
-        """Of that iteration, from 1."""
+        """The iteration's number, from 1; None for all."""
 
     @property
     def since(self) -> str | None:
-        """The parts that may have changed since a cursor."""
+        """A cursor of `mark_changes`: only rows that may have changed since; None for all."""
 
 
 def run_conditions(tx: Any, chosen: OfRun) -> tuple[list[str], dict[str, Any]]:
-    """Return the conditions on groups or episodes, and their values: of the run, or of some of its iterations."""
+    """Return the SQL conditions on groups or episodes for the filter's run and iterations, and their values."""
     run_id = run_id_and_name(tx, chosen.run)["id"]
     numbers, values = [], {"run_id": run_id}
     if chosen.iteration is not None:
@@ -83,17 +86,17 @@ def run_conditions(tx: Any, chosen: OfRun) -> tuple[list[str], dict[str, Any]]:
 
 
 NEWEST = 50
-"""Runs of a list that is looked at."""
+"""The number of newest runs that the stamp of a list covers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state of a run that is looked at.
+    """The state of a run, for a client that watches it.
 
     Args:
-        stamp: another one after each commit of an iteration, an event, an evaluation, another status.
-        work: another one after each turn, call and episode of the open iterations.
-        closed: how many iterations are over, with their groups and episodes.
+        stamp: a text that changes with each commit of an iteration, an event, an evaluation or a new status.
+        work: a text that changes with each turn, call and episode of the open iterations.
+        closed: the number of iterations that have ended, with all of their groups and episodes.
     """
 
     stamp: str
@@ -127,7 +130,7 @@ def find_state(tx: Any, run_id: int) -> RunState | None:
 
 @sql_read_transaction
 def find_list_stamp(tx: Any) -> str:
-    """Return what moves whenever one of the newest runs does."""
+    """Return a text that changes with the status or the finished iterations of one of the newest runs."""
     query = """
         SELECT r.id, r.status, CASE WHEN r.status = 'running' THEN
           (SELECT count(*) FROM iterations i WHERE i.run_id = r.id AND i.status = 'done') END AS done

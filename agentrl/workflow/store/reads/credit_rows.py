@@ -1,4 +1,4 @@
-"""The inputs of an episode's advantage: the trained reward set's rewards of its group and its update."""
+"""The inputs of an episode's advantage: the rewards of its group and of its update, in the reward set that trains."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, in_parts, s
 from agentrl.workflow.trajectory import WHOLE, Episode
 
 MAX_STEPS = 5000
-"""The most steps of an update whose tokens are credited again."""
+"""The maximum number of an update's steps for which the credit of tokens is computed again."""
 MAX_EPISODES = 20_000
-"""The most episodes of a group or an update that are looked at."""
+"""The maximum number of episodes that are read of a group or an update."""
 _EPISODE = """
     e.id, e.run_id, e.group_id, e.sample, e.status, e.stop_reason, e.attempt, e.reward, e.parent_id, e.fork_step,
     e.inherited_steps, e.tainted"""
@@ -19,7 +19,9 @@ _EPISODE = """
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An episode of a group or update: its row, its reward in the set, None without one, and how many tokens it sampled."""
+    """An episode of a group or update: its row, its reward in the set (None without one), and the number of tokens it sampled
+    that train.
+    """
 
     row: Row
     reward: float | None
@@ -27,18 +29,18 @@ class Member:
 
     @property
     def trainable(self) -> bool:
-        """Whether it can train."""
+        """True if the episode is done, has a reward and is not tainted."""
         return self.row["status"] == "done" and self.reward is not None and not self.row["tainted"]
 
 
 def load_group_members(tx: Any, group: int, reward_set: str) -> list[Member]:
-    """Return the episodes of a group, by sample."""
+    """Return the episodes of a group, in order of their sample numbers."""
     query = f"SELECT {_EPISODE} FROM episodes e WHERE e.group_id = :id ORDER BY e.sample LIMIT {MAX_EPISODES}"
     return _members(tx, select_rows(tx, query, id=group), reward_set)
 
 
 def load_update_members(tx: Any, iteration: int, run_id: int, reward_set: str) -> list[Member]:
-    """Return the episodes that the run's update of that iteration (its row's number) read."""
+    """Return the episodes that the run's update of the iteration with this id trained on."""
     query = f"""
         SELECT {_EPISODE} FROM consumptions c JOIN episodes e ON e.id = c.episode_id
         WHERE c.iteration_id = :id AND c.run_id = :run AND c.stage = 'train' ORDER BY e.id LIMIT {MAX_EPISODES}"""
@@ -52,7 +54,10 @@ def _members(tx: Any, rows: Sequence[Row], reward_set: str) -> list[Member]:
 
 
 def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
-    """Episode -> the tokens that it sampled itself and that train: what was delivered, or is gone on from."""
+    """Return the number of trainable tokens that each episode sampled itself, by episode id.
+
+    A step counts if it was delivered or if another step continues it.
+    """
     found: dict[int, int] = {}
     for some in in_parts([row["id"] for row in rows]):
         query = f"""
@@ -66,7 +71,7 @@ def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
 
 
 def load_rewards_in(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, float | None]:
-    """Return episode -> its reward in the set; None without one. `default`'s are on the rows."""
+    """Return the reward of each episode in the set, by episode id; None without one. In `default` it is the row's reward."""
     if reward_set == "default":
         return {row["id"]: row["reward"] for row in rows}
     earned = load_earned(tx, rows, reward_set)
@@ -74,8 +79,9 @@ def load_rewards_in(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, 
 
 
 def load_earned(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, dict[int, float]]:
-    """Return episode -> step -> what it earned in the set, weighted; WHOLE is the whole episode's, which `default` has on its
-    row.
+    """Return the weighted rewards in the set: episode id -> step -> reward.
+
+    The reward of the whole episode has the key WHOLE. It is left out for `default`, because the episode's row has it.
     """
     sets = _find_sets(tx, {row["run_id"] for row in rows}, reward_set)
     steps_alone = f"AND w.step <> {WHOLE}" if reward_set == "default" else ""
@@ -96,7 +102,9 @@ def _find_sets(tx: Any, runs: set[int], reward_set: str) -> list[int]:
 
 
 def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None:
-    """Return episode -> its shape without what it has from a parent; None where they have more than MAX_STEPS steps."""
+    """Return the shape of each episode by its id, without inherited steps; None if they have more than MAX_STEPS steps
+    together.
+    """
     steps: dict[int, list[Row]] = {member.row["id"]: [] for member in members}
     left = MAX_STEPS
     for some in in_parts([*steps]):
@@ -113,6 +121,6 @@ def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None
 
 
 def load_algorithm(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the algorithm's name in a run's config, None where it has none, and its options."""
+    """Return the algorithm's name in a run's config (None without one) and its options."""
     options = config.get("algorithm")
     return (str(options["name"]), options) if isinstance(options, Mapping) and options.get("name") else (None, {})

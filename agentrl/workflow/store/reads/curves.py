@@ -1,5 +1,5 @@
-"""The curves of a run: one row an iteration with all that a chart shows of it, and its evaluations. Sums are grouped: a run of
-hundreds of iterations is read at once.
+"""The curves of a run: one row per iteration with everything that a chart shows, and the run's evaluations. Sums are computed
+by iteration in a few queries, so hundreds of iterations are read at once.
 """
 
 import math
@@ -14,9 +14,9 @@ from agentrl.workflow.store.reads.paging import storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
 MAX_ITERATIONS = 1000
-"""The most iterations of one answer."""
+"""The maximum number of iterations in a response."""
 MAX_EVALS = 2000
-"""The most evaluations, the newest versions."""
+"""The maximum number of evaluations in a response; the newest versions are kept."""
 OPEN = ("planned", "running")
 
 _METRICS = {
@@ -67,17 +67,17 @@ COLUMNS: Mapping[str, str] = {
     "tflops": "10**12 operations that the model needs, per second of the update",
     "mfu": "share of the GPU's peak rate that its update computed at",
 }
-"""Column of a curve -> its meaning, in their order."""
+"""The columns of a curve in their order -> their meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The iterations of a run after some number, in order, and all of its evaluations.
+    """Some iterations of a run in order, and all of its evaluations.
 
     Args:
-        rows: a value for each of COLUMNS.
-        cursor: what to ask with for what is new or may have changed: the number before the first open iteration.
-        more: whether there are further iterations already, to be asked for with `after` = the last one's number.
+        rows: one row per iteration, with a value for each of COLUMNS.
+        cursor: the value of `after` for the next read: the number, from 1, of the iteration before the first open one.
+        more: True if there are further iterations already. Read them with `after` = the number of the last row.
     """
 
     rows: list[list[Any]]
@@ -91,8 +91,8 @@ def load_curves(tx: Any, run: str, after: int = 0, limit: int = MAX_ITERATIONS) 
     """Return the curves of a run.
 
     Args:
-        after: only iterations of a greater number, from 1.
-        limit: the most iterations.
+        after: return only iterations with a greater number, counted from 1.
+        limit: the maximum number of iterations.
 
     Raises:
         NotFoundError: there is no such run.
@@ -118,7 +118,7 @@ _ITERATIONS = """
 
 _DISTANCE = "CASE WHEN abs(g.mean_reward - i.mean_reward) <= 1e150 THEN g.mean_reward - i.mean_reward END"
 _SQUARE = f"CASE WHEN abs({_DISTANCE}) >= 1e-150 THEN ({_DISTANCE}) * ({_DISTANCE}) WHEN {_DISTANCE} IS NOT NULL THEN 0.0 END"
-"""Postgres refuses to compute what a float does not hold; its avg squares what it is given."""
+"""The square of a distance, without underflow: Postgres raises an error if a result does not fit a float, also inside `avg`."""
 _GROUP_SUMS = f"""
     SELECT i.id, count(*) AS groups, count(*) FILTER (WHERE g.std_reward = 0) AS flat_groups,
            avg({_DISTANCE}) AS distance, avg({_SQUARE}) AS square
@@ -165,7 +165,9 @@ def _curve_row(row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
 
 
 def _deviation(groups: Row) -> float | None:
-    """The standard deviation of the groups' means, from the moments about the iteration's mean."""
+    """Return the standard deviation of the groups' means, from their moments about the iteration's mean; None without
+    groups.
+    """
     if groups.get("distance") is None:
         return None
     return math.sqrt(max(0.0, groups["square"] - groups["distance"] * groups["distance"]))
@@ -180,7 +182,7 @@ def _seconds(start: datetime | None, end: datetime | None) -> float | None:
 
 
 def load_run_evals(tx: Any, run_id: int) -> list[dict[str, Any]]:
-    """Return the finished evaluations of the run's policies, by their version, inside a transaction."""
+    """Return the finished evaluations of the run's policies, ordered by version. Run this inside a transaction."""
     query = f"""
         SELECT m.version, v.dataset, v.split, v.mean_reward, v.low, v.high, v.interval_by, m.run_id, r.finished_at
         FROM ({MEASURED}) m JOIN evals v ON v.run_id = m.run_id JOIN runs r ON r.id = m.run_id

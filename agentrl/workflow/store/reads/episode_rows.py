@@ -15,7 +15,7 @@ EPISODE_ORDERS = {
     "id": "id", "iteration": "iteration_id", "reward": "reward", "steps": "steps", "calls": "tool_calls",
     "errors": "tool_errors", "tokens": "sampled_tokens",
 }  # fmt: skip
-"""What the list may be sorted by -> the column of `episodes`."""
+"""The names by which the list can be sorted -> the columns of `episodes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class EpisodeFilter:
     Args:
         iteration: the iteration's number, from 1.
         since: a cursor (`mark_changes`): only episodes that may have changed since.
-        group: the group's number.
+        group: the group's id.
         task: the task's key.
-        tool_errors: the fewest failed calls.
-        text: a text in the answer, the error, or the result of a failed call.
+        tool_errors: the minimum number of failed calls.
+        text: a text that the answer, the error or the result of a failed call contains.
     """
 
     run: str
@@ -61,7 +61,7 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Page[EpisodeRow]:
-    """Return the run's own episodes, in order of their numbers or in one of EPISODE_ORDERS."""
+    """Return the run's own episodes, ordered by id or by one of EPISODE_ORDERS."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if "group" in values and of_run == [OF_RUN]:
@@ -72,7 +72,7 @@ def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) 
 
 @sql_read_transaction
 def list_newest_episodes(tx: Any, begin: str, limit: int) -> list[Row]:
-    """Number, run (`name`), status and reward of the newest begun episodes whose numbers begin with these digits."""
+    """Return the id, run (`name`), status and reward of the newest started episodes whose ids begin with these digits."""
     query = """
         SELECT e.id, r.name, e.status, e.reward FROM episodes e JOIN runs r ON r.id = e.run_id
         WHERE e.status <> 'planned' AND CAST(e.id AS TEXT) LIKE :begin ORDER BY e.id DESC LIMIT :limit"""
@@ -81,7 +81,7 @@ def list_newest_episodes(tx: Any, begin: str, limit: int) -> list[Row]:
 
 @sql_read_transaction
 def find_last_episode(tx: Any) -> int | None:
-    """Return the newest episode that is done."""
+    """Return the id of the newest episode that is done; None if there is none."""
     found = select_rows(tx, "SELECT id FROM episodes WHERE status = 'done' ORDER BY id DESC LIMIT 1")
     return found[0]["id"] if found else None
 
@@ -92,11 +92,10 @@ T = TypeVar("T", StepRow, CallRow)
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """One full episode: its row, its value with every step, and the rows of its steps, calls and rewards.
+    """A full episode: its row, its value with every step, and the rows of its steps, calls and rewards.
 
-    `grades` are the calls that judged it: the env made them when it was over, and the model saw nothing of them.
-    `agent_error` is what its agent said when it ended badly, `agent_output` the last of what it printed; both empty where there
-    is nothing of the kind.
+    `grades` are the calls that judged it; the env made them after the end, and the model did not see them. `agent_error` is the
+    error of its external agent, `agent_output` the end of the agent's output; both are empty without one.
     """
 
     row: EpisodeRow
@@ -111,10 +110,10 @@ class EpisodeRecord:
 
 @sql_read_transaction
 def find_episode(tx: Any, episode: int) -> EpisodeRecord:
-    """Return the episode with all its steps.
+    """Return the episode with all of its steps.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such episode.
     """
     row = _find_row(tx, episode) if abs(episode) <= MAX_ID else None
     if row is None:
@@ -144,7 +143,9 @@ def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
 
 
 def load_episode(tx: Any, episode: int) -> Episode:
-    """Return the episode with the steps of its current attempt, its first ones read through its parent."""
+    """Return the episode with the steps of its current attempt and its annotations. A fork's first steps are read from its
+    parent.
+    """
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", id=row["task_id"])
     before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
@@ -174,7 +175,7 @@ def _load_steps(tx: Any, episode: Row) -> list[Step]:
 
 
 def _select_with_inherited(tx: Any, kind: type[T], rest: str, episode: EpisodeRow) -> list[T]:
-    """The rows of the episode, after those of the steps that it has from its parent."""
+    """Return the rows of the steps that the episode inherits from its parent, and then its own rows."""
     own = select_values(tx, kind, rest, id=episode.id)
     parent = None if episode.parent_id is None else _find_row(tx, episode.parent_id)
     if parent is None:

@@ -1,6 +1,6 @@
-"""The shape of an episode: its steps with their places and lengths, and no text or token of theirs.
+"""The shape of an episode: the positions and lengths of its steps, without texts and tokens.
 
-A step that a fork has from its parent is the parent's row. The tokens of the shape's value are counted and not read: each is 0.
+An inherited step of a fork is the parent's row. The value of the shape has the right number of tokens, but each of them is 0.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from agentrl.workflow.store.row_codecs import MAX_ID, no_episode_error
 from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, Task
 
 IDS_AT_ONCE = 500
-"""The most numbers of rows in one query."""
+"""The maximum number of row ids in one query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class EpisodeShape:
     """An episode without its texts and tokens.
 
     Args:
-        id, run_id, task_id, group_id: its numbers.
-        value: itself; every token is 0, its task and its messages are empty, and its steps earned what they did.
-        rows: its steps' rows: id, episode_id, step, chain, parent_step, prompt_tokens, sampled_tokens.
+        id, run_id, task_id, group_id: the ids of its row and of its run's, task's and group's.
+        value: the episode as a value: every token is 0, the task and the messages are empty.
+        rows: the rows of its steps: id, episode_id, step, chain, parent_step, prompt_tokens, sampled_tokens.
     """
 
     id: int
@@ -34,7 +34,7 @@ class EpisodeShape:
     rows: Sequence[Row]
 
     def step_ids(self, steps: Sequence[int]) -> list[int]:
-        """Return the numbers of the rows of these steps."""
+        """Return the row ids of the steps with these numbers; unknown numbers are left out."""
         return [self.rows[step]["id"] for step in steps if 0 <= step < len(self.rows)]
 
 
@@ -72,11 +72,11 @@ def _own_steps(tx: Any, episode: Row) -> list[Row]:
 STEP_COLUMNS = """
     s.id, s.episode_id, s.number AS step, s.chain, s.parent_step, s.shared_tokens, s.delivered, s.prompt_tokens,
     s.sampled_tokens, CASE WHEN s.new_row IS NULL THEN 0 ELSE 1 END AS begins"""
-"""What `shape_value` reads of a step."""
+"""The columns of a step that `shape_value` needs."""
 
 
 def shape_value(row: Row, steps: Sequence[Row]) -> Episode:
-    """Return the episode of a row of `episodes`, with steps of that many tokens."""
+    """Build the episode of a row of `episodes`; its steps have as many tokens as the given rows say, each of them 0."""
     return Episode(
         task=Task("", (), ""),
         sample=row["sample"],
@@ -114,5 +114,5 @@ def _step(row: Row) -> Step:
 
 
 def in_parts(ids: Sequence[int]) -> list[Sequence[int]]:
-    """Return the numbers in parts of IDS_AT_ONCE."""
+    """Split the ids into parts of at most IDS_AT_ONCE."""
     return [ids[start : start + IDS_AT_ONCE] for start in range(0, len(ids), IDS_AT_ONCE)]

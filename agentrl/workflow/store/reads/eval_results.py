@@ -1,4 +1,4 @@
-"""Results of evaluations: pages of them, those of a policy, the mean of each task, the episodes that are right."""
+"""Results of evaluations: lists, the evaluations of a policy, mean rewards by task, and the correct episodes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ MEASURED = """
     SELECT m.id, min(mine.version) FROM runs m JOIN policies theirs ON theirs.run_id = m.id
     JOIN policies mine ON mine.path = theirs.path AND mine.run_id = :id
     WHERE m.kind = 'eval' AND m.measures_id IS NULL AND theirs.path <> '' GROUP BY m.id"""
-"""The evaluations of the policies of the run `:id`, with the version that each measured: those that the run asked for, and
-those that a person did."""
+"""SQL: the evaluations of the policies of the run `:id`, with the evaluated version. It has those that the run planned itself,
+and those that a person started.
+"""
 
 EVAL_ORDERS = {"id": "id", "version": "policy_version", "reward": "mean_reward"}
 
 
 @dataclass(frozen=True, slots=True)
 class EvalFilter:
-    """A filter of evaluations; without one, all.
+    """A filter of evaluations; without arguments it selects all.
 
     Args:
-        measures: a run, by name or number: only those that it asked for, of its own policies.
-        of_policies: a run: only those of its policies, whoever asked for them.
+        measures: the name or number of a run: only the evaluations that this run planned itself.
+        of_policies: the name or number of a run: only evaluations of its policies, whoever started them.
     """
 
     measures: str | None = None
@@ -46,7 +47,7 @@ _CONDITIONS = {"dataset": "dataset = :dataset", "split": "split = :split", "stat
 
 @sql_read_transaction
 def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None = None) -> Page[EvalRow]:
-    """Return evaluations, in order of the evaluated version or in one of EVAL_ORDERS."""
+    """Return evaluations, ordered by the evaluated version or by one of EVAL_ORDERS."""
     chosen = chosen or EvalFilter()
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if chosen.measures is not None:
@@ -59,7 +60,7 @@ def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None 
 
 
 def count_evals(tx: Any, run_id: int) -> int:
-    """Return how many evaluations of the run's policies are finished, inside a transaction."""
+    """Return the number of finished evaluations of the run's policies. Run this inside a transaction."""
     query = f"SELECT count(*) AS n FROM ({MEASURED}) m JOIN evals v ON v.run_id = m.run_id"
     found: int = select_rows(tx, query, id=run_id)[0]["n"]
     return found
@@ -70,7 +71,7 @@ def find_result(tx: Any, run: str) -> Row:
     """Return the result of an eval run.
 
     Raises:
-        NotFoundError: the run is not an evaluation, or not done.
+        NotFoundError: there is no such run, or it is not a finished evaluation.
     """
     found = select_rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
     if not found:
@@ -80,11 +81,11 @@ def find_result(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_evals(tx: Any, run: str) -> list[Row]:
-    """Return the evaluation of that name or number; empty if that run is not an evaluation.
+    """Return the evaluation of that name or number, in a list; the list is empty if the run is not an evaluation.
 
     Raises:
         NotFoundError: there is no such run.
-        StateError: it is an evaluation that is not done.
+        StateError: the evaluation is not done.
     """
     row = find_run(tx, run)
     found = _load_evals(tx, "r.id = :id", id=row["id"])
@@ -97,7 +98,7 @@ def find_evals(tx: Any, run: str) -> list[Row]:
 
 @sql_read_transaction
 def find_evals_of_policy(tx: Any, policy: PolicyRef) -> list[Row]:
-    """Return every evaluation of exactly these weights, newest first."""
+    """Return all evaluations of exactly these weights, newest first."""
     base = "r.base_hash = :base_hash" if policy.base_hash else "r.base = :base"
     named = {"base_hash": policy.base_hash} if policy.base_hash else {"base": policy.base}
     return _load_evals(tx, f"{base} AND p.sha256 = :sha256", sha256=policy.sha256, **named)
@@ -119,13 +120,13 @@ def _load_evals(tx: Any, condition: str, **parameters: Any) -> list[Row]:
 
 @sql_read_transaction
 def load_measured_tasks(tx: Any, run: int) -> frozenset[int]:
-    """Return ids of the tasks of an evaluation."""
+    """Return the ids of an evaluation's tasks."""
     return frozenset(row["task_id"] for row in select_rows(tx, "SELECT task_id FROM run_tasks WHERE run_id = :run", run=run))
 
 
 @sql_read_transaction
 def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
-    """Return the mean reward of each task's done episodes in an evaluation, by the task's id; None without one."""
+    """Return the mean reward of each task's done, untainted episodes in an evaluation, by task id; None without one."""
     query = """
         SELECT t.task_id, avg(e.reward) FILTER (WHERE e.status = 'done' AND NOT e.tainted) AS mean
         FROM run_tasks t LEFT JOIN episodes e ON e.run_id = t.run_id AND e.task_id = t.task_id
@@ -135,7 +136,7 @@ def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
 
 @sql_read_transaction
 def load_done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
-    """Return the ids of each task's done episodes in an evaluation, by the task's id; only tasks that have some."""
+    """Return the ids of each task's done, untainted episodes in an evaluation, by task id; tasks without one are left out."""
     query = "SELECT task_id, id FROM episodes WHERE run_id = :run AND status = 'done' AND NOT tainted ORDER BY id"
     found: dict[int, list[int]] = {}
     for row in select_rows(tx, query, run=run):
@@ -145,13 +146,13 @@ def load_done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
 
 @sql_read_transaction
 def list_measured_datasets(tx: Any) -> list[str]:
-    """Return every dataset of an evaluation."""
+    """Return the names of all datasets that an evaluation used."""
     return [row["dataset"] for row in select_rows(tx, "SELECT DISTINCT dataset FROM evals ORDER BY 1")]
 
 
 @sql_read_transaction
 def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
-    """Return ids of the evaluation's episodes that are right, by the rewards at their end; None if no reward decides it."""
+    """Return the ids of the evaluation's correct episodes, by their final rewards; None if no reward decides correctness."""
     query = """
         SELECT s.id, s.weights, r.manifest FROM iterations i JOIN runs r ON r.id = i.run_id
         JOIN reward_sets s ON s.run_id = r.id AND s.name = 'default' WHERE i.id = :iteration"""
@@ -173,12 +174,12 @@ def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
 
 
 KEY_CHARS = 200
-"""The most characters of a task's key, and of its question."""
+"""The maximum number of characters of a task's key, and of its question."""
 
 
 @sql_read_transaction
 def list_first_episodes(tx: Any, first: int, second: int) -> list[Mapping[str, Any]]:
-    """Return each task of both evaluations, by their runs' numbers: its key, and the first episode of each that tried it."""
+    """Return the tasks that both evaluations (their run ids) tried: the key, and the first episode's id in each evaluation."""
     query = f"""
         SELECT t.id AS task_id, substr(t.key, 1, {KEY_CHARS}) AS task, a.episode AS a_episode, b.episode AS b_episode
         FROM (SELECT task_id, min(id) AS episode FROM episodes WHERE run_id = :first GROUP BY task_id) a
@@ -190,7 +191,7 @@ def list_first_episodes(tx: Any, first: int, second: int) -> list[Mapping[str, A
 
 @sql_read_transaction
 def load_questions(tx: Any, tasks: Iterable[int]) -> dict[int, str]:
-    """Return the beginning of what each of these tasks asks: its last message."""
+    """Return the first KEY_CHARS characters of each task's last message, by task id."""
     query = f"SELECT id, messages FROM tasks WHERE id IN ({among(tasks)})"
     return {row["id"]: _question(row["messages"]) for row in select_rows(tx, query)}
 

@@ -42,7 +42,7 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_groups(tx: Any, chosen: GroupFilter, paging: Paging | None = None) -> Page[GroupRow]:
-    """Return the run's own groups, in order of their numbers or in one of GROUP_ORDERS."""
+    """Return the run's own groups, ordered by id or by one of GROUP_ORDERS."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     paging = paging or Paging()
@@ -50,15 +50,15 @@ def list_groups(tx: Any, chosen: GroupFilter, paging: Paging | None = None) -> P
 
 
 SHORT_CHARS = 4001
-"""The most characters that are read of a sibling's text: one more than is shown."""
+"""The maximum number of characters that are read of a sibling's text: one more than is shown."""
 MAX_SIBLINGS = 64
 MAX_PARTS = 5000
-"""The most siblings of an answer, and rows of what they earned."""
+"""The maximum numbers of siblings (MAX_SIBLINGS) and of their reward rows (MAX_PARTS) in a response."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOf:
-    """A group: its row, the numbers of its run and task, and its episodes' rows; `left_out` more were too many."""
+    """A group: its row, the ids of its run and task, and its episodes' rows. `left_out` is the number of further episodes."""
 
     row: GroupRow
     run_id: int
@@ -87,7 +87,7 @@ def load_group(tx: Any, group: int) -> GroupOf:
 
 
 def load_sibling_shapes(tx: Any, group: GroupOf) -> dict[int, EpisodeShape]:
-    """Return episode -> its shape."""
+    """Return the shape of each of the group's episodes, by episode id."""
     plain = [episode for episode in group.episodes if episode.parent_id is None]
     steps: dict[int, list[Row]] = {episode.id: [] for episode in plain}
     for some in in_parts([*steps]):
@@ -108,7 +108,7 @@ def load_sibling_shapes(tx: Any, group: GroupOf) -> dict[int, EpisodeShape]:
 
 
 def load_short_steps(tx: Any, ids: Sequence[int]) -> dict[int, Row]:
-    """Return number of a step's row -> its text in short, and what its prompt added."""
+    """Return each step's shortened text and its prompt, by the id of the step's row."""
     found: dict[int, Row] = {}
     for some in in_parts(ids):
         query = f"SELECT id, {cut_column('text', most=SHORT_CHARS)}, prompt FROM steps WHERE id IN ({among(some)})"
@@ -117,7 +117,7 @@ def load_short_steps(tx: Any, ids: Sequence[int]) -> dict[int, Row]:
 
 
 def load_short_results(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
-    """Return number of a step's row -> the results of its calls in short."""
+    """Return the shortened results of each step's calls, by the id of the step's row."""
     found: dict[int, list[Row]] = {}
     for some in in_parts(ids):
         query = f"""
@@ -129,7 +129,7 @@ def load_short_results(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
 
 
 def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]:
-    """Return episode -> the parts of its reward, those of steps too, in every reward set."""
+    """Return the reward parts of each episode and of its steps in every reward set, by episode id."""
     query = f"""
         SELECT w.episode_id, s.name AS reward_set, w.part, CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight
         FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id WHERE w.episode_id IN ({among(episodes)})
@@ -141,13 +141,15 @@ def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]
 
 
 def load_sibling_fates(tx: Any, run: str, episodes: Sequence[int]) -> dict[int, str]:
-    """Return episode -> its fate in the run."""
+    """Return each episode's outcome in the run, by episode id."""
     query = f"SELECT episode_id, fate FROM v_ledger WHERE episode_id IN ({among(episodes)}) AND run = :run"
     return {row["episode_id"]: row["fate"] for row in select_rows(tx, query, run=run)}
 
 
 def load_sibling_readers(tx: Any, episodes: Sequence[int], run_id: int) -> list[Row]:
-    """Return the updates that read some of them: those of the group's own run, else those of the first run that did."""
+    """Return the updates that trained on these episodes: those of the run `run_id`, or of the first run that did if it has
+    none.
+    """
     query = f"""
         SELECT run_id, iteration_id, episode_id, advantage FROM consumptions
         WHERE episode_id IN ({among(episodes)}) AND stage = 'train' ORDER BY id LIMIT {MAX_PARTS}"""

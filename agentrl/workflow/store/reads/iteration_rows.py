@@ -44,7 +44,7 @@ _CONDITIONS = {"status": "status = :status", "after": "iteration > :after"}
 
 @sql_read_transaction
 def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = None) -> Page[IterationRow]:
-    """Return the run's iterations in their order."""
+    """Return the run's iterations in order."""
     run = run_id_and_name(tx, chosen.run)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     conditions, values = ["run = :run", *conditions], {"run": run["name"], **values}
@@ -58,7 +58,7 @@ def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = No
 
 @dataclass(frozen=True, slots=True)
 class UpdateFilter:
-    """A filter of a run's optimizer steps: all, or those of an iteration, from 1."""
+    """A filter of a run's optimizer steps: all of them, or those of one iteration, by its number from 1."""
 
     run: str
     iteration: int | None = None
@@ -66,19 +66,19 @@ class UpdateFilter:
 
 @sql_read_transaction
 def list_updates(tx: Any, chosen: UpdateFilter, paging: Paging | None = None) -> Page[UpdateRow]:
-    """Return the run's optimizer steps in their order."""
+    """Return the run's optimizer steps in order."""
     conditions, values = choose_conditions(chosen, {"iteration": "iteration = :iteration"})
     values["run"] = run_id_and_name(tx, chosen.run)["name"]
     return select_page(tx, UpdateRow, ["run = :run", *conditions], values, paging or Paging(), BY_NUMBER, "id")
 
 
 MAX_EPISODES = 4096
-"""The most episodes of one answer, in whole groups."""
+"""The maximum number of episodes in a response. Only complete groups are returned, and at least one."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationDetails:
-    """An iteration; `left_out` counts groups that would have made more than MAX_EPISODES episodes."""
+    """An iteration. `left_out` is the number of groups that did not fit into MAX_EPISODES episodes."""
 
     iteration: IterationRow
     updates: Sequence[UpdateRow]
@@ -91,7 +91,7 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
     """Return the run's iteration of that number, from 1.
 
     Raises:
-        NotFoundError: no such run or iteration.
+        NotFoundError: there is no such run or iteration.
     """
     found = run_id_and_name(tx, run)
     query = """
@@ -149,7 +149,9 @@ def _choose_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _score_again(
     tx: Any, reward_set: str, groups: Sequence[dict[str, Any]], episodes: Mapping[int, Sequence[dict[str, Any]]]
 ) -> None:
-    """Gives groups, and their episodes, the rewards of the set that the run trains on in place of those of `default`."""
+    """Replace the `default` rewards of groups and their episodes, in place, by those of the reward set that the run trains
+    on.
+    """
     rows = [{**row, "run_id": group["run_id"]} for group in groups for row in episodes.get(group["id"], ())]
     rewards = load_rewards_in(tx, rows, reward_set)
     for group in groups:
@@ -162,11 +164,12 @@ def _score_again(
 
 _ADVANTAGE = """
     (SELECT c.advantage FROM consumptions c WHERE c.run_id = :run AND c.episode_id = e.id AND c.stage = 'train')"""
-"""Not by a join: a Postgres without statistics would read all that the run consumed."""
+"""An episode's advantage as a subquery. With a join, a Postgres without statistics would read everything that the run consumed.
+"""
 
 
 def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
-    """Group -> its episodes; the advantage is that of the run whose iteration it is."""
+    """Return the episodes of each group by group id, with their advantages in the run `run_id`."""
     query = f"""
         SELECT e.id, e.group_id, e.sample, e.status, e.stop_reason, e.reward, {_ADVANTAGE} AS advantage, e.steps,
                e.sampled_tokens, e.prompt_tokens, e.tool_calls, e.tool_errors, e.started_at, e.finished_at

@@ -7,12 +7,12 @@ from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_re
 from agentrl.workflow.store.run_names import find_run
 
 NOTES_SHOWN = 200
-"""The most notes, the newest ones."""
+"""The maximum number of notes in a response; the newest are kept."""
 
 
 @sql_read_transaction
 def load_tags(tx: Any, ids: Sequence[int]) -> dict[int, list[str]]:
-    """Return number of a run -> its tags in their order; runs without tags are left out."""
+    """Return the sorted tags of each run by its id; runs without tags are left out."""
     found: dict[int, list[str]] = {}
     for row in select_rows(tx, f"SELECT run_id, tag FROM run_tags WHERE run_id IN ({among(ids)})"):
         found.setdefault(row["run_id"], []).append(row["tag"])
@@ -32,7 +32,7 @@ def list_tags(tx: Any, run: str) -> list[str]:
 
 @sql_read_transaction
 def list_notes(tx: Any, run: str) -> Sequence[Row]:
-    """Return the newest notes on the run of that name or number, the newest first.
+    """Return the newest notes on the run of that name or number, newest first.
 
     Raises:
         NotFoundError: there is no such run.

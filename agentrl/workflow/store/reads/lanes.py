@@ -1,4 +1,4 @@
-"""A timeline of a run: the spans of groups, updates, tool calls and agents, in a lane for each queue and worker."""
+"""A timeline of a run: the spans of groups, updates, tool calls and agents, with one lane per queue and worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,23 +10,24 @@ from agentrl.workflow.store.reads.paging import storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
 MAX_SPANS = 2000
-"""The most spans of one answer: groups and updates first, then agents, then calls."""
+"""The maximum number of spans in a response. Groups and updates are read first, then agents, then calls."""
 NEWEST = 5
-"""How many iterations are meant where none is named."""
+"""The number of newest iterations that are shown by default."""
 MAX_ITERATIONS = 20
-"""The most iterations of one answer."""
+"""The maximum number of iterations in a response."""
 QUEUES = {"group": "rollout", "update": "train", "agent": "agents", "call": "tools"}
-"""Kind of span -> the queue whose workers do it."""
+"""Kind of span -> the queue of the workers that do this work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes and spans of the iterations `first` to `last`; `left_out` spans were too many.
+    """The lanes and spans of the iterations `first` to `last`, from 1.
 
     Args:
-        lanes: `queue` and `worker` of each.
-        spans: `lane` is the place of its lane, `id` the number of the group, iteration, call or attempt; `end` is None where
-            it goes on.
+        lanes: the `queue` and `worker` of each lane.
+        spans: the spans. `lane` is the index of the lane, `id` the id of the group, iteration, call or attempt, and `end` is
+            None while it is running.
+        left_out: the number of spans beyond MAX_SPANS.
     """
 
     lanes: Sequence[dict[str, str]]
@@ -38,7 +39,9 @@ class Lanes:
 
 @sql_read_transaction
 def load_lanes(tx: Any, run: str, first: int | None = None, last: int | None = None) -> Lanes:
-    """Return the lanes of a run's iterations, from 1: the newest begun ones unless some are named, at most MAX_ITERATIONS.
+    """Return the timeline of a run's iterations from `first` to `last`, counted from 1, at most MAX_ITERATIONS.
+
+    By default these are the NEWEST last ones that have started.
 
     Raises:
         NotFoundError: there is no such run.
@@ -86,7 +89,7 @@ _QUERIES = {
         WHERE {_AMONG} AND c.started_at IS NOT NULL""",
 }
 _SPANS = "SELECT * FROM ({query}) spans ORDER BY iteration DESC, id"
-"""The newest iterations are shown whole before older ones."""
+"""SQL of spans in the order of reading: newer iterations are complete before older ones are read."""
 
 
 def _lane(row: Row) -> tuple[str, str]:
@@ -94,7 +97,9 @@ def _lane(row: Row) -> tuple[str, str]:
 
 
 def _span(row: Row, lane: int) -> dict[str, Any]:
-    """An update is as long as it said, where it is over: its iteration may have waited before."""
+    """Build the span of a row. A finished update begins its recorded duration before its end, because its iteration may have
+    waited.
+    """
     start, end = row["started_at"], row["finished_at"]
     if row["kind"] == "update" and end is not None and row["seconds"] is not None:
         start = end - timedelta(seconds=min(max(0.0, row["seconds"]), 1e9))

@@ -1,4 +1,4 @@
-"""The ledger: the fate of every planned episode. `v_ledger` has one fate for each episode of each run."""
+"""The ledger: the outcome ("fate") of every planned episode. `v_ledger` has one outcome for each episode and run."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,15 +16,17 @@ FATES = (
     "trained", "no_variance", "strayed", "truncated", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed",
     "infra_error", "cancelled", "evaluated", "forked", "searched", "served", "imported", "waiting", "open",
 )  # fmt: skip
-"""How a planned episode may end for a run: the first was read by an update, the others say why not, or not yet."""
+"""The outcomes of a planned episode in a run. `trained` means that an update trained on it; each other outcome says why not, or
+why not yet.
+"""
 
 WINDOW_EPISODES = 2500
-"""About how many episodes are counted at once."""
+"""The approximate number of episodes that one query counts."""
 
 
 @sql_read_transaction
 def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
-    """Return the fate of each episode of an iteration, from 1, including those of stored groups."""
+    """Return the outcome of each episode of an iteration, by its number from 1, including episodes of stored groups."""
     name = run_id_and_name(tx, run)["name"]
     rest = "WHERE run = :run AND iteration = :iteration ORDER BY slot, sample"
     return select_values(tx, FateRow, rest, run=name, iteration=storable_value(iteration))
@@ -32,13 +34,18 @@ def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
 
 @sql_read_transaction
 def count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
-    """Return each iteration of the run: how many episodes were planned, and how many of them have each fate."""
+    """Return for each iteration of the run the number of planned episodes and the number with each outcome."""
     return _count_fates(tx, run_id_and_name(tx, run)["name"])
 
 
 @sql_read_transaction
 def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = WINDOW_EPISODES) -> list[dict[str, Any]]:
-    """As `count_fates`, of at most `size` iterations of a number greater than `after`, with about `episodes` or fewer."""
+    """Return the counts of `count_fates` for the iterations after the number `after`, from 1.
+
+    Args:
+        size: the maximum number of iterations.
+        episodes: the approximate maximum number of episodes; at least one iteration is returned.
+    """
     found = run_id_and_name(tx, run)
     planned = """
         SELECT number + 1 AS iteration, episodes FROM iterations WHERE run_id = :id AND number >= :after
@@ -55,7 +62,7 @@ def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = 
 
 @sql_read_transaction
 def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
-    """Return the episode's fate in its own run, in other runs that trained on it, and the table of its run's iterations.
+    """Return the episode's outcome in its own run and in other runs that trained on it, and the counts of its run's iterations.
 
     Raises:
         NotFoundError: there is no such episode.
@@ -81,7 +88,7 @@ def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
 
 
 def _untrained_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
-    """The steps that no update trains on, with the reason."""
+    """Return the steps that no update trains on, with the reason."""
     unread = "SELECT count(*) AS n FROM steps WHERE episode_id = :id AND attempt = :attempt AND NOT delivered"
     if not select_rows(tx, unread, id=episode["id"], attempt=episode["attempt"])[0]["n"]:
         return []
@@ -90,7 +97,7 @@ def _untrained_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
-    """The steps that began another chain, with the reason."""
+    """Return the steps that started a new chain, with the reason."""
     begun = """
         SELECT number AS step, chain, new_row AS reason FROM steps
         WHERE episode_id = :id AND attempt = :attempt AND new_row IS NOT NULL ORDER BY number"""
@@ -98,7 +105,7 @@ def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
-    """The steps whose history several turns have, with the one that they go on from, and how many there are."""
+    """Return the steps whose history matches several turns, with the turn that each continues and the number of matches."""
     asked = f"""
         SELECT number AS step, parent_step AS after, asked FROM steps WHERE episode_id = :id AND attempt = :attempt
         AND parent_step IS NOT NULL AND CAST(asked AS TEXT) LIKE '%"{EQUAL}"%' ORDER BY number"""
@@ -107,7 +114,9 @@ def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _count_fates(tx: Any, run: str, among: str = "", numbers: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
-    """Of all iterations, or `among` those of some `numbers`."""
+    """Return the counts of all iterations; with `among`, an SQL condition with the values `numbers`, only of those it
+    selects.
+    """
     counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS of_{fate}" for fate in FATES)  # `tainted` is a flag
     ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run {among} GROUP BY iteration"
     found = {

@@ -1,4 +1,6 @@
-"""Runs that come from each other: forks, runs on stored episodes, and those that train another's policy on or measure it."""
+"""Runs that are derived from other runs: forks, runs on stored episodes, and runs that train or evaluate another run's
+policy.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from agentrl.workflow.tables.views import RunRow
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A run that another one comes from, by its number and name, and what the other took from it."""
+    """A run from which another one is derived: its id and name, and what the other run uses of it."""
 
     id: int
     run: str
@@ -29,7 +31,7 @@ class Relative:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A run that comes from another one, and what it has of it."""
+    """A run that is derived from another one, and what it uses of that run."""
 
     id: int
     run: str
@@ -39,8 +41,8 @@ class Child:
 
 @sql_read_transaction
 def load_family(tx: Any, limit: int) -> list[Relative]:
-    """Return the newest runs and all that they come from, oldest first; without the evaluations that runs make of
-    themselves.
+    """Return the newest `limit` runs and all runs that they are derived from, oldest first. A run's own evaluations are left
+    out.
     """
     found: dict[int, Relative] = {}
     wanted = list(list_runs(tx, RunFilter(), Paging(limit)).rows)
@@ -52,7 +54,7 @@ def load_family(tx: Any, limit: int) -> list[Relative]:
 
 
 def find_sources(tx: Any, run_id: int) -> Iterator[Source]:
-    """Yield the runs that the run comes from, inside a transaction; each is older, so that a tree has an end."""
+    """Yield the runs that this run is derived from. They are all older, so there is no cycle. Run this inside a transaction."""
     (run,) = select_rows(tx, "SELECT id, config, manifest FROM runs WHERE id = :id", id=run_id)
     seen: set[tuple[int, str]] = set()
     for find in (_fork_sources, _group_sources, _checkpoint_sources, _model_sources):
@@ -64,7 +66,7 @@ def find_sources(tx: Any, run_id: int) -> Iterator[Source]:
 
 
 SourceIds = Iterator[tuple[int, str]]
-"""Numbers of runs, and what the run that is looked at has of each."""
+"""The ids of source runs, each with what the derived run uses of it."""
 
 
 def _fork_sources(tx: Any, run: Row) -> SourceIds:
@@ -91,7 +93,7 @@ def _group_words(groups: int) -> str:
 
 
 def _checkpoint_sources(tx: Any, run: Row) -> SourceIds:
-    """The run that made the checkpoint which this one begins with."""
+    """Yield the run that made the checkpoint with which this run starts."""
     query = """
         SELECT run_id, version FROM policies WHERE path <> '' AND path =
           (SELECT path FROM policies WHERE run_id = :id ORDER BY version LIMIT 1) ORDER BY id LIMIT 1"""
@@ -100,15 +102,17 @@ def _checkpoint_sources(tx: Any, run: Row) -> SourceIds:
 
 
 def _model_sources(tx: Any, run: Row) -> SourceIds:
-    """The run that the model is named after: `RUN@VERSION`."""
+    """Yield the run that the config names as the model: `RUN@VERSION`."""
     name, at, version = str(run["config"].get("model", {}).get("path", "")).partition("@")
     for row in select_rows(tx, "SELECT id FROM runs WHERE name = :name", name=name) if at else ():
         yield row["id"], f"version {version}"
 
 
 def find_children(tx: Any, run_id: int, limit: int) -> list[Child]:
-    """At most so many runs that come from the run, oldest first, inside a transaction: forks of its episodes, runs on its
-    groups, runs that begin with its policies or measure them."""
+    """Return at most `limit` runs that are derived from the run, oldest first. Run this inside a transaction.
+
+    These are forks of its episodes, runs on its groups, and runs that start with or evaluate its policies.
+    """
     found: dict[int, Child] = {}
     for query, words in (
         (_POLICY_CHILDREN, _policy_words),

@@ -18,11 +18,11 @@ class OpenWork:
     """A group to roll out, an iteration to train on, or a tool call to answer.
 
     Args:
-        queue: rollout, train or tools; `id` is that of the group, iteration or call.
-        worker: the last worker that had it.
-        lease_until: the end of its lease, in ms since 1970 by the database's clock; None: it waits.
-        sends: the number of messages sent for it.
-        losses: the number of workers lost with it.
+        queue: rollout, train or tools; `id` is the id of the group, iteration or call.
+        worker: the last worker that held it.
+        lease_until: the end of its lease, in ms since 1970 by the database's clock; None if it waits.
+        sends: the number of messages that were sent for it.
+        losses: the number of workers that were lost while holding it.
     """
 
     queue: str
@@ -50,18 +50,18 @@ OPEN_WORK = f"""
     SELECT 'tools', c.id, r.name, i.number + 1, c.status, c.worker, c.lease_until, c.sends, 0, c.started_at
     FROM {_OPEN_GROUPS} JOIN episodes e ON e.group_id = g.id JOIN tool_calls c ON c.episode_id = e.id AND c.attempt >= e.attempt
     WHERE r.status = 'running' AND c.result IS NULL"""
-"""SQL of all open work, a row for each group, update and call."""
+"""SQL of all open work, with one row for each group, update and call."""
 
 
 @sql_read_transaction
 def list_open_work(tx: Any, limit: int = 1000) -> list[OpenWork]:
-    """Return the open work, claimed or waiting, run by run."""
+    """Return the open work, claimed or waiting, ordered by run."""
     return [OpenWork(**row) for row in select_rows(tx, f"{OPEN_WORK} ORDER BY 3, 4, 1, 2 LIMIT :limit", limit=limit)]
 
 
 Row = Mapping[str, Any]
 MAX_RUNS = 100
-"""The newest running runs that are counted one by one: monitoring keeps a series for each."""
+"""The maximum number of running runs that are counted one by one, the newest first. Monitoring keeps a time series for each."""
 FAILURES = (*LOSS_EVENTS, "update_failed", "group_failed", "report_failed")
 """Kinds of events that are counted."""
 
@@ -71,11 +71,11 @@ class WorkCounts:
     """Counts of work.
 
     Args:
-        queues: `queue`, `held` (by a lease), `waiting`, and `resent`: messages beyond the first.
-        runs: `status` and `n`.
-        events: `kind` and `n`.
-        running: a row for each running run: `run`, `iterations` (done), tokens, seconds by part, and the last `reward`.
-        sandbox: `run`, `sandbox`, `exit_status` and `n` of calls of running runs.
+        queues: for each `queue` the rows `held` under a lease, the rows `waiting`, and `resent`: the messages beyond the first.
+        runs: the number `n` of runs with each `status`.
+        events: the number `n` of events of each `kind`.
+        running: for each running run: `run`, `iterations` (done), tokens, seconds by part, and the last `reward`.
+        sandbox: for running runs the number `n` of calls with each `run`, `sandbox` and `exit_status`.
     """
 
     queues: Sequence[Row]
@@ -109,7 +109,7 @@ _SANDBOX = f"""
 
 @read_transaction
 def count_work(tx: Connection) -> WorkCounts:
-    """Count waiting work, claimed work and lost workers; leases are compared with the database's clock."""
+    """Count waiting work, claimed work and lost workers. Leases are compared with the database's clock."""
     now = tx.execute(select(now_ms())).scalar_one()
 
     def rows(query: str, **values: Any) -> list[Row]:

@@ -1,8 +1,8 @@
-"""A page of a list: how many rows, in which order, from where on.
+"""Pages of a list: their size, order and start.
 
-A cursor names the last row that was shown, by what the list is sorted by and by its number, so that each row comes once while
-others are added. In an order by what still changes a row may move past the cursor; numbers never do. A cursor is of one list,
-with its filter and its order, and is refused by any other.
+A cursor names the last row that was returned, by its sort value and its id. So each row is returned once, even if rows are
+added meanwhile. If the list is sorted by a value that still changes, a row may move past the cursor; ids never change. A cursor
+belongs to one list with one filter and order; other lists reject it.
 """
 
 import json
@@ -19,14 +19,15 @@ from agentrl.workflow.tables.view_row import ViewRow
 from agentrl.workflow.trajectory import storable
 
 MAX_SIZE = 100_000
-"""The most rows of a page."""
+"""The maximum number of rows of a page."""
 MAX_CURSOR_CHARS = 1000
-"""The most characters of a cursor, more than any has."""
+"""The maximum length of a cursor, in characters. No valid cursor is that long."""
 BY_NUMBER, FEW_BY_NUMBER = {"id": "id"}, {"id": "id + 0"}
-"""The order of rows that were only ever added; the second of few, which an index finds: Postgres would rather walk through all
-rows in their order until it met them."""
+"""The order by id. The second form is for few rows that an index finds: without `+ 0`, Postgres would scan all rows by id until
+it met them.
+"""
 TEXT_COLUMNS = ("run", "status")
-"""What some list is sorted by that is no number."""
+"""The sort columns that are not numbers."""
 
 
 R = TypeVar("R", bound=ViewRow)
@@ -35,13 +36,13 @@ F = TypeVar("F")
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """The choice of a list's page.
+    """The page of a list to return.
 
     Args:
-        size: the most rows.
+        size: the maximum number of rows.
         cursor: `Page.next` of the page before; empty for the first.
-        offset: the number of rows to skip; a cursor costs less.
-        sort: one of the list's orders, ascending; with a `-` before it, descending. Empty: the list's own.
+        offset: the number of rows to skip; a cursor is cheaper.
+        sort: the name of one of the list's orders, ascending, or descending with a `-` before it. Empty for the default.
     """
 
     size: int = 50
@@ -52,7 +53,7 @@ class Paging:
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[R]):
-    """Some rows of a list; `next` is the cursor of those that follow, empty after the last."""
+    """Some rows of a list. `next` is the cursor of the following page; empty after the last row."""
 
     rows: tuple[R, ...]
     next: str = ""
@@ -61,7 +62,7 @@ class Page(Generic[R]):
 def iterate_rows(
     list_page: Callable[[Any, F, Paging], Page[R]], db: Any, chosen: F, paging: Paging | None = None
 ) -> Iterator[R]:
-    """Yield all rows of a list, read in pages."""
+    """Yield all rows of a list; read them in pages."""
     paging = paging or Paging(size=MAX_SIZE)
     while True:
         page = list_page(db, chosen, paging)
@@ -72,7 +73,7 @@ def iterate_rows(
 
 
 def select_values(tx: Any, kind: type[R], rest: str, /, **parameters: Any) -> list[R]:
-    """Return the rows of the kind's view that `rest`, all that follows FROM VIEW, leaves."""
+    """Return rows of the kind's view. `rest` is the SQL after `FROM VIEW`."""
     query = f"SELECT {', '.join(kind.COLUMNS)} FROM {kind.VIEW} {rest}"
     return [kind(**row) for row in select_rows(tx, query, **parameters)]
 
@@ -90,12 +91,14 @@ def select_page(
     """Return a page of the kind's view.
 
     Args:
-        conditions: on the columns of `table`, with `parameters` written `:name`.
-        orders: what the list may be sorted by -> the column; `own` is its own order.
-        table: where the page's numbers are found, without joining what is passed over; empty for the view itself.
+        conditions: SQL conditions on the columns of `table`; their `parameters` are written `:name`.
+        paging: the page to return.
+        orders: the names by which the list can be sorted -> the columns.
+        own: the name of the list's default order.
+        table: the table in which the page's ids are found, without joins for skipped rows; empty for the view itself.
 
     Raises:
-        ConfigError: no such order, a size out of bounds, or no cursor of this list.
+        ConfigError: there is no such order, the size is out of bounds, or the cursor is not one of this list.
     """
     sort = paging.sort or own
     column, way = _find_order(orders, sort)
@@ -125,10 +128,11 @@ def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], colu
 
 
 def choose_conditions(asked: object, known: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the conditions of those fields of a filter that are given, and their values as every database takes them.
+    """Return the SQL conditions of the filter's fields that are set, and their values in a form that every database accepts.
 
     Args:
-        known: field -> its condition. That of `text` is a LIKE with `!` as its escape.
+        asked: the filter.
+        known: field -> its condition. The condition of `text` is a LIKE with `!` as its escape character.
     """
     given = {name: storable_value(value) for name in known if (value := getattr(asked, name)) is not None}
     if "text" in given:
@@ -137,12 +141,12 @@ def choose_conditions(asked: object, known: Mapping[str, str]) -> tuple[list[str
 
 
 def escape_like(text: str) -> str:
-    """Return the text as a LIKE with ESCAPE '!' finds it."""
+    """Escape the text for a LIKE with ESCAPE '!'."""
     return text.replace("!", "!!").replace("%", "!%").replace("_", "!_")
 
 
 def storable_value(value: Any) -> Any:
-    """Return a value that every database takes: none holds a greater number, or the characters that `storable` replaces."""
+    """Clamp a number, or replace characters of a text, to a value that every database accepts."""
     if isinstance(value, str):
         return storable(value)
     return max(-MAX_ID, min(MAX_ID, value)) if isinstance(value, int) else value
@@ -156,7 +160,10 @@ def _find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
 
 
 def _after(column: str, way: str, place: Mapping[str, Any]) -> str:
-    """What follows the row `:last`, whose column is `:at`; rows without a value come last."""
+    """Return the SQL condition for the rows after the cursor's row, which has the id `:last` and the sort value `:at`.
+
+    Rows without a sort value come last.
+    """
     beyond = "<" if way == "DESC" else ">"
     if column == "id":
         return f"id {beyond} :last"
@@ -166,15 +173,15 @@ def _after(column: str, way: str, place: Mapping[str, Any]) -> str:
 
 
 def encode_cursor(*parts: Any) -> str:
-    """Return a cursor of these parts, opaque to callers."""
+    """Encode the parts as a cursor, which is opaque to clients."""
     return urlsafe_b64encode(json.dumps(parts, separators=(",", ":")).encode()).decode().rstrip("=")
 
 
 def decode_cursor(cursor: str, of: str) -> list[Any]:
-    """Return the parts after the first, which is `of`.
+    """Return the parts of a cursor after the first, which must be `of`.
 
     Raises:
-        ConfigError: it is not a cursor, or one of another list.
+        ConfigError: the cursor is invalid or belongs to another list.
     """
     try:
         found = json.loads(urlsafe_b64decode(cursor.encode("ascii") + b"==")) if len(cursor) <= MAX_CURSOR_CHARS else None
@@ -186,19 +193,19 @@ def decode_cursor(cursor: str, of: str) -> list[Any]:
 
 
 def cursor_error(cursor: str) -> ConfigError:
-    """Return the error for a cursor that is not this list's."""
+    """Return the error for a cursor that does not belong to this list."""
     return ConfigError(
         f"{cursor[:40]!r} is not a cursor of this list with this filter and order.", "Start again without a cursor."
     )
 
 
 def is_id(value: Any) -> bool:
-    """Return whether a part of a cursor can be the number of a row."""
+    """Return whether a part of a cursor can be a row's id."""
     return type(value) is int and abs(value) <= MAX_ID
 
 
 def _parse_cursor(cursor: str, digest: str, column: str) -> dict[str, Any]:
-    """Of the last row that was shown: `at`, what the list is sorted by, and its number, `last`. Raises as `decode_cursor`."""
+    """Return the sort value (`at`) and the id (`last`) of the cursor's row. Raise as `decode_cursor` does."""
     match decode_cursor(cursor, digest):
         case [at, last] if is_id(last) and (at is None or _may_hold(column, at)):
             return {"at": at, "last": last}

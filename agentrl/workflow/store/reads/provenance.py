@@ -23,11 +23,13 @@ from agentrl.workflow.trajectory import Group, Message, PolicyRef, SamplingKey
 
 @dataclass(frozen=True, slots=True)
 class RewardSet:
-    """A scoring of the episode.
+    """The scores of an episode in one reward set.
 
     Args:
-        weights: by reward; `code_hash`: of the rewards' code at that time.
-        parts: what they came to, and what hooks added, in the order of recording; empty where it is not scored.
+        weights: the weight of each reward, by name.
+        code_hash: the hash of the rewards' code when the set was written.
+        parts: the reward parts, and those that hooks added, in the order of recording; empty if the episode has no score in the
+            set.
     """
 
     weights: Mapping[str, float]
@@ -40,14 +42,14 @@ class Origin:
     """A full episode with its origin.
 
     Args:
-        run, format, config, manifest, base, base_hash: the run's; `run` is its name.
-        key: the key of its draws.
-        policies: what each step that it sampled itself was sampled with, by the step's number.
-        collected: when the files of such a policy were removed, by the step's number; only where they were.
-        reward_sets: those of its run, by name.
-        opening: what a fork's first own step read instead of what the env says; None for what the env says.
-        resources: the texts that its run worked with.
-        clock: the time at which its prompts were rendered.
+        run, format, config, manifest, base, base_hash: the name and columns of its run.
+        key: the key of its random draws.
+        policies: the policy of each step that it sampled itself, by the step's number.
+        collected: the time at which the files of such a policy were removed, by the step's number; only for removed ones.
+        reward_sets: the reward sets of its run, by name.
+        opening: the messages that a fork's first own step read in place of the env's; None for the env's.
+        clock: the time that the chat template read when it rendered the prompts.
+        resources: the texts that the episode used, by name.
     """
 
     record: EpisodeRecord
@@ -133,10 +135,10 @@ class UpdateInputs:
 
     Args:
         run: the run's row.
+        number: the iteration's number from 0; `iteration` is the number from 1.
         policy: the policy that the update started from.
-        number: the iteration's number from 0; `iteration` is the one from 1.
-        groups, wanted: as of `claims.IterationWork`.
-        advantages: by episode, as the update recorded them.
+        groups, wanted: as in `train_claims.IterationWork`.
+        advantages: the advantages that the update recorded, by episode id.
     """
 
     run: Mapping[str, Any]
@@ -153,19 +155,20 @@ class UpdateInputs:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether the update started from another run's checkpoint, hence without its optimizer and critic."""
+        """True if the update started from another run's checkpoint, and so without that run's optimizer and critic."""
         return not self.policy.path.endswith(self.run["manifest"].get("id", "")[:8])
 
 
 @read_transaction
 def load_update_inputs(tx: Connection, run: str, iteration: int | None) -> UpdateInputs:
-    """Return the run's iteration of that number, from 1; None is the last whose update took a step, or, where none did, the
-    last.
+    """Return the inputs of the update in the run's iteration of that number, from 1.
+
+    Without a number, use the last iteration whose update took a step; if no update did, use the last done iteration.
 
     Raises:
-        NotFoundError: no such run or iteration.
-        StateError: it is not trained yet, or the run trains nothing.
-        CheckpointError: the weights that its update started from were collected.
+        NotFoundError: there is no such run or iteration.
+        StateError: the iteration is not trained yet, or the run does not train.
+        CheckpointError: the weights that the update started from were collected.
     """
     row = find_run(tx, run)
     found = _find_iteration(tx, row, iteration)

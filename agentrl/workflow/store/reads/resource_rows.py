@@ -22,7 +22,7 @@ from agentrl.workflow.tables.views import CriticCallRow, ResourceRow
 
 @dataclass(frozen=True, slots=True)
 class ResourceFilter:
-    """A filter of texts: by run (name or number), by name, by whether a search chose them."""
+    """A filter of texts: by run (name or number), by name, and by whether a search chose them."""
 
     run: str | None = None
     name: str | None = None
@@ -34,7 +34,7 @@ _CONDITIONS = {"name": "name = :name", "chosen": "chosen = :chosen"}
 
 @sql_read_transaction
 def list_resources(tx: Any, chosen: ResourceFilter, paging: Paging | None = None) -> Page[ResourceRow]:
-    """Versions in the order in which they were first tried."""
+    """Return versions in the order in which they were first tried."""
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
@@ -43,14 +43,14 @@ def list_resources(tx: Any, chosen: ResourceFilter, paging: Paging | None = None
 
 @dataclass(frozen=True, slots=True)
 class CriticCallFilter:
-    """A filter of critics' answers: by run (name or number)."""
+    """A filter of requests to critics: by run (name or number)."""
 
     run: str | None = None
 
 
 @sql_read_transaction
 def list_critic_calls(tx: Any, chosen: CriticCallFilter, paging: Paging | None = None) -> Page[CriticCallRow]:
-    """Return the requests of searches to their critics, in order."""
+    """Return the requests of searches to their critics, oldest first."""
     conditions, values = choose_conditions(chosen, {})
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
@@ -59,14 +59,16 @@ def list_critic_calls(tx: Any, chosen: CriticCallFilter, paging: Paging | None =
 
 @sql_read_transaction
 def count_critic_calls(tx: Any, run: str) -> int:
-    """Return the number of requests of a search to its critic."""
+    """Return the number of requests of a search run to its critic."""
     (row,) = select_rows(tx, "SELECT count(*) AS count FROM critic_calls WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
     return int(row["count"])
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Task -> mean reward on the held-out tasks, with the texts that a search began with, and with those that it chose."""
+    """The mean rewards on the held-out tasks, by task id: with the search's first texts (`seed`) and with its chosen texts
+    (`chosen`).
+    """
 
     seed: Mapping[int, float]
     chosen: Mapping[int, float]
@@ -74,7 +76,10 @@ class HeldOut:
 
 @sql_read_transaction
 def find_held_out(tx: Any, run: str) -> HeldOut:
-    """Return what a search measured on tasks that no choice has read; empty where it has not, or chose what it began with."""
+    """Return the mean rewards that a search measured on held-out tasks, which it did not use to choose.
+
+    `chosen` is empty if the search chose its first texts. Both are empty if nothing was measured.
+    """
     query = """
         SELECT e.task_id, w.seed, avg(CASE WHEN e.status = 'failed' THEN 0.0 ELSE e.reward END) AS mean
         FROM (SELECT l.group_id, min(CASE WHEN v.version = 0 THEN 1 ELSE 0 END) AS seed,
@@ -91,15 +96,18 @@ def find_held_out(tx: Any, run: str) -> HeldOut:
 
 KIND = "prompts"
 MAX_PROMPTS = 50
-"""The most versions of a page."""
+"""The maximum number of versions on a page."""
 MAX_GROUPS = 2500
-"""The most groups whose episodes are counted for one page."""
+"""The maximum number of groups whose episodes are counted for a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptsPage:
-    """Some versions; `next` is the cursor of those that follow, `left_out` counts versions with too many groups to read: what
-    they earned is None."""
+    """A page of versions.
+
+    `next` is the cursor of the following page. `left_out` is the number of versions that have too many groups to count; their
+    rewards are None.
+    """
 
     rows: Sequence[Mapping[str, Any]]
     next: str
@@ -108,11 +116,11 @@ class PromptsPage:
 
 @sql_read_transaction
 def list_prompts(tx: Any, run: str, size: int, cursor: str = "") -> PromptsPage:
-    """At most MAX_PROMPTS versions in the order in which they were first tried.
+    """Return at most MAX_PROMPTS versions, in the order in which they were first tried.
 
     Raises:
         NotFoundError: there is no such run.
-        ConfigError: no cursor of this list.
+        ConfigError: the cursor is not one of this list.
     """
     size = min(size, MAX_PROMPTS)
     found = run_id_and_name(tx, run)
@@ -131,7 +139,10 @@ _UNREAD: Mapping[str, Any] = {"groups": None, "episodes_done": None, "mean_rewar
 
 
 def _load_sums(tx: Any, run_id: int, versions: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Version -> its groups, and what their done episodes came to; of as many versions as have MAX_GROUPS groups."""
+    """Return the number of groups, the done episodes and the mean rewards of each version, by version id.
+
+    Versions that would exceed MAX_GROUPS groups are left out.
+    """
     query = f"""
         SELECT resource_id, group_id FROM group_resources WHERE resource_id IN ({among(versions)})
         ORDER BY resource_id LIMIT {MAX_GROUPS + 1}"""
@@ -146,7 +157,7 @@ def _load_sums(tx: Any, run_id: int, versions: Sequence[int]) -> dict[int, dict[
 
 
 def _load_rewards(tx: Any, run_id: int, groups: Collection[int]) -> dict[int, Row]:
-    """The run's own groups: the role of its task, the number and the sum of the rewards of its done episodes."""
+    """Return for each of the run's own groups the role of its task, and the count and reward sum of its done episodes."""
     done = "FILTER (WHERE status = 'done')"  # as a condition, a Postgres without statistics would look for all that are done
     query = f"""
         SELECT g.id, m.role, e.episodes, e.reward FROM

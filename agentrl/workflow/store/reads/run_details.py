@@ -13,7 +13,7 @@ from agentrl.workflow.store.reads.run_rows import run_name
 from agentrl.workflow.tables.views import RunRow
 
 PARTS_FROM = 1000
-"""The newest rewards, whose parts are a run's."""
+"""The number of a run's newest rewards in which its reward parts are looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class StoredConfig:
     """A run's config.
 
     Args:
-        values: by section.
-        origins: where each value that was chosen came from, by its dotted key; None: that was not written down.
+        values: the config by section.
+        origins: the source of each value that was set, by its dotted key; None if the sources were not stored.
     """
 
     values: Mapping[str, Any]
@@ -31,7 +31,7 @@ class StoredConfig:
 
 @sql_read_transaction
 def find_config(tx: Any, run_id: int) -> StoredConfig:
-    """Return the config of the run of that number, as it is stored.
+    """Return the stored config of the run with this id.
 
     Raises:
         NotFoundError: there is no such run.
@@ -42,9 +42,7 @@ def find_config(tx: Any, run_id: int) -> StoredConfig:
 
 
 def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
-    """Return what a person asks of a run's making, inside a transaction: versions, hashes, the code of its rewards, its
-    folder.
-    """
+    """Return the run's versions, hashes, reward sets, folder, and first and newest policy. Run this inside a transaction."""
     query = "SELECT manifest, base, base_hash, output_dir, seed, format, reward_set FROM runs WHERE id = :id"
     (run,) = select_rows(tx, query, id=run_id)
     query = "SELECT name, code_hash, weights FROM reward_sets WHERE run_id = :id ORDER BY id"
@@ -59,7 +57,9 @@ def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
 
 
 def find_what_it_has(tx: Any, run_id: int, name: str) -> dict[str, bool]:
-    """Return what kinds of rows the run has, inside a transaction."""
+    """Return which kinds of rows the run has: annotations, prompts, critic_calls, agents, evals. Run this inside a
+    transaction.
+    """
     asked = {
         "annotations": "SELECT 1 AS one FROM annotations WHERE run = :name LIMIT 1",
         "prompts": "SELECT 1 AS one FROM resources WHERE run_id = :id LIMIT 1",
@@ -76,8 +76,9 @@ def _used(query: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_reward_parts(tx: Any, run_id: int, name: str) -> list[str]:
-    """Return the names of the parts of the run's rewards, inside a transaction: those with a weight, and those given of
-    late.
+    """Return the names of the run's reward parts: those with a weight, and those among the newest PARTS_FROM rewards.
+
+    Run this inside a transaction.
     """
     sets = select_rows(tx, "SELECT weights FROM reward_sets WHERE run_id = :id", id=run_id)
     query = f"SELECT DISTINCT part FROM (SELECT part FROM rewards WHERE run = :name ORDER BY id DESC LIMIT {PARTS_FROM}) newest"
@@ -86,7 +87,7 @@ def list_reward_parts(tx: Any, run_id: int, name: str) -> list[str]:
 
 
 SPARK_POINTS = 60
-"""The most points of a sparkline."""
+"""The maximum number of points of a sparkline, without the newest one."""
 LEARNING_KINDS = ("train", "search")
 """The kinds of runs that have an algorithm."""
 
@@ -96,11 +97,12 @@ class RunSummary:
     """A run's entry in a list, besides its row.
 
     Args:
-        algorithm: None: it learns nothing.
-        spark: [iteration, mean reward] of at most SPARK_POINTS iterations and the newest one.
-        tokens: tokens read and sampled in its finished iterations; None: they are not counted, or there are none.
-        waits_for: what its rollouts wait for; empty: nothing is known to keep them.
-        active_at: when something was last written of it.
+        algorithm: the algorithm's name; None if the run does not learn.
+        spark: [iteration, mean reward] of at most SPARK_POINTS iterations, and of the newest one.
+        tokens: the number of tokens read and sampled in its finished iterations; None if there are none or they are not
+            counted.
+        waits_for: what its rollouts wait for; empty if they are not known to wait.
+        active_at: the time of the newest write for this run.
     """
 
     algorithm: str | None
@@ -111,12 +113,12 @@ class RunSummary:
     active_at: datetime | None
 
     def shown(self) -> dict[str, Any]:
-        """Return its fields by their names."""
+        """Return the fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def load_summaries(tx: Any, runs: Sequence[RunRow]) -> dict[int, RunSummary]:
-    """Return the summary of each run by its number, inside a transaction."""
+    """Return the summary of each run by its id. Run this inside a transaction."""
     if not runs:
         return {}
     ids = [run.id for run in runs]
@@ -149,7 +151,7 @@ def _algorithms(tx: Any, ids: Sequence[int]) -> dict[int, str | None]:
 
 
 def _sparks(tx: Any, ids: Sequence[int]) -> dict[int, list[list[float]]]:
-    """Every Nth iteration that has a reward, and the newest."""
+    """Return the points of each run's sparkline by run id: every Nth iteration that has a reward, and the newest."""
     query = f"""
         SELECT i.run_id, i.number + 1 AS iteration, i.mean_reward FROM
           (SELECT run_id, max(number) AS newest, max(number) / {SPARK_POINTS} + 1 AS stride FROM iterations
@@ -184,7 +186,9 @@ def _newest_steps(tx: Any, running: Sequence[RunRow]) -> Mapping[int, datetime]:
 
 
 def _waits(tx: Any, running: Sequence[RunRow]) -> dict[int, str]:
-    """What a worker said last; or that a running run makes the checkpoint again that the run samples with."""
+    """Return why each run waits, by run id: the detail of its newest `waiting` event, or that a running run rebuilds its
+    checkpoint.
+    """
     if not running:
         return {}
     ids, losses = among(run.id for run in running), ", ".join(f"'{kind}'" for kind in LOSS_EVENTS)

@@ -1,4 +1,4 @@
-"""Runs: pages of them, one by its name or number, and its progress."""
+"""Runs: lists, one run by its name or number, and its progress."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ RUN_ORDERS = {
     "id": "id", "run": "run", "status": "status", "reward": "last_reward", "best": "best_reward", "episodes": "episodes_done",
     "seconds": "seconds",
 }  # fmt: skip
-"""What the list may be sorted by -> the column."""
+"""The names by which the list can be sorted -> the columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFilter:
-    """A filter of runs; a run's evaluations of itself are in no list of runs (see `list_evals`).
+    """A filter of runs. A run's own evaluations are in no list of runs (see `list_evals`).
 
     Args:
-        text: a text in the name.
-        algorithm: its name in the config.
-        tag: a tag that somebody gave it.
+        text: a text that the name contains.
+        algorithm: the algorithm's name in the config.
+        tag: a tag of the run.
     """
 
     status: str | None = None
@@ -58,28 +58,28 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_runs(tx: Any, chosen: RunFilter | None = None, paging: Paging | None = None) -> Page[RunRow]:
-    """Run, the newest first, in one of RUN_ORDERS."""
+    """Return runs, newest first or ordered by one of RUN_ORDERS."""
     conditions, values = choose_conditions(chosen or RunFilter(), _CONDITIONS)
     return select_page(tx, RunRow, ["measures IS NULL", *conditions], values, paging or Paging(), RUN_ORDERS, "-id")
 
 
 @sql_read_transaction
 def list_run_names(tx: Any, begin: str, limit: int) -> list[Row]:
-    """Name, kind and status of the newest runs whose names begin so; evaluations too."""
+    """Return the name, kind and status of the newest runs whose names begin with this text, evaluations included."""
     query = "SELECT name, kind, status FROM runs WHERE name LIKE :begin ESCAPE '!' ORDER BY id DESC LIMIT :limit"
     return select_rows(tx, query, begin=f"{escape_like(storable(begin))}%", limit=limit)
 
 
 @sql_read_transaction
 def find_newest_run(tx: Any) -> str | None:
-    """Return the name of the run that was submitted last."""
+    """Return the name of the newest run that is not another run's own evaluation; None if there is none."""
     found = select_rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY id DESC LIMIT 1")
     return found[0]["name"] if found else None
 
 
 @sql_read_transaction
 def describe_run(tx: Any, run: str) -> RunRow:
-    """Return one run.
+    """Return one run, by its name or number.
 
     Raises:
         NotFoundError: there is no such run.
@@ -88,10 +88,10 @@ def describe_run(tx: Any, run: str) -> RunRow:
 
 
 def run_name(tx: Any, run_id: int) -> str:
-    """Return the name of the run of that number, inside a transaction.
+    """Return the name of the run with this id. Run this inside a transaction.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such run.
     """
     found = select_rows(tx, "SELECT name FROM runs WHERE id = :id", id=run_id) if abs(run_id) <= MAX_ID else []
     if not found:
@@ -100,7 +100,7 @@ def run_name(tx: Any, run_id: int) -> str:
 
 
 def run_by_id(tx: Any, run_id: int) -> RunRow:
-    """Return the run of that number, which there is."""
+    """Return the existing run with this id."""
     return select_values(tx, RunRow, "WHERE id = :id", id=run_id)[0]
 
 
@@ -109,16 +109,18 @@ SAME_WORK = (
     *("rollout.engine", "rollout.group_size", "rollout.tasks_per_iteration", "rollout.max_new_tokens", "rollout.max_steps"),
     *("update.epochs", "update.trainer"),
 )
-"""Config keys that decide how long an iteration takes, beside the model."""
+"""The config keys that, besides the model, decide how long an iteration takes."""
 
 
 @sql_read_transaction
 def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> tuple[str, list[float]] | None:
-    """Return the newest of the last 50 training runs whose iterations do the same work, and the seconds of its last 20 of them.
+    """Find the newest of the last 50 training runs with the same model and SAME_WORK keys.
+
+    Return its name and the durations of its last 20 done iterations, in seconds; None if there is no such run.
 
     Args:
-        model: where the base is.
-        config: a run's whole config, as it is stored.
+        model: the base model's path or name.
+        config: a run's full config, as it is stored.
     """
     runs = select_rows(
         tx, "SELECT name, config FROM runs WHERE kind = 'train' AND base = :base ORDER BY id DESC LIMIT 50", base=model
@@ -133,7 +135,7 @@ def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> t
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None where a section is missing."""
+    """Return the value at a dotted key; None if a section is missing."""
     section, _, leaf = key.rpartition(".")
     found = config.get(section) if section else config
     return found.get(leaf) if isinstance(found, Mapping) else None
@@ -141,9 +143,9 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 @sql_read_transaction
 def count_progress(tx: Any, run: str) -> Row:
-    """Counts of the episodes, tokens and tool calls of the run's open iterations; empty if none is open.
+    """Return the counts of episodes, tokens and tool calls of the run's open iterations; empty if none is open.
 
-    From `iteration` up to `through`: one, unless the rollouts of some go on during the updates of others.
+    The counts cover the iterations `iteration` to `through`, from 1. There are several only if the run samples during updates.
     """
     run_id = run_id_and_name(tx, run)["id"]
     query = """
@@ -161,9 +163,7 @@ def count_progress(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def why_sampling_on(tx: Any, run: str) -> str:
-    """Return why the newest open iteration is sampled on, and with how many groups; empty where dynamic sampling has added
-    none.
-    """
+    """Return why an open iteration samples more groups, and how many; empty if dynamic sampling has added none."""
     query = """
         SELECT detail FROM events WHERE run_id = :id AND kind = 'sampling_on' AND subject IN (
           SELECT 'iteration ' || (i.number + 1) FROM iterations i JOIN groups g ON g.iteration_id = i.id
@@ -176,8 +176,10 @@ def why_sampling_on(tx: Any, run: str) -> str:
 
 @sql_read_transaction
 def find_most_frequent_failure(tx: Any, run: str) -> Row:
-    """Return how many of the run's episodes ended as failed or infra_error (`failed`), and the `error` of most of them with its
-    `status` and count (`episodes`); empty where none did."""
+    """Return the most frequent `error` among the run's episodes that ended as failed or infra_error; empty without one.
+
+    The row has the error's `status`, its number of `episodes`, and the number of all such episodes (`failed`).
+    """
     query = """
         SELECT status, error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS failed FROM episodes
         WHERE run_id = :id AND status IN ('failed', 'infra_error')
@@ -188,9 +190,10 @@ def find_most_frequent_failure(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
-    """Return how many of the run's episodes ended as agent_error (`ended`), and the `error` of most of their agents with its
-    count
-    (`episodes`); empty where none did."""
+    """Return the most frequent agent `error` among the run's episodes that ended as agent_error; empty without one.
+
+    The row has the error's number of `episodes`, and the number of all such episodes (`ended`).
+    """
     query = """
         SELECT a.error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS ended FROM episodes e
         JOIN agent_attempts a ON a.episode_id = e.id AND a.attempt = e.attempt
@@ -202,12 +205,13 @@ def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
-    """Return what the run's finished episodes from the iteration of this number on have in common.
+    """Return figures that may explain equal rewards: of the run's done episodes in done iterations from the number `since`
+    (from 1) on.
 
     Returns:
-        episodes: their number; called, unreadable: those with a call that could be read, and with one that could not; parts: of
-        each part of the reward its `part`, `least` and `most`; example: `id` and `final_answer` of the newest; algorithm: the
-        run's.
+        episodes: their number; called: the number with a call that could be parsed; unreadable: the number with a call that
+            could not; parts: each part of the reward as `part`, `least` and `most`; example: `id` and `final_answer` of the
+            newest; algorithm: the run's algorithm.
     """
     chosen = """
         FROM episodes e JOIN iterations i ON i.id = e.iteration_id

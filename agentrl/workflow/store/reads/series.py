@@ -1,5 +1,5 @@
-"""Any number of any view as a series over a run's iterations, read in windows of rows: each window gives partial sums, which
-the caller adds up.
+"""Any numeric column of any view as a series over a run's iterations. It is read in windows of rows: each window returns
+partial sums, which the caller adds up.
 """
 
 import math
@@ -16,7 +16,7 @@ from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.tables.views import VIEWS
 
 WINDOW_ROWS = 5000
-"""The most rows of one window."""
+"""The maximum number of rows in a window."""
 
 WINDOWS = {
     "v_iterations": "iterations WHERE run_id = :id",
@@ -29,20 +29,22 @@ WINDOWS = {
     "v_rewards": "rewards WHERE run = :run",
     "v_updates": "updates WHERE iteration_id IN (SELECT id FROM iterations WHERE run_id = :id)",
 }
-"""View with the columns run, iteration and id -> the table in which a run's rows are found by their numbers."""
+"""View with the columns run, iteration and id -> the table and condition that find a run's rows by id."""
 KIND = "series"
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Partial sums of some rows: `iteration`, `count`, `sum`, `min`, `max` of the values that are numbers."""
+    """Partial sums of some rows: `iteration`, and `count`, `sum`, `min` and `max` of the finite values. `next` is the cursor of
+    the next window; empty after the last.
+    """
 
     rows: Sequence[Mapping[str, Any]]
     next: str
 
 
 def list_views() -> list[dict[str, Any]]:
-    """Return every view with its meaning and its columns: the meaning of each, and whether `read_series` charts it."""
+    """Return all views with their meanings and columns. A column has its meaning, and whether `read_series` can chart it."""
     return [
         {
             "view": view,
@@ -58,7 +60,7 @@ def list_views() -> list[dict[str, Any]]:
 
 @cache
 def _numbers(view: str) -> tuple[str, ...]:
-    """The columns of a view that are numbers, but for those that name rows."""
+    """Return the numeric columns of a view, without ids and the iteration."""
     if view not in WINDOWS:
         return ()
     hints = VIEWS[view].types()
@@ -73,11 +75,11 @@ def _is_number(hint: Any) -> bool:
 
 @sql_read_transaction
 def read_series(tx: Any, run: str, view: str, column: str, cursor: str = "") -> Window:
-    """Return the next WINDOW_ROWS rows of a run in a view: what a column came to in each iteration.
+    """Return the partial sums of a column over the next WINDOW_ROWS rows of a run in a view, by iteration.
 
     Raises:
         NotFoundError: there is no such run.
-        ConfigError: no such view or column of numbers, or no cursor of this series.
+        ConfigError: there is no such view or numeric column, or the cursor is not one of this series.
     """
     if view not in WINDOWS:
         raise ConfigError(f"{view!r:.60} is not a view of numbers by iteration.", did_you_mean(view[:60], WINDOWS))

@@ -18,26 +18,26 @@ from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.trajectory import storable
 
 TASK_ORDERS = {"id": "s.task_id", "task": "t.key", "groups": "groups", "reward": "mean_reward", "last": "last_reward"}
-"""What the list may be sorted by -> the column."""
+"""The names by which the list can be sorted -> the columns."""
 MAX_TASKS = 40
-"""The most tasks of a page."""
+"""The maximum number of tasks on a page."""
 MAX_EPISODES = 20_000
-"""The most episodes that are read for one page, those of the first groups."""
+"""The maximum number of episodes that are read for a page. Those of the first groups are read."""
 POINTS = 60
-"""The most points of a task's curve."""
+"""The maximum number of points of a task's curve."""
 MAX_GROUPS = 1000
-"""The most groups of one task's answer, the newest."""
+"""The maximum number of a task's groups in a response; the newest are kept."""
 KIND = "tasks"
 
 
 @dataclass(frozen=True, slots=True)
 class TasksPage:
-    """Some tasks of a run.
+    """A page of a run's tasks.
 
     Args:
-        next: the cursor of those that follow.
-        solved_means: when a group counts as solved.
-        left_out: groups of these tasks whose episodes were too many to read: the newest ones.
+        next: the cursor of the following page.
+        solved_means: a sentence that says when a group counts as solved.
+        left_out: the number of the newest groups of these tasks whose episodes were not read because there are too many.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -48,14 +48,14 @@ class TasksPage:
 
 @sql_read_transaction
 def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25, cursor: str = "") -> TasksPage:
-    """Return at most MAX_TASKS tasks with groups of the run, in one of TASK_ORDERS, by default by their first group.
+    """Return at most MAX_TASKS tasks that have groups in the run, ordered by their first group or by one of TASK_ORDERS.
 
     Args:
-        text: a text in the key or the reference.
+        text: a text that the key or the reference contains.
 
     Raises:
         NotFoundError: there is no such run.
-        ConfigError: no such order, or no cursor of this list.
+        ConfigError: there is no such order, or the cursor is not one of this list.
     """
     size = min(size, MAX_TASKS)
     run_id = run_id_and_name(tx, run)["id"]
@@ -93,7 +93,7 @@ _TASKS = f"""
 
 @sql_read_transaction
 def count_tasks(tx: Any, run_id: int) -> int:
-    """Return how many tasks the run of that number has groups of."""
+    """Return the number of tasks that have groups in the run with this id."""
     query = f"SELECT count(DISTINCT task_id) AS tasks FROM ({_MEMBERS}) members"
     found: int = select_rows(tx, query, id=run_id)[0]["tasks"]
     return found
@@ -109,7 +109,7 @@ def _order(sort: str) -> str:
 
 
 def _parse_cursor(cursor: str, digest: str) -> int:
-    """How many tasks were shown; their order may have changed since."""
+    """Return the number of tasks on the pages before. Their order may have changed since."""
     if not cursor:
         return 0
     match decode_cursor(cursor, KIND):
@@ -119,7 +119,7 @@ def _parse_cursor(cursor: str, digest: str) -> int:
 
 
 def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[Row]]:
-    """Task -> its groups, in order of their iterations."""
+    """Return the groups of each task by task id, in order of their iterations."""
     chosen = among(tasks)
     query = f"SELECT * FROM ({_MEMBERS}) members WHERE task_id IN ({chosen}) ORDER BY iteration, id"
     found: dict[int, list[Row]] = {}
@@ -130,7 +130,9 @@ def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[R
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Which episode is right: see `stats.evaluation.is_right`. `reward_set` is the name of the set that its parts are of."""
+    """The rule by which an episode is correct: see `stats.evaluation.is_right`. `reward_set` is the name of the set that the
+    parts belong to.
+    """
 
     reward_set: str
     weights: Mapping[str, float]
@@ -139,14 +141,14 @@ class _Rule:
     own: Mapping[str, float]
 
     def judge(self, reward: float, parts: Mapping[str, float]) -> bool:
-        """Whether an episode of that reward and these parts is right."""
+        """Return whether an episode with this reward and these parts is correct."""
         given = parts.keys() - self.own.keys() if self.gives else ()
         found = is_right(parts, self.weights, self.correct, given)
         return reward >= FULL_VALUE if found is None else found
 
     @property
     def words(self) -> str:
-        """The rule, for a person."""
+        """The rule as a sentence for users."""
         if not self.gives and is_right({}, self.weights, self.correct) is None:
             return "its best episode's reward is 1 or more"
         most = max(self.weights.values(), default=0.0)
@@ -156,7 +158,7 @@ class _Rule:
 
 
 def load_rule(tx: Any, run_id: int) -> _Rule:
-    """Return the rule by which an episode of the run is right."""
+    """Return the rule by which the run's episodes are correct."""
     query = """
         SELECT r.reward_set, r.manifest, coalesce(own.weights, theirs.weights) AS weights FROM runs r
         LEFT JOIN reward_sets own ON own.run_id = r.id AND own.name = r.reward_set
@@ -172,7 +174,7 @@ def load_rule(tx: Any, run_id: int) -> _Rule:
 def _describe(
     tx: Any, rule: _Rule, rows: Sequence[Row], groups: Mapping[int, Sequence[Row]]
 ) -> tuple[list[dict[str, Any]], int]:
-    """The tasks with what their groups and episodes say, and how many groups' episodes were too many to read."""
+    """Return the tasks with figures of their groups and episodes, and the number of groups whose episodes were not read."""
     ids = sorted(group["id"] for its in groups.values() for group in its)
     ends = _load_ends(tx, ids)
     right = _find_right(tx, rule, [*ends.values()])
@@ -187,7 +189,10 @@ def _describe(
 
 
 def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
-    """Group -> its best and its worst done episode with their rewards, None where it has none; of the first groups."""
+    """Return the best and worst done episode of each group and their rewards, by group id; None without a done episode.
+
+    Only the first groups are read, up to MAX_EPISODES episodes.
+    """
     if not groups:
         return {}
     (first,) = select_rows(tx, "SELECT count(*) AS size FROM episodes WHERE group_id = :id", id=groups[0])
@@ -200,7 +205,7 @@ def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
 
 
 def _find_right(tx: Any, rule: _Rule, groups: Sequence[Row]) -> set[int]:
-    """The groups whose best episode is right."""
+    """Return the ids of the groups whose best episode is correct."""
     chosen = among(group["best"] for group in groups if group["best"] is not None)
     query = f"""
         SELECT w.episode_id, w.part, sum(w.value) AS value FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id
@@ -221,7 +226,7 @@ def _chosen(groups: Sequence[Row], choose: Any, which: str) -> dict[str, Any] | 
 
 
 def _thin(groups: Sequence[Row]) -> list[list[Any]]:
-    """[iteration, mean reward] of every Nth group that has one, and of the newest."""
+    """Return [iteration, mean reward] of every Nth group that has a reward, and of the newest; at most POINTS points."""
     points = [[group["iteration"], group["mean_reward"]] for group in groups if group["mean_reward"] is not None]
     stride = -(-len(points) // (POINTS - 1))
     return points if len(points) <= POINTS else [*points[:-1:stride], points[-1]]
@@ -229,10 +234,10 @@ def _thin(groups: Sequence[Row]) -> list[list[Any]]:
 
 @sql_read_transaction
 def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
-    """Return a task of a run with its newest MAX_GROUPS groups, the oldest first, and their episodes' rewards.
+    """Return a task of a run with its newest MAX_GROUPS groups, oldest first, and their episodes' rewards.
 
     Raises:
-        NotFoundError: no such run, or it has nothing of such a task.
+        NotFoundError: there is no such run, or the task is not one of its tasks.
     """
     found = run_id_and_name(tx, run)
     query = "SELECT id AS task_id, key AS task, messages, reference, metadata FROM tasks WHERE id = :task"
@@ -268,20 +273,20 @@ def _load_group_episodes(tx: Any, groups: Sequence[int]) -> dict[int, list[dict[
 
 @dataclass(frozen=True, slots=True)
 class SolvedCount:
-    """Done episodes of a task, and how many of them are right."""
+    """The number of done episodes of a task, and the number of correct ones."""
 
     episodes: int = 0
     right: int = 0
 
     @property
     def share(self) -> float:
-        """The share that is right."""
+        """The share of correct episodes, from 0 to 1."""
         return self.right / self.episodes
 
 
 @dataclass(frozen=True, slots=True)
 class SampledGroups:
-    """Groups of a run: how many have done episodes, and in how many of these all rewards are equal."""
+    """The number of groups of a run that have done episodes, and the number of these whose rewards are all equal."""
 
     groups: int
     equal: int
@@ -289,7 +294,8 @@ class SampledGroups:
 
 @sql_read_transaction
 def load_solved(tx: Any, run: str = "") -> dict[str, SolvedCount]:
-    """Return content hash of a task -> its done episodes, of one run or of all; forks, whose prompts were edited, are left out.
+    """Return the count of each task by its content hash, over one run or all. Forks are left out, because their prompts were
+    edited.
 
     Raises:
         NotFoundError: there is no such run.
@@ -323,7 +329,7 @@ def _add_run(tx: Any, run_id: int, found: dict[str, SolvedCount]) -> None:
 
 @sql_read_transaction
 def count_equal_groups(tx: Any, run: str) -> SampledGroups:
-    """Return how many groups of the run have done episodes, and how many of these have one reward in all of them.
+    """Count the groups of the run that have done episodes, and those of them whose rewards are all equal.
 
     Raises:
         NotFoundError: there is no such run.

@@ -17,13 +17,13 @@ from agentrl.workflow.tables.views import AnnotationRow, CallRow
 from agentrl.workflow.token_chains import EQUAL
 
 READ_CHARS = 20_001
-"""The most characters that are read of a text: one more than is shown of any."""
+"""The maximum number of characters that are read of a text: one more than is shown of any text."""
 MAX_ROWS = 20_000
-"""The most calls, rewards or annotations that are read at once."""
+"""The maximum number of calls, rewards or annotations that are read at once."""
 
 
 def cut_column(column: str, name: str = "", most: int = READ_CHARS) -> str:
-    """Return the beginning of a text column, and the number of its characters, for a SELECT."""
+    """Return the SQL of a text column's first `most` characters, and of its length."""
     name = name or column.rpartition(".")[2]
     return f"substr({column}, 1, {most}) AS {name}, length({column}) AS {name}_chars"
 
@@ -37,8 +37,9 @@ _STEPS = f"""
 
 
 def load_steps(tx: Any, ids: Sequence[int]) -> list[Row]:
-    """Return the steps of these numbers of rows, by step; `equal` is how many turns say what the step's line says, if several
-    do.
+    """Return the steps with these row ids, ordered by step.
+
+    `equal` is the number of turns that match the step's history, if several do; else None.
     """
     found: list[Mapping[str, Any]] = []
     for some in in_parts(ids):
@@ -60,7 +61,7 @@ _CALL_COLUMNS = "c.step_id, " + ", ".join(
 
 
 def load_calls(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
-    """Step -> its calls, of the steps of these numbers of rows."""
+    """Return the calls of the steps with these row ids, by the step's number."""
     found: dict[int, list[Row]] = {}
     for some in in_parts(ids):
         query = f"""
@@ -85,7 +86,7 @@ def _with_queue_seconds(row: Row) -> Row:
 
 
 def load_step_rewards(tx: Any, episode: int, steps: Sequence[int]) -> dict[int, list[Row]]:
-    """Return step -> its rewards in every reward set."""
+    """Return the rewards of each step in every reward set, by the step's number."""
     found: dict[int, list[Row]] = {}
     for some in in_parts(steps):
         query = f"""
@@ -102,7 +103,7 @@ ANNOTATION_FIELDS = tuple(name for name in AnnotationRow.COLUMNS if name not in 
 
 
 def load_annotations(tx: Any, episode: int, attempt: int, steps: Sequence[int], most: int) -> tuple[list[Row], int]:
-    """Return what was said of these steps, or, where there are none, of the episode; and how much of it was too much."""
+    """Return the annotations of these steps, or of the episode itself if `steps` is empty; and the number beyond `most`."""
     place = f"a.step IN ({among(steps)})" if steps else "a.step IS NULL"
     of_it = f"FROM annotations a WHERE a.episode_id = :id AND a.attempt = :attempt AND {place}"
     query = f"SELECT {', '.join(f'a.{name}' for name in ANNOTATION_FIELDS)} {of_it} ORDER BY a.id LIMIT {most + 1}"
@@ -118,7 +119,7 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of a step, packed: what its prompt added, what it sampled, and the logprobs of that."""
+    """The packed tokens of a step: its new prompt tokens, its sampled tokens, and the logprobs of the sampled ones."""
 
     prompt_ids: bytes
     sampled_ids: bytes
@@ -126,7 +127,7 @@ class StepTokens:
 
 
 def load_tokens(tx: Any, steps: Sequence[int]) -> dict[int, StepTokens]:
-    """Return number of a step's row -> its tokens."""
+    """Return the tokens of each step, by the id of the step's row."""
     found: dict[int, StepTokens] = {}
     for some in in_parts(steps):
         query = f"""
@@ -138,12 +139,12 @@ def load_tokens(tx: Any, steps: Sequence[int]) -> dict[int, StepTokens]:
 
 
 def unpack_ids(packed: bytes, first: int, last: int) -> list[int]:
-    """Return the ids from `first` to before `last` of packed ones."""
+    """Unpack the token ids from position `first` up to, but not including, `last`."""
     return unpack("i", packed[first * TOKEN_BYTES : last * TOKEN_BYTES])
 
 
 MAX_PATH = 200
-"""The most characters of a path."""
+"""The maximum length of a path, in characters."""
 _OF_STEPS = ("thought", "content", "text", "new_row")
 _OF_AGENTS = ("error", "output", "answer")
 _OF_EPISODES = ("final_answer", "error")
@@ -151,7 +152,7 @@ _OF_MESSAGES = ("content", "thought", "tool_calls")
 
 
 def load_text(tx: Any, episode: int, path: str) -> str:
-    """Return the full text; other values as JSON.
+    """Return the full text at the path; a value that is not a text is returned as JSON.
 
     Raises:
         NotFoundError: there is no such episode, or it has no such text.
@@ -197,7 +198,7 @@ def _column(tx: Any, query: str, **parameters: Any) -> str | None:
 
 
 def _number(word: str) -> int:
-    """The number, or -1, which no row and no place has."""
+    """Parse a number of a path; return -1, which matches no row and no position, if it is invalid."""
     return int(word) if len(word) <= 18 and word.isascii() and word.isdigit() else -1
 
 
@@ -214,7 +215,7 @@ def _of_message(messages: Any, place: str, name: str) -> Any:
 
 
 def _of_call(tx: Any, shape: EpisodeShape, call: int, name: str) -> Any:
-    """Of a call of the episode's own, or of a step that it has from its parent."""
+    """Return a column of a call, if the call belongs to the episode or to a step that it inherits; else None."""
     query = f"SELECT episode_id, step_id, {name} FROM tool_calls WHERE id = :id"
     found = select_rows(tx, query, id=call)
     if not found or (found[0]["episode_id"] != shape.id and found[0]["step_id"] not in {row["id"] for row in shape.rows}):

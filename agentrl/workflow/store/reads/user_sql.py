@@ -1,10 +1,10 @@
-"""`agentrl sql`: a person's own SELECT, on a connection that can do nothing else (see `sql.readonly`).
+"""`agentrl sql`: a user's own SELECT, on a connection that can only read (see `sql.readonly`).
 
-SQLite is asked in a process that can be killed, since one long instruction of SQLite cannot be interrupted. Postgres is reached
-only as the reader role (a read-only transaction of a mightier login is left with `commit; ...`). Both have a deadline and a
-limit of rows.
+SQLite runs in a process that can be killed, because one long SQLite instruction cannot be interrupted. Postgres is used only
+through the reader role, because a query could leave the read-only transaction of a stronger login with `commit; ...`. Both have
+a deadline and a maximum number of rows.
 
-`rl_i4(blob)` and `rl_f4(blob)` give the packed int32 and float32 of `step_tokens` as a JSON array, on both databases.
+`rl_i4(blob)` and `rl_f4(blob)` return the packed int32 and float32 of `step_tokens` as a JSON array, on both databases.
 """
 
 import itertools
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 READER = "agentrl_reader"
 LOCK_SECONDS = 2.0
-"""How long SQLite is waited for while somebody else has all of it."""
+"""The longest wait for SQLite while another process locks the whole database, in seconds."""
 _LOGIN_REFUSED = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf", "not permitted to log in")
 _UNKNOWN_NAME = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column) \"?([\w.]+)\"? does not exist")
 """The messages of SQLite and Postgres for an unknown name."""
@@ -45,20 +45,22 @@ _VIEWS_HINT = "List the views: agentrl sql --schema"
 
 
 MAX_CHARACTERS = 32_000_000
-"""The most characters and bytes of SQLite's answer."""
+"""The maximum size of SQLite's result, in characters and bytes."""
 GRACE_SECONDS = 2.0
-"""Past its time a query ends by itself, unless it is within one long instruction: then its process is killed."""
+"""The time after the deadline until the process of a query is killed, in seconds. A query stops at its deadline by itself
+unless it is in one long instruction.
+"""
 readers = Warm(lambda: QueryProcess("agentrl.workflow.store.reads.user_sql"))
-"""Processes that ask SQLite: each runs this file."""
+"""Processes that query SQLite; each runs this file."""
 
 
 def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
     """Return the columns and at most `limit` rows of one SELECT.
 
     Raises:
-        AccessDenied: anything but one plain read, one that is too long or takes longer than `seconds`, or no reader login.
-        ConfigError: SQL that the database does not understand.
-        NotFoundError: no SQLite database yet.
+        AccessDenied: the text is not one plain SELECT, is too long, runs longer than `seconds`, or there is no reader login.
+        ConfigError: the database rejects the SQL.
+        NotFoundError: there is no SQLite database yet.
         ServiceError: Postgres does not answer.
     """
     check_text(sql)
@@ -74,7 +76,7 @@ def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float 
 
 
 def _nearest_name_hint(sql: str, message: str) -> str:
-    """The view, or the column of the query's views, that a name was meant for; empty where nothing is like it."""
+    """Suggest the view or column with a name similar to the unknown one; empty if none is similar."""
     unknown = _UNKNOWN_NAME.search(message)
     if unknown is None:
         return ""
@@ -86,7 +88,7 @@ def _nearest_name_hint(sql: str, message: str) -> str:
 
 
 def _number_duplicates(columns: list[str]) -> list[str]:
-    """`a, a` as `a, a_2`: no two of one name, so that a row is a JSON object."""
+    """Rename `a, a` to `a, a_2`: a row becomes a JSON object, so its names must differ."""
     told: list[str] = []
     for column in columns:
         count = next(n for n in itertools.count(1) if (column if n == 1 else f"{column}_{n}") not in told)
@@ -95,7 +97,7 @@ def _number_duplicates(columns: list[str]) -> list[str]:
 
 
 def sqlite_file(settings: Settings) -> Path | None:
-    """Return the SQLite file in force, there or not; None for another database."""
+    """Return the path of the configured SQLite file, whether it exists or not; None for another database."""
     if plain := sqlite_path(settings.database):
         return plain
     from agentrl.workflow.store.connect import database_url
@@ -105,12 +107,12 @@ def sqlite_file(settings: Settings) -> Path | None:
 
 
 def rl_i4(blob: bytes | None) -> str | None:
-    """Return packed int32 as a JSON array."""
+    """Convert packed int32 to a JSON array."""
     return None if blob is None else json.dumps(unpack("i", blob))
 
 
 def rl_f4(blob: bytes | None) -> str | None:
-    """Return packed float32 as a JSON array; NaN and infinity as null."""
+    """Convert packed float32 to a JSON array; NaN and infinity become null."""
     return None if blob is None else json.dumps([value if math.isfinite(value) else None for value in unpack("f", blob)])
 
 
@@ -126,7 +128,7 @@ def _ask_process(file: Path, sql: str, limit: int, seconds: float) -> Table:
 
 
 def _answer(file: str, sql: str, limit: int, seconds: float) -> Table:
-    """What the process answers."""
+    """Run the query of one request to this process."""
     limit_processor_time(int(seconds) + 1)
     return _query_sqlite(Path(file), sql, limit, seconds)
 
@@ -158,7 +160,7 @@ def _query_postgres(settings: Settings, sql: str, limit: int, seconds: float) ->
 
 
 def reader_url(settings: Settings) -> "URL":
-    """Return where `agentrl sql` logs in: AGENTRL_DATABASE_READER_URL, or the database's URL with the reader role's name."""
+    """Return the login URL of `agentrl sql`: AGENTRL_DATABASE_READER_URL, or the database's URL with the reader role's name."""
     from agentrl.workflow.store.connect import database_url
 
     if settings.database_reader_url:
@@ -188,7 +190,9 @@ def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[t
 
 
 def connection_parts(url: "URL") -> dict[str, Any]:
-    """psycopg's arguments for a URL; not as one text: libpq and SQLAlchemy quote a password differently."""
+    """Return psycopg's arguments for a URL. A URL as one text would not do: libpq and SQLAlchemy quote a password
+    differently.
+    """
     return {**url.translate_connect_args(username="user", database="dbname"), **url.query}
 
 
