@@ -299,7 +299,12 @@ def test_follow_draws_the_growing_curve_in_a_notebook(monkeypatch: pytest.Monkey
     drawn: list[object] = []
     shell, display = ModuleType("IPython"), ModuleType("IPython.display")
     vars(shell)["get_ipython"] = lambda: SimpleNamespace(kernel=object())
-    vars(display)["display"] = lambda curve, display_id: drawn.append(curve) or SimpleNamespace(update=drawn.append)
+
+    def draw(curve: object, display_id: bool) -> SimpleNamespace:
+        drawn.append(curve)
+        return SimpleNamespace(update=drawn.append)
+
+    vars(display)["display"] = draw
     monkeypatch.setitem(sys.modules, "IPython", shell)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     command_process.follow(place, run)
