@@ -1,9 +1,9 @@
 """Envs: each file here binds tools, rewards and limits into an environment for an agent. See `Env`.
 
-Your own env is an `Env` with other arguments, or a subclass if it sends more than the results of tools. It has the three methods of
-a Gym environment, but keeps no state: the episode is the state. It has the task, the messages and the results, and each method is
-a function of it alone. So nothing is lost with a process, and `agentrl replay --verify` can call the methods again. A guessing
-game, in your own file `guess.py`, is selected with `--env guess:guess`:
+Your own env is an `Env` with other arguments, or a subclass if it sends more than the results of tools. It has the three
+methods of a Gym environment, but keeps no state: the episode is the state. It has the task, the messages and the results, and
+each method is a function of it alone. So nothing is lost with a process, and `agentrl replay --verify` can call the methods
+again. A guessing game, in your own file `guess.py`, is selected with `--env guess:guess`:
 
     import re
 
@@ -32,8 +32,8 @@ game, in your own file `guess.py`, is selected with `--env guess:guess`:
 
     guess = Guess(rewards={"format": 0.1}, correct=("guessed",))
 
-You may cache values that are costly to compute from the episode, under the values that they depend on. If an outside world cannot be
-restored to an earlier state, set `resumability="restart"`: an episode whose worker is lost then starts again.
+You may cache values that are costly to compute from the episode, under the values that they depend on. If an outside world
+cannot be restored to an earlier state, set `resumability="restart"`: an episode whose worker is lost then starts again.
 """
 
 import hashlib

@@ -21,7 +21,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from agentrl.workflow.errors import AccessDenied, ConfigError, ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
-from agentrl.workflow.store.driver_reader import PLANNER_SETTINGS
+from agentrl.workflow.store.driver_reader import PLANNER_SETTINGS, driver_cursor
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql, sqlite
@@ -363,18 +363,6 @@ def insert(tx: Connection, table: Table) -> "postgresql.Insert | sqlite.Insert":
     from sqlalchemy.dialects import sqlite
 
     return sqlite.insert(table)
-
-
-@contextmanager
-def driver_cursor(tx: Connection, text: str) -> Iterator[Any]:
-    """Open a cursor of the driver itself, to run `text`. Its errors are raised as SQLAlchemy's."""
-    cursor: Any = tx.connection.cursor()
-    try:
-        yield cursor
-    except Exception as error:  # noqa: BLE001 - it tells a lost connection from a violated constraint, and raises its own
-        tx._handle_dbapi_exception(error, text, None, cursor, None)
-    finally:
-        cursor.close()
 
 
 def _is_transient(error: DBAPIError) -> bool:

@@ -1,13 +1,13 @@
 """Read-only access to the database with the plain driver: importing SQLAlchemy takes longer than listing rows.
 
-A query that reads views and tables by plain SQL (`select_rows`) runs on a `DriverTransaction` as on SQLAlchemy's connection.
+A query of plain SQL (`select_rows`) runs in a `DriverTransaction` as in a transaction of SQLAlchemy, whose driver it then uses.
 """
 
 import json
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import UTC, datetime
 from functools import wraps
@@ -72,12 +72,15 @@ class DriverTransaction:
 
     def text(self, query: str) -> str:
         """Return the query with its parameters as the driver writes them."""
-        return query if self.is_sqlite else _NAMED_PARAMETER.sub(r"%(\1)s", query.replace("%", "%%"))
+        return _driver_text(query, self.is_sqlite)
 
     def rows(self, query: str, parameters: Mapping[str, Any]) -> list[Row]:
         """Return the rows of a query as `select_rows` does."""
-        cursor = self._connection.execute(self.text(query), parameters)
-        return _read_rows([column[0] for column in cursor.description], cursor, self._readers)
+        return _read_rows(self._connection.execute(self.text(query), parameters), self._readers)
+
+
+def _driver_text(query: str, is_sqlite: bool) -> str:
+    return query if is_sqlite else _NAMED_PARAMETER.sub(r"%(\1)s", query.replace("%", "%%"))
 
 
 class Reader:
@@ -212,18 +215,32 @@ def select_rows(tx: Any, query: str, /, **parameters: Any) -> list[Row]:
     """
     if isinstance(tx, DriverTransaction):
         return tx.rows(query, parameters)
-    from sqlalchemy import text
+    is_sqlite = tx.dialect.name == "sqlite"
+    text = _driver_text(query, is_sqlite)
+    with driver_cursor(tx, text) as cursor:
+        cursor.execute(text, parameters)
+        return _read_rows(cursor, _SQLITE_READERS if is_sqlite else _POSTGRES_READERS)
 
-    found = tx.execute(text(query), parameters)
-    return _read_rows(list(found.keys()), found, _SQLITE_READERS if tx.dialect.name == "sqlite" else _POSTGRES_READERS)
+
+@contextmanager
+def driver_cursor(tx: "Connection", text: str) -> Iterator[Any]:
+    """Open a cursor of the driver in a transaction of SQLAlchemy, to run `text`; its errors are raised as SQLAlchemy's."""
+    cursor: Any = tx.connection.cursor()
+    try:
+        yield cursor
+    except Exception as error:  # noqa: BLE001 - it tells a lost connection from a violated constraint, and raises its own
+        tx._handle_dbapi_exception(error, text, None, cursor, None)
+    finally:
+        cursor.close()
 
 
 Readers = Mapping[str, Callable[[Any], Any]]
 """Column -> what makes its Python value of the driver's."""
 
 
-def _read_rows(names: Sequence[str], rows: Iterable[Sequence[Any]], readers: Readers) -> list[Row]:
-    found: list[Any] = [dict(zip(names, row, strict=True)) for row in rows]
+def _read_rows(cursor: Any, readers: Readers) -> list[Row]:
+    names = [column[0] for column in cursor.description]
+    found: list[Any] = [dict(zip(names, row, strict=True)) for row in cursor]
     for name in readers.keys() & set(names):
         read = readers[name]
         for row in found:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Dialect, Insert, Select, Update
 
-from agentrl.workflow.store.connect import driver_cursor
+from agentrl.workflow.store.driver_reader import driver_cursor
 
 Values = Mapping[str, Any]
 
