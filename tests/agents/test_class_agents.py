@@ -88,7 +88,7 @@ def _end_servers() -> Iterator[None]:
     servers.close()
 
 
-def ran(name: str, training: bool = True) -> processes.Report:
+def ran(name: str, training: bool = True) -> processes.AgentReport:
     task = {"key": "t/1", "messages": [{"role": "user", "content": "Hi"}], "metadata": {}, "reference": None}
     report = processes.run(order(task=task | {"training": training}), f"{__name__}:{name}", lambda: False)
     assert report is not None
