@@ -74,7 +74,7 @@ def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
         }
         for name in ([view] if view else VIEWS)
     ]
-    lines = [(each["view"], column["column"], column["meaning"]) for each in views for column in each["columns"]]
+    lines = [(view_row["view"], column["column"], column["meaning"]) for view_row in views for column in view_row["columns"]]
     if as_json:
         show_json(views)
     elif as_csv:
@@ -83,8 +83,8 @@ def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
         show(f"{view}: {VIEWS[view].meaning()}\n")
         show_table(("column", "meaning"), [line[1:] for line in lines])
     else:
-        for each in views:
-            _show_view(each)
+        for view_row in views:
+            _show_view(view_row)
         say("Meanings of the columns: agentrl sql --schema VIEW")
 
 

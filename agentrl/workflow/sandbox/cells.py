@@ -88,7 +88,7 @@ def _keep_order(orders: int) -> NoReturn:
     os._exit(0)
 
 
-def _serve(control: int, most_seconds: int) -> None:
+def _serve(control: int, max_seconds: int) -> None:
     random.seed(0)  # cells that are run again draw the same numbers
     cells = types.ModuleType("__main__")
     sys.modules["__main__"] = cells
@@ -101,15 +101,15 @@ def _serve(control: int, most_seconds: int) -> None:
         if child := _fork():
             _send(control, {"died": _wait_for(child)})
             continue
-        runner.budget(request["cpu"], most_seconds)
+        runner.budget(request["cpu"], max_seconds)
         _send(control, {"started": True})
         _wait_for_go(control)
         process = getpid()
         done = _serve_request(cells, request, f"{runner.CELL}{number}>")
         if getpid() != process:
             os._exit(done["code"])
-        _hand_on(control, most_seconds / 2)
-        runner.budget(most_seconds, most_seconds)
+        _hand_on(control, max_seconds / 2)
+        runner.budget(max_seconds, max_seconds)
         _send(control, {"done": done})
 
 
