@@ -26,13 +26,13 @@ def read(adapter: Any, **attributes: Any) -> Turn:
     return found
 
 
-def test_every_adapter_is_found_by_its_name() -> None:
+def test_adapters_are_found_by_name() -> None:
     assert names("adapters") == ["agentlightning", "genai"]
     assert [find("adapters", name).name for name in names("adapters")] == names("adapters")
 
 
 @pytest.mark.parametrize("told", [flat, parts])
-def test_a_turn_is_read_with_its_history_calls_results_and_tools(told: Any) -> None:
+def test_adapter_reads_turn_with_history_calls_and_tools(told: Any) -> None:
     adapter = agentlightning if told is flat else genai
     found = adapter.turn(span(1, "chat", told(HISTORY, ANSWER)))
     assert found is not None
@@ -43,7 +43,7 @@ def test_a_turn_is_read_with_its_history_calls_results_and_tools(told: Any) -> N
     assert called.said == CALL
 
 
-def test_exact_tokens_are_read_in_each_form_that_they_have() -> None:
+def test_adapter_reads_exact_tokens_in_each_form() -> None:
     exact = tokens(chat(), HISTORY, ANSWER)
     found = agentlightning.turn(span(1, "chat", flat(HISTORY, ANSWER) | exact))
     assert found is not None
@@ -63,7 +63,7 @@ def test_exact_tokens_are_read_in_each_form_that_they_have() -> None:
     assert not short.exact
 
 
-def test_a_thought_a_system_text_and_an_ending_are_read() -> None:
+def test_adapter_reads_thought_system_text_and_finish_reason() -> None:
     said = replace(ANSWER, thought="two and three")
     told = parts((ASKED,), said)
     told |= {"gen_ai.system_instructions": json.dumps([{"type": "text", "content": "Be brief."}])}
@@ -77,7 +77,7 @@ def test_a_thought_a_system_text_and_an_ending_are_read() -> None:
     assert flattened.messages[0].content == "What?"
 
 
-def test_a_call_that_cannot_be_read_says_so_itself() -> None:
+def test_adapter_keeps_error_of_unreadable_call() -> None:
     told = flat((ASKED,), CALL) | {"gen_ai.completion.0.tool_calls.0.arguments": "{"}
     found = agentlightning.turn(span(1, "chat", told))
     assert found is not None
@@ -86,7 +86,7 @@ def test_a_call_that_cannot_be_read_says_so_itself() -> None:
 
 @pytest.mark.parametrize("adapter", [genai, agentlightning])
 @pytest.mark.parametrize("attributes", [{}, {"gen_ai.operation.name": "execute_tool"}, {"http.url": "x"}])
-def test_a_span_of_something_else_is_no_turn(adapter: Any, attributes: dict[str, Any]) -> None:
+def test_adapter_ignores_other_spans(adapter: Any, attributes: dict[str, Any]) -> None:
     assert adapter.turn(span(1, "x", attributes)) is None
 
 
@@ -113,7 +113,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_turn_that_makes_no_sense_is_refused_in_a_sentence(name: str) -> None:
+def test_adapter_refuses_invalid_turn_in_a_sentence(name: str) -> None:
     told = span(1, "chat", HOSTILE[name])
     adapter = genai if "gen_ai.output.messages" in told.attributes else agentlightning
     with pytest.raises(ValueError, match=r"\w+ \w+") as caught:
@@ -124,7 +124,7 @@ def test_a_turn_that_makes_no_sense_is_refused_in_a_sentence(name: str) -> None:
 # traces
 
 
-def test_spans_belong_together_by_rollout_then_conversation_then_trace() -> None:
+def test_traces_of_groups_by_rollout_conversation_or_trace() -> None:
     named = {"agentlightning.rollout_id": "ro-1"}
     spans = [
         span(3, "b", {}, trace=2, resource=named),
@@ -142,7 +142,7 @@ def test_spans_belong_together_by_rollout_then_conversation_then_trace() -> None
     ]
 
 
-def test_of_a_rollout_that_was_tried_again_the_last_attempt_counts() -> None:
+def test_traces_of_keeps_last_attempt_of_rollout() -> None:
     first, second = ({"rollout_id": "ro-1", "attempt_id": name} for name in ("one", "two"))
     (trace,) = traces_of([span(1, "a", first, trace=1), span(2, "b", second, trace=2)])
     assert [each.name for each in trace.spans] == ["b"]
@@ -156,7 +156,7 @@ def turns(*told: tuple[tuple[Message, ...], Message]) -> list[Turn]:
     return [each for each in made if each is not None]
 
 
-def test_turns_that_go_on_token_for_token_are_one_chain_and_show_what_came_of_calls() -> None:
+def test_traced_steps_join_exact_continuations_into_chain() -> None:
     given = turns(((ASKED,), CALL), ((ASKED, CALL, RESULT), ANSWER))
     first, second = traced_steps(given, [0.5, None], chat(), len(tokenizer()), exact=True)
     assert (first.step.prompt, second.step.prompt) == ((ASKED,), (RESULT,))
@@ -168,7 +168,7 @@ def test_turns_that_go_on_token_for_token_are_one_chain_and_show_what_came_of_ca
     assert second.step.behavior_logprobs == (-0.5,) * len(second.step.sampled_ids)
 
 
-def test_a_history_that_was_changed_opens_another_chain() -> None:
+def test_traced_steps_open_chain_for_changed_history() -> None:
     other = Message("user", "What is 9 plus 9?")
     given = turns(((ASKED,), ANSWER), ((other,), ANSWER))
     _, second = traced_steps(given, [None, None], chat(), len(tokenizer()), exact=True)
@@ -180,14 +180,14 @@ def test_a_history_that_was_changed_opens_another_chain() -> None:
     assert episode.tokens_of(1) == (*given[1].prompt_ids, *given[1].sampled_ids)
 
 
-def test_turns_without_tokens_are_rendered_and_their_logprobs_are_not_known() -> None:
+def test_traced_steps_render_turns_without_tokens() -> None:
     plain = [replace(each, prompt_ids=(), sampled_ids=(), logprobs=()) for each in turns(((ASKED,), CALL))]
     (made,) = traced_steps(plain, [None], chat(), len(tokenizer()), exact=False)
     assert made.step.sampled_ids == chat().turn(CALL, TOOLS)
     assert all(value != value for value in made.step.behavior_logprobs)
 
 
-def test_tokens_of_a_larger_model_are_refused() -> None:
+def test_traced_steps_refuse_tokens_of_larger_model() -> None:
     with pytest.raises(ValueError, match="its tokens are not in the vocabulary of the model, which has 7"):
         traced_steps(turns(((ASKED,), ANSWER)), [None], chat(), 7, exact=True)
 
@@ -195,7 +195,7 @@ def test_tokens_of_a_larger_model_are_refused() -> None:
 HALF = r'{"a": "\ud800", "\udc00": ["\ud83d\ude00"]}'
 
 
-def test_half_a_surrogate_pair_that_json_spells_becomes_a_character() -> None:
+def test_adapter_accepts_surrogates_of_json() -> None:
     said = {"gen_ai.completion.0.tool_calls.0.name": "f", "gen_ai.completion.0.tool_calls.0.arguments": HALF}
     tool = {"llm.request.functions.0.name": "f", "llm.request.functions.0.parameters": HALF}
     listed = {"gen_ai.input.messages": r'[{"role": "user", "parts": ["\ud800"]}]', "gen_ai.output.messages": json.dumps([ONE])}
@@ -210,13 +210,13 @@ ONE = {"role": "assistant", "parts": ["x"]}
 
 
 @pytest.mark.parametrize("logprob", ["-1" + "0" * 400, "-1e300", "-1e999", "NaN", "0.1"])
-def test_a_logprob_that_32_bits_do_not_hold_is_refused(logprob: str) -> None:
+def test_adapter_refuses_logprob_beyond_float32(logprob: str) -> None:
     told = {"prompt_token_ids": [1], "response_token_ids": [1], "logprobs.content": f"[{logprob}]"}
     with pytest.raises(ValueError, match="a token's logprob is a number from"):
         agentlightning.turn(span(1, "x", flat((ASKED,), ANSWER) | told))
 
 
-def test_tools_of_wild_shapes_are_read_as_far_as_they_go() -> None:
+def test_adapter_reads_tools_of_any_shape_partly() -> None:
     told = {"gen_ai.tool.definitions": '[{"function": 1, "name": "f"}, 2, {"name": ["a"], "parameters": [[]]}]'}
     read = genai.turn(span(1, "x", parts((ASKED,), ANSWER) | told))
     assert read is not None

@@ -71,7 +71,7 @@ def four(chat: Chat | None) -> list[Span]:
     return [each for trace, value, asked in earned for each in rollout(chat, trace, value, asked)]
 
 
-def test_exact_traces_become_episodes_that_a_run_trains_on(
+def test_import_of_exact_traces_can_be_trained_on(
     db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = told(capsys, "import", "otlp", write(tmp_path / "t.jsonl", four(chat)), "--policy", model, "--name", "elsewhere")
@@ -96,7 +96,7 @@ def test_exact_traces_become_episodes_that_a_run_trains_on(
     assert "cannot be verified: it was imported" in told(capsys, "replay", 1, "--verify", "all", code=6)
 
 
-def test_traces_without_tokens_are_imitated_and_scored_and_not_trained_on(
+def test_import_without_tokens_can_be_imitated_but_not_trained(
     db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mixed = [*rollout(chat, 1, 1.0), *rollout(None, 2, 0.0)]
@@ -120,7 +120,7 @@ def test_traces_without_tokens_are_imitated_and_scored_and_not_trained_on(
     }
 
 
-def test_what_else_is_in_a_trace_is_kept_beside_its_turns(
+def test_import_keeps_other_spans_beside_turns(
     db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spans = [
@@ -135,7 +135,7 @@ def test_what_else_is_in_a_trace_is_kept_beside_its_turns(
     assert value(db, "SELECT stop_reason || reference || error FROM v_episodes") == "agent_error5ran out of money"
 
 
-def test_the_same_file_is_read_as_lines_as_one_document_and_compressed(
+def test_import_reads_lines_document_and_compressed_alike(
     db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spans = four(chat)
@@ -164,7 +164,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_imported_is_one_sentence_and_leaves_nothing(
+def test_import_refused_is_one_sentence_and_leaves_nothing(
     db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     wrong, sentence = WRONG[name]
@@ -177,7 +177,7 @@ def test_what_cannot_be_imported_is_one_sentence_and_leaves_nothing(
     assert value(db, "SELECT count(*) FROM runs") == 0
 
 
-def test_a_missing_file_a_taken_name_an_unknown_adapter_and_another_models_tokens_are_refused(
+def test_import_refuses_bad_arguments_and_foreign_tokens(
     db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "t.jsonl", four(chat))
@@ -194,9 +194,7 @@ def test_a_missing_file_a_taken_name_an_unknown_adapter_and_another_models_token
     assert value(db, "SELECT count(*) FROM runs") == 1
 
 
-def test_a_pipe_a_folder_a_loop_and_lines_without_end_are_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_refuses_pipe_folder_loop_and_endless_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for place, said in (
@@ -218,7 +216,7 @@ def test_a_pipe_a_folder_a_loop_and_lines_without_end_are_refused_at_once(
         tracemalloc.stop()
 
 
-def test_what_a_resource_says_at_length_names_no_episode_and_takes_no_time() -> None:
+def test_import_with_long_resource_is_fast_and_unnamed() -> None:
     told = {name: ["1"] * 100_000 for name in ("rollout_id", "gen_ai.conversation.id", "attempt_id")}
     began = time.process_time()
     (trace,) = traces_of([replace(each, resource=told) for each in (span(n, "x", {}) for n in range(1, 5000))])
@@ -226,7 +224,7 @@ def test_what_a_resource_says_at_length_names_no_episode_and_takes_no_time() -> 
     assert time.process_time() - began < 5  # it took minutes
 
 
-def test_the_adapter_shown_reads_what_only_it_knows(
+def test_import_uses_adapter_of_document(
     db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (code,) = (block.text for block in read_blocks(DOCS / "how-to.md") if block.file == "my_adapter.py")
@@ -240,7 +238,7 @@ def test_the_adapter_shown_reads_what_only_it_knows(
     assert "1: the adapter loud raised KeyError: 'question'" in refused
 
 
-def test_a_reward_is_the_episodes_that_it_names_wherever_it_was_traced(
+def test_import_assigns_reward_to_named_episode(
     db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spans = []
@@ -253,7 +251,7 @@ def test_a_reward_is_the_episodes_that_it_names_wherever_it_was_traced(
     assert values(db, "SELECT reward FROM v_episodes ORDER BY id") == [1.0, 0.25]
 
 
-def test_a_reward_without_an_attempt_is_the_last_attempts(
+def test_import_assigns_reward_without_attempt_to_last(
     db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = {"agentlightning.rollout_id": "ro-1"}
@@ -263,7 +261,7 @@ def test_a_reward_without_an_attempt_is_the_last_attempts(
     assert values(db, "SELECT reward || ':' || steps FROM v_episodes") == ["0.5:2"]
 
 
-def test_a_call_that_a_client_and_a_proxy_traced_is_one_step_with_the_proxys_tokens(
+def test_import_merges_call_traced_by_client_and_proxy(
     db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spans = []
@@ -277,7 +275,7 @@ def test_a_call_that_a_client_and_a_proxy_traced_is_one_step_with_the_proxys_tok
     assert value(db, "SELECT count(*) FROM v_annotations WHERE kind = 'span'") == 2
 
 
-def test_results_of_parallel_calls_are_their_calls_in_whatever_order_they_came(
+def test_import_orders_results_of_parallel_calls(
     db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = Message("assistant", "", tool_calls=tuple(ToolCall("calculator", {"expression": text}) for text in ("1+1", "2+2")))
@@ -292,7 +290,7 @@ def test_results_of_parallel_calls_are_their_calls_in_whatever_order_they_came(
     assert values(db, "SELECT result FROM v_tool_calls ORDER BY call") == ["2", "4"]
 
 
-def test_turns_of_unknown_times_stay_in_the_order_of_the_file(
+def test_import_keeps_file_order_of_turns_without_times(
     db: Database, model: Path, chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spans = [replace(each, span_id=f"{9 - place:016x}", start=0, end=0) for place, each in enumerate(rollout(chat, 1))]
@@ -300,7 +298,7 @@ def test_turns_of_unknown_times_stay_in_the_order_of_the_file(
     assert value(db, "SELECT final_answer || steps FROM v_episodes") == "52"
 
 
-def test_an_import_is_written_whole_on_both_databases(database: Database, model: Path, chat: Chat) -> None:
+def test_import_is_complete_on_both_databases(database: Database, model: Path, chat: Chat) -> None:
     config = build({"model.path": str(model)})
     made = prepare_import(database, four(chat), config, None)
     run = write_import(database, made.submission, made.episodes)
@@ -311,7 +309,7 @@ def test_an_import_is_written_whole_on_both_databases(database: Database, model:
         assert tuple(sums) == ("done", 4, 4, 0.5)
 
 
-def test_an_import_that_breaks_in_its_middle_leaves_nothing(db: Database, model: Path, chat: Chat) -> None:
+def test_import_that_breaks_leaves_nothing(db: Database, model: Path, chat: Chat) -> None:
     made = prepare_import(db, four(chat), build({"model.path": str(model)}), None)
     broken = [*made.episodes[:-1], replace(made.episodes[-1], reward=None)]  # type: ignore[arg-type]
     with pytest.raises(IntegrityError):

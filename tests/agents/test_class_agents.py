@@ -95,25 +95,25 @@ def ran(name: str, training: bool = True) -> processes.AgentReport:
     return report
 
 
-def test_a_class_is_made_once_and_forked_for_each_episode() -> None:
+def test_agent_class_is_made_once_and_forked_by_episode() -> None:
     for _ in range(2):
         report = ran("Whole")
         assert (report.answer, report.rewards) == ("m m 7 True", {"agent": 0.5}), report
 
 
-def test_a_class_may_do_otherwise_where_it_is_measured() -> None:
+def test_agent_class_may_differ_in_evaluation() -> None:
     assert ran("Parted").answer == "trains with m"
     measured = ran("Parted", training=False)
     assert (measured.answer, measured.rewards) == ("is measured", {"own": 1.0})
 
 
-def test_an_object_of_any_class_with_a_rollout_is_an_agent() -> None:
+def test_agent_class_needs_only_rollout_method() -> None:
     assert ran("foreign").rewards == {"agent": 1.0}
     assert ran("Foreign").rewards == {"agent": 1.0}
 
 
 @pytest.mark.parametrize("agent", [Whole, Whole(3), Parted, Foreign, foreign])
-def test_what_can_be_rolled_out_may_be_an_agent(agent: Any) -> None:
+def test_agent_may_be_anything_with_rollout(agent: Any) -> None:
     check_function("mine:it", agent)
     assert callable(as_function(agent))
 
@@ -129,12 +129,12 @@ def test_what_can_be_rolled_out_may_be_an_agent(agent: Any) -> None:
         (int, "is a class without rollout"),
     ],
 )
-def test_a_class_that_cannot_be_rolled_out_is_refused_with_what_to_write(agent: Any, said: str) -> None:
+def test_agent_class_without_rollout_is_refused_with_example(agent: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_function("mine:it", agent)
 
 
-def test_a_function_of_a_task_and_a_model_is_an_agent_as_it_is() -> None:
+def test_agent_function_is_used_as_it_is() -> None:
     def solve(task: AgentTask, llm: LLM) -> float:
         return 1.0
 
@@ -179,7 +179,7 @@ class OneText(Agent):
         (OneText, "Say Hi"),
     ],
 )
-def test_an_agent_takes_a_text_of_the_run_by_its_name(agent: Any, said: str) -> None:
+def test_agent_parameter_gets_resource_by_name(agent: Any, said: str) -> None:
     task = AgentTask("t/1", [{"role": "user", "content": "Hi"}], resources={"prompt_template": Prompt("Say {question}")})
     assert as_function(agent)(task, LLM_HERE) == said
     check_function("mine:it", agent, task.resources)
@@ -197,7 +197,7 @@ def wants_more(task: AgentTask, prompt_template: Prompt, rollout: Any) -> None:
         (wants_more, ["prompt_template"], "missing a required argument: 'rollout'"),
     ],
 )
-def test_an_agent_that_takes_what_no_run_has_is_refused(agent: Any, texts: list[str], said: str) -> None:
+def test_agent_parameter_without_resource_is_refused(agent: Any, texts: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_function("mine:it", agent, texts)
 
@@ -206,7 +206,7 @@ WRONG: dict[str, Any] = {"a text": "x", "NaN": float("nan"), "a list": [1.0], "t
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_rollouts_reward_is_read_as_any_agents(name: str) -> None:
+def test_agent_rollout_result_is_read_like_any_other(name: str) -> None:
     rollout = Rollout("asked", "said")
     assert read_result(rollout).answer == "said"
     assert read_result(rollout).rewards is None

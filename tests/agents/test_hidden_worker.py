@@ -47,7 +47,7 @@ def run(name: str, metadata: dict[str, Any], who: tuple[str, ...] = (), **option
 
 
 @pytest.mark.parametrize("who", [(), AS_USER], ids=["this user", "an ordinary user"])
-def test_nothing_of_the_worker_or_above_can_be_read_or_signalled(who: tuple[str, ...]) -> None:
+def test_agent_cannot_read_or_signal_worker_processes(who: tuple[str, ...]) -> None:
     if domain._libc.syscall(domain.CREATE_RULESET, None, 0, domain.VERSION) < domain.SCOPING_ABI:
         pytest.skip("a kernel before 6.12 scopes no signals")
     if who and (os.geteuid() != 0 or shutil.which("setpriv") is None):
@@ -56,11 +56,11 @@ def test_nothing_of_the_worker_or_above_can_be_read_or_signalled(who: tuple[str,
     assert (end["error_class"], end["answer"]) == ("", "[]"), end
 
 
-def test_a_function_whose_process_ends_before_it_returns_has_not_returned() -> None:
+def test_agent_function_whose_process_exits_has_not_returned() -> None:
     end = run("vanishes", {})
     assert (end["error_class"], end["error"]) == ("exit", "its process ended before it returned")
 
 
-def test_memory_that_forks_share_counts_once() -> None:
+def test_shared_memory_of_forks_counts_once() -> None:
     end = run("shares", {}, memory_mb=200)
     assert (end["error_class"], end["rewards"]) == ("", {"agent": 4.0}), end

@@ -56,27 +56,27 @@ def program(tmp_path: Path, source: str, **changes: Any) -> AgentReport:
     return report
 
 
-def test_what_a_function_returns_and_prints_is_reported() -> None:
+def test_agent_function_result_and_output_are_reported() -> None:
     report = ran("answers")
     assert (report.exit_code, report.error_class) == (0, "")
     assert (report.answer, report.rewards) == ("Hi m", {"close": 0.5})
     assert report.output == "hello from t/1\n"
 
 
-def test_an_async_function_is_awaited_and_a_number_is_a_reward() -> None:
+def test_agent_async_function_is_awaited_and_number_is_reward() -> None:
     assert ran("answers_later").rewards == {"agent": 0.25}
 
 
-def test_a_text_is_the_answer() -> None:
+def test_agent_text_result_is_answer() -> None:
     assert ran("words").answer == "a text is an answer"
 
 
-def test_nothing_is_fine() -> None:
+def test_agent_may_return_nothing() -> None:
     report = ran("nothing")
     assert (report.answer, report.rewards, report.error_class) == (None, None, "")
 
 
-def test_an_exception_is_told_in_its_words_with_its_traceback_in_the_output() -> None:
+def test_agent_exception_has_message_and_traceback() -> None:
     report = ran("raises")
     assert (report.error_class, report.error) == ("ValueError", "ValueError: no such luck")
     assert 'raise ValueError("no such luck")' in report.output
@@ -85,38 +85,38 @@ def test_an_exception_is_told_in_its_words_with_its_traceback_in_the_output() ->
 @pytest.mark.parametrize(
     ("name", "kind"), [("a_list", "TypeError"), ("many_rewards", "ValueError"), ("infinite", "ValueError")]
 )
-def test_what_no_agent_may_return_is_an_error(name: str, kind: str) -> None:
+def test_agent_result_of_wrong_type_is_error(name: str, kind: str) -> None:
     report = ran(name)
     assert (report.error_class, report.answer, report.rewards) == (kind, None, None)
 
 
-def test_an_exit_and_a_signal_are_told_apart_from_a_return() -> None:
+def test_agent_exit_and_signal_differ_from_return() -> None:
     assert ran("leaves").error_class == "SystemExit"
     killed = ran("dies")
     assert (killed.exit_code, killed.error_class) == (-9, KILLED)
 
 
-def test_an_agent_over_its_time_is_ended() -> None:
+def test_agent_over_time_is_ended() -> None:
     assert ran("sleeps", timeout_seconds=0.5).error_class == "timeout"
 
 
-def test_an_agent_that_prints_without_end_is_ended_and_its_tail_is_kept() -> None:
+def test_agent_with_endless_output_is_ended_and_tail_kept() -> None:
     report = ran("prints")
     assert (report.error_class, report.output[:10]) == ("output", "x" * 10)
     assert "bytes left out]" in report.output
     assert len(report.output) <= 6100
 
 
-def test_an_agent_that_takes_too_much_memory_is_ended() -> None:
+def test_agent_over_memory_is_ended() -> None:
     assert ran("allocates", memory_mb=200).error_class == "memory"
 
 
-def test_an_agent_that_forks_too_much_is_ended_with_all_that_it_forked() -> None:
+def test_agent_fork_bomb_is_ended_with_all_children() -> None:
     assert ran("forks", processes=20).error_class == "processes"
     wait_until(lambda: not _sleepers(), "nothing sleeps any more")
 
 
-def test_what_broke_away_from_an_agent_ends_with_it(tmp_path: Path) -> None:
+def test_agent_daemons_end_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     task = {"key": "t", "messages": [], "metadata": {"note": str(note)}, "reference": None}
     assert ran("breaks_away", task=task).error_class == ""
@@ -124,7 +124,7 @@ def test_what_broke_away_from_an_agent_ends_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("above", [0, 1], ids=["the guardian", "its warden"])
-def test_what_broke_away_from_an_agent_ends_although_who_watched_it_is_killed(tmp_path: Path, above: int) -> None:
+def test_agent_daemons_end_if_supervisor_is_killed(tmp_path: Path, above: int) -> None:
     note, found = tmp_path / "guardian", list[BaseException | AgentReport | None]()
     task = {"key": "t", "messages": [], "metadata": {"note": str(note)}, "reference": None}
     stopped = threading.Event()
@@ -150,7 +150,7 @@ def test_what_broke_away_from_an_agent_ends_although_who_watched_it_is_killed(tm
     assert isinstance(found[0], InfraError) is (above == 0)
 
 
-def test_no_secret_of_the_worker_is_in_an_environment_that_its_agent_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_environment_has_no_worker_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     servers.close()
     monkeypatch.setenv("AGENTRL_DATABASE_URL", "postgresql://owner:hidden@db/agentrl")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden too")
@@ -160,7 +160,7 @@ def test_no_secret_of_the_worker_is_in_an_environment_that_its_agent_can_read(mo
     assert "hidden" not in seen
 
 
-def test_an_edited_agent_is_imported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_module_is_imported_again_after_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "edited_agent.py"
     for number in (1, 22):
@@ -171,12 +171,12 @@ def test_an_edited_agent_is_imported_again(tmp_path: Path, monkeypatch: pytest.M
         assert report.rewards == {"agent": float(number)}
 
 
-def test_an_agent_that_cannot_be_imported_is_said_to_be_unready() -> None:
+def test_agent_that_cannot_be_imported_is_unready() -> None:
     with pytest.raises(AgentUnready, match="no_such_agent"):
         processes.run(order(), "tests.agents.no_such_agent:solve", lambda: False)
 
 
-def test_an_agent_whose_import_takes_long_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_slow_import_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     gate = tmp_path / "gate"
     os.mkfifo(gate)
@@ -198,9 +198,7 @@ def test_an_agent_whose_import_takes_long_holds_up_no_other(tmp_path: Path, monk
     assert [report and report.rewards for report in found] == [{"agent": 1.0}] * 2
 
 
-def test_an_agent_that_is_no_longer_wanted_is_not_waited_for_while_it_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agent_cancelled_during_import_is_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "endless_agent.py").write_text("import time\ntime.sleep(600)\n")
     wanted, found = threading.Event(), list[AgentReport | None]()
@@ -217,7 +215,7 @@ def test_an_agent_that_is_no_longer_wanted_is_not_waited_for_while_it_is_importe
     assert found == [None, None]
 
 
-def test_the_interpreters_that_were_not_used_for_longest_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_forkservers_least_recently_used_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "MAX_SERVERS", 2)
     for name in ("answers", "nothing", "answers_later", "answers"):
         ran(name)
@@ -225,7 +223,7 @@ def test_the_interpreters_that_were_not_used_for_longest_end(monkeypatch: pytest
     assert warm == [f"{MODULE}:answers_later", f"{MODULE}:answers"]
 
 
-def test_an_agent_that_is_no_longer_wanted_is_ended() -> None:
+def test_agent_cancelled_is_ended() -> None:
     wanted = threading.Event()
     threading.Timer(0.7, wanted.set).start()
     marked = order(environment={"PATH": os.environ["PATH"], "MARK": "unwanted"})
@@ -233,7 +231,7 @@ def test_an_agent_that_is_no_longer_wanted_is_ended() -> None:
     wait_until(lambda: not _marked("MARK=unwanted"), "process is gone")
 
 
-def test_a_program_leaves_its_answer_in_a_file(tmp_path: Path) -> None:
+def test_agent_program_answers_in_file(tmp_path: Path) -> None:
     source = (
         'import os, pathlib; pathlib.Path(\'answer.json\').write_text(\'{"text": "4", "rewards": {"a": 1}}\'); print(\'x\')'
     )
@@ -241,7 +239,7 @@ def test_a_program_leaves_its_answer_in_a_file(tmp_path: Path) -> None:
     assert (report.answer, report.rewards, report.output) == ("4", {"a": 1.0}, "x\n")
 
 
-def test_a_program_that_fails_is_told_by_its_exit_code(tmp_path: Path) -> None:
+def test_agent_program_failure_is_exit_code(tmp_path: Path) -> None:
     report = program(tmp_path, "import sys; sys.exit('lost')")
     assert (report.exit_code, report.error_class, report.output) == (1, "exit", "lost\n")
     assert report.error == "it ended with exit code 1: lost"
@@ -271,20 +269,20 @@ def test_exited_function_error_quotes_the_last_lines_of_output() -> None:
         "open('answer.json', 'wb').write(b'\\xff\\xfe{')",
     ],
 )
-def test_an_answer_that_cannot_be_read_is_an_error_and_nothing_worse(tmp_path: Path, source: str) -> None:
+def test_agent_program_unreadable_answer_is_error(tmp_path: Path, source: str) -> None:
     report = program(tmp_path, source)
     assert (report.answer, report.rewards) == (None, None)
     assert report.error_class in ("answer", "")
 
 
-def test_a_program_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_agent_program_missing_is_error(tmp_path: Path) -> None:
     wanted = {"folder": str(tmp_path), "files": str(tmp_path), "answer_file": str(tmp_path / "answer.json")}
     report = processes.run(order(command=["/nowhere/agent"], **wanted), "", lambda: False)
     assert report is not None
     assert (report.exit_code, report.error_class) == (127, "exit")
 
 
-def test_no_agent_outlives_its_worker(tmp_path: Path) -> None:
+def test_agents_do_not_outlive_worker(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         servers._places.clear()  # the parent's, whose sockets are not this process's to use

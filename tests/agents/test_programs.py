@@ -103,14 +103,14 @@ def open_folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"unsafe": True}, {"network": "all"}], ids=["sandbox", "unsafe", "network"])
-def test_a_program_reads_its_task_asks_its_model_and_answers(open_folder: Path, endpoint: str, changes: dict[str, Any]) -> None:
+def test_program_reads_task_calls_model_and_answers(open_folder: Path, endpoint: str, changes: dict[str, Any]) -> None:
     with inside(open_folder):
         report = ran(endpoint, script(open_folder, ASKS, **changes))
     assert report.error_class == "", report
     assert (report.answer, report.rewards) == ("Hi /v1/models Bearer secret-key", {"own": 0.5})
 
 
-def test_a_function_may_be_put_into_the_sandbox_too(endpoint: str) -> None:
+def test_function_agent_may_be_sandboxed(endpoint: str) -> None:
     asked = AgentConfig(name="tests.agents.hostile_agents:answers", sandbox=True)
     if os.geteuid() == 0 and Path(sys.executable).resolve().is_relative_to("/root"):
         with pytest.raises(ConfigError, match="cannot read '/root"):
@@ -120,7 +120,7 @@ def test_a_function_may_be_put_into_the_sandbox_too(endpoint: str) -> None:
         assert (report.answer, report.rewards) == ("Hi m", {"close": 0.5}), report
 
 
-def test_nothing_but_the_endpoint_is_reached(open_folder: Path, endpoint: str) -> None:
+def test_program_reaches_only_endpoint(open_folder: Path, endpoint: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         source = f"""
@@ -136,7 +136,7 @@ for address in (("127.0.0.1", {port}), ("1.1.1.1", 53), ("127.0.0.1", 5432), ("1
             assert ran(endpoint, script(open_folder, source)).output == "no\n" * 4
 
 
-def test_a_program_sees_neither_the_rows_nor_the_dataset_nor_the_processes_outside(
+def test_program_sees_no_rows_dataset_or_outside_processes(
     open_folder: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = open_folder / ".agentrl"
@@ -178,7 +178,7 @@ print("".join(seen).replace("\\0", "\\n"))
     assert "OPENAI_API_KEY=secret-key" in said
 
 
-def test_its_key_is_on_no_command_line(open_folder: Path, endpoint: str) -> None:
+def test_program_key_is_on_no_command_line(open_folder: Path, endpoint: str) -> None:
     with inside(open_folder):
         asked = script(open_folder, "import time; time.sleep(600)")
         ended = threading.Event()
@@ -199,14 +199,14 @@ def test_its_key_is_on_no_command_line(open_folder: Path, endpoint: str) -> None
     assert "a-very-secret-key" not in found
 
 
-def test_a_program_that_writes_too_much_is_ended(open_folder: Path, endpoint: str) -> None:
+def test_program_writing_too_much_is_ended(open_folder: Path, endpoint: str) -> None:
     source = "f = open('big', 'wb')\nwhile True: f.write(b'x' * (1 << 20))"
     with inside(open_folder):
         report = ran(endpoint, script(open_folder, source))
     assert report.error_class in ("exit", "files")
 
 
-def test_what_a_program_started_ends_with_it(open_folder: Path, endpoint: str) -> None:
+def test_program_children_end_with_it(open_folder: Path, endpoint: str) -> None:
     started = "['/usr/bin/python3', '-c', 'import time; time.sleep(777)']"
     source = f"import subprocess; subprocess.Popen({started}, start_new_session=True)"
     with inside(open_folder):
@@ -215,9 +215,7 @@ def test_what_a_program_started_ends_with_it(open_folder: Path, endpoint: str) -
     assert b"time.sleep(777)" not in b"".join(lines)
 
 
-def test_a_machine_whose_bubblewrap_makes_no_sandbox_says_so_before_any_episode(
-    open_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_needs_working_bubblewrap_before_episodes(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = open_folder / "bwrap"
     refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     refusing.chmod(0o755)
@@ -230,19 +228,19 @@ def test_a_machine_whose_bubblewrap_makes_no_sandbox_says_so_before_any_episode(
     check_held(AgentConfig(name="cmd:/usr/bin/python3 agent.py", unsafe=True))
 
 
-def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="bubblewrap"):
         check_held(AgentConfig(name="cmd:python3 agent.py"))
     check_held(AgentConfig(name="cmd:/usr/bin/python3 agent.py", unsafe=True))
 
 
-def test_a_program_that_is_not_found_is_named(endpoint: str) -> None:
+def test_program_not_found_is_named(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="no-such-program"):
         ran(endpoint, AgentConfig(name="cmd:no-such-program"))
 
 
-def test_the_task_file_holds_what_the_agent_may_know(open_folder: Path, endpoint: str) -> None:
+def test_program_task_file_holds_only_allowed_fields(open_folder: Path, endpoint: str) -> None:
     with inside(open_folder):
         said = ran(endpoint, script(open_folder, "import os; print(open(os.environ['AGENTRL_TASK']).read())")).output
     assert json.loads(said) == {

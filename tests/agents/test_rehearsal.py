@@ -30,11 +30,11 @@ def rewards(agent: str, **environment: str) -> Mapping[str, float] | None:
     return report.rewards
 
 
-def test_an_agent_finds_imported_what_its_sdk_imports_at_the_first_call() -> None:
+def test_rehearse_imports_modules_of_first_call() -> None:
     assert rewards("looks") == dict.fromkeys(AT_THE_FIRST_CALL, 1.0)
 
 
-def test_the_first_clients_find_their_tls_contexts_ready_each_its_own_and_as_good_as_another(
+def test_rehearse_prepares_separate_tls_contexts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in TRUSTED:
@@ -44,7 +44,7 @@ def test_the_first_clients_find_their_tls_contexts_ready_each_its_own_and_as_goo
         assert rewards("connects") == {**ready, "contexts": 3.0, "alike": 1.0}
 
 
-def test_an_agent_that_trusts_other_certificates_is_not_handed_those_that_lie_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearse_hands_out_no_context_for_other_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TRUSTED:
         monkeypatch.delenv(name, raising=False)
     found = rewards("connects", SSL_CERT_FILE=certifi.where())
@@ -52,7 +52,7 @@ def test_an_agent_that_trusts_other_certificates_is_not_handed_those_that_lie_re
     assert found["read after client 0"] == 1.0
 
 
-def test_without_an_sdk_nothing_is_imported_and_a_strange_one_hurts_nobody() -> None:
+def test_rehearse_without_sdk_imports_nothing() -> None:
     code = (
         "import sys; from agentrl.workers.agents.rehearsal import rehearse; before = set(sys.modules); rehearse(); "
         "assert not set(sys.modules) - before; import types; sys.modules['openai'] = types.ModuleType('openai'); rehearse(); "

@@ -111,9 +111,7 @@ def steps_of(stack: Stack, episode: int) -> Sequence[Step]:
 
 
 @pytest.mark.parametrize("run", ["exact", "limited"])
-def test_every_episode_of_a_run_is_the_same_when_it_is_done_again(
-    stack: Stack, run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_repeats_every_episode_of_run(stack: Stack, run: str, capsys: pytest.CaptureFixture[str]) -> None:
     episodes = values(stack.database, "SELECT id FROM v_episodes WHERE run = :run ORDER BY id", run=run)[::3]
     found = [Asked(capsys, [episode, "--verify", "all", "--json"], 0).json for episode in episodes]
     steps = [step for document in found for step in document["tokens"]["steps"]]
@@ -126,7 +124,7 @@ def test_every_episode_of_a_run_is_the_same_when_it_is_done_again(
     assert all(document["same"] and document["rewards"][0]["same_code"] for document in found)
 
 
-def test_verify_passes_later_if_prompts_show_the_time(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_passes_later_if_prompts_show_time(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     episodes = values(
         stack.database, "SELECT episodes.id FROM episodes JOIN runs ON runs.id = run_id WHERE runs.name = 'dated'"
     )
@@ -137,7 +135,7 @@ def test_verify_passes_later_if_prompts_show_the_time(stack: Stack, capsys: pyte
         assert found["prompts"] > 0
 
 
-def test_the_report_is_short_and_says_what_was_done(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_report_is_short_and_complete(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     said = Asked(capsys, [trained_episode(stack), "--verify", "all"], 0).out
     for part in (
         "tools    1 calls run again, 0 differ", "messages 2 prompts rebuilt from the results, 0 differ",
@@ -150,9 +148,7 @@ def test_the_report_is_short_and_says_what_was_done(stack: Stack, capsys: pytest
 
 
 @pytest.mark.parametrize("run", ["exact", "limited"])
-def test_forks_are_verified_and_what_they_have_from_their_parent_is_said_to_be_the_parents(
-    stack: Stack, capsys: pytest.CaptureFixture[str], run: str
-) -> None:
+def test_verify_fork_skips_steps_of_parent(stack: Stack, capsys: pytest.CaptureFixture[str], run: str) -> None:
     parent = trained_episode(stack, run)
     ends_itself = chat().has_end_token(steps_of(stack, parent)[0].sampled_ids)
     assert ends_itself == (run == "exact"), "in the other a stop string ended the call"
@@ -170,7 +166,7 @@ def test_forks_are_verified_and_what_they_have_from_their_parent_is_said_to_be_t
         )
 
 
-def test_a_stand_in_has_nothing_of_its_own_to_verify_but_its_reward(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_copied_parent_checks_only_reward(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     parent = trained_episode(stack)
     stack.agentrl("fork", str(parent), "--step", "1", "-n", "1", "--with-parent", "--name", "beside", "--wait")
     *_, stand_in = values(stack.database, "SELECT id FROM v_episodes WHERE run = 'beside' ORDER BY sample")
@@ -182,7 +178,7 @@ def test_a_stand_in_has_nothing_of_its_own_to_verify_but_its_reward(stack: Stack
     assert Asked(capsys, [stand_in, "--verify", "all"], 0).out.splitlines()[-1] == "the same, in what is its own"
 
 
-def test_an_edited_fork_reads_its_opening_and_not_what_the_env_says(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_edited_fork_reads_its_opening(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     parent = trained_episode(stack)
     stack.agentrl("fork", str(parent), "--step", "1", "-n", "1", "--edit-message", "4711", "--name", "edited", "--wait")
     fork = value(stack.database, "SELECT id FROM v_episodes WHERE run = 'edited'")
@@ -194,7 +190,7 @@ def test_an_edited_fork_reads_its_opening_and_not_what_the_env_says(stack: Stack
     assert (found["step"], found["recorded"]["content"], found["found"]["content"]) == (1, "4711", "4712")
 
 
-def test_one_question_at_a_time_and_only_those_there_are(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_options_exclude_each_other(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     Asked(capsys, [1, "--verify", "all", "--step", "0"], 2)
     Asked(capsys, [1, "--verify", "all", "--diff", "2"], 2)
     assert "'tokens'" in Asked(capsys, [1, "--verify", "token"], 2).err
@@ -205,7 +201,7 @@ def test_one_question_at_a_time_and_only_those_there_are(stack: Stack, capsys: p
 # --- tampered with ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_changed_token_is_named_with_the_one_that_its_draw_gives(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_changed_token_and_expected_one(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     episode = trained_episode(stack)
     second = steps_of(stack, episode)[1].sampled_ids
     other = next(id for id in range(5, 99) if id != second[1])
@@ -221,7 +217,7 @@ def test_a_changed_token_is_named_with_the_one_that_its_draw_gives(stack: Stack,
     assert "NOT the same" in said
 
 
-def test_a_changed_logprob_is_named(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_changed_logprob(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     episode = trained_episode(stack)
     recorded = steps_of(stack, episode)[0].behavior_logprobs[2]
     with altered_tokens(stack, episode, 0, "behavior_logprobs", 2, recorded - 1e-4):
@@ -232,7 +228,7 @@ def test_a_changed_logprob_is_named(stack: Stack, capsys: pytest.CaptureFixture[
     assert found["steps"][0]["max_difference"] == pytest.approx(1e-4, rel=0.01)
 
 
-def test_a_turn_that_did_not_end_as_its_tokens_say_is_named(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_wrong_finish_reason(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     episode = trained_episode(stack)
     ended = next(step for step in steps_of(stack, episode) if step.finish_reason == "stop")
     tokens = len(ended.sampled_ids)
@@ -243,7 +239,7 @@ def test_a_turn_that_did_not_end_as_its_tokens_say_is_named(stack: Stack, capsys
     assert f"step {ended.index}: recorded as 'length' after {tokens} tokens, and token {tokens - 1} ends it" in said
 
 
-def test_a_changed_prompt_is_named_with_what_the_template_makes(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_changed_prompt_and_rendered_one(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     episode = trained_episode(stack)
     ids = steps_of(stack, episode)[1].prompt_ids
     with altered_tokens(stack, episode, 1, "prompt_ids", 3, ids[3] + 1):
@@ -252,7 +248,7 @@ def test_a_changed_prompt_is_named_with_what_the_template_makes(stack: Stack, ca
     assert found["ids"] == [ids[3] + 1, ids[3]]
 
 
-def test_a_changed_result_is_named_with_what_the_tool_says(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_changed_tool_result(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     episode = trained_episode(stack)
     with altered(stack.database, "tool_calls", "result", f"episode_id = {episode} AND call = 0 AND step = 0", "4711"):
         found = Asked(capsys, [episode, "--verify", "tools", "--json"], 1).json["tools"]["first"]
@@ -261,9 +257,7 @@ def test_a_changed_result_is_named_with_what_the_tool_says(stack: Stack, capsys:
     assert found["found"]["content"] == steps_of(stack, episode)[0].results[0].content  # type: ignore[index]
 
 
-def test_a_changed_result_of_a_call_that_is_not_run_again_is_found_by_what_the_model_read(
-    stack: Stack, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_finds_changed_result_by_next_prompt(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     episode = trained_episode(stack)
     call = f"episode_id = {episode} AND call = 0 AND step = 0"
     with altered(stack.database, "tool_calls", "effects", call, "once"):
@@ -286,7 +280,7 @@ def test_a_changed_result_of_a_call_that_is_not_run_again_is_found_by_what_the_m
         ("episodes", "reward", "id = {}", "reward"),
     ],
 )
-def test_a_changed_reward_is_named(
+def test_verify_names_changed_reward(
     stack: Stack, table: str, column: str, condition: str, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     episode = trained_episode(stack)
@@ -296,13 +290,13 @@ def test_a_changed_reward_is_named(
     assert 0.25 in (report["differences"][0]["recorded"], report["differences"][0]["found"] % 1)
 
 
-def test_rewards_whose_code_changed_are_told_but_are_no_difference(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_changed_reward_code_as_no_difference(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     run = value(stack.database, "SELECT id FROM runs WHERE name = 'exact'")
     with altered(stack.database, "reward_sets", "code_hash", f"run_id = {run} AND name = 'default'", "older"):
         assert "code of the rewards has changed" in Asked(capsys, [trained_episode(stack), "--verify", "rewards"], 0).out
 
 
-def test_a_flipped_weight_of_the_checkpoint_is_refused(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_refuses_flipped_weight_of_checkpoint(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     file = weights_file(stack)
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -318,9 +312,7 @@ def weights_file(stack: Stack) -> Path:
     return Path(value(stack.database, query)) / sealed_folder.MODEL
 
 
-def test_a_collected_adapter_is_said_and_nothing_is_called_the_same_by_it(
-    stack: Stack, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_reports_collected_adapter(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     episode = trained_episode(stack)
     run = value(stack.database, "SELECT id FROM runs WHERE name = 'exact'")
     with altered(stack.database, "policies", "collected_at", f"run_id = {run} AND version = 1", "2026-01-02 03:04:05.000000"):
@@ -332,7 +324,7 @@ def test_a_collected_adapter_is_said_and_nothing_is_called_the_same_by_it(
         Asked(capsys, [trained_episode(stack, version=0), "--verify", "tokens"], 0)
 
 
-def test_a_checkpoint_that_is_gone_is_said(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_missing_checkpoint(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     file = weights_file(stack)
     file.rename(file.with_suffix(".away"))
     try:
@@ -342,7 +334,7 @@ def test_a_checkpoint_that_is_gone_is_said(stack: Stack, capsys: pytest.CaptureF
         file.with_suffix(".away").rename(file)
 
 
-def test_another_base_or_template_than_the_runs_is_refused(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_refuses_other_base_or_template(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     episode = trained_episode(stack)
     run = value(stack.database, "SELECT id FROM runs WHERE name = 'exact'")
     with altered(stack.database, "runs", "base_hash", f"id = {run}", "0" * 64):
@@ -352,7 +344,7 @@ def test_another_base_or_template_than_the_runs_is_refused(stack: Stack, capsys:
         assert "template 111111111111" in Asked(capsys, [episode, "--verify", "tokens"], 8).err
 
 
-def test_what_made_an_episode_is_read_on_both_databases(database: Database) -> None:
+def test_verify_reads_provenance_on_both_databases(database: Database) -> None:
     (group, *_) = start(database, submission(seed=3))
     work = claim(database, group)
     commit_sampled(database, work.fence, [sampled_step(work)])
@@ -372,9 +364,7 @@ def test_what_made_an_episode_is_read_on_both_databases(database: Database) -> N
 # --- two episodes -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_episode_differs_in_nothing_from_itself_and_from_a_sibling_at_its_first_token_that_does(
-    stack: Stack, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_finds_first_differing_token_of_siblings(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     query = """SELECT min(s.episode_id) FROM v_steps s JOIN v_episodes e ON e.id = s.episode_id
         WHERE e.run = 'exact' AND e.iteration = 1 AND e.slot = 0 AND s.step = 0 GROUP BY s.text ORDER BY 1 LIMIT 2"""
     left, right = values(stack.database, query)
@@ -400,14 +390,14 @@ def episode_of(*turns: tuple[Sequence[int], Sequence[int]], **fields: Any) -> Ep
     return replace(Episode(Task("k", (), "")), steps=steps, **fields)
 
 
-def test_two_episodes_of_which_one_goes_on_differ_where_the_other_has_ended() -> None:
+def test_diff_finds_end_of_shorter_episode() -> None:
     short, long = episode_of(([1, 2], [3])), episode_of(([1, 2], [3]), ([4], [5]))
     found = compare(short, long)
     assert found.token is not None
     assert (found.common, found.tokens, found.token.step, found.token.ids) == (3, (3, 5), 1, (None, 4))
 
 
-def test_chains_are_compared_in_whatever_order_they_came() -> None:
+def test_diff_compares_chains_in_any_order() -> None:
     def chained(*order: int) -> Episode:
         opened = episode_of(([1, 2], [3]))
         for place, which in enumerate(order, start=1):
@@ -428,7 +418,7 @@ def test_chains_are_compared_in_whatever_order_they_came() -> None:
     assert not compare(chained(), chained(4)).same
 
 
-def test_results_rewards_and_endings_are_compared_too() -> None:
+def test_diff_compares_results_rewards_and_endings() -> None:
     left = episode_of(([1], [2]), stop_reason="answered", reward=1.0, rewards={"right": 1.0})
     right = episode_of(([1], [2]), stop_reason="max_steps", reward=0.5, rewards={"right": 0.5, "short": 0.0})
     called = replace(left.steps[0], results=(ToolResult("4"),))
@@ -449,7 +439,7 @@ def call_row(number: int, **fields: Any) -> Mapping[str, Any]:
     return {"step": 0, "call": number, "kind": "call", **known, "result": str(number), **fields}
 
 
-def test_only_calls_that_may_run_twice_run_again_and_the_rest_is_counted_by_reason() -> None:
+def test_check_tools_repeats_only_repeatable_calls() -> None:
     rows = [
         call_row(0),
         call_row(1, effects="once"),
@@ -474,7 +464,7 @@ def test_only_calls_that_may_run_twice_run_again_and_the_rest_is_counted_by_reas
     assert report.first.call == 6  # the same text, but no error any more
 
 
-def test_a_forks_inherited_calls_are_its_parents() -> None:
+def test_check_tools_leaves_inherited_calls_to_parent() -> None:
     asked = Message("assistant", "", tool_calls=(ToolCall("echo", {}),))
     fork = episode_of(([1], [2]), ([3], [4]), inherited=1, fork_step=1, parent_id=7)
     fork = replace(fork, steps=(replace(fork.steps[0], message=asked), fork.steps[1]))
@@ -488,7 +478,7 @@ def no_run(tool: str, arguments: Mapping[str, Any]) -> ToolResult:
     raise AssertionError(tool)
 
 
-def test_what_a_step_read_is_compared_as_the_record_holds_it() -> None:
+def test_check_tools_compares_messages_as_stored() -> None:
     episode = episode_of(([1], [2]), ([3], [4]), ([5], [6]))
     said = (Message("tool", "4", name="echo" * 40), Message("user", "go on"))
     episode = replace(episode, steps=tuple(replace(step, prompt=said) for step in episode.steps))
@@ -502,7 +492,7 @@ def test_what_a_step_read_is_compared_as_the_record_holds_it() -> None:
     assert (report.reading.step, report.reading.index, report.reading.recorded, report.reading.found) == (2, 1, said[1], None)
 
 
-def test_an_env_that_raises_now_is_a_difference() -> None:
+def test_check_tools_reports_env_that_raises() -> None:
     def reads(before: Episode) -> Sequence[Message]:
         raise KeyError("state")
 
@@ -516,7 +506,7 @@ def raising(episode: Episode) -> float:
     raise OSError("the answers are away")
 
 
-def test_a_reward_that_raises_now_is_a_difference() -> None:
+def test_check_rewards_reports_reward_that_raises() -> None:
     named = {f"{__name__}:raising": 1.0}
     report = check_rewards(episode_of(([1], [2])), "default", Env(), named, named, "")
     assert not report.same

@@ -93,7 +93,7 @@ def disturbed(policy: Policy, folder: Path, by: float) -> PolicyRef:
 
 
 @pytest.mark.slow
-def test_weights_that_differ_by_rounding_give_ties_at_most_and_others_give_mismatches(model: Path, tmp_path: Path) -> None:
+def test_check_tokens_gives_ties_for_rounding_else_mismatches(model: Path, tmp_path: Path) -> None:
     policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
     episodes = sampled(policy, PolicyRef(str(model), policy.base_hash))
     nearly = reports(policy, disturbed(policy, tmp_path / "nearly", 1e-6), episodes)
@@ -105,9 +105,7 @@ def test_weights_that_differ_by_rounding_give_ties_at_most_and_others_give_misma
 
 
 @pytest.mark.parametrize(("numerics", "ties"), [("fast", 1), ("exact", 0)])
-def test_a_draw_close_to_a_boundary_is_a_tie_where_sums_are_rounded_and_a_mismatch_where_they_are_exact(
-    model: Path, numerics: str, ties: int
-) -> None:
+def test_check_tokens_boundary_draw_is_tie_unless_exact(model: Path, numerics: str, ties: int) -> None:
     policy = Policy.load(ModelConfig.model_validate({"path": str(model), "numerics": numerics}), str(model), "cpu", 1)
     ref = PolicyRef(str(model), policy.base_hash)
     ((episode, _),) = sampled(policy, ref, count=1, length=1)
@@ -138,7 +136,7 @@ class FixedKey:
         return self.bits
 
 
-def test_a_long_row_is_read_in_parts_and_gives_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_tokens_of_long_row_is_the_same_in_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig.model_validate({"path": str(model), "numerics": "exact"})
     policy = Policy.load(config, str(model), "cpu", 1)
     ref = PolicyRef(str(model), policy.base_hash)
@@ -150,7 +148,7 @@ def test_a_long_row_is_read_in_parts_and_gives_the_same(model: Path, monkeypatch
     assert all(report.same and report.steps[0].tokens > 7 for report in whole)
 
 
-def test_an_adapter_is_verified_on_its_base(model: Path, tmp_path: Path) -> None:
+def test_check_tokens_of_adapter_uses_its_base(model: Path, tmp_path: Path) -> None:
     config = ModelConfig.model_validate({"path": str(model), "lora_r": 4})
     policy = Policy.load(config, str(model), "cpu", 1)
     adapter = disturbed(policy, tmp_path / "adapter", 0.2)
@@ -160,7 +158,7 @@ def test_an_adapter_is_verified_on_its_base(model: Path, tmp_path: Path) -> None
     assert any(not report.same for report in reports(policy, PolicyRef(str(model), policy.base_hash), episodes))
 
 
-def test_a_token_that_the_model_does_not_have_is_refused(model: Path) -> None:
+def test_check_tokens_refuses_token_beyond_vocabulary(model: Path) -> None:
     policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
     ref = PolicyRef(str(model), policy.base_hash)
     ((episode, key),) = sampled(policy, ref, count=1)
@@ -169,7 +167,7 @@ def test_a_token_that_the_model_does_not_have_is_refused(model: Path) -> None:
         reports(policy, ref, [(replace(episode, steps=(odd,)), key)])
 
 
-def test_a_draws_distance_is_the_probability_between_it_and_its_token() -> None:
+def test_draw_distance_is_probability_between() -> None:
     logits = torch.tensor([[0.2, 0.3, 0.5]], dtype=torch.float64).log().repeat(3, 1)
     _, cumulative = distribution(logits, 1.0)
     numbers = torch.tensor([0.1, 0.35, 0.9], dtype=torch.float64)
@@ -178,7 +176,7 @@ def test_a_draws_distance_is_the_probability_between_it_and_its_token() -> None:
     assert draw_distance(cumulative, numbers, torch.tensor([1, 0, 0])).tolist() == pytest.approx([0.1, 0.15, 0.7])
 
 
-def test_check_tokens_verifies_draws_of_several_turns_and_chains(model: Path) -> None:
+def test_check_tokens_verifies_several_turns_and_chains(model: Path) -> None:
     policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
     ref = PolicyRef(str(model), policy.base_hash)
     task = next(iter(arithmetic.load("train")))
@@ -207,7 +205,7 @@ def test_check_tokens_verifies_draws_of_several_turns_and_chains(model: Path) ->
     assert other.draw is not None
 
 
-def test_a_fork_draws_its_own_steps_under_its_own_key_after_its_parents_tokens(model: Path) -> None:
+def test_check_tokens_of_fork_uses_own_key_after_parent(model: Path) -> None:
     policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
     ref = PolicyRef(str(model), policy.base_hash)
     ((parent, _),) = sampled(policy, ref, count=1)
@@ -233,7 +231,7 @@ def test_a_fork_draws_its_own_steps_under_its_own_key_after_its_parents_tokens(m
 @pytest.mark.parametrize(
     "how", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.8, "min_p": 0.05}], ids=str
 )
-def test_draws_under_limits_are_verified_under_these_limits_only(model: Path, how: dict[str, Any], numerics: str) -> None:
+def test_check_tokens_needs_limits_of_the_draws(model: Path, how: dict[str, Any], numerics: str) -> None:
     policy = Policy.load(ModelConfig.model_validate({"path": str(model), "numerics": numerics}), str(model), "cpu", 1)
     ref = PolicyRef(str(model), policy.base_hash)
     episodes = sampled_alone(policy, temperature=1.5, **how)
@@ -247,7 +245,7 @@ def test_draws_under_limits_are_verified_under_these_limits_only(model: Path, ho
     assert all(report.same for report in gone), "of an engine that is not here any more no draw can be repeated"
 
 
-def test_a_token_that_no_draw_could_give_is_no_tie(model: Path) -> None:
+def test_check_tokens_impossible_token_is_no_tie(model: Path) -> None:
     policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
     ref = PolicyRef(str(model), policy.base_hash)
     ((episode, key),) = sampled_alone(policy, count=1, length=1, top_k=1)
@@ -260,7 +258,7 @@ def test_a_token_that_no_draw_could_give_is_no_tie(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("numerics", "ties"), [("fast", 1), ("exact", 0)])
-def test_a_token_at_the_very_limit_is_a_tie_where_sums_are_rounded(model: Path, numerics: str, ties: int) -> None:
+def test_check_tokens_at_limit_is_tie_unless_exact(model: Path, numerics: str, ties: int) -> None:
     policy = Policy.load(ModelConfig.model_validate({"path": str(model), "numerics": numerics}), str(model), "cpu", 1)
     ref = PolicyRef(str(model), policy.base_hash)
     ((episode, _),) = sampled_alone(policy, count=1, length=1)
@@ -281,7 +279,7 @@ def test_a_token_at_the_very_limit_is_a_tie_where_sums_are_rounded(model: Path, 
     assert (report.steps[0].ties, report.steps[0].mismatches) == (ties, 1 - ties)
 
 
-def test_a_turn_that_a_stop_string_ended_is_verified_with_its_string_and_its_reason(model: Path) -> None:
+def test_check_tokens_verifies_stop_string_and_reason(model: Path) -> None:
     policy = Policy.load(ModelConfig(), str(model), "cpu", 1)
     ref = PolicyRef(str(model), policy.base_hash)
     whole, _ = sampled_alone(policy, count=1)[0]
@@ -310,7 +308,7 @@ def halves(model: Path) -> tuple[Policy, PolicyRef, list[tuple[Episode, Sampling
 Halves = tuple[Policy, PolicyRef, list[tuple[Episode, SamplingKey]]]
 
 
-def test_episodes_sampled_in_bfloat16_are_the_same_within_measured_noise(halves: Halves) -> None:
+def test_check_tokens_of_bfloat16_is_within_measured_noise(halves: Halves) -> None:
     found = reports(*halves)
     assert all(report.same for report in found)
     assert all(report.noise.noise > 0 for report in found)
@@ -318,7 +316,7 @@ def test_episodes_sampled_in_bfloat16_are_the_same_within_measured_noise(halves:
     assert max(report.draw_tolerance for report in found) < 0.05
 
 
-def test_a_changed_token_of_a_bfloat16_episode_is_found(halves: Halves) -> None:
+def test_check_tokens_of_bfloat16_finds_changed_token(halves: Halves) -> None:
     policy, ref, episodes = halves
     forged = []
     for episode, key in episodes:
@@ -334,7 +332,7 @@ def test_a_changed_token_of_a_bfloat16_episode_is_found(halves: Halves) -> None:
     assert all(report.logprob is None for report in found)
 
 
-def test_a_changed_logprob_of_a_bfloat16_episode_is_found(halves: Halves) -> None:
+def test_check_tokens_of_bfloat16_finds_changed_logprob(halves: Halves) -> None:
     policy, ref, episodes = halves
     forged = []
     for episode, key in episodes:
@@ -346,7 +344,7 @@ def test_a_changed_logprob_of_a_bfloat16_episode_is_found(halves: Halves) -> Non
     assert all(report.draw is None for report in found)
 
 
-def test_small_changes_of_all_logprobs_of_a_bfloat16_episode_are_found(halves: Halves) -> None:
+def test_check_tokens_of_bfloat16_finds_small_changes(halves: Halves) -> None:
     policy, ref, episodes = halves
     episode, key = max(episodes, key=lambda pair: len(pair[0].steps[0].sampled_ids))
     (honest,) = reports(policy, ref, [(episode, key)])
@@ -357,7 +355,7 @@ def test_small_changes_of_all_logprobs_of_a_bfloat16_episode_are_found(halves: H
     assert report.noise.mean < -report.noise.max_mean
 
 
-def test_episodes_of_weights_one_update_away_are_found_in_bfloat16(halves: Halves, tmp_path: Path) -> None:
+def test_check_tokens_of_bfloat16_finds_weights_of_one_update(halves: Halves, tmp_path: Path) -> None:
     policy, ref, _ = halves
     later = disturbed(policy, tmp_path / "later", 0.02)
     found = reports(policy, ref, sampled(policy, later, count=6))
@@ -365,7 +363,7 @@ def test_episodes_of_weights_one_update_away_are_found_in_bfloat16(halves: Halve
     assert all(report.same for report in reports(policy, later, sampled(policy, later, count=6)))
 
 
-def test_an_8_bit_base_and_another_programs_sampler_keep_the_constant_tolerances(model: Path, halves: Halves) -> None:
+def test_check_tokens_tolerance_is_fixed_for_8_bits_or_servers(model: Path, halves: Halves) -> None:
     policy, ref, episodes = halves
     (other,) = reports(policy, ref, episodes[:1], engine="openai")
     assert (other.noise, other.logprob_tolerance, other.draw_tolerance) == (None, *verify_tokens.TOLERANCES["coarse"])

@@ -98,7 +98,7 @@ def everything(db: Database) -> tuple[list[str], dict[Path, bytes]]:
 # --- the command --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_has_the_run_s_own_first_and_says_what_it_is_of(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatif_table_begins_with_run_and_names_its_subject(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     asked = Asked(capsys, "plain", "--algorithm", "dr_grpo,grpo,reinforce_plus_plus_baseline,rloo")
     lines = asked.out.splitlines()
     assert max(map(len, lines)) <= 80, asked.out
@@ -111,7 +111,7 @@ def test_the_table_has_the_run_s_own_first_and_says_what_it_is_of(runs: Database
     assert asked.err == ""
 
 
-def test_the_run_s_own_row_is_what_its_update_recorded(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatif_own_row_equals_recorded_update(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     for run in ("plain", "critical"):
         found = Asked(capsys, run, "--algorithm", "rloo", "--json").json
         own = found["algorithms"][0]
@@ -130,7 +130,7 @@ def test_the_run_s_own_row_is_what_its_update_recorded(runs: Database, capsys: p
                 assert episode["advantages"][0] == pytest.approx(value(runs, query, run=run, id=episode["id"]))
 
 
-def test_another_algorithm_credits_the_same_episodes_its_own_way(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatif_credits_same_episodes_by_other_algorithm(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     found = Asked(capsys, "plain", "--algorithm", "dr_grpo,reinforce", "--json").json
     expected = []
     for group in found["groups"]:
@@ -151,9 +151,7 @@ def test_another_algorithm_credits_the_same_episodes_its_own_way(runs: Database,
     assert reinforce["correlation"] == pytest.approx(correlation(own, rewards))
 
 
-def test_before_the_step_the_ratio_is_one_and_after_it_a_narrow_clip_cuts(
-    runs: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whatif_ratio_is_one_before_step_and_clipped_after(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     found = Asked(capsys, "plain", "--algorithm", "gspo,reinforce", "-s", "algorithm.clip_high=0.0001", "--json").json
     own, gspo, reinforce = found["algorithms"]
     for each in (own, gspo, reinforce):
@@ -170,7 +168,7 @@ def test_before_the_step_the_ratio_is_one_and_after_it_a_narrow_clip_cuts(
     assert "algorithm.clip_high is taken by gspo." in told.flat
 
 
-def test_the_other_convention_is_another_row(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatif_other_convention_is_own_row(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plain", "--algorithm", "grpo", "--convention", "trl")
     own, trl = Asked(capsys, *words, "--json").json["algorithms"]
     assert trl["spread"] < own["spread"], "a greater epsilon"
@@ -178,9 +176,7 @@ def test_the_other_convention_is_another_row(runs: Database, capsys: pytest.Capt
     assert "\ngrpo trl " in Asked(capsys, *words).out
 
 
-def test_a_critic_is_loaded_where_the_run_has_one_and_else_it_is_said(
-    runs: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whatif_loads_critic_or_says_it_is_untrained(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     without = Asked(capsys, "plain", "--algorithm", "ppo,turn_ppo")
     assert without.flat.count("critic is untrained: its values are 0.") == 2
     taught = Asked(capsys, "critical", "--algorithm", "turn_ppo,grpo", "--json").json["algorithms"]
@@ -192,9 +188,7 @@ def test_a_critic_is_loaded_where_the_run_has_one_and_else_it_is_said(
     assert [each["blank"] for each in first] == [["critic", "optimizer"], ["optimizer"]]
 
 
-def test_while_only_the_critic_learns_it_is_said_why_there_is_no_cosine(
-    runs: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whatif_explains_missing_cosine_during_critic_warmup(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("critical", "--iteration", 2, "--algorithm", "grpo")
     sentence = "Iteration 2 is one of the first 2 (critic.warmup), in which the run's own policy does not move"
     assert sentence not in Asked(capsys, *words).flat
@@ -209,9 +203,7 @@ def test_while_only_the_critic_learns_it_is_said_why_there_is_no_cosine(
         assert sentence not in Asked(capsys, "critical", "--iteration", 3, "--algorithm", "grpo").flat
 
 
-def test_an_iteration_whose_optimizer_was_dropped_is_looked_at_with_a_fresh_one(
-    runs: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whatif_uses_fresh_optimizer_if_dropped(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     dropped = Path(value(runs, "SELECT path FROM policies WHERE run_id = 2 AND version = 1"))
     assert not (dropped / sealed_folder.OPTIMIZER).exists()
     asked = Asked(capsys, "critical", "--iteration", 2, "--algorithm", "grpo")
@@ -221,7 +213,7 @@ def test_an_iteration_whose_optimizer_was_dropped_is_looked_at_with_a_fresh_one(
     assert "iteration 2 of critical, and policy version 1" in asked.flat
 
 
-def test_only_the_groups_that_the_update_chose_are_looked_at(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatif_reads_only_groups_of_update(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     assert value(runs, "SELECT sum(dropped_groups) FROM iterations WHERE run_id = 3") > 0
     for number in range(1, ITERATIONS + 1):
         asked = Asked(capsys, "choosy", "--iteration", number, "--algorithm", "rloo")
@@ -231,9 +223,7 @@ def test_only_the_groups_that_the_update_chose_are_looked_at(runs: Database, cap
         assert f"* the run's own. {len(used)} episodes in" in asked.flat
 
 
-def test_stored_episodes_are_looked_at_from_the_policy_that_read_them(
-    runs: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whatif_of_stored_episodes_uses_policy_that_read_them(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     asked = Asked(capsys, "again", "--algorithm", "rloo")
     assert "24 episodes in 6 groups of iteration 1 of again, and policy version 0" in asked.flat
     assert "Ratio (to the sampler's logprobs), clip and kl: after one step of AdamW (that remembers nothing yet)" in asked.flat
@@ -244,22 +234,20 @@ def test_stored_episodes_are_looked_at_from_the_policy_that_read_them(
     assert own["after"]["policy_kl"] > 0
 
 
-def test_rows_and_checkpoints_stay_as_they_are(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatif_changes_no_rows_or_checkpoints(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     before = everything(runs)
     for run in ("plain", "critical"):
         Asked(capsys, run, "--algorithm", "ppo,rloo,sapo", "-s", "algorithm.kl_coef=0.1")
     assert everything(runs) == before
 
 
-def test_rewards_that_are_others_now_are_told(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatif_reports_changed_rewards(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     number = values(runs, "SELECT episode_id FROM consumptions WHERE run_id = 1 ORDER BY 1")[-1]
     with altered(runs, "consumptions", "advantage", f"run_id = 1 AND episode_id = {number}", 7.0):
         assert "differ from the recorded ones" in Asked(capsys, "plain", "--algorithm", "rloo").err
 
 
-def test_a_run_of_another_trainer_is_looked_at_by_ours_which_is_said(
-    runs: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whatif_of_other_trainer_uses_ours_and_says_so(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     made = json.loads(value(runs, "SELECT config FROM runs WHERE name = 'plain'"))
     made["update"]["trainer"] = made["algorithm"]["convention"] = "trl"
     with altered(runs, "runs", "config", "name = 'plain'", json.dumps(made)):
@@ -291,7 +279,7 @@ def test_a_run_of_another_trainer_is_looked_at_by_ours_which_is_said(
         (("plain", "--algorithm", "rloo", "--convention", "both"), 2, "'both'"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(
+def test_whatif_refuses_bad_arguments(
     runs: Database, capsys: pytest.CaptureFixture[str], words: tuple[object, ...], code: int, said: str
 ) -> None:
     asked = Asked(capsys, *words, code=code)
@@ -299,7 +287,7 @@ def test_what_cannot_be_asked_is_refused(
     assert said in asked.err
 
 
-def test_weights_that_are_gone_are_refused(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatif_refuses_missing_weights(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     with altered(runs, "policies", "collected_at", "run_id = 1 AND version = 2", "2026-01-02 00:00:00"):
         asked = Asked(capsys, "plain", "--algorithm", "rloo", code=9)
         assert (
@@ -315,7 +303,7 @@ def test_weights_that_are_gone_are_refused(runs: Database, capsys: pytest.Captur
         weights.write_bytes(whole)
 
 
-def test_a_run_that_trains_nothing_is_refused(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatif_refuses_run_that_does_not_train(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     with altered(runs, "runs", "kind", "name = 'plain'", "fork"):
         assert "does not train" in Asked(capsys, "plain", "--algorithm", "rloo", code=6).err
 
@@ -329,7 +317,7 @@ def configs(
     return list(prepare_whatif(db, run, None, names, convention, assigned).configs)
 
 
-def test_what_all_algorithms_read_stays_the_run_s_and_the_rest_is_each_one_s_own(runs: Database) -> None:
+def test_whatif_options_are_of_run_or_algorithm(runs: Database) -> None:
     own, grpo, turns = configs(runs, "critical", "grpo", "turn_ppo", "ppo", "grpo")
     assert (own.algorithm.clip_low, grpo.algorithm.clip_low, turns.algorithm.clip_low) == (0.1, 0.2, 0.2)
     assert (own.critic.learning_rate, turns.critic.learning_rate) == (0.1, 0.1)
@@ -339,7 +327,7 @@ def test_what_all_algorithms_read_stays_the_run_s_and_the_rest_is_each_one_s_own
     assert (again.algorithm.clip_low, again.algorithm.dual_clip) == (0.1, 5)
 
 
-def test_a_weight_of_the_kl_that_is_asked_for_is_not_the_one_that_the_run_adapted(folder: Path, tmp_path: Path) -> None:
+def test_whatif_keeps_requested_kl_weight(folder: Path, tmp_path: Path) -> None:
     run = config(0, algorithm__kl_coef=0.1, algorithm__kl_target=1e-9)
     _, trainer = trainer_of(folder, run)
     trainer.update(groups_of(), 0)
@@ -358,7 +346,7 @@ LOOKED_AT = pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "ppo", "sa
 
 @LOOKED_AT
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["all weights", "lora"])
-def test_a_look_is_the_update_s_first_step_and_leaves_no_trace(folder: Path, tmp_path: Path, name: str, lora_r: int) -> None:
+def test_preview_is_first_step_of_update_without_trace(folder: Path, tmp_path: Path, name: str, lora_r: int) -> None:
     """With a second pass an update measures itself what the first has changed."""
     _, trainer = trainer_of(folder, config(lora_r, True, algorithm__name=name, algorithm__kl_coef=0.1, update__epochs=2))
     trainer.update(groups_of(seed=3), 0)
@@ -375,7 +363,7 @@ def test_a_look_is_the_update_s_first_step_and_leaves_no_trace(folder: Path, tmp
     assert look.update.advantages == update.advantages
 
 
-def test_its_gradient_is_the_optimizer_s(folder: Path, tmp_path: Path) -> None:
+def test_preview_gradient_is_that_of_optimizer(folder: Path, tmp_path: Path) -> None:
     policy, trainer = trainer_of(folder, config(0, True, update__max_grad_norm=1e9))
     found = trainer.preview(groups_of(), 0).gradient
     assert found is not None
@@ -385,7 +373,7 @@ def test_its_gradient_is_the_optimizer_s(folder: Path, tmp_path: Path) -> None:
     assert torch.allclose(torch.cat([parts[name] for name in sorted(names)]), gradient(trainer, tmp_path / "v1"), rtol=1e-5)
 
 
-def test_a_look_at_nothing_to_learn_says_why(folder: Path) -> None:
+def test_preview_without_signal_says_why(folder: Path) -> None:
     _, trainer = trainer_of(folder, config())
     look = trainer.preview(groups_of(equal=True), 0)
     assert look.update.skipped == "no advantage differs from 0"
@@ -393,7 +381,7 @@ def test_a_look_at_nothing_to_learn_says_why(folder: Path) -> None:
     assert trainer.preview([], 0).update.skipped == "no group has enough finished episodes"
 
 
-def test_an_optimizer_s_state_that_was_altered_is_not_taken_for_one_that_was_dropped(folder: Path, tmp_path: Path) -> None:
+def test_preview_refuses_altered_optimizer_state(folder: Path, tmp_path: Path) -> None:
     _, trainer = trainer_of(folder, config(0, algorithm__name="ppo"))
     trainer.update(groups_of(), 0)
     sealed_folder.write(tmp_path / "v1", trainer.save)
@@ -410,7 +398,7 @@ def test_an_optimizer_s_state_that_was_altered_is_not_taken_for_one_that_was_dro
         other.load_partial(tmp_path / "v2")
 
 
-def test_the_cosine_of_a_long_gradient_with_itself_is_1_also_where_float32_would_round_it() -> None:
+def test_whatif_cosine_of_long_gradient_with_itself_is_1() -> None:
     torch.manual_seed(0)
     gradient = torch.randn(module.CHUNK + 12345) ** 5
     assert module._cosine(gradient, gradient) == pytest.approx(1, abs=1e-12)

@@ -51,9 +51,7 @@ def long(episode: agentrl.Episode) -> float:
     return float(sum(len(step.sampled_ids) for step in episode.steps))
 
 
-def test_an_agent_that_captures_its_surroundings_is_called_in_this_process_and_everything_is_printed(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dev_calls_closure_agent_here_and_prints_everything(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     called: list[tuple[int, bool]] = []
 
     def solve(task: agentrl.AgentTask, llm: agentrl.LLM) -> str:
@@ -77,9 +75,7 @@ def test_an_agent_that_captures_its_surroundings_is_called_in_this_process_and_e
     assert f"reward {first.reward:.4g} (long {first.reward:.4g}, child 0.25)" in shown
 
 
-def test_an_agents_error_is_shown_from_its_own_first_line_and_ends_its_episode_alone(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dev_shows_agent_error_from_its_line_and_continues(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     def solve(task: agentrl.AgentTask, llm: agentrl.LLM) -> float:
         ask(llm, task.messages)
         if "2" in task.input:
@@ -102,7 +98,7 @@ class Thinker(agentrl.Agent):
         return task.input
 
 
-def test_async_agents_classes_and_hooks_are_called_as_they_are(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dev_calls_async_agents_classes_and_hooks(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     class Pays(agentrl.Hook):
         def on_rollout_end(self, rollout: agentrl.Rollout, task: agentrl.Task) -> None:  # type: ignore[override]
             rollout.reward = 2.0
@@ -112,7 +108,7 @@ def test_async_agents_classes_and_hooks_are_called_as_they_are(model: str, capsy
     assert "The agent did not call the model" in capsys.readouterr().out
 
 
-def test_without_an_agent_the_built_in_loop_is_tried(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dev_without_agent_tries_builtin_loop(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     episodes = trainer(model, max_steps=2).dev(train_dataset="arithmetic", max_tasks=2)
     episodes += trainer(model, max_steps=2).dev(agent="arithmetic", train_dataset=ROWS[:1])
     assert [episode.rewards.keys() for episode in episodes] == [{"numeric_answer"}] * 3
@@ -142,18 +138,18 @@ def raises(episode: agentrl.Episode) -> float:
         ({"rewards": [raises]}, {"train_dataset": ROWS}, RewardError),
     ],
 )
-def test_what_cannot_be_tried_is_refused(model: str, given: Any, asked: Any, why: Any) -> None:
+def test_dev_refuses_what_cannot_be_tried(model: str, given: Any, asked: Any, why: Any) -> None:
     with pytest.raises(why):
         trainer(model, **given).dev(**asked)
 
 
-def test_nothing_of_a_trial_is_kept(model: str, tmp_path: Path) -> None:
+def test_dev_keeps_nothing(model: str, tmp_path: Path) -> None:
     trainer(model, rewards=[long], store=tmp_path / "home").dev(agent=lambda task, llm: "42", train_dataset=ROWS[:1])
     assert not (tmp_path / "home" / "agentrl.db").exists()
     assert EMIT_KEY not in os.environ
 
 
-def test_the_agent_is_given_the_runs_texts(model: str) -> None:
+def test_dev_gives_agent_resources_of_run(model: str) -> None:
     def solve(task: agentrl.AgentTask, llm: agentrl.LLM, resources: Any, prompt: agentrl.Prompt) -> str:
         assert resources["prompt"] == prompt
         return ask(llm, [{"role": "user", "content": prompt.format(question=task.input)}])

@@ -25,7 +25,7 @@ def model(seed: int = 0) -> Any:
     return tiny_model(len(tokenizer()), seed)
 
 
-def test_a_model_is_saved_once_and_another_one_beside_it(tmp_path: Path) -> None:
+def test_model_in_memory_is_saved_once_by_hash(tmp_path: Path) -> None:
     made = model()
     before = {name: value.clone() for name, value in made.state_dict().items()}
     first = agentrl.Trainer(agentrl.GRPO(made, tokenizer(), lora_r=0), store=tmp_path).config(train_dataset=ROWS)
@@ -52,7 +52,7 @@ def test_grpo_opens_its_model_for_a_loop_by_hand(home: Path) -> None:
     assert Path(policy.ref.base).parent == settings().models_dir
 
 
-def test_a_name_or_a_folder_may_stand_where_the_model_does(tmp_path: Path) -> None:
+def test_model_argument_may_be_name_or_folder(tmp_path: Path) -> None:
     keys = agentrl.Trainer(agentrl.GRPO("Qwen/Qwen2.5-0.5B-Instruct", clip_high=0.28), store=tmp_path).config()
     assert (keys["model.path"], keys["algorithm.clip_high"]) == ("Qwen/Qwen2.5-0.5B-Instruct", 0.28)
     assert not (tmp_path / "models").exists()
@@ -85,16 +85,14 @@ class Quantised(Adapted):
         (lambda: (7, tokenizer()), "is not a transformers model"),
     ],
 )
-def test_what_cannot_be_saved_whole_is_refused_with_the_way_to_go(
-    make_arguments: Callable[[], tuple[Any, Any]], why: str
-) -> None:
+def test_model_in_memory_that_cannot_be_saved_is_refused(make_arguments: Callable[[], tuple[Any, Any]], why: str) -> None:
     with pytest.raises(ModelError, match=why):
         agentrl.GRPO(*make_arguments())
     with pytest.raises(ConfigError, match="lora_r"):
         agentrl.GRPO(lora_rank_=8)
 
 
-def test_a_disk_that_takes_nothing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_in_memory_leaves_nothing_on_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = model()
 
     def refuse(folder: Path) -> None:
@@ -125,7 +123,7 @@ print(json.dumps([run.status, run.last.ref.base]))
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_run_trains_a_model_that_was_in_memory(short_folder: Path) -> None:
+def test_model_in_memory_is_trained(short_folder: Path) -> None:
     (short_folder / "script.py").write_text(SCRIPT)
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "AGENTRL_HOME": str(short_folder / "home"), "AGENTRL_DATABASE_URL": ""}

@@ -28,7 +28,7 @@ def low(episode: agentrl.Episode) -> float:
     return sum(token < 100 for token in ids) / len(ids)
 
 
-def test_an_episode_is_played_to_its_end_with_tools_and_rewards(policy: agentrl.OpenPolicy) -> None:
+def test_rollout_worker_plays_episode_with_tools_and_rewards(policy: agentrl.OpenPolicy) -> None:
     worker = agentrl.RolloutWorker(policy, "arithmetic")
     episodes = worker.run_episodes(TASKS, group_size=8)
     assert [episode.task.reference for episode in episodes[::8]] == ["1", "2", "3", "4"]
@@ -43,7 +43,7 @@ def test_an_episode_is_played_to_its_end_with_tools_and_rewards(policy: agentrl.
     assert any(step.results for episode in episodes for step in episode.steps), "some call the calculator"
 
 
-def test_a_question_alone_is_answered_and_not_scored(policy: agentrl.OpenPolicy) -> None:
+def test_rollout_worker_answers_bare_question_without_score(policy: agentrl.OpenPolicy) -> None:
     said = agentrl.RolloutWorker(policy, "arithmetic", max_new_tokens=3).run_episode("What is 2 plus 3?")
     assert (said.reward, said.trainable) == (None, False)
     assert len(said.steps[0].sampled_ids) <= 3
@@ -51,7 +51,7 @@ def test_a_question_alone_is_answered_and_not_scored(policy: agentrl.OpenPolicy)
     assert scored.reward == scored.rewards["low"] == low(scored)
 
 
-def test_updates_make_the_policy_better_and_what_it_became_samples_and_is_saved(tmp_path: Path) -> None:
+def test_updates_by_hand_improve_policy_that_samples_and_saves(tmp_path: Path) -> None:
     folder = tiny_calling(tmp_path / "calling")
     with agentrl.open_policy(str(folder), max_new_tokens=8, max_steps=1) as policy:
         worker = agentrl.RolloutWorker(policy, "plain", rewards={"low": low})
@@ -75,7 +75,7 @@ def test_updates_make_the_policy_better_and_what_it_became_samples_and_is_saved(
         assert not torch.allclose(untrained.forward([list(range(12))]).logprobs, told, atol=0.05)
 
 
-def test_what_cannot_be_done_by_hand_is_said_in_a_sentence(policy: agentrl.OpenPolicy) -> None:
+def test_updates_by_hand_refuse_in_a_sentence(policy: agentrl.OpenPolicy) -> None:
     with pytest.raises(ConfigError, match=r"model\.lora_r cannot change: the model is already open"):
         agentrl.GRPOTrainer(policy, lora_r=8)
     with pytest.raises(ConfigError, match="no option 'learning_rat'"):
@@ -90,7 +90,7 @@ def test_what_cannot_be_done_by_hand_is_said_in_a_sentence(policy: agentrl.OpenP
         agentrl.RolloutWorker(policy, "plain", rewards={"bad": lambda episode: float("nan")}).run_episode("Say.")
 
 
-def test_episodes_of_one_task_are_compared() -> None:
+def test_updates_by_hand_compare_episodes_of_one_task() -> None:
     one, other = task_of(TASKS[0]), task_of(dict(reversed(TASKS[0].items())))
     assert one == other
     assert task_of("What?").key != one.key

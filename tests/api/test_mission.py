@@ -48,7 +48,7 @@ def workplace(short_folder: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_sft_then_rl_then_a_chat_by_command_lines(workplace: Path) -> None:
+def test_mission_runs_sft_rl_and_chat_by_command(workplace: Path) -> None:
     command = ("-P", "-m", "agentrl.cli")
     rows = "".join(json.dumps({**row, "response": f"It is {row['answer']}."}) + "\n" for row in TASKS)
     (workplace / "tasks.jsonl").write_text(rows)
@@ -75,7 +75,7 @@ class CodeExec(agentrl.Env):
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
-def test_env_tools_and_the_loop_by_hand_with_evaluations_and_checkpoints(tmp_path: Path, algorithm: str) -> None:
+def test_mission_trains_by_hand_with_tools_evals_and_checkpoints(tmp_path: Path, algorithm: str) -> None:
     called: list[str] = []
 
     def calculator(expression: str) -> str:
@@ -167,7 +167,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_trainer_with_an_agent_a_hook_a_store_in_memory_and_runners(workplace: Path) -> None:
+def test_mission_trainer_has_agent_hook_memory_store_and_runners(workplace: Path) -> None:
     model = tiny_random(workplace / "model")
     (workplace / "train_math_agent.py").write_text(SCRIPT)
     status, iterations, rank, said, asked = json.loads(run_in(workplace, "train_math_agent.py", str(model)).splitlines()[-1])
@@ -176,7 +176,7 @@ def test_a_trainer_with_an_agent_a_hook_a_store_in_memory_and_runners(workplace:
     assert {reward for reward, _ in said} != {0.0}
 
 
-def test_a_name_of_another_framework_is_refused_with_the_way_to_go() -> None:
+def test_foreign_names_are_refused_with_advice() -> None:
     for name, advice in elsewhere.ADVICE.items():
         with pytest.raises(ImportError, match=f"^agentrl has no {name}: {re.escape(advice)}$"):
             getattr(agentrl, name)

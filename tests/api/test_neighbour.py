@@ -69,7 +69,7 @@ def critic(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedCrit
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_the_first_agent_of_agent_lightning_learns_its_prompt_in_threads(critic: ScriptedCritic, tmp_path: Path) -> None:
+def test_agent_lightning_first_agent_learns_prompt_in_threads(critic: ScriptedCritic, tmp_path: Path) -> None:
     trainer = agl.Trainer(
         algorithm="apo",
         search={"critic": "scripted", "rounds": 1, "beam_width": 2, "branch_factor": 2, "choose_tasks": 8},
@@ -102,7 +102,7 @@ def sides() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_the_program_that_the_page_shows_searches_in_processes(short_folder: Path, tmp_path: Path) -> None:
+def test_agent_lightning_page_program_searches_in_processes(short_folder: Path, tmp_path: Path) -> None:
     model = str(tiny_calling(tmp_path / "model"))
     program = sides()["+"].replace('"Qwen/Qwen2.5-0.5B-Instruct"', f"{model!r}, max_new_tokens=8")
     assert model in program
@@ -118,7 +118,7 @@ def test_the_program_that_the_page_shows_searches_in_processes(short_folder: Pat
     assert done.stdout.splitlines()[-1] == f"done { ({'prompt_template': first}) } {[first, edited]}"
 
 
-def test_what_the_page_takes_out_is_refused_with_what_to_write() -> None:
+def test_agent_lightning_removed_lines_are_refused_with_advice() -> None:
     before = sides()["-"].replace("import agentlightning as agl", "import agentrl as agl")
     compile(before, "before.py", "exec")
     gone = set(re.findall(r"\bagl\.(\w+)", before)) - set(agl.__all__)
@@ -126,7 +126,7 @@ def test_what_the_page_takes_out_is_refused_with_what_to_write() -> None:
     assert {"initial_resources", "adapter"} <= elsewhere.OPTIONS.keys() & set(re.findall(r"(\w+)=", before))
 
 
-def test_every_name_in_the_pages_table_is_one_of_ours_or_is_refused_with_what_to_write() -> None:
+def test_agent_lightning_table_names_exist_or_are_refused() -> None:
     table = rows(PAGE.read_text())
     theirs = {name for cells in table for name in re.findall(r"`@?(\w+)(?:\(.*?\)|=)?`", cells[0])} - {"agl"}
     known = {*agl.__all__, *elsewhere.ADVICE, *elsewhere.OPTIONS}

@@ -115,7 +115,7 @@ def loaded(text: str, folder: Path) -> Any:
     return made
 
 
-def test_a_function_takes_along_what_it_names_and_does_the_same(cell: Any, tmp_path: Path) -> None:
+def test_captured_function_includes_names_it_uses(cell: Any, tmp_path: Path) -> None:
     made = SourceModule()
     made.add("solve", cell.solve)
     assert loaded(made.text, tmp_path).solve("t", None) == cell.solve("t", None)
@@ -123,26 +123,26 @@ def test_a_function_takes_along_what_it_names_and_does_the_same(cell: Any, tmp_p
         assert absent not in made.text
 
 
-def test_a_part_of_a_package_is_imported_too(cell: Any, tmp_path: Path) -> None:
+def test_captured_function_imports_package_parts(cell: Any, tmp_path: Path) -> None:
     made = SourceModule()
     made.add("parts", cell.parts)
     assert "import urllib.request\n" in made.text
     assert loaded(made.text, tmp_path).parts("t", None) == cell.parts("t", None)
 
 
-def test_a_class_takes_its_bases_along_and_an_object_what_it_holds(cell: Any, tmp_path: Path) -> None:
+def test_captured_class_includes_bases_and_object_its_state(cell: Any, tmp_path: Path) -> None:
     made = SourceModule()
     made.add_instance("mine", cell.solver)
     assert loaded(made.text, tmp_path).mine.rollout("t", None) == cell.solver.rollout("t", None)
 
 
-def test_a_function_made_by_another_takes_what_it_closes_over(cell: Any, tmp_path: Path) -> None:
+def test_captured_closure_includes_its_variables(cell: Any, tmp_path: Path) -> None:
     made = SourceModule()
     made.add("inside", cell.inside)
     assert loaded(made.text, tmp_path).inside("t", None) == 43
 
 
-def test_a_name_that_is_not_there_yet_is_left_to_say_so_itself(cell: Any, tmp_path: Path) -> None:
+def test_captured_name_not_defined_yet_raises_on_use(cell: Any, tmp_path: Path) -> None:
     made = SourceModule()
     made.add("missing", cell.missing)
     with pytest.raises(NameError, match="not_made_yet"):
@@ -160,13 +160,13 @@ REFUSED: dict[str, tuple[Callable[[SourceModule, Any], None], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_lives_in_this_process_alone_is_refused_with_what_to_do(cell: Any, name: str) -> None:
+def test_captured_process_state_is_refused_with_remedy(cell: Any, name: str) -> None:
     take, said = REFUSED[name]
     with pytest.raises(ConfigError, match=said):
         take(SourceModule(), cell)
 
 
-def test_a_function_of_a_module_that_no_worker_finds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_function_of_hidden_module_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hidden_rewards.py").write_text("def right(episode):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     import hidden_rewards  # type: ignore[import-not-found]
@@ -175,7 +175,7 @@ def test_a_function_of_a_module_that_no_worker_finds_is_refused(tmp_path: Path, 
         path_of(hidden_rewards.right, "reward", settings(), True)
 
 
-def test_a_source_that_is_gone_is_said_to_be(cell: Any) -> None:
+def test_captured_source_missing_is_reported(cell: Any) -> None:
     linecache.cache["<ipython-input-1-abc>"] = (0, None, [], "<ipython-input-1-abc>")
     with pytest.raises(ConfigError, match=r"The source of 'even' is not available\. Move it"):
         SourceModule().add("even", cell.even)
@@ -191,14 +191,14 @@ class Odd:
         return "1"
 
 
-def test_only_what_reads_back_as_itself_is_a_constant() -> None:
+def test_literal_takes_only_values_that_read_back() -> None:
     kept = (1, 2.5, "a\n'\"", b"\x00", None, True, (1,), [1, [2]], {"a": {1: None}}, {1, 2})
     assert [literal(value) for value in kept] == [repr(value) for value in kept]
     for value in (Odd(), [Odd()], float("nan"), threading.Lock(), js, "x" * 2_000_000, print, range(3)):
         assert literal(value) is None
 
 
-def test_what_can_be_imported_is_named_and_what_cannot_is_written_by_its_content(cell: Any, home: Path) -> None:
+def test_path_of_names_importable_and_writes_others(cell: Any, home: Path) -> None:
     where = settings()
     assert path_of("any:path", "x", where, True) == "any:path"
     assert path_of(literal, "x", where, True) == "agentrl.api.notebook_source:literal"
@@ -227,9 +227,7 @@ def solve(task, llm):
 GUARD = "\n\nif __name__ == '__main__':\n    raise SystemExit(solve(None, None))\n"
 
 
-def test_a_script_whose_function_uses_what_lives_in_it_is_taken_along_whole(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_script_is_copied_entirely_if_needed(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text, whole in ((SCRIPT + GUARD, True), (SCRIPT, False)):
         file = tmp_path / "script.py"
         file.write_text(text)

@@ -31,7 +31,7 @@ def store(database: Database) -> agentrl.Store:
     return agentrl.open(database.url.render_as_string(hide_password=False))
 
 
-def test_runs_are_values_by_name_by_number_and_the_newest(store: agentrl.Store) -> None:
+def test_store_run_takes_name_number_or_newest(store: agentrl.Store) -> None:
     assert [run.name for run in store.runs()] == ["second", "first"]
     assert [run.name for run in store.runs(text="fir")] == ["first"]
     first = store.run("first")
@@ -40,7 +40,7 @@ def test_runs_are_values_by_name_by_number_and_the_newest(store: agentrl.Store) 
     assert first.last.version == 1
 
 
-def test_a_run_tells_its_curve_its_iterations_and_what_happened(store: agentrl.Store) -> None:
+def test_store_run_has_curve_iterations_and_events(store: agentrl.Store) -> None:
     first = store.run("first")
     curve = first.curve()
     assert (curve.iterations, curve.rewards) == ((1,), (0.5,))
@@ -52,9 +52,7 @@ def test_a_run_tells_its_curve_its_iterations_and_what_happened(store: agentrl.S
     assert "no iteration has ended" in repr(store.run("second").curve())
 
 
-def test_a_list_is_read_in_pages_and_leaves_as_a_table_a_frame_and_a_dataset(
-    store: agentrl.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_list_is_paged_and_becomes_table_frame_and_dataset(store: agentrl.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "PAGE", 3)
     done = store.run("first").episodes(status="done")
     assert [row.reward for row in done] == [0.0, 1.0, 0.0, 1.0]
@@ -69,7 +67,7 @@ def test_a_list_is_read_in_pages_and_leaves_as_a_table_a_frame_and_a_dataset(
     assert nothing.to_dataset().num_rows == 0
 
 
-def test_a_dataset_of_episodes_has_their_conversations(store: agentrl.Store) -> None:
+def test_store_episodes_dataset_has_conversations(store: agentrl.Store) -> None:
     found = store.episodes("first", min_reward=1).to_dataset()
     assert found["reward"] == [1.0, 1.0]
     roles = [[message["role"] for message in messages] for messages in found["messages"]]
@@ -77,7 +75,7 @@ def test_a_dataset_of_episodes_has_their_conversations(store: agentrl.Store) -> 
     assert "messages" not in store.episodes("first").to_dataset(messages=False).column_names
 
 
-def test_an_episode_is_whole(store: agentrl.Store) -> None:
+def test_store_episode_is_complete(store: agentrl.Store) -> None:
     number = store.episodes("first", min_reward=1).head(1)[0].id
     found = store.episode(number)
     assert isinstance(found.value, agentrl.Episode)
@@ -87,7 +85,7 @@ def test_an_episode_is_whole(store: agentrl.Store) -> None:
     assert repr(found) == f"<episode {number} of first: done (answered), reward 1.0>"
 
 
-def test_calls_are_written_as_the_chat_api_writes_them(database: Database) -> None:
+def test_store_writes_calls_like_chat_api(database: Database) -> None:
     (group,) = start(database, submission("calling", tasks=1))
     work = claim(database, group)
     steps.commit_sampled(database, work.fence, [sampled(work, 0, 0, (CALL,))])
@@ -100,7 +98,7 @@ def test_calls_are_written_as_the_chat_api_writes_them(database: Database) -> No
     assert row[-1]["tool_calls"][0]["function"] == call["function"]
 
 
-def test_sql_is_read_only_and_leaves_as_a_frame(store: agentrl.Store) -> None:
+def test_store_sql_is_read_only_and_returns_frame(store: agentrl.Store) -> None:
     found = store.sql("SELECT run, count(*) AS episodes FROM v_episodes GROUP BY run ORDER BY run")
     assert [row["run"] for row in found] == ["first", "second"]
     assert list(found.to_pandas().columns) == ["run", "episodes"]
@@ -109,7 +107,7 @@ def test_sql_is_read_only_and_leaves_as_a_frame(store: agentrl.Store) -> None:
 
 
 @pytest.mark.parametrize("shown", ["store", "run", "episodes", "episode", "curve", "table", "events"])
-def test_a_notebook_is_shown_text_and_never_markup(store: agentrl.Store, database: Database, shown: str) -> None:
+def test_store_shows_notebook_text_and_never_markup(store: agentrl.Store, database: Database, shown: str) -> None:
     hostile = {"said": HOSTILE.replace("\x00", "")}
     for change in (
         "UPDATE episodes SET final_answer = :said",
@@ -133,7 +131,7 @@ def test_a_notebook_is_shown_text_and_never_markup(store: agentrl.Store, databas
     assert len(html) < 100_000
 
 
-def test_what_is_not_there_is_said_with_the_next_step(store: agentrl.Store, tmp_path: Path) -> None:
+def test_store_missing_row_is_error_with_next_step(store: agentrl.Store, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="There is no run 'frist'"):
         store.run("frist")
     with pytest.raises(NotFoundError):
@@ -150,14 +148,14 @@ def test_what_is_not_there_is_said_with_the_next_step(store: agentrl.Store, tmp_
         _ = store.run("first").best
 
 
-def test_a_password_is_not_shown() -> None:
+def test_store_hides_password() -> None:
     from agentrl.api.store import Store
 
     where = settings().model_copy(update={"database_url": "postgresql://me:hidden@host:5432/db"})
     assert repr(Store(where)) == "<store postgresql://me@host:5432/db>"
 
 
-def test_a_folder_and_a_file_are_stores(sqlite: Database) -> None:
+def test_open_takes_folder_or_file(sqlite: Database) -> None:
     file = Path(str(sqlite.url.database))
     start(sqlite, submission("here"))
     assert agentrl.open(file).run().name == "here"
@@ -183,7 +181,7 @@ def dump(file: Path) -> list[str]:
 NEWER = ("CREATE TABLE alembic_version (version_num TEXT)", "INSERT INTO alembic_version VALUES ('9999')")
 
 
-def test_what_is_no_store_of_this_agentrl_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_open_refuses_foreign_store_and_leaves_it(tmp_path: Path) -> None:
     notes, empty = tmp_path / "notes.db", tmp_path / "empty.db"
     notes.write_text("x")
     empty.touch()
@@ -210,17 +208,17 @@ def test_what_is_no_store_of_this_agentrl_is_refused_and_left_as_it_is(tmp_path:
             agentrl.open(other)  # type: ignore[arg-type]
 
 
-def test_a_host_that_is_not_found_is_said_to_be() -> None:
+def test_open_reports_host_not_found() -> None:
     with pytest.raises(ServiceError, match=r"does not answer: .*resolve host"):
         agentrl.open("postgresql://me:hidden@no-such-host.invalid/db").runs().head()
 
 
-def test_an_error_is_its_sentence_in_a_notebook() -> None:
+def test_error_in_notebook_is_its_sentence() -> None:
     error = agentrl.AgentRLError("It is not there.", "Make it.")
     assert error._render_traceback_() == ["AgentRLError: It is not there.", "  Make it."]
 
 
-def test_what_is_public_is_there_and_is_loaded_when_it_is_used() -> None:
+def test_public_names_exist_and_load_lazily() -> None:
     assert all(hasattr(agentrl, name) for name in agentrl.__all__)
     assert sorted(agentrl.__all__) == sorted(name for names in agentrl._MODULES.values() for name in names)
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):

@@ -74,9 +74,7 @@ def trainer(model: str, **more: Any) -> agentrl.Trainer:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_an_agent_that_captures_its_surroundings_is_called_in_this_process_and_the_policy_learns(
-    model: str, tmp_path: Path
-) -> None:
+def test_threads_call_closure_agent_and_policy_learns(model: str, tmp_path: Path) -> None:
     called: list[tuple[int, str]] = []
 
     def solve(task: agentrl.AgentTask, llm: agentrl.LLM) -> str:
@@ -114,7 +112,7 @@ class Notes(agentrl.Hook):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_lambdas_hooks_with_locks_and_rewards_that_capture_work_one_run_after_the_other(model: str, tmp_path: Path) -> None:
+def test_threads_run_lambdas_and_hooks_with_locks_in_turn(model: str, tmp_path: Path) -> None:
     notes, lock, seen = Notes(), threading.Lock(), []
 
     def short(episode: agentrl.Episode) -> float:
@@ -151,9 +149,7 @@ class Broken(agentrl.Agent):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_the_built_in_loop_acts_in_an_env_whose_tools_capture_and_makes_the_rows_of_processes(
-    model: str, tmp_path: Path
-) -> None:
+def test_threads_run_builtin_loop_with_closure_tools(model: str, tmp_path: Path) -> None:
     called: list[str] = []
 
     def calculator(expression: str) -> str:
@@ -177,7 +173,7 @@ def test_the_built_in_loop_acts_in_an_env_whose_tools_capture_and_makes_the_rows
     assert run.last.ref.sha256 == other.last.ref.sha256
 
 
-def test_what_threads_cannot_do_is_refused_and_what_lived_in_another_process_is_said(model: str, tmp_path: Path) -> None:
+def test_threads_refuse_what_needs_processes(model: str, tmp_path: Path) -> None:
     made = trainer(model, store=tmp_path / "runs")
 
     def solve(task: agentrl.AgentTask, llm: agentrl.LLM) -> None:
@@ -193,7 +189,7 @@ def test_what_threads_cannot_do_is_refused_and_what_lived_in_another_process_is_
         find("agents", "agentrl_here:solve")
 
 
-def test_a_store_that_other_workers_are_at_work_on_is_refused(model: str, tmp_path: Path) -> None:
+def test_threads_refuse_store_used_by_other_workers(model: str, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     over = threading.Event()
     with closing(open_database(f"sqlite:///{tmp_path}/runs/agentrl.db")) as database:
@@ -215,7 +211,7 @@ def test_a_store_that_other_workers_are_at_work_on_is_refused(model: str, tmp_pa
         assert leases.take_service_lease(database, "control", "elsewhere:1", 1.0), "it was given back"
 
 
-def test_an_agent_that_does_not_return_is_left_alone_at_its_limit_and_where_it_is_to_stop() -> None:
+def test_threads_abandon_agent_that_does_not_return() -> None:
     over = threading.Event()
 
     async def waits(task: agentrl.AgentTask, llm: agentrl.LLM) -> None:
@@ -260,7 +256,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_breakpoint_in_an_agent_stops_it_where_a_person_types(model: str, short_folder: Path) -> None:
+def test_threads_stop_at_breakpoint_of_agent(model: str, short_folder: Path) -> None:
     (short_folder / "script.py").write_text(DEBUGGED)
     done = subprocess.run(
         [sys.executable, "script.py", model], cwd=short_folder, env=own_environment(short_folder), text=True, timeout=120,
@@ -288,7 +284,7 @@ print(json.dumps([run.status, run.last.version, run.last.ref.sha256, tokens]))
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_threads_and_processes_make_the_same_tokens_and_weights(model: str, short_folder: Path) -> None:
+def test_threads_make_same_weights_as_processes(model: str, short_folder: Path) -> None:
     (short_folder / "script.py").write_text(SAME)
     said = {how: in_folder(short_folder, "script.py", model, how).stdout.splitlines()[-1] for how in ("threads", "processes")}
     assert said["threads"] == said["processes"]
@@ -322,9 +318,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("strategy", ["threads", "processes"])
-def test_ctrl_c_pauses_and_another_process_goes_on_in_threads_or_in_processes(
-    model: str, short_folder: Path, strategy: str
-) -> None:
+def test_threads_pause_on_ctrl_c_and_others_continue(model: str, short_folder: Path, strategy: str) -> None:
     (short_folder / "script.py").write_text(ON)
     command = [sys.executable, "-u", "script.py", model]
     environment = own_environment(short_folder)

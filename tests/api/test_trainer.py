@@ -70,7 +70,7 @@ def _home(home: Path) -> Iterator[None]:
     settings.cache_clear()
 
 
-def test_what_is_typed_is_what_a_config_file_says(tmp_path: Path) -> None:
+def test_trainer_options_equal_config_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("seed: 3\nrollout: {group_size: 2, max_new_tokens: 9}\n")
     given: dict[str, Any] = {"group_size": 4, "update": {"epochs": 2}, "hooks": [Counts]}
     trainer = agentrl.Trainer("grpo", agent=solve, rewards={right: 0.5, "format": 2.0}, config=tmp_path / "run.yaml", **given)
@@ -88,7 +88,7 @@ def test_what_is_typed_is_what_a_config_file_says(tmp_path: Path) -> None:
     assert [task.reference for task in load_tasks(made.dataset).tasks] == ["1", "2", "3", "4"]
 
 
-def test_a_mapping_in_place_of_the_agent_is_its_section() -> None:
+def test_trainer_agent_mapping_is_its_section() -> None:
     made = build(agentrl.Trainer(agent={"timeout_seconds": 5, "max_calls": 2}).config(solve, ROWS))
     assert made.agent is not None
     assert (made.agent.name, made.agent.timeout_seconds, made.agent.max_calls) == ("tests.api.test_trainer:solve", 5, 2)
@@ -96,7 +96,7 @@ def test_a_mapping_in_place_of_the_agent_is_its_section() -> None:
         build(agentrl.Trainer(agent={"seconds": 5}).config(solve, ROWS))
 
 
-def test_rows_without_answers_are_scored_by_what_their_agent_returns() -> None:
+def test_trainer_scores_unanswered_rows_by_agent_result() -> None:
     unanswered = [{"question": row["question"]} for row in ROWS]
     for trainer, rows, env in (
         (agentrl.Trainer(agent=solve), unanswered, "plain"),
@@ -107,7 +107,7 @@ def test_rows_without_answers_are_scored_by_what_their_agent_returns() -> None:
         assert build(trainer.config(train_dataset=rows)).env == env
 
 
-def test_rows_come_in_many_kinds_and_are_written_once() -> None:
+def test_trainer_rows_of_any_kind_are_written_once() -> None:
     import datasets
     import pandas
 
@@ -131,7 +131,7 @@ def test_rows_come_in_many_kinds_and_are_written_once() -> None:
         (Guess(system_prompt="Guess."), "agentrl_code_"),
     ],
 )
-def test_an_env_as_the_agent_is_the_built_in_loop_in_that_env(given: Any, path: str) -> None:
+def test_trainer_agent_that_is_env_means_builtin_loop(given: Any, path: str) -> None:
     for trainer, agent in (
         (agentrl.Trainer(), given),
         (agentrl.Trainer(agent=given), None),
@@ -145,7 +145,7 @@ def test_an_env_as_the_agent_is_the_built_in_loop_in_that_env(given: Any, path: 
         assert found.system_prompt == ("Guess." if getattr(given, "system_prompt", "") == "Guess." else "")
 
 
-def test_an_env_that_is_none_or_one_too_many_is_refused() -> None:
+def test_trainer_refuses_invalid_or_second_env() -> None:
     with pytest.raises(ConfigError, match="both pass an env"):
         agentrl.Trainer(env="math").config(agent=guess)
     with pytest.raises(ConfigError, match="'Needy' without arguments: TypeError"):
@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[agentrl.AgentRLError], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_option_is_refused_with_the_nearest(name: str) -> None:
+def test_trainer_unknown_option_gets_nearest_one(name: str) -> None:
     options, kind, said = REFUSED[name]
     with pytest.raises(kind) as caught:
         agentrl.Trainer(**options)
@@ -205,13 +205,13 @@ NO_ROWS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", NO_ROWS)
-def test_what_are_no_rows_is_refused_by_the_row(name: str) -> None:
+def test_trainer_invalid_rows_are_named(name: str) -> None:
     given, said = NO_ROWS[name]
     with pytest.raises(DatasetError, match=said):
         agentrl.Trainer().config(train_dataset=given)
 
 
-def test_rows_that_raise_in_their_midst_are_refused_and_nothing_is_written() -> None:
+def test_trainer_rows_that_raise_write_nothing() -> None:
     def rows() -> Iterator[dict[str, str]]:
         yield ROWS[0]
         raise OSError("the disk is gone")
@@ -221,7 +221,7 @@ def test_rows_that_raise_in_their_midst_are_refused_and_nothing_is_written() -> 
     assert not (settings().root / "datasets").exists()
 
 
-def test_a_data_folder_that_cannot_be_written_is_said_to_be(tmp_path: Path) -> None:
+def test_trainer_data_folder_unwritable_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ServiceError, match=r"Not a directory\. Pass another store"):
         agentrl.Trainer(store=tmp_path / "file" / "runs").config(train_dataset=ROWS)
@@ -230,14 +230,14 @@ def test_a_data_folder_that_cannot_be_written_is_said_to_be(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("strategy", ["threads", "processes"])
 @pytest.mark.parametrize("given", [7, None, ["x"], {"a": 1}, b"x", object()])
-def test_a_constant_is_neither_a_reward_nor_a_hook(given: Any, strategy: Any) -> None:
+def test_trainer_refuses_constant_as_reward_or_hook(given: Any, strategy: Any) -> None:
     with pytest.raises(ConfigError, match=r"is no reward\. Pass a function"):
         agentrl.Trainer(rewards=[given], strategy=strategy).config(train_dataset=ROWS)
     with pytest.raises(ConfigError, match=r"is no hook\. Pass a function"):
         agentrl.Trainer(hooks=[given], strategy=strategy).config(train_dataset=ROWS)
 
 
-def test_numbers_of_numpy_are_numbers_and_nothing_is_none() -> None:
+def test_trainer_takes_numpy_numbers_and_none() -> None:
     import numpy
 
     given: dict[str, Any] = {"group_size": numpy.int64(4), "learning_rate": numpy.float64(0.5)}
@@ -254,7 +254,7 @@ class Refuses(agentrl.Hook):
         raise KeyError(run)
 
 
-def test_a_hook_that_raises_at_the_start_leaves_a_run_that_has_failed_and_can_go_on(tmp_path: Path) -> None:
+def test_trainer_hook_error_at_start_fails_run_resumably(tmp_path: Path) -> None:
     model, store = str(tiny_random(tmp_path / "model")), tmp_path / "runs"
     trainer = agentrl.Trainer(model=model, hooks=[Refuses()], strategy="threads", store=store, env="arithmetic", name="refused")
     with pytest.raises(
@@ -268,7 +268,7 @@ def test_a_hook_that_raises_at_the_start_leaves_a_run_that_has_failed_and_can_go
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_what_the_command_refuses_is_raised_in_its_words_and_nothing_is_stored(tmp_path: Path) -> None:
+def test_trainer_raises_refusal_of_command_and_stores_nothing(tmp_path: Path) -> None:
     model = str(tiny_random(tmp_path / "model"))
     with pytest.raises(agentrl.AgentRLError, match=r"has 1 malformed row:\n  line 1: must have one of 'question'"):
         agentrl.Trainer(model=model).fit(train_dataset=[{"text": "no message"}])
@@ -278,7 +278,7 @@ def test_what_the_command_refuses_is_raised_in_its_words_and_nothing_is_stored(t
         agentrl.open()
 
 
-def test_an_error_of_a_command_comes_back_as_what_it_was() -> None:
+def test_trainer_error_keeps_its_class() -> None:
     several = DatasetError("rows:\n  line 1: one\n  line 2: two", "Mend them.")
     for error in (NotFoundError("There is no run 'x'.", "List them."), StateError("It is over."), several):
         said = f"agentrl: {error.message}\n" + (f"  {error.hint}\n" if error.hint else "")
@@ -312,7 +312,7 @@ def test_follow_draws_the_growing_curve_in_a_notebook(monkeypatch: pytest.Monkey
     assert {type(curve) for curve in drawn} == {agentrl.Curve}
 
 
-def test_a_store_may_be_a_folder_a_file_a_url_or_one_that_goes_with_the_process(tmp_path: Path) -> None:
+def test_trainer_store_may_be_folder_file_url_or_memory(tmp_path: Path) -> None:
     assert StoreLocation.of(tmp_path).settings.database == f"sqlite:///{tmp_path}/agentrl.db"
     assert StoreLocation.of(tmp_path / "runs.db").settings.database == f"sqlite:///{tmp_path}/runs.db"
     assert StoreLocation.of("sqlite:///runs.db").settings.database == f"sqlite:///{Path.cwd()}/runs.db"
@@ -326,7 +326,7 @@ def test_a_store_may_be_a_folder_a_file_a_url_or_one_that_goes_with_the_process(
     assert settings().models_dir.is_dir()
 
 
-def test_a_run_that_is_stored_is_taken_up_and_is_as_it_was_submitted(own_database: Database) -> None:
+def test_trainer_attach_continues_stored_run_unchanged(own_database: Database) -> None:
     start(own_database, submission("stored"))
     trainer = agentrl.Trainer.attach("stored")
     assert trainer.run is not None
@@ -380,7 +380,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("how", ["loop", "agent"])
-def test_a_script_trains_with_its_own_functions_and_hooks(short_folder: Path, how: str) -> None:
+def test_trainer_script_trains_with_own_functions_and_hooks(short_folder: Path, how: str) -> None:
     model = tiny_random(short_folder / "model")
     (short_folder / "script.py").write_text(SCRIPT)
     done = in_folder(short_folder, "script.py", str(model), how)
@@ -413,7 +413,7 @@ print(" ".join(f"-s {key}={json.dumps(value)}" for key, value in keys.items() if
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_python_and_the_command_line_make_the_same_tokens_and_weights(short_folder: Path) -> None:
+def test_trainer_and_command_line_make_same_weights(short_folder: Path) -> None:
     model = tiny_random(short_folder / "model")
     (short_folder / "script.py").write_text(SAME)
     command = ("-P", "-m", "agentrl.cli")
@@ -447,7 +447,7 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_ctrl_c_pauses_a_run_and_another_process_goes_on_with_it(short_folder: Path) -> None:
+def test_trainer_pauses_on_ctrl_c_and_other_process_continues(short_folder: Path) -> None:
     model = tiny_random(short_folder / "model")
     (short_folder / "script.py").write_text(ON)
     environment = own_environment(short_folder)

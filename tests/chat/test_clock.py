@@ -22,7 +22,7 @@ def dated() -> Chat:
     return Chat(tokenizer)
 
 
-def test_chat_template_reads_the_time_given_to_at() -> None:
+def test_chat_at_sets_time_of_template() -> None:
     text = dated().decode(dated().at(MIDNIGHT).opening([QUESTION]))
     assert "Today is 25 Nov 2026 23:59:59.000005." in text
     elsewhere = MIDNIGHT.astimezone(timezone(timedelta(hours=9)))

@@ -38,7 +38,7 @@ def stack(module_folder: Path, forks: Nursery, migrated_file: Path) -> Iterator[
 
 
 @pytest.mark.slow
-def test_what_sft_makes_holds_the_template_and_the_format_that_it_learned(stack: Stack) -> None:
+def test_sft_model_holds_its_template_and_format(stack: Stack) -> None:
     told, chosen = (stack.settings.models_dir / name for name in ("told", "chosen"))
     assert (source_of(told) or ("",))[0] == NAMED
     assert json.loads((told / RECORD).read_text())["tool_format"] == "named"
@@ -47,7 +47,7 @@ def test_what_sft_makes_holds_the_template_and_the_format_that_it_learned(stack:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "begins"), [("by-file", '<tool_call name="'), ("by-record", "[calculator(")])
-def test_a_run_samples_and_runs_calls_of_that_format_and_every_episode_verifies(stack: Stack, run: str, begins: str) -> None:
+def test_run_in_other_format_calls_tools_and_verifies(stack: Stack, run: str, begins: str) -> None:
     db = stack.database
     config = json.loads(stack.agentrl("config", "show", "--run", run, "--json"))
     assert config["model.tool_format"] == ("pythonic" if run == "by-record" else "named")
@@ -65,7 +65,7 @@ def test_a_run_samples_and_runs_calls_of_that_format_and_every_episode_verifies(
 
 
 @pytest.mark.slow
-def test_a_policy_is_measured_and_talked_to_in_the_words_of_its_run(stack: Stack) -> None:
+def test_policy_in_other_format_is_evaluated_and_chatted_with(stack: Stack) -> None:
     stack.agentrl("eval", "--policy", "by-file", "--dataset", "arithmetic", "-n", "2")
     evals = values(stack.database, "SELECT run FROM v_runs WHERE kind = 'eval' ORDER BY id")
     config = json.loads(stack.agentrl("config", "show", "--run", evals[-1], "--json"))
@@ -73,7 +73,7 @@ def test_a_policy_is_measured_and_talked_to_in_the_words_of_its_run(stack: Stack
 
 
 @pytest.mark.slow
-def test_a_template_that_drops_what_it_is_given_starts_no_run(stack: Stack, tmp_path: Path) -> None:
+def test_template_that_drops_messages_starts_no_run(stack: Stack, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jinja"
     bad.write_text(NAMED.replace("<tool_response>\n{{ message.content }}\n", ""))
     before = value(stack.database, "SELECT count(*) FROM runs")

@@ -35,7 +35,7 @@ def errors(text: str) -> list[str | None]:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"a": 1}, {"a": {"b": [1, "\u00e9\n"]}}, {"x": '{"y": "\\""}'}])
-def test_arguments_in_a_string_that_holds_an_object_are_that_object(arguments: dict[str, Any]) -> None:
+def test_parse_text_reads_arguments_object_within_string(arguments: dict[str, Any]) -> None:
     for indent in (None, 2):
         text = tag(json.dumps({"name": "f", "arguments": json.dumps(arguments, indent=indent)}))
         assert parse_text(text) == Message("assistant", "", tool_calls=(ToolCall("f", arguments),))
@@ -50,7 +50,7 @@ def test_arguments_in_a_string_that_holds_an_object_are_that_object(arguments: d
         ('{"a": ' * 70 + "1" + "}" * 70, "nest 64"), ("[" * 100_000, "no valid JSON"), ("9" * 100_000, "4300 digits"),
     ],
 )  # fmt: skip
-def test_a_string_that_holds_no_object_is_told(held: str, why: str) -> None:
+def test_parse_text_reports_arguments_string_without_object(held: str, why: str) -> None:
     text = tag(json.dumps({"name": "f", "arguments": held}))
     (error,) = errors(text)
     assert why in (error or "")
@@ -70,14 +70,14 @@ def test_a_string_that_holds_no_object_is_told(held: str, why: str) -> None:
         ('{"name": "f", "arguments": {"\\ud800": 1, "\\ud800": 1, "a": 1, "a": 2}}', None),
     ],
 )
-def test_a_key_that_stands_twice_is_told_and_nothing_is_taken(inside: str, key: str | None) -> None:
+def test_parse_text_reports_duplicate_key_and_takes_nothing(inside: str, key: str | None) -> None:
     (call,) = parse_text(tag(inside)).tool_calls
     assert (call.name, call.arguments) == ("", {})
     assert call.error == (f'the key "{key}" stands twice in one object; give it once' if key else call.error)
     (call.error or "").encode()
 
 
-def test_the_same_key_in_two_objects_is_no_duplicate() -> None:
+def test_parse_text_allows_same_key_in_two_objects() -> None:
     inside = {"name": "f", "arguments": {"name": "f", "a": {"a": [{"a": 1}, {"a": 2}]}}}
     assert parse_text(tag(json.dumps(inside))).tool_calls == (ToolCall("f", inside["arguments"]),)  # type: ignore[arg-type]
 
@@ -86,24 +86,24 @@ def test_the_same_key_in_two_objects_is_no_duplicate() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "\n", " \n\t "])
-def test_a_complete_call_at_the_end_of_a_turn_needs_no_closing_tag(end: str) -> None:
+def test_parse_text_needs_no_closing_tag_at_end_of_turn(end: str) -> None:
     assert parse_text(f"So: {COMPLETE}{end}") == Message("assistant", "So:", tool_calls=(MADE,))
     assert parse_text(f"{GOOD}\n{COMPLETE}{end}").tool_calls == (MADE, MADE)
 
 
 @pytest.mark.parametrize("end", [" and more", "</tool", "}", ",", '{"name": "f", "arguments": {}}', "<|im_end|>"])
-def test_a_call_that_something_follows_does(end: str) -> None:
+def test_parse_text_needs_closing_tag_before_more_text(end: str) -> None:
     assert errors(COMPLETE + end) == [UNCLOSED]
 
 
-def test_no_beginning_of_a_call_is_taken_for_a_whole_one() -> None:
+def test_parse_text_takes_no_beginning_for_whole_call() -> None:
     for cut in range(len("<tool_call>"), len(COMPLETE)):
         assert errors(COMPLETE[:cut]) == [UNCLOSED]
     for inside in ("12", "null", '"f"', "[]", ""):
         assert errors(f"<tool_call>{inside}") == [UNCLOSED]
 
 
-def test_what_is_wrong_in_a_complete_call_without_its_tag_is_told() -> None:
+def test_parse_text_reports_fault_of_call_without_closing_tag() -> None:
     assert errors('<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}') == [
         'the key "a" stands twice in one object; give it once'
     ]
@@ -112,7 +112,7 @@ def test_what_is_wrong_in_a_complete_call_without_its_tag_is_told() -> None:
 
 
 @pytest.mark.parametrize(("reason", "next_is"), [("stop", CallTools), ("length", Finish)])
-def test_a_complete_call_that_a_limit_cut_is_not_made(reason: FinishReason, next_is: type) -> None:
+def test_complete_call_cut_by_limit_is_not_made(reason: FinishReason, next_is: type) -> None:
     for text in (GOOD, COMPLETE, COMPLETE[:-1]):
         step = Step(0, (), (1,), (2,), (-0.1,), reason, parse_text(text), 0)
         found = next_action(Episode(Task("t", (), "2"), steps=(step,)), find("envs", "arithmetic"), RolloutConfig())
@@ -126,17 +126,17 @@ def test_a_complete_call_that_a_limit_cut_is_not_made(reason: FinishReason, next
 
 
 @pytest.mark.parametrize("text", [GOOD, COMPLETE, "<tool_call>\n {", f"{GOOD}{GOOD} and </tool_call>", GOOD[:18]])
-def test_a_call_inside_a_thought_without_an_end_is_told_and_stays_in_the_thought(text: str) -> None:
+def test_parse_text_reports_call_in_open_thought(text: str) -> None:
     message = parse_text(f"<think>hm {text}")
     assert message == Message("assistant", "", thought=f"hm {text}", tool_calls=(ToolCall("", {}, error=IN_THOUGHT),))
 
 
-def test_a_call_inside_a_thought_with_an_end_is_thought() -> None:
+def test_parse_text_keeps_call_in_closed_thought_as_thought() -> None:
     assert parse_text(f"<think>hm {GOOD} no</think>42") == Message("assistant", "42", thought=f"hm {GOOD} no")
     assert parse_text(f"<think>{GOOD}</think>{GOOD}") == Message("assistant", "", thought=GOOD, tool_calls=(MADE,))
 
 
-def test_a_thought_in_the_middle_of_a_turn_makes_no_calls_either() -> None:
+def test_parse_text_makes_no_call_of_thought_within_turn() -> None:
     for text in (f"Let me see. <think>{GOOD}</think> 42", f"<think>a</think>b<think>{GOOD}</think>"):
         assert parse_text(text).tool_calls == ()
         assert GOOD in parse_text(text).content
@@ -147,7 +147,7 @@ def test_a_thought_in_the_middle_of_a_turn_makes_no_calls_either() -> None:
     assert parse_text(tag(json.dumps(written))).tool_calls == (ToolCall("f", {"x": "<think>"}),)
 
 
-def test_a_thought_without_an_end_that_only_names_the_tag_is_a_thought() -> None:
+def test_parse_text_allows_tag_name_in_open_thought() -> None:
     for text in ("hm, <tool_call>", "I could use <tool_call> or not", "42"):
         assert parse_text(f"<think>{text}") == Message("assistant", "", thought=text)
 
@@ -171,9 +171,7 @@ def ids(said: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("said", "told"), SAID.items())
-def test_an_episode_goes_on_after_each_from_exactly_the_tokens_that_were_sampled(
-    sqlite: Database, in_memory: None, said: str, told: str | None
-) -> None:
+def test_episode_continues_exact_tokens_after_bad_call(sqlite: Database, in_memory: None, said: str, told: str | None) -> None:
     worker = Worker(sqlite, group_of(sqlite), [ids(said)] * 2 + [ids("#### 42")] * 2).takes(2)
     answer(sqlite, worker.driver)  # with 42, where a call was made
     worker.takes(2)
@@ -188,12 +186,12 @@ def test_an_episode_goes_on_after_each_from_exactly_the_tokens_that_were_sampled
         assert second.new_row is None
 
 
-def test_a_turn_that_ends_within_its_call_ends_the_episode(sqlite: Database, in_memory: None) -> None:
+def test_turn_ending_within_call_ends_episode(sqlite: Database, in_memory: None) -> None:
     Worker(sqlite, group_of(sqlite), [ids(COMPLETE[:-1])] * 2).takes(2)
     assert {episode.stop_reason for episode in episodes(sqlite)} == {"parse_error"}
 
 
-def test_a_complete_call_at_the_limit_is_not_made(sqlite: Database, in_memory: None) -> None:
+def test_complete_call_at_token_limit_is_not_made(sqlite: Database, in_memory: None) -> None:
     said = ids(COMPLETE)
     group = group_of(sqlite, max_new_tokens=len(said) - 1)  # the end token is cut off
     Worker(sqlite, group, [said] * 2).takes(2)
@@ -203,7 +201,7 @@ def test_a_complete_call_at_the_limit_is_not_made(sqlite: Database, in_memory: N
     assert values(sqlite, "SELECT result FROM tool_calls WHERE result IS NOT NULL") == []
 
 
-def test_format_counts_what_could_be_read() -> None:
+def test_format_reward_counts_readable_calls() -> None:
     form = find("rewards", "format")
     shares = {GOOD: 1.0, COMPLETE: 1.0, COMPLETE[:-1]: 0.0, f"<think>{GOOD}": 0.0, f"x<think>{GOOD}</think>": 0.0}
     for text, share in shares.items():
@@ -214,7 +212,7 @@ def test_format_counts_what_could_be_read() -> None:
 # --- bounds -------------------------------------------------------------------------------------------------------------------
 
 
-def test_after_a_thousand_calls_the_rest_is_one_that_was_not_read() -> None:
+def test_parse_text_stops_after_a_thousand_calls() -> None:
     message = parse_text(GOOD * (MAX_CALLS + 500))
     assert message.tool_calls[:MAX_CALLS] == (MADE,) * MAX_CALLS
     (last,) = message.tool_calls[MAX_CALLS:]
@@ -222,7 +220,7 @@ def test_after_a_thousand_calls_the_rest_is_one_that_was_not_read() -> None:
     assert message.content == GOOD * 500
 
 
-def test_a_number_may_have_as_many_digits_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_text_limits_digits_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)  # as some library might
     try:
@@ -235,7 +233,7 @@ def test_a_number_may_have_as_many_digits_as_is_said(monkeypatch: pytest.MonkeyP
     assert parse_text(text).tool_calls == (ToolCall("f", {"x": int("9" * MAX_DIGITS)}),)
 
 
-def test_a_longer_call_than_a_tool_could_take_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_text_decodes_no_call_too_long_for_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json, "loads", pytest.fail)
     (error,) = errors(tag(json.dumps({"name": "f", "arguments": {"x": "y" * MAX_CHARACTERS}})))
     assert f"{MAX_CHARACTERS} characters" in (error or "")
@@ -255,7 +253,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.slow
-def test_a_megabyte_of_anything_is_read_soon_and_told_in_a_few_words(text: str) -> None:
+def test_parse_text_reads_a_megabyte_fast_with_short_error(text: str) -> None:
     began = time.process_time()
     message = parse_text(text)
     assert time.process_time() - began < 20  # of a second or less: nothing is quadratic
@@ -268,7 +266,7 @@ def test_a_megabyte_of_anything_is_read_soon_and_told_in_a_few_words(text: str) 
 @given(
     st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", GOOD, COMPLETE, "x", "{", "}", '"', " "]))
 )
-def test_a_call_is_made_of_what_stands_in_no_thought_or_there_is_an_error(parts: list[str]) -> None:
+def test_parse_text_makes_calls_outside_thoughts_or_error(parts: list[str]) -> None:
     text = "".join(parts)
     message = parse_text(text)
     made = [call for call in message.tool_calls if call.error is None]

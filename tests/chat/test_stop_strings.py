@@ -33,13 +33,13 @@ def first(stops: Stops, ids: list[int]) -> int | None:
 
 
 @given(TEXTS, STRINGS)
-def test_the_token_that_completes_a_stop_string_is_found(text: str, strings: tuple[str, ...]) -> None:
+def test_stop_string_is_found_at_completing_token(text: str, strings: tuple[str, ...]) -> None:
     ids = ids_of(text)
     assert first(CHAT.stops(strings), ids) == first_by_text(ids, strings)
 
 
 @given(TEXTS, ANY_IDS, TEXTS, STRINGS)
-def test_it_is_found_among_any_tokens_also_such_that_are_no_text(
+def test_stop_string_is_found_among_tokens_without_text(
     before: str, between: list[int], after: str, strings: tuple[str, ...]
 ) -> None:
     ids = [*ids_of(before), *between, *ids_of(after)]
@@ -47,31 +47,31 @@ def test_it_is_found_among_any_tokens_also_such_that_are_no_text(
 
 
 @given(st.lists(st.sampled_from(list("éa漢🙂".encode())), max_size=12), STRINGS)
-def test_characters_may_be_split_over_tokens_and_broken(spelled: list[int], strings: tuple[str, ...]) -> None:
+def test_stop_string_is_found_in_characters_split_over_tokens(spelled: list[int], strings: tuple[str, ...]) -> None:
     ids = [LETTERS[bytes([byte])] for byte in spelled]
     assert first(CHAT.stops(strings), ids) == first_by_text(ids, strings)
 
 
 @given(TEXTS, ANY_IDS, STRINGS)
-def test_what_comes_after_the_ids_asked_about_is_not_read(text: str, after: list[int], strings: tuple[str, ...]) -> None:
+def test_stop_string_check_reads_nothing_after_its_ids(text: str, after: list[int], strings: tuple[str, ...]) -> None:
     ids, stops = ids_of(text), CHAT.stops(strings)
     for n in range(1, len(ids) + 1):
         assert stops.is_completed([*ids, *after], n) == stops.is_completed(ids[:n])
 
 
 @given(ANY_IDS)
-def test_the_bytes_of_the_tokens_make_the_text(ids: list[int]) -> None:
+def test_stop_string_spelling_equals_decoded_text(ids: list[int]) -> None:
     assert b"".join(SPELLING[token] for token in ids).decode(errors="replace") == CHAT.decode(ids)
 
 
-def test_an_id_that_the_tokenizer_does_not_have_spells_nothing() -> None:
+def test_stop_string_ignores_id_beyond_tokenizer() -> None:
     beyond = len(tokenizer()) + 7
     stops = CHAT.stops(("12",))
     assert not stops.is_completed([beyond])
     assert stops.is_completed([*ids_of("1"), beyond, *ids_of("2")])
 
 
-def test_only_the_token_that_completes_it_counts_and_one_watch_is_kept_for_the_same_strings() -> None:
+def test_stop_string_is_completed_once_and_watch_is_shared() -> None:
     stops = CHAT.stops(("is 1",))
     ids = ids_of("What is 12")
     assert [stops.is_completed(ids[:n]) for n in range(1, len(ids) + 1)].count(True) == 1
@@ -93,7 +93,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
 
 
 @given(st.text("ab é漢🙂<>/\n"), st.lists(st.text("ab é漢🙂<>/\n", min_size=1, max_size=3), min_size=1, max_size=3))
-def test_pieces_of_sentencepiece_are_spelled_too(text: str, strings: list[str]) -> None:
+def test_stop_string_spelling_covers_sentencepiece(text: str, strings: list[str]) -> None:
     pieces = sentencepiece()
     ids = pieces.encode("a" + text.replace(" ", "▁"), add_special_tokens=False)
     spelling = Spelling(pieces)
@@ -102,7 +102,7 @@ def test_pieces_of_sentencepiece_are_spelled_too(text: str, strings: list[str]) 
     assert first(Stops(spelling, strings), ids) == (min(ends) if ends else None)
 
 
-def test_a_tokenizer_that_does_not_tell_its_bytes_is_refused() -> None:
+def test_stop_strings_refuse_tokenizer_without_bytes() -> None:
     made = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     made.decoder = decoders.WordPiece()  # type: ignore[assignment]
     for odd in (made, Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))):
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_does_not_tell_its_bytes_is_refused() -> None:
             Spelling(PreTrainedTokenizerFast(tokenizer_object=odd))
 
 
-def test_a_chat_knows_a_turn_that_has_its_end_token_from_one_that_a_string_ended() -> None:
+def test_chat_tells_end_token_from_stop_string() -> None:
     assert CHAT.has_end_token(ids_of("42<|im_end|>"))
     assert not CHAT.has_end_token(ids_of("42</answer>"))
     assert not CHAT.has_end_token(())

@@ -45,14 +45,14 @@ def section(**values: Any) -> ModelConfig:
 
 
 @each_family
-def test_the_format_is_the_one_that_the_template_writes(name: str) -> None:
+def test_format_is_the_one_template_writes(name: str) -> None:
     manner = Chat(family_tokenizer(name), AUTO).manner
     assert (manner.tool_format.name, manner.native, manner.ids) == (name, True, name.startswith("mistral"))
     assert manner.many == (name != "llama3")
 
 
 @each_family
-def test_a_template_that_drops_calls_is_known_by_its_marks(name: str) -> None:
+def test_format_of_template_that_drops_calls_is_found_by_marks(name: str) -> None:
     marks = {"named": '<tool_call name=""></tool_call>', "pythonic": "<|python_start|>", "mistral_args": "[TOOL_CALLS] [ARGS]"}
     marks |= {
         "hermes": "<tool_call>",
@@ -75,7 +75,7 @@ def test_a_template_that_drops_calls_is_known_by_its_marks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_format_that_reads_most_of_a_template_is_chosen(name: str) -> None:
+def test_format_that_reads_most_of_template_is_chosen(name: str) -> None:
     """Granite's format reads Phi's list too, but not its closing mark."""
     chat = Chat(tokenizer_of(*VARIANTS[name]), AUTO)
     assert (chat.manner.tool_format.name, chat.manner.native, chat.manner.many) == (name, True, True)
@@ -83,7 +83,7 @@ def test_the_format_that_reads_most_of_a_template_is_chosen(name: str) -> None:
     assert chat.parse(chat.turn(turn, [SCHEMA]), [SCHEMA]) == turn
 
 
-def test_a_template_may_write_an_end_of_sequence_behind_the_last_turn(tmp_path: Path) -> None:
+def test_template_may_write_end_of_sequence_after_last_turn(tmp_path: Path) -> None:
     folder = family_model(tmp_path / "phi", "phi4_mini")
     assert (source_of(folder) or ("",))[0].rstrip().endswith("{{ eos_token }}{%- endif -%}")
     check_template(resolve_chat(section(), folder), folder, system=True, tools=True)
@@ -95,7 +95,7 @@ def _with_template(source: str) -> Any:
     return made
 
 
-def test_a_template_that_tells_nothing_means_hermes_and_its_calls_are_not_dropped() -> None:
+def test_format_defaults_to_hermes_and_calls_are_kept() -> None:
     chat = Chat(_with_template(PLAIN), AUTO)
     assert (chat.manner.tool_format.name, chat.manner.native) == ("hermes", False)
     assert CALL.arguments["expression"] in chat.decode(chat.opening([QUESTION, Message("assistant", "so", tool_calls=(CALL,))]))
@@ -104,7 +104,7 @@ def test_a_template_that_tells_nothing_means_hermes_and_its_calls_are_not_droppe
 @each_family
 @hypothesis_settings(max_examples=40)
 @given(content=plain, made=st.lists(calls, max_size=2))
-def test_what_a_family_is_shown_is_read_as_the_same_turn(name: str, content: str, made: list[ToolCall]) -> None:
+def test_format_of_family_reads_rendered_turn(name: str, content: str, made: list[ToolCall]) -> None:
     chat = Chat(family_tokenizer(name), AUTO)
     turn = Message("assistant", content, tool_calls=tuple(made))
     ids = chat.turn(turn, [SCHEMA])
@@ -113,7 +113,7 @@ def test_what_a_family_is_shown_is_read_as_the_same_turn(name: str, content: str
 
 
 @each_family
-def test_an_episode_is_one_growing_row_that_reads_as_the_template_renders_it(name: str) -> None:
+def test_format_of_family_keeps_episode_one_growing_row(name: str) -> None:
     chat = Chat(family_tokenizer(name), AUTO)
     turn = Message("assistant", "", tool_calls=(CALL,))
     ids, reason = chat.continuation([RESULT], [SCHEMA])
@@ -123,7 +123,7 @@ def test_an_episode_is_one_growing_row_that_reads_as_the_template_renders_it(nam
     assert row.count("19") == 1
 
 
-def test_llama_may_end_a_call_with_a_token_of_its_own() -> None:
+def test_format_of_llama_has_own_end_token_for_calls() -> None:
     chat = Chat(family_tokenizer("llama3"), AUTO)
     eom = chat.tokenizer.convert_tokens_to_ids("<|eom_id|>")
     assert eom in chat.end_ids
@@ -132,7 +132,7 @@ def test_llama_may_end_a_call_with_a_token_of_its_own() -> None:
 
 
 @each_family
-def test_a_format_that_a_person_chose_is_written_into_what_the_turn_says(name: str) -> None:
+def test_format_chosen_by_option_is_written_into_content(name: str) -> None:
     chat = Chat(tokenizer(), name)
     turn = Message("assistant", "so", tool_calls=(CALL, CALL))
     assert chat.manner.native == (name == "hermes")
@@ -140,7 +140,7 @@ def test_a_format_that_a_person_chose_is_written_into_what_the_turn_says(name: s
     assert chat.manner.tool_format.write("so", turn.tool_calls, ()) in chat.decode(chat.opening([QUESTION, turn, RESULT]))
 
 
-def test_hermes_is_rendered_alike_whether_it_was_chosen_or_found() -> None:
+def test_format_hermes_renders_alike_if_chosen_or_detected() -> None:
     turn = Message("assistant", "Let me see.", thought="hm", tool_calls=(CALL, CALL))
     told = [QUESTION, turn, RESULT, RESULT]
     ways = [Chat(tokenizer(), way) for way in (AUTO, "hermes")]
@@ -149,7 +149,7 @@ def test_hermes_is_rendered_alike_whether_it_was_chosen_or_found() -> None:
     assert len({chat.end_ids for chat in ways}) == 1
 
 
-def test_a_call_whose_text_closes_its_tag_is_shown_so_that_it_reads_back() -> None:
+def test_format_reads_back_call_that_contains_closing_tag() -> None:
     turn = Message("assistant", "", tool_calls=(ToolCall("f", {"a": "x</tool_call>y"}),))
     assert Chat(tokenizer(), AUTO).parse(Chat(tokenizer(), AUTO).turn(turn)) == turn
 
@@ -158,7 +158,7 @@ def test_a_call_whose_text_closes_its_tag_is_shown_so_that_it_reads_back() -> No
 
 
 @each_family
-def test_a_folder_tells_its_format_without_transformers(name: str, tmp_path: Path) -> None:
+def test_format_is_read_from_folder_without_transformers(name: str, tmp_path: Path) -> None:
     folder = family_model(tmp_path / name, name)
     assert resolve_chat(section(), folder).tool_format == name
     assert resolve_chat(ModelConfig(), folder).tool_format == name
@@ -167,7 +167,7 @@ def test_a_folder_tells_its_format_without_transformers(name: str, tmp_path: Pat
 
 
 @each_family
-def test_a_template_renders_here_as_in_transformers(name: str, tmp_path: Path) -> None:
+def test_template_renders_as_in_transformers(name: str, tmp_path: Path) -> None:
     folder = family_model(tmp_path / name, name)
     found = source_of(folder)
     assert found
@@ -177,7 +177,7 @@ def test_a_template_renders_here_as_in_transformers(name: str, tmp_path: Path) -
     assert renderer(*found)(told, [SCHEMA], True) == theirs
 
 
-def test_the_template_of_a_person_is_taken_by_its_content_and_decides_the_format(tmp_path: Path) -> None:
+def test_template_option_is_stored_by_content_and_sets_format(tmp_path: Path) -> None:
     folder, file = tiny_random(tmp_path / "model"), tmp_path / "mine.jinja"
     file.write_text(FAMILIES["named"][0])
     found = resolve_chat(section(chat_template=str(file)), folder)
@@ -200,7 +200,7 @@ def test_the_template_of_a_person_is_taken_by_its_content_and_decides_the_format
         (b"{{ " + b"(" * 5000 + b" }}", "not valid Jinja"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_template_is_one_sentence(tmp_path: Path, text: bytes, why: str) -> None:
+def test_template_file_invalid_is_one_sentence(tmp_path: Path, text: bytes, why: str) -> None:
     file = tmp_path / "bad.jinja"
     file.write_bytes(text)
     with pytest.raises(ConfigError, match=why) as caught:
@@ -235,7 +235,7 @@ TROUBLES = {
 
 
 @pytest.mark.parametrize("case", TROUBLES)
-def test_a_template_through_which_nothing_can_be_trained_is_refused(tmp_path: Path, case: str) -> None:
+def test_check_template_refuses_untrainable_template(tmp_path: Path, case: str) -> None:
     source, why = TROUBLES[case]
     folder = tiny_random(tmp_path / "model")
     config = resolve_chat(section(chat_template=source), folder)
@@ -244,7 +244,7 @@ def test_a_template_through_which_nothing_can_be_trained_is_refused(tmp_path: Pa
     assert "--chat-template" in caught.value.hint
 
 
-def test_check_template_refuses_a_template_that_drops_later_system_messages_if_there_are_some(tmp_path: Path) -> None:
+def test_check_template_refuses_dropped_later_system_messages(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     config = resolve_chat(section(), folder)
     check_template(config, folder, system=True, tools=True)
@@ -259,7 +259,7 @@ ALTERNATING = """{%- set ns = namespace(user=true) -%}
 """
 
 
-def test_the_last_turn_is_asked_for_where_the_template_takes_a_question_after_a_result(tmp_path: Path) -> None:
+def test_last_turn_asks_if_template_takes_question_after_result(tmp_path: Path) -> None:
     def settled(source: str, **rollout: str) -> str:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
         asked = build({f"rollout.{name}": value for name, value in rollout.items()})
@@ -274,14 +274,14 @@ def test_the_last_turn_is_asked_for_where_the_template_takes_a_question_after_a_
         settled(ALTERNATING + TEMPLATE, last_turn="ask")
 
 
-def test_what_a_conversation_does_not_have_may_be_dropped(tmp_path: Path) -> None:
+def test_check_template_allows_dropping_unused_parts(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     for case in ("result", "refuses", "rewrites", "opens", "arguments"):
         check_template(resolve_chat(section(chat_template=TROUBLES[case][0]), folder), folder, True, tools=False)
     check_template(resolve_chat(section(chat_template=TROUBLES["system"][0]), folder), folder, system=False, tools=True)
 
 
-def test_a_template_that_tells_of_no_tools_is_remarked_on(tmp_path: Path) -> None:
+def test_remark_on_tools_names_template_without_tools(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     said = remark_on_tools(section(chat_template=PLAIN, tool_format="pythonic"), folder)
     assert "does not render `tools`" in said
@@ -309,7 +309,7 @@ def test_remark_on_tools_names_a_template_with_unreadable_calls(tmp_path: Path) 
     assert "does not read" not in remark_on_tools(section(chat_template=PLAIN), folder)
 
 
-def test_a_folder_without_a_template_is_left_to_who_loads_it(tmp_path: Path) -> None:
+def test_template_missing_in_folder_is_left_to_loader(tmp_path: Path) -> None:
     assert resolve_chat(section(), tmp_path).tool_format == AUTO
     assert resolve_chat(section(), None).tool_format == AUTO
     check_template(section(), tmp_path, True, True)
@@ -321,7 +321,7 @@ def test_a_folder_without_a_template_is_left_to_who_loads_it(tmp_path: Path) -> 
     assert source_of(tmp_path) == (TEMPLATE, {"eos_token": "x"})
 
 
-def test_a_format_that_nobody_knows_is_refused() -> None:
+def test_format_unknown_is_refused_with_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"No tool format is called 'herms'. Did you mean 'hermes'"):
         resolve_chat(section(tool_format="herms"), None)
 
@@ -329,7 +329,7 @@ def test_a_format_that_nobody_knows_is_refused() -> None:
 # --- submitting ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_its_template_would_spoil_is_refused_when_it_is_submitted(tmp_path: Path, home: Path) -> None:
+def test_submit_refuses_template_that_would_spoil_run(tmp_path: Path, home: Path) -> None:
     folder, file = tiny_random(tmp_path / "model"), tmp_path / "bad.jinja"
     asked = {"model.path": str(folder), "dataset.name": "arithmetic", "model.chat_template": str(file)}
     for case in ("result", "user", "opens", "refuses"):
@@ -342,7 +342,7 @@ def test_a_run_that_its_template_would_spoil_is_refused_when_it_is_submitted(tmp
         prepare(None, build(asked | {"env": "math"}))
 
 
-def test_a_run_stores_the_format_and_the_text_of_its_template(tmp_path: Path, home: Path) -> None:
+def test_run_stores_format_and_template_text(tmp_path: Path, home: Path) -> None:
     folder, file = family_model(tmp_path / "model", "llama3"), tmp_path / "plain.jinja"
     asked = {"model.path": str(folder), "dataset.name": "arithmetic"}
     prepared = prepare(None, build(asked))
@@ -356,14 +356,14 @@ def test_a_run_stores_the_format_and_the_text_of_its_template(tmp_path: Path, ho
     assert prepare(None, prepared.config).config == prepared.config
 
 
-def test_two_measurements_by_other_words_are_said_to_be_made_otherwise() -> None:
+def test_compare_names_different_formats() -> None:
     before, now, other = (build({"model.tool_format": way}).model_dump() for way in (None, "hermes", "llama3"))
     assert sampling_differences(before, now) == {}
     assert sampling_differences(before, other) == {"model.tool_format": ("hermes", "llama3")}
     assert "model.chat_template" in sampling_differences(now, build({"model.chat_template": PLAIN}).model_dump())
 
 
-def test_a_workers_copy_of_a_format_of_ones_own_is_compared() -> None:
+def test_worker_check_compares_own_format_file() -> None:
     config = build({"model.tool_format": "tests.support.own_format:shouted", "env": "arithmetic"}).model_dump(mode="json")
     asked = requirements_of(config, {}, "base", "out", rolls_out=True)
     assert asked.own

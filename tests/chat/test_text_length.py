@@ -15,7 +15,7 @@ def encode(text: str) -> list[int]:
     return list(CHAT.tokenizer.encode(text, add_special_tokens=False))
 
 
-def test_a_long_text_is_read_until_it_is_known_to_be_too_long() -> None:
+def test_check_length_stops_reading_once_too_long() -> None:
     read: list[int] = []
 
     def reading(text: str) -> list[int]:
@@ -28,12 +28,12 @@ def test_a_long_text_is_read_until_it_is_known_to_be_too_long() -> None:
 
 
 @given(st.text(max_size=200), st.integers(0, 2000))
-def test_a_text_that_fits_is_never_refused(text: str, times: int) -> None:
+def test_check_length_never_refuses_text_that_fits(text: str, times: int) -> None:
     whole = (text * times)[: 4 * PIECE]
     check_length(encode, whole, len(encode(whole)))
 
 
-def test_a_prompt_is_refused_before_it_is_made_into_tokens_and_only_where_it_is_asked() -> None:
+def test_opening_refuses_long_prompt_before_tokenizing() -> None:
     long = (Message("user", "7 " * PIECE),)
     with pytest.raises(TooLong):
         CHAT.opening(long, max_tokens=100)

@@ -98,14 +98,14 @@ def schemas(made: list[ToolCall], kinds: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_file_defines_the_format_that_it_is_named_after() -> None:
+def test_format_files_define_format_of_their_name() -> None:
     assert set(names("tool_formats")) == set(WRITTEN)
     for tool_format in FORMATS:
         assert isinstance(tool_format, ToolFormat)
         assert tool_format.name in WRITTEN
 
 
-def test_a_format_of_ones_own_is_found_by_its_path() -> None:
+def test_format_of_own_file_is_found_by_path() -> None:
     chat = Chat(tokenizer(), "tests.support.own_format:shouted")
     turn = Message("assistant", "so", tool_calls=(ToolCall("f", {"a": [1, "x"]}),))
     assert chat.decode(chat.turn(turn)) == 'soCALL f {"a": [1, "x"]}<|im_end|>'
@@ -113,14 +113,14 @@ def test_a_format_of_ones_own_is_found_by_its_path() -> None:
 
 
 @each_format
-def test_calls_are_written_as_the_family_writes_them(tool_format: ToolFormat) -> None:
+def test_format_writes_calls_like_its_family(tool_format: ToolFormat) -> None:
     assert tool_format.write("", CALLS, ()) == WRITTEN[tool_format.name]
 
 
 @each_format
 @given(made=several, content=words)
 @pytest.mark.slow
-def test_what_is_written_reads_back_as_the_same_calls(tool_format: ToolFormat, made: list[ToolCall], content: str) -> None:
+def test_format_reads_back_written_calls(tool_format: ToolFormat, made: list[ToolCall], content: str) -> None:
     text = tool_format.write(content, made, ())
     assert said(parse_text(text, tool_format)) == said(Message("assistant", content, tool_calls=tuple(made)))
 
@@ -128,7 +128,7 @@ def test_what_is_written_reads_back_as_the_same_calls(tool_format: ToolFormat, m
 @given(
     calls, st.lists(st.sampled_from(["string", "number", "integer", "boolean", "null", "object", ""]), min_size=1, max_size=3)
 )
-def test_where_the_schema_says_text_a_number_is_text(call: ToolCall, kinds: list[str]) -> None:
+def test_format_reads_number_as_text_by_schema(call: ToolCall, kinds: list[str]) -> None:
     qwen_coder, tools = find("tool_formats", "qwen_coder"), schemas([call], kinds)
     of_kind = {
         key: value if kind != "string" or isinstance(value, str) else json.dumps(value)
@@ -139,7 +139,7 @@ def test_where_the_schema_says_text_a_number_is_text(call: ToolCall, kinds: list
     assert said(parse_text(text, qwen_coder, tools)) == said(Message("assistant", "", tool_calls=(made,)))
 
 
-def test_a_year_is_text_or_a_number_as_the_tool_wants_it() -> None:
+def test_format_reads_year_as_text_or_number_by_schema() -> None:
     qwen_coder = find("tool_formats", "qwen_coder")
     text = "<function=f>\n<parameter=a>\n2024\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n</function>"
     for kind, expected in (("string", "2024"), ("integer", 2024), ("number", 2024), ("", 2024)):
@@ -154,13 +154,13 @@ def test_a_year_is_text_or_a_number_as_the_tool_wants_it() -> None:
 
 @each_format
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), [float("nan")]])
-def test_what_json_has_no_word_for_is_not_written(tool_format: ToolFormat, value: Any) -> None:
+def test_format_writes_no_value_outside_json(tool_format: ToolFormat, value: Any) -> None:
     with pytest.raises(ValueError):
         tool_format.write("", [ToolCall("f", {"a": value})], ())
 
 
 @each_format
-def test_a_whole_number_may_have_thousands_of_digits_and_not_any_number_of_them(tool_format: ToolFormat) -> None:
+def test_format_limits_digits_of_integers(tool_format: ToolFormat) -> None:
     made = ToolCall("f", {"a": 10**4298})
     assert parse_text(tool_format.write("", [made], ()), tool_format).tool_calls == (made,)
     text = tool_format.write("", [made], ()).replace("1000", "1" * 5000)
@@ -172,7 +172,7 @@ def test_a_whole_number_may_have_thousands_of_digits_and_not_any_number_of_them(
 
 
 @each_format
-def test_nesting_is_bounded_and_what_is_allowed_is_read(tool_format: ToolFormat) -> None:
+def test_format_limits_nesting_of_arguments(tool_format: ToolFormat) -> None:
     def nested(depth: int) -> Any:
         value: Any = 1
         for _ in range(depth):
@@ -189,14 +189,14 @@ def test_nesting_is_bounded_and_what_is_allowed_is_read(tool_format: ToolFormat)
 
 
 @each_format
-def test_a_call_that_is_too_long_is_told(tool_format: ToolFormat) -> None:
+def test_format_reports_call_that_is_too_long(tool_format: ToolFormat) -> None:
     text = tool_format.write("", [ToolCall("f", {"a": "x" * (MAX_CHARACTERS + 1)})], ())
     (call,) = parse_text(text, tool_format).tool_calls
     assert str(MAX_CHARACTERS) in (call.error or "")
 
 
 @each_format
-def test_of_a_thousand_calls_and_more_the_first_thousand_are_made_at_most(tool_format: ToolFormat) -> None:
+def test_format_limits_number_of_calls(tool_format: ToolFormat) -> None:
     one = ToolCall("f", {"a": 1})
     found = parse_text(tool_format.write("", [one] * (MAX_CALLS + 5), ()), tool_format)
     assert len(found.tool_calls) <= MAX_CALLS + 1
@@ -205,7 +205,7 @@ def test_of_a_thousand_calls_and_more_the_first_thousand_are_made_at_most(tool_f
 
 
 @each_format
-def test_no_beginning_of_a_call_is_taken_for_a_whole_one(tool_format: ToolFormat) -> None:
+def test_format_takes_no_beginning_for_whole_call(tool_format: ToolFormat) -> None:
     text = tool_format.write("", [ToolCall("calc", {"expression": "12+7", "n": 3})], ())
     for cut in range(1, len(text)):
         found = parse_text(text[:cut], tool_format)
@@ -217,7 +217,7 @@ def test_no_beginning_of_a_call_is_taken_for_a_whole_one(tool_format: ToolFormat
 
 
 @each_format
-def test_a_call_in_a_thought_is_none_and_is_told_where_the_thought_has_no_end(tool_format: ToolFormat) -> None:
+def test_format_makes_no_call_of_thought_and_reports_open_one(tool_format: ToolFormat) -> None:
     text = tool_format.write("so", CALLS, ())
     assert parse_text(f"<think>{text}</think>done", tool_format) == Message("assistant", "done", thought=text)
     assert parse_text(f"<think>hm</think>\n{text}", tool_format) == Message("assistant", "so", thought="hm", tool_calls=CALLS)
@@ -237,7 +237,7 @@ hostile = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=20).m
 @hypothesis_settings(max_examples=150)
 @given(text=hostile, tail=hostile)
 @pytest.mark.slow
-def test_any_text_can_be_read_and_nothing_of_it_is_lost(tool_format: ToolFormat, text: str, tail: str) -> None:
+def test_format_reads_any_text_without_loss(tool_format: ToolFormat, text: str, tail: str) -> None:
     begun = tool_format.write("", [ToolCall("f", {"a": "zq"})], ()).partition("zq")[0]
     for whole in (text, begun + tail, text + begun + tail):
         message = parse_text(whole, tool_format)
@@ -266,7 +266,7 @@ UNITS = (
 
 @each_format
 @pytest.mark.slow
-def test_a_long_text_is_read_in_linear_time(tool_format: ToolFormat) -> None:
+def test_format_reads_long_text_in_linear_time(tool_format: ToolFormat) -> None:
     begun = tool_format.write("", [ToolCall("f", {"a": "zq"})], ()).partition("zq")[0]
     whole = [start + unit * (400_000 // len(unit)) for unit in UNITS for start in ("", begun)]
     before = time.process_time()
@@ -374,7 +374,7 @@ def test_a_long_text_is_read_in_linear_time(tool_format: ToolFormat) -> None:
         ("pythonic", '[f(a="x', UNFINISHED),
     ],
 )  # fmt: skip
-def test_how_a_model_may_write_it_too_and_what_it_is_told_of_the_rest(name: str, text: str, made: ToolCall | str) -> None:
+def test_format_accepts_variants_and_reports_the_rest(name: str, text: str, made: ToolCall | str) -> None:
     message = parse_text(f"{text}\n", find("tool_formats", name))
     (call,) = message.tool_calls
     if isinstance(made, ToolCall):
@@ -394,11 +394,11 @@ def test_how_a_model_may_write_it_too_and_what_it_is_told_of_the_rest(name: str,
         ("olmo3", "f(a=1)"),
     ],
 )  # fmt: skip
-def test_an_answer_that_looks_like_a_call_is_an_answer(name: str, text: str) -> None:
+def test_format_keeps_answer_that_resembles_call(name: str, text: str) -> None:
     assert parse_text(text, find("tool_formats", name)) == Message("assistant", text)
 
 
-def test_of_several_calls_one_of_which_is_wrong_none_is_made() -> None:
+def test_format_makes_no_call_if_one_of_several_is_wrong() -> None:
     for name, text in (
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": ""}]'),
         ("phi4_mini", '<|tool_call|>[{"name": "f", "arguments": {}}, {"name": "f", "arguments": 1}]'),

@@ -36,9 +36,7 @@ def joined(pieces: Iterable[TextPiece], kind: str) -> str:
 
 @each_format
 @given(text=pieces_of_text, cuts=st.lists(st.integers(0, 200), max_size=30), thinking=st.booleans())
-def test_what_is_told_adds_up_to_what_the_parser_reads(
-    tool_format: ToolFormat, text: str, cuts: list[int], thinking: bool
-) -> None:
+def test_turn_stream_adds_up_to_parsed_turn(tool_format: ToolFormat, text: str, cuts: list[int], thinking: bool) -> None:
     message = parse_text(text, tool_format, (), thinking)
     early, late = told(tool_format, text, cuts, thinking)
     assert joined([*early, *late], "thought") == message.thought
@@ -46,7 +44,7 @@ def test_what_is_told_adds_up_to_what_the_parser_reads(
 
 
 @each_format
-def test_no_part_of_a_call_is_told_while_it_is_written(tool_format: ToolFormat) -> None:
+def test_turn_stream_sends_no_part_of_call(tool_format: ToolFormat) -> None:
     written = tool_format.write("I look it up.", find_calls(tool_format), ())
     early, late = told(tool_format, written, range(len(written)), thinking=False)
     assert joined(early, "content") in ("", "I look it up.")
@@ -57,29 +55,29 @@ def find_calls(tool_format: ToolFormat) -> tuple[object, ...]:
     return parse_text(WRITTEN[tool_format.name], tool_format).tool_calls
 
 
-def test_words_are_told_letter_by_letter_without_the_space_around_them() -> None:
+def test_turn_stream_sends_letters_without_outer_spaces() -> None:
     early, late = told(find("tool_formats", "hermes"), "  Hello,  world. \n", range(30), thinking=False)
     assert [piece.text for piece in early] == ["H", "e", "l", "l", "o", ",", "  w", "o", "r", "l", "d", "."]
     assert late == []
 
 
-def test_a_thought_is_told_apart_from_the_content() -> None:
+def test_turn_stream_separates_thought_from_content() -> None:
     early, late = told(find("tool_formats", "hermes"), "<think>\nWell </th then\n</think>\n\nYes", range(60), thinking=False)
     assert (joined(early, "thought"), joined(early, "content"), late) == ("Well </th then", "Yes", [])
 
 
-def test_a_thought_that_the_prompt_opened_is_told_as_one() -> None:
+def test_turn_stream_sends_thought_that_prompt_opened() -> None:
     early, late = told(find("tool_formats", "hermes"), "Well\n</think>Yes <b>", range(60), thinking=True)
     assert (joined(early, "thought"), joined(early, "content"), late) == ("Well", "Yes <b>", [])
 
 
-def test_a_tag_that_closes_no_thought_is_content_where_none_was_open() -> None:
+def test_turn_stream_sends_stray_closing_tag_as_content() -> None:
     assert parse_text("a</think>b", thinking=False).content == "a</think>b"
     early, _ = told(find("tool_formats", "hermes"), "a</think>b", range(20), thinking=False)
     assert joined(early, "content") == "a</think>b"
 
 
-def test_an_object_at_the_beginning_waits_until_it_can_be_no_call() -> None:
+def test_turn_stream_holds_leading_object_until_it_is_no_call() -> None:
     early, _ = told(find("tool_formats", "llama3"), '{"answer": 1} and more', range(60), thinking=False)
     assert early[0] == TextPiece("content", '{"a')
     assert joined(early, "content") == '{"answer": 1} and more'

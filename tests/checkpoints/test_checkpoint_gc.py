@@ -80,7 +80,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_adapters_that_episodes_name_stay_and_optimizers_of_the_last_two(database: Database, tmp_path: Path) -> None:
+def test_gc_keeps_named_adapters_and_two_optimizers(database: Database, tmp_path: Path) -> None:
     made = make_run(database, tmp_path / "out", iterations=4, trained=4)
     assert gc(database) == {"leftovers": 0, "optimizers": 2 * OPTIMIZER, "adapters": 0}
     assert [(folder / sealed_folder.OPTIMIZER).exists() for folder in made] == [False, False, True, True]
@@ -88,7 +88,7 @@ def test_adapters_that_episodes_name_stay_and_optimizers_of_the_last_two(databas
     assert sum(gc(database).values()) == 0
 
 
-def test_an_adapter_that_no_episode_names_goes(database: Database, tmp_path: Path) -> None:
+def test_gc_removes_adapter_without_episode(database: Database, tmp_path: Path) -> None:
     made = make_run(database, tmp_path / "out", iterations=3, trained=3)
     with database.engine.begin() as tx:
         tx.execute(text("UPDATE iterations SET policy_id = 1"))
@@ -97,7 +97,7 @@ def test_an_adapter_that_no_episode_names_goes(database: Database, tmp_path: Pat
     assert values(database, "SELECT version FROM policies WHERE collected_at IS NOT NULL ORDER BY 1") == [1, 2]
 
 
-def test_what_killed_trainers_left_goes_and_what_a_live_one_may_publish_stays(database: Database, tmp_path: Path) -> None:
+def test_gc_removes_leftovers_of_killed_but_not_live_trainers(database: Database, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (published,) = make_run(database, out, iterations=2, trained=1)
     iteration = planning.open_iterations(database, 1)[0]
@@ -121,14 +121,14 @@ def test_what_killed_trainers_left_goes_and_what_a_live_one_may_publish_stays(da
     assert folder_of(live).exists()
 
 
-def test_the_only_copy_of_a_checkpoint_is_no_leftover(database: Database, tmp_path: Path) -> None:
+def test_gc_keeps_only_copy_under_temporary_name(database: Database, tmp_path: Path) -> None:
     (made,) = make_run(database, tmp_path / "out", iterations=1, trained=1)
     made.rename(made.with_name(f"{made.name}.old"))
     assert sum(gc(database).values()) == 0
     assert names(tmp_path / "out") == {f"{made.name}.old"}
 
 
-def test_keep_last_drops_the_adapters_of_a_run_that_is_over_and_says_when(database: Database, tmp_path: Path) -> None:
+def test_gc_keep_last_drops_adapters_of_finished_run(database: Database, tmp_path: Path) -> None:
     made = make_run(database, tmp_path / "out", iterations=3, trained=3)
     said = gc(database, keep_last=1, dry_run=True)
     assert all(folder.exists() for folder in made)
@@ -147,7 +147,7 @@ def test_keep_last_drops_the_adapters_of_a_run_that_is_over_and_says_when(databa
 
 
 @pytest.mark.parametrize("status", ["running", "paused", "failed"])
-def test_keep_last_leaves_what_a_run_needs_to_go_on(database: Database, tmp_path: Path, status: str) -> None:
+def test_gc_keep_last_leaves_what_run_needs_to_continue(database: Database, tmp_path: Path, status: str) -> None:
     made = make_run(database, tmp_path / "out", iterations=4, trained=3)
     if status != "running":
         planning.stop(database, "first", status, "by hand")
@@ -158,7 +158,7 @@ def test_keep_last_leaves_what_a_run_needs_to_go_on(database: Database, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["eval", "serve"])
-def test_an_adapter_that_another_run_is_using_stays(database: Database, tmp_path: Path, kind: str) -> None:
+def test_gc_keeps_adapter_used_by_another_run(database: Database, tmp_path: Path, kind: str) -> None:
     made = make_run(database, tmp_path / "out", iterations=3, trained=3)
     start(database, replace(submission("second", kind="eval"), policy=find_stored_policy(database, "first", 1)))
     with database.engine.begin() as tx:
@@ -172,7 +172,7 @@ def test_an_adapter_that_another_run_is_using_stays(database: Database, tmp_path
         find_stored_policy(database, "second", 1)
 
 
-def test_two_runs_in_one_folder_are_kept_apart(database: Database, tmp_path: Path) -> None:
+def test_gc_separates_two_runs_in_one_folder(database: Database, tmp_path: Path) -> None:
     mine = make_run(database, tmp_path / "out", iterations=3, trained=3)
     others = make_run(database, tmp_path / "out", iterations=3, trained=3, name="second")
     gc(database, "first", keep_last=1)
@@ -181,9 +181,7 @@ def test_two_runs_in_one_folder_are_kept_apart(database: Database, tmp_path: Pat
 
 @pytest.mark.parametrize(("point", "left"), [("collect.before", 3), ("collect.after", 3), ("waste.removed", 2)])
 @pytest.mark.slow
-def test_killed_anywhere_it_leaves_the_truth_and_the_next_one_ends_it(
-    home: Path, sqlite: Database, tmp_path: Path, point: str, left: int
-) -> None:
+def test_gc_killed_anywhere_is_completed_by_next(home: Path, sqlite: Database, tmp_path: Path, point: str, left: int) -> None:
     made = make_run(sqlite, tmp_path / "out", iterations=3, trained=3)
     (tmp_path / "hits").mkdir()
     asked = {
@@ -205,7 +203,7 @@ def test_killed_anywhere_it_leaves_the_truth_and_the_next_one_ends_it(
     assert sum(gc(sqlite, keep_last=1).values()) == 0
 
 
-def test_behind_a_url_the_same_goes_and_the_same_stays(home: Path, sqlite: Database) -> None:
+def test_gc_behind_url_keeps_and_removes_the_same(home: Path, sqlite: Database) -> None:
     url = "memory://agentrl-gc/out"
     made = [folder.name for folder in make_run(sqlite, url, iterations=4, trained=4)]
     assert gc(sqlite)["optimizers"] == 2 * OPTIMIZER
@@ -215,7 +213,7 @@ def test_behind_a_url_the_same_goes_and_the_same_stays(home: Path, sqlite: Datab
     assert set(object_store.sizes(url)) == {made[-1]}
 
 
-def test_a_run_that_is_not_there_is_named(sqlite: Database) -> None:
+def test_gc_names_unknown_run(sqlite: Database) -> None:
     with pytest.raises(NotFoundError, match="There is no run 'nobody'"):
         retention.list_checkpoint_folders(sqlite, ("nobody",))
 
@@ -229,7 +227,7 @@ def here(store_home: Path) -> Iterator[Database]:
     forget_process()
 
 
-def test_gc_tells_the_bytes_by_kind(here: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_reports_bytes_by_kind(here: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(here, tmp_path / "out", iterations=3, trained=3)
     make_run(here, tmp_path / "other", iterations=1, trained=1, name="second")
     (tmp_path / "out" / f"v00009.t1.{retention.list_checkpoint_folders(here, ('first',))[0].key}.tmp").mkdir()
@@ -253,7 +251,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_gc_and_vacuum_beside_a_run_change_nothing_that_it_needs(stack: ForkedStack, model: Path) -> None:
+def test_gc_and_vacuum_leave_what_running_run_needs(stack: ForkedStack, model: Path) -> None:
     asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "12", *SMALL[:-1])
     held = "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AfterSecondUpdate]"
     run = stack.agentrl("submit", *asked, held, "--epochs", "2", "--name", "busy").strip()
@@ -284,7 +282,7 @@ def grow(db: Database, rows: int = 3000) -> None:
         tx.execute(text("DELETE FROM events"))
 
 
-def test_vacuum_gives_back_what_is_free_and_rows_stay(database: Database) -> None:
+def test_vacuum_frees_space_and_keeps_rows(database: Database) -> None:
     start(database, submission())
     grow(database)
     done = vacuum.vacuum(database)
@@ -293,13 +291,13 @@ def test_vacuum_gives_back_what_is_free_and_rows_stay(database: Database) -> Non
     assert value(database, "SELECT count(*) FROM episodes") == 4
 
 
-def test_vacuum_waits_for_nobody_for_long(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vacuum_waits_only_briefly(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vacuum, "BUSY_SECONDS", 0.05)
     with sqlite.engine.begin(), pytest.raises(ServiceError, match="is being written to: it was not changed"):
         vacuum.vacuum(sqlite)
 
 
-def test_vacuum_says_that_a_reader_keeps_the_log(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vacuum_reports_reader_that_keeps_log(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vacuum, "BUSY_SECONDS", 0.05)
     grow(sqlite, 10)
     with sqlite.read() as tx:
@@ -309,7 +307,7 @@ def test_vacuum_says_that_a_reader_keeps_the_log(sqlite: Database, monkeypatch: 
     assert not vacuum.vacuum(sqlite).left
 
 
-def test_a_locked_table_is_one_sentence_on_postgres(postgres: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vacuum_of_locked_postgres_table_is_one_sentence(postgres: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vacuum, "BUSY_SECONDS", 1.0)
     with postgres.engine.begin() as tx:
         tx.execute(text("LOCK TABLE runs IN SHARE UPDATE EXCLUSIVE MODE"))
@@ -317,7 +315,7 @@ def test_a_locked_table_is_one_sentence_on_postgres(postgres: Database, monkeypa
             vacuum.vacuum(postgres)
 
 
-def test_vacuum_refuses_where_the_copy_has_no_room(tmp_path: Path, migrated_file: Path) -> None:
+def test_vacuum_refuses_without_space_for_copy(tmp_path: Path, migrated_file: Path) -> None:
     with small_disk(tmp_path / "disk", "3m") as disk:
         with closing(sqlite3.connect(migrated_file)) as source, closing(sqlite3.connect(disk / "a.db")) as target:
             source.backup(target)
@@ -346,9 +344,7 @@ def kept_by(db: Database, out: Path, every: int, iterations: int, trained: int, 
     return {name[:6] for name in names(out)}
 
 
-def test_a_run_that_saves_every_fourth_checkpoint_keeps_those_that_end_epochs_the_last_and_what_it_goes_on_from(
-    own_database: Database, tmp_path: Path
-) -> None:
+def test_gc_with_save_every_keeps_epoch_ends_last_and_current(own_database: Database, tmp_path: Path) -> None:
     assert kept_by(own_database, tmp_path / "going", 4, 9, trained=8) == {"v00003", "v00004", "v00006", "v00007", "v00008"}
     assert kept_by(own_database, tmp_path / "done", 4, 7, 7, "second") == {"v00003", "v00004", "v00006", "v00007"}
     assert sum(gc(own_database, "second").values()) == 0
@@ -358,7 +354,7 @@ def test_a_run_that_saves_every_fourth_checkpoint_keeps_those_that_end_epochs_th
     assert find_stored_policy(own_database, "second", 6).version == 6
 
 
-def test_a_checkpoint_that_another_run_starts_from_is_kept_until_that_is_over(own_database: Database, tmp_path: Path) -> None:
+def test_gc_keeps_start_checkpoint_of_another_run_until_its_end(own_database: Database, tmp_path: Path) -> None:
     kept_by(own_database, tmp_path / "out", 9, 8, trained=2)
     planning.submit(own_database, replace(submission("second"), policy=find_stored_policy(own_database, "first", 1)))
     for _ in range(2):

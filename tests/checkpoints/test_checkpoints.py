@@ -92,7 +92,7 @@ def process(path: str, sha256: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-def test_what_was_written_at_a_url_is_fetched_whole_or_in_part(place: str) -> None:
+def test_cache_fetches_all_or_part_of_checkpoint(place: str) -> None:
     path, sha256 = written(place)
     folder = checkpoints.local_part(path, sha256)
     assert sorted(file.name for file in folder.iterdir()) == [MANIFEST, WEIGHTS]
@@ -103,7 +103,7 @@ def test_what_was_written_at_a_url_is_fetched_whole_or_in_part(place: str) -> No
 
 
 @pytest.mark.slow
-def test_the_manifest_is_written_last_and_nothing_twice(bucket: str, home: Path, s3: S3) -> None:
+def test_cache_writes_manifest_last_and_nothing_twice(bucket: str, home: Path, s3: S3) -> None:
     checkpoints.write(f"{bucket}/{NAME}", writer_of(b"weights"))
     key = bucket.removeprefix(f"s3://{BUCKET}")
     puts = [line.split()[2].rpartition("/")[2] for line in s3.requests("PUT", "") if key in line]
@@ -111,7 +111,7 @@ def test_the_manifest_is_written_last_and_nothing_twice(bucket: str, home: Path,
     assert puts[-1] == MANIFEST
 
 
-def test_the_host_that_wrote_it_does_not_fetch_it(bucket: str, home: Path, s3: S3) -> None:
+def test_cache_of_writing_host_fetches_nothing(bucket: str, home: Path, s3: S3) -> None:
     path = f"{bucket}/{NAME}"
     sha256 = checkpoints.write(path, writer_of(b"weights"))
     assert set(verify(checkpoints.local_part(path, sha256, "all"))) == {WEIGHTS, OPTIMIZER, STATE}
@@ -119,7 +119,7 @@ def test_the_host_that_wrote_it_does_not_fetch_it(bucket: str, home: Path, s3: S
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_of_several_processes_of_a_host_one_fetches_and_the_others_wait(bucket: str, home: Path, s3: S3) -> None:
+def test_cache_fetches_once_for_processes_of_a_host(bucket: str, home: Path, s3: S3) -> None:
     path, sha256 = written(bucket)
     run = object_store.copy_of(path).parent
     with (run / ".lock").open("w") as lock:
@@ -144,9 +144,7 @@ def test_of_several_processes_of_a_host_one_fetches_and_the_others_wait(bucket: 
     ],
     ids=["flipped bit", "truncated", "broken manifest", "empty manifest"],
 )
-def test_what_is_broken_in_the_store_is_refused_and_leaves_nothing(
-    place: str, tmp_path: Path, name: str, content: bytes, said: str
-) -> None:
+def test_cache_refuses_broken_remote_checkpoint(place: str, tmp_path: Path, name: str, content: bytes, said: str) -> None:
     path, sha256 = written(place)
     spoil(path, name, content, tmp_path)
     with pytest.raises(CheckpointError, match=said) as raised:
@@ -156,20 +154,20 @@ def test_what_is_broken_in_the_store_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("name", [MANIFEST, WEIGHTS])
-def test_an_upload_that_broke_off_is_no_checkpoint(place: str, name: str) -> None:
+def test_cache_rejects_interrupted_upload(place: str, name: str) -> None:
     path, sha256 = written(place)
     object_store.remove(path, name)
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
         checkpoints.local_part(path, sha256)
 
 
-def test_weights_of_another_record_are_refused(place: str) -> None:
+def test_cache_refuses_weights_of_another_record(place: str) -> None:
     path, _ = written(place)
     with pytest.raises(CheckpointError, match="its weights differ from the record"):
         checkpoints.local_part(path, "0" * 64)
 
 
-def test_a_manifest_cannot_name_a_file_outside_of_the_checkpoint(place: str, tmp_path: Path) -> None:
+def test_cache_refuses_manifest_with_path_outside(place: str, tmp_path: Path) -> None:
     path, sha256 = written(place)
     files = json.loads((checkpoints.local_part(path, sha256) / MANIFEST).read_text())["files"]
     forget(path)
@@ -178,7 +176,7 @@ def test_a_manifest_cannot_name_a_file_outside_of_the_checkpoint(place: str, tmp
         checkpoints.local_part(path, sha256, "all")
 
 
-def test_a_copy_that_was_spoilt_on_this_host_is_fetched_again(place: str) -> None:
+def test_cache_fetches_spoilt_copy_again(place: str) -> None:
     path, sha256 = written(place)
     file = checkpoints.local_part(path, sha256) / WEIGHTS
     file.write_bytes(b"\0" * 700)
@@ -187,9 +185,7 @@ def test_a_copy_that_was_spoilt_on_this_host_is_fetched_again(place: str) -> Non
 
 
 @pytest.mark.parametrize("harm", [lambda file: file.write_bytes(b"cut"), lambda file: shutil.rmtree(file.parent)])
-def test_a_copy_that_was_spoilt_or_evicted_after_its_first_use_is_fetched_once_more(
-    place: str, harm: Callable[[Path], object]
-) -> None:
+def test_cache_refetches_copy_spoilt_or_evicted_after_use(place: str, harm: Callable[[Path], object]) -> None:
     path, sha256 = written(place)
     folder = checkpoints.local_part(path, sha256, "all")
 
@@ -208,9 +204,7 @@ def test_a_copy_that_was_spoilt_or_evicted_after_its_first_use_is_fetched_once_m
         checkpoints.read(path, sha256, "all", harmed_once)
 
 
-def test_a_full_or_forbidden_host_says_nothing_of_the_checkpoint(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_blames_full_or_forbidden_disk(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, sha256 = written(place, bytes(200_000))
     with small_disk(tmp_path / "full", "64k") as full:
         monkeypatch.setattr("tempfile.tempdir", str(full))
@@ -221,13 +215,13 @@ def test_a_full_or_forbidden_host_says_nothing_of_the_checkpoint(
             checkpoints.find_fault(path, sha256)
 
 
-def test_a_refusal_is_told_from_a_store_that_is_away() -> None:
+def test_host_trouble_tells_refusal_from_outage() -> None:
     assert isinstance(object_store.host_trouble("s3://b/v1", PermissionError("The provided token has expired.")), ConfigError)
     assert isinstance(object_store.host_trouble("s3://b/v1", OSError(errno.EDQUOT, "Disk quota exceeded")), ServiceError)
     assert object_store.host_trouble("s3://b/v1", OSError(errno.ECONNRESET, "reset")) is None
 
 
-def test_a_share_that_is_not_mounted_is_no_broken_checkpoint(tmp_path: Path, home: Path) -> None:
+def test_cache_tells_unmounted_share_from_broken_checkpoint(tmp_path: Path, home: Path) -> None:
     path, sha256 = written(f"file://{tmp_path}/mount/run")
     (tmp_path / "mount").rename(tmp_path / "away")
     for ask in (checkpoints.local_part, checkpoints.find_fault):
@@ -235,7 +229,7 @@ def test_a_share_that_is_not_mounted_is_no_broken_checkpoint(tmp_path: Path, hom
             ask(path, sha256)
 
 
-def test_what_is_being_made_is_not_evicted_and_a_writer_waits_for_the_lock(bucket: str, home: Path) -> None:
+def test_cache_evicts_no_unfinished_copy_and_waits_for_lock(bucket: str, home: Path) -> None:
     run = object_store.copy_of(f"{bucket}/v00000.t1.key").parent
     unfinished = [run / f"v0000{number}.t1.key{suffix}" for number, suffix in enumerate((".tmp", ".old", ".fetch"), 7)]
     for folder in unfinished:
@@ -253,7 +247,7 @@ def test_what_is_being_made_is_not_evicted_and_a_writer_waits_for_the_lock(bucke
     assert len([entry for entry in run.iterdir() if entry.is_dir()]) == object_store.KEEP + len(unfinished)
 
 
-def test_a_host_keeps_the_copies_that_were_used_last(place: str) -> None:
+def test_cache_keeps_most_recently_used_copies(place: str) -> None:
     stored = [written(place, b"%d" % number, f"v{number:05d}.t1.key") for number in range(object_store.KEEP + 1)]
     for path, sha256 in stored[:-1]:
         checkpoints.local_part(path, sha256)
@@ -264,7 +258,7 @@ def test_a_host_keeps_the_copies_that_were_used_last(place: str) -> None:
     assert (checkpoints.local_part(*stored[1]) / WEIGHTS).read_bytes() == b"1"
 
 
-def test_an_optimizers_state_can_be_dropped_and_a_checkpoint_removed_twice(place: str) -> None:
+def test_cache_drops_optimizer_and_removes_twice(place: str) -> None:
     path, sha256 = written(place)
     assert set(object_store.sizes(place)[NAME]) == {MANIFEST, WEIGHTS, OPTIMIZER, STATE}
     for _ in range(2):
@@ -279,7 +273,7 @@ def test_an_optimizers_state_can_be_dropped_and_a_checkpoint_removed_twice(place
         checkpoints.local_part(path, sha256)
 
 
-def test_a_missing_bucket_is_said_before_a_run_and_ends_one_in_the_middle(bucket: str, home: Path) -> None:
+def test_check_place_names_missing_bucket(bucket: str, home: Path) -> None:
     with pytest.raises(ConfigError, match="There is no bucket 'nowhere' for checkpoints"):
         object_store.check_place("s3://nowhere/run")
     with pytest.raises(CheckpointError, match="Cannot write the checkpoint 's3://nowhere/run/v1'"):
@@ -288,7 +282,7 @@ def test_a_missing_bucket_is_said_before_a_run_and_ends_one_in_the_middle(bucket
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_a_store_that_does_not_answer_is_a_service_that_is_away(home: Path, s3: S3) -> None:
+def test_object_store_outage_is_service_error(home: Path, s3: S3) -> None:
     code = """
 from agentrl.workflow import checkpoints
 from agentrl.workflow.checkpoints import object_store
@@ -305,7 +299,7 @@ for ask in (lambda: checkpoints.local_part("s3://b/run/v1", "0" * 64), lambda: o
     assert said.count("does not answer") == 2
 
 
-def test_without_s3fs_the_sentence_says_what_to_install(home: Path) -> None:
+def test_object_store_without_s3fs_says_what_to_install(home: Path) -> None:
     code = "import sys; sys.modules['s3fs'] = None\nfrom agentrl.workflow.checkpoints import object_store as place\n"
     code += "place.check_place('s3://bucket/run')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -325,13 +319,13 @@ def test_without_s3fs_the_sentence_says_what_to_install(home: Path) -> None:
         ("s3:///run", "names no bucket or folder"),
     ],
 )
-def test_a_url_that_cannot_hold_checkpoints_is_refused(home: Path, url: str, said: str) -> None:
+def test_check_place_refuses_unusable_url(home: Path, url: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         object_store.check_place(url)
     assert "secret" not in str(raised.value)
 
 
-def test_a_folder_that_this_host_does_not_see_names_the_remedy(tmp_path: Path) -> None:
+def test_cache_names_remedy_for_invisible_folder(tmp_path: Path) -> None:
     for ask in (checkpoints.local_part, checkpoints.find_fault):
         with pytest.raises(ConfigError, match=r"cannot access '/nowhere/runs/run'.*AGENTRL_CHECKPOINTS=s3://"):
             ask(f"/nowhere/runs/run/{NAME}", "0" * 64)
@@ -339,7 +333,7 @@ def test_a_folder_that_this_host_does_not_see_names_the_remedy(tmp_path: Path) -
         checkpoints.local_part(str(tmp_path / NAME), "0" * 64)
 
 
-def test_a_sound_copy_here_does_not_hide_what_is_broken_in_the_store(place: str, tmp_path: Path) -> None:
+def test_cache_finds_remote_damage_despite_sound_copy(place: str, tmp_path: Path) -> None:
     path, sha256 = written(place)
     assert checkpoints.local_part(path, sha256, "all")
     assert checkpoints.find_fault(path, sha256, "all") == ""
@@ -349,9 +343,7 @@ def test_a_sound_copy_here_does_not_hide_what_is_broken_in_the_store(place: str,
     assert checkpoints.local_part(path, sha256, "all")
 
 
-def test_new_runs_keep_their_checkpoints_where_the_settings_say(
-    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_run_keeps_checkpoints_at_place_of_settings(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def place(config: RunConfig) -> str:
         named = Experiment(config.model_copy(update={"name": "run"}))
         more = {"manifest": {}, "tasks": (), "code_hash": ""}

@@ -71,7 +71,7 @@ def job_database(database: Database, monkeypatch: pytest.MonkeyPatch) -> Databas
     return database
 
 
-def test_each_epoch_names_the_version_after_its_last_iteration(job_database: Database, tmp_path: Path) -> None:
+def test_epoch_names_version_after_its_last_iteration(job_database: Database, tmp_path: Path) -> None:
     out = tmp_path / "out"
     made = trained(job_database, out, epochs=3, tasks=3, versions=5)  # two iterations an epoch
     assert find_stored_policy(job_database, "first", Epoch(1)).path == str(made[1])
@@ -83,7 +83,7 @@ def test_each_epoch_names_the_version_after_its_last_iteration(job_database: Dat
     assert (out / "epoch_2" / sealed_folder.WEIGHTS).is_file()
 
 
-def test_the_last_epoch_ends_with_the_run_and_one_that_is_cut_short_does_not(job_database: Database, tmp_path: Path) -> None:
+def test_epoch_cut_short_has_no_link(job_database: Database, tmp_path: Path) -> None:
     trained(job_database, tmp_path / "out", epochs=2, tasks=3, versions=2)
     with job_database.engine.begin() as tx:
         tx.execute(text("UPDATE runs SET iterations = 3"))
@@ -94,7 +94,7 @@ def test_the_last_epoch_ends_with_the_run_and_one_that_is_cut_short_does_not(job
     assert leads(tmp_path / "out").keys() == {"epoch_1"}
 
 
-def test_a_death_before_the_link_is_made_up_for_by_whoever_names_the_epoch(own_database: Database, tmp_path: Path) -> None:
+def test_epoch_link_lost_by_death_is_made_on_use(own_database: Database, tmp_path: Path) -> None:
     out = tmp_path / "out"
     made = trained(own_database, out, epochs=2, tasks=2, versions=2, links=False)
     assert leads(out) == {}
@@ -106,12 +106,12 @@ def test_a_death_before_the_link_is_made_up_for_by_whoever_names_the_epoch(own_d
 
 
 @pytest.mark.slow
-def test_a_link_is_found_below_the_data_folder_too(own_database: Database) -> None:
+def test_epoch_link_is_found_below_data_folder(own_database: Database) -> None:
     made = trained(own_database, settings().root / "runs" / "first", epochs=1, tasks=2, versions=1)
     assert resolve_targets.find_policy("runs/first/epoch_1")[1].path == str(made[0])
 
 
-def test_gc_removes_a_link_before_what_it_leads_to(own_database: Database, tmp_path: Path) -> None:
+def test_gc_removes_epoch_link_before_its_target(own_database: Database, tmp_path: Path) -> None:
     out = tmp_path / "out"
     made = trained(own_database, out, epochs=3, tasks=2, versions=3)
     assert main(["gc", "--keep-last", "1", "--dry-run"]) == 0
@@ -123,7 +123,7 @@ def test_gc_removes_a_link_before_what_it_leads_to(own_database: Database, tmp_p
     assert leads(out) == {"epoch_3": made[2].name}
 
 
-def test_a_checkpoint_that_is_made_again_has_the_link(job_database: Database, tmp_path: Path) -> None:
+def test_epoch_link_follows_rebuilt_checkpoint(job_database: Database, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (made,) = trained(job_database, out, epochs=1, tasks=2, versions=1)
     again = made.with_name(made.name.replace(".t", ".r"))
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_made_again_has_the_link(job_database: Database, tm
     assert leads(out) == {"epoch_1": again.name}
 
 
-def test_what_is_not_the_runs_own_is_left_as_it_is(tmp_path: Path) -> None:
+def test_epoch_links_leave_foreign_entries_alone(tmp_path: Path) -> None:
     for name in ("v00001.t1.mine", "v00002.t1.mine", "v00001.t1.hers", "epoch_2"):
         (tmp_path / name).mkdir()
     (tmp_path / "epoch_1").symlink_to("v00001.t1.hers")
@@ -152,7 +152,7 @@ def test_what_is_not_the_runs_own_is_left_as_it_is(tmp_path: Path) -> None:
     link_epochs(EpochEnds("s3://bucket/run", "mine", {1: "v00001.t1.mine"}))
 
 
-def test_of_several_runs_in_one_folder_the_youngest_has_the_links_and_the_paths(own_database: Database, tmp_path: Path) -> None:
+def test_epoch_links_in_shared_folder_are_of_youngest_run(own_database: Database, tmp_path: Path) -> None:
     out = tmp_path / "out"
     older = trained(own_database, out, epochs=2, tasks=2, versions=2)
     assert leads(out) == {"epoch_1": older[0].name, "epoch_2": older[1].name}
@@ -167,14 +167,14 @@ def test_of_several_runs_in_one_folder_the_youngest_has_the_links_and_the_paths(
     assert resolve_targets.find_policy("first@epoch2")[1].path == str(older[1])
 
 
-def test_a_version_is_a_number_the_best_or_an_epoch() -> None:
+def test_parse_version_takes_number_best_or_epoch() -> None:
     assert [parse_version(word) for word in ("3", "v3", "best", "epoch3")] == [3, 3, "best", Epoch(3)]
     for word in ("", "x", "epoch", "epoch-1", "epochv1", "epoch3x", "vepoch3", "1" * 30, "epoch" + "1" * 30):
         with pytest.raises(ConfigError, match="is not a policy version"):
             parse_version(word)
 
 
-def test_an_epoch_is_evaluated_merged_and_talked_to_by_its_path(
+def test_epoch_path_works_in_eval_merge_and_chat(
     own_database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from agentrl.cli import evaluate

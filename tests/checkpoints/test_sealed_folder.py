@@ -27,38 +27,38 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "v1"
 
 
-def test_a_written_checkpoint_verifies_and_returns_the_hash_of_its_weights(tmp_path: Path) -> None:
+def test_sealed_folder_verifies_and_returns_hash_of_weights(tmp_path: Path) -> None:
     sha256 = write(tmp_path / "v1", writer_of(b"abc"))
     assert sha256 == sha256_file(tmp_path / "v1" / WEIGHTS) == verify(tmp_path / "v1")[WEIGHTS].sha256
     assert sorted(verify(tmp_path / "v1")) == ["deep/state.json", WEIGHTS]
     assert [path.name for path in tmp_path.iterdir()] == ["v1"]
 
 
-def test_a_later_write_replaces_an_unpublished_folder(folder: Path) -> None:
+def test_sealed_folder_write_replaces_unpublished_folder(folder: Path) -> None:
     assert write(folder, writer_of(b"new")) == verify(folder)[WEIGHTS].sha256
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_a_truncated_file_is_named(folder: Path) -> None:
+def test_sealed_folder_names_truncated_file(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(b"weights" * 99)
     with pytest.raises(CheckpointError, match=f"{WEIGHTS} has 693 bytes instead of 700"):
         verify(folder)
 
 
 @pytest.mark.parametrize("content", [b"\0" * 700, b"\x76" + b"weights" * 99 + b"eights"], ids=["zeroed", "flipped bit"])
-def test_an_altered_file_is_named(folder: Path, content: bytes) -> None:
+def test_sealed_folder_names_altered_file(folder: Path, content: bytes) -> None:
     (folder / WEIGHTS).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{WEIGHTS} was altered"):
         verify(folder)
 
 
-def test_a_missing_file_is_named(folder: Path) -> None:
+def test_sealed_folder_names_missing_file(folder: Path) -> None:
     (folder / "deep" / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"deep/state\.json is missing"):
         verify(folder)
 
 
-def test_a_folder_that_is_not_there_is_not_whole(tmp_path: Path) -> None:
+def test_sealed_folder_missing_has_no_manifest(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         verify(tmp_path / "never")
 
@@ -70,7 +70,7 @@ def test_a_folder_that_is_not_there_is_not_whole(tmp_path: Path) -> None:
         *(f'{{"files": {{"a": {{"size": {size}, "sha256": "x"}}}}}}' for size in ("1e999", "NaN", "9" * 5000, '"1"')),
     ],
 )
-def test_a_broken_manifest_is_an_error_of_its_own(folder: Path, text: str) -> None:
+def test_sealed_folder_with_broken_manifest_is_own_error(folder: Path, text: str) -> None:
     (folder / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
         verify(folder)
@@ -79,7 +79,7 @@ def test_a_broken_manifest_is_an_error_of_its_own(folder: Path, text: str) -> No
 @pytest.mark.parametrize(
     "name", ["../secret", "deep/../../secret", "/secret", "a" * 5000, "a/" * 300 + "a", "a\0b", "\ud800", "", "a\nb"]
 )
-def test_a_manifest_that_names_another_place_is_broken_and_that_place_is_not_read(folder: Path, name: str) -> None:
+def test_sealed_folder_manifest_reads_no_path_outside(folder: Path, name: str) -> None:
     secret = folder.parent / "secret"
     secret.write_text("x")
     entry = {"size": 1, "sha256": sha256_file(secret)}
@@ -88,26 +88,26 @@ def test_a_manifest_that_names_another_place_is_broken_and_that_place_is_not_rea
         verify(folder)
 
 
-def test_a_file_that_somebody_moved_to_another_disk_and_linked_is_read(folder: Path) -> None:
+def test_sealed_folder_reads_file_linked_from_other_disk(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder.parent / "elsewhere")
     (folder / WEIGHTS).symlink_to(folder.parent / "elsewhere")
     assert verify(folder)
 
 
 @pytest.mark.parametrize("make", [lambda file: file.symlink_to(file), Path.mkdir, os.mkfifo], ids=["loop", "folder", "pipe"])
-def test_a_manifest_that_is_no_file_is_missing(folder: Path, make: Callable[[Path], None]) -> None:
+def test_sealed_folder_manifest_must_be_file(folder: Path, make: Callable[[Path], None]) -> None:
     (folder / MANIFEST).unlink()
     make(folder / MANIFEST)
     with pytest.raises(BrokenCheckpoint, match=r"manifest\.json is missing"):
         verify(folder)
 
 
-def test_a_checkpoint_behind_a_link_is_read(folder: Path, tmp_path: Path) -> None:
+def test_sealed_folder_is_read_behind_link(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder.parent)
     assert verify(tmp_path / "link" / folder.name) == verify(folder)
 
 
-def test_a_half_written_folder_has_no_manifest_and_is_replaced_by_the_next_attempt(tmp_path: Path) -> None:
+def test_sealed_folder_half_written_is_replaced_by_next_attempt(tmp_path: Path) -> None:
     beside = tmp_path / "v1.tmp"
     beside.mkdir()
     (beside / "half").write_bytes(b"half")
@@ -118,7 +118,7 @@ def test_a_half_written_folder_has_no_manifest_and_is_replaced_by_the_next_attem
     assert not beside.exists()
 
 
-def test_a_death_between_the_two_renames_loses_nothing(folder: Path) -> None:
+def test_sealed_folder_survives_death_between_renames(folder: Path) -> None:
     before = verify(folder)
     folder.rename(folder.with_name("v1.old"))
 
@@ -131,7 +131,7 @@ def test_a_death_between_the_two_renames_loses_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("bytes_before_the_end", [0, 10])
-def test_a_full_disk_leaves_the_old_checkpoint_and_no_leftover(folder: Path, bytes_before_the_end: int) -> None:
+def test_sealed_folder_on_full_disk_keeps_old_one(folder: Path, bytes_before_the_end: int) -> None:
     before = verify(folder)
 
     def fills_the_disk(beside: Path) -> None:
@@ -144,13 +144,13 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_leftover(folder: Path, byt
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_only_a_full_disk_is_told_to_free_space(tmp_path: Path) -> None:
+def test_sealed_folder_advises_free_space_only_on_full_disk(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"Not a directory\. Make that folder writable"):
         write(tmp_path / "file" / "v1", lambda _: None)
 
 
-def test_a_writer_that_raises_leaves_the_old_checkpoint(folder: Path) -> None:
+def test_sealed_folder_write_that_raises_keeps_old_one(folder: Path) -> None:
     before = verify(folder)
 
     def fails(_: Path) -> None:
@@ -162,18 +162,18 @@ def test_a_writer_that_raises_leaves_the_old_checkpoint(folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
+def test_sealed_folder_needs_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"written without weights"):
         write(tmp_path / "v1", lambda folder: None)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_manifest_lists_size_and_hash_of_every_file(folder: Path) -> None:
+def test_sealed_folder_manifest_lists_size_and_hash(folder: Path) -> None:
     files = json.loads((folder / MANIFEST).read_text())["files"]
     assert files[WEIGHTS] == {"size": 700, "sha256": sha256_file(folder / WEIGHTS)}
 
 
-def test_what_killed_trainers_left_beside_a_published_checkpoint_goes_and_all_else_stays(tmp_path: Path) -> None:
+def test_remove_rivals_keeps_published_and_other_folders(tmp_path: Path) -> None:
     mine = tmp_path / "v00002.t3.abc"
     others = [tmp_path / name for name in ("v00001.t1.abc", "v00002.t1.xyz", "v00012.t1.abc")]
     rivals = [tmp_path / name for name in ("v00002.t1.abc", "v00002.t2.abc.tmp", "v00002.t1.abc.old")]

@@ -42,14 +42,12 @@ def told(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> str:
     return capsys.readouterr().out
 
 
-def test_episodes_whose_calls_came_in_another_order_are_the_same(two: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_accepts_agent_calls_in_other_order(two: Database, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the same" in told(capsys, "replay", 1, "--diff", 2).splitlines()[-1]
     assert "4 chains" in told(capsys, "replay", 1)
 
 
-def test_each_chain_of_an_episode_has_its_row_and_its_reason_in_the_views(
-    two: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_views_show_row_and_reason_of_each_chain(two: Database, capsys: pytest.CaptureFixture[str]) -> None:
     query = "SELECT chain, new_row FROM v_steps WHERE episode_id = 2 ORDER BY chain"
     shown = told(capsys, "sql", query)
     assert "no earlier turn has these messages" in shown
@@ -57,9 +55,7 @@ def test_each_chain_of_an_episode_has_its_row_and_its_reason_in_the_views(
     assert "2" in told(capsys, "sql", "SELECT count(*) AS episodes FROM v_ledger")
 
 
-def test_episodes_of_several_chains_are_scored_anew_by_their_final_answers(
-    two: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rescore_takes_final_answer_of_several_chains(two: Database, capsys: pytest.CaptureFixture[str]) -> None:
     run = told(capsys, "sql", "SELECT name FROM runs").splitlines()[-1].strip()
     said = told(capsys, "rescore", run, "--reward", "numeric_answer", "--name", "again")
     assert "reward set again, 2 episodes scored" in said

@@ -59,9 +59,7 @@ def outside(data: Database) -> str:
     return str(first)
 
 
-def test_an_agents_calls_are_shown_as_its_own_and_what_it_did_not_tell_as_such(
-    outside: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_shows_agent_calls_and_missing_results(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = agentrl(capsys, "replay", outside)
     assert "call 0: calculator" in said
     assert "result (as the agent reported it):\n    42" in said
@@ -74,20 +72,20 @@ def test_an_agents_calls_are_shown_as_its_own_and_what_it_did_not_tell_as_such(
     assert "x" * 1000 not in said
 
 
-def test_an_agents_calls_cannot_be_run_again(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_tools_refuses_calls_of_agent(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = agentrl(capsys, "replay", outside, "--verify", "tools", code=6)
     assert "its agent ran them itself." in said
 
 
 @pytest.mark.parametrize("command", [("replay",), ("why",), ("fork", "--step", "0")])
-def test_a_run_where_an_episode_belongs_is_told_how_to_find_its_episodes(
+def test_episode_argument_that_is_run_explains_episode_lookup(
     outside: str, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
     said = agentrl(capsys, *command, "outside", code=2)
     assert said == "agentrl: 'outside' is not an episode number.\n  List those of a run: agentrl episodes outside\n"
 
 
-def test_agents_that_ended_badly_are_found_and_say_why(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_episodes_command_finds_failed_agents_with_reason(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "outside" in agentrl(capsys, "runs")
     listed = agentrl(capsys, "episodes", "outside")
     assert "agent_error" in listed
@@ -101,7 +99,7 @@ def test_agents_that_ended_badly_are_found_and_say_why(outside: str, capsys: pyt
     assert "its agent failed: RuntimeError: boom" in agentrl(capsys, "why", outside)
 
 
-def test_an_agents_episode_is_not_forked_yet_and_its_config_is_shown(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fork_refuses_agent_episode_and_config_shows_agent(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = agentrl(capsys, "fork", outside, "--step", "1", code=6)
     assert "cannot be forked: the agent 'my_agent:solve' made it." in said
     assert "agent.name: my_agent:solve" in agentrl(capsys, "config", "show", "--run", "outside")
@@ -109,7 +107,7 @@ def test_an_agents_episode_is_not_forked_yet_and_its_config_is_shown(outside: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
-def test_without_workers_for_agents_on_a_named_broker_each_that_is_missing_is_said(
+def test_submit_names_each_missing_agent_worker(
     data: Database, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AGENTRL_BROKER_URL", tcp_redis)
@@ -129,9 +127,7 @@ def test_without_workers_for_agents_on_a_named_broker_each_that_is_missing_is_sa
     assert "worker endpoint" not in plain
 
 
-def test_the_end_of_a_run_says_what_its_agents_ended_with(
-    outside: str, data: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watch_end_summarises_agent_errors(outside: str, data: Database, capsys: pytest.CaptureFixture[str]) -> None:
     data.write(lambda tx: tx.execute(text("UPDATE runs SET status = 'done' WHERE name = 'outside'")))
     said = agentrl(capsys, "watch", "outside")
     assert "1 episodes ended with an agent error, 1 with: RuntimeError: boom" in said
@@ -141,7 +137,7 @@ def test_the_end_of_a_run_says_what_its_agents_ended_with(
 
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
-def test_a_worker_for_agents_says_what_it_lacks_and_imports_no_agent_itself(
+def test_agents_worker_reports_missing_parts_without_import(
     data: Database, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("AGENTRL_BROKER_URL", tcp_redis)

@@ -173,7 +173,7 @@ def process(arguments: Sequence[str], home: Path, **environment: str) -> "subpro
 LOADED = "import sys; from agentrl.cli.main import main; main(sys.argv[1:]); print('|', *sys.modules)"
 
 
-def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
+def test_help_loads_no_heavy_module(tmp_path: Path) -> None:
     done = process(["-c", LOADED, "--help"], tmp_path / "home")
     loaded = set(done.stdout.rpartition("|")[2].split())
     assert "typer" in loaded
@@ -181,7 +181,7 @@ def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_loads_no_torch_and_writes_nothing(tmp_path: Path) -> None:
+def test_dry_run_loads_no_torch_and_writes_nothing(tmp_path: Path) -> None:
     home = tmp_path / "home"
     model = _small_model(tmp_path)
     done = process(["-c", LOADED, "submit", "--dataset", "arithmetic", "--model", str(model), "--dry-run"], home)
@@ -194,7 +194,7 @@ def _small_model(tmp_path: Path) -> Path:
     return tiny_random(tmp_path / "small-model")
 
 
-def test_every_command_explains_each_of_its_options_on_one_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_explains_each_option_on_one_page(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (
         "submit", "watch", "runs", "episodes", "replay", "events", "resume", "pause", "cancel", "sql", "sft", "dpo", "eval",
         "compare", "chat", "up", "down", "worker", "doctor", "db", "db upgrade", "db current", "config", "config show", "tools",
@@ -210,7 +210,7 @@ def test_every_command_explains_each_of_its_options_on_one_page(capsys: pytest.C
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_plan(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--dataset", "arithmetic", "--max-tasks", "10", "--total-epochs", "2", "--samples-per-prompt", "4"]
     flags += [
         "--model-path",
@@ -237,9 +237,7 @@ def test_a_dry_run_prints_the_plan(home: Path, tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_warm_up_that_is_as_long_as_the_run_is_remarked(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submit_remarks_on_warmup_as_long_as_run(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--dataset", "arithmetic", "--max-tasks", "4", "--total-epochs", "1", "--tasks-per-iteration", "2"]
     flags += ["--algorithm", "ppo", "--model-path", str(_small_model(tmp_path)), "--dry-run"]
     never = {"critic": "the policy never trains", "update": "the learning rate never"}
@@ -309,7 +307,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("words", "code", "hint"), BAD, ids=[" ".join(words).replace("\x1b", "^") for words, _, _ in BAD])
-def test_bad_input_is_one_sentence_a_next_step_and_a_code_and_writes_nothing(
+def test_bad_input_is_sentence_next_step_and_code(
     home: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, hint: str
 ) -> None:
     complaint = agentrl(capsys, *words, code=code)
@@ -319,9 +317,7 @@ def test_bad_input_is_one_sentence_a_next_step_and_a_code_and_writes_nothing(
 
 
 @pytest.mark.slow
-def test_a_file_without_a_tiny_model_is_sent_to_sft_which_makes_it_of_its_answers(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submit_without_tiny_model_of_file_suggests_sft(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(json.dumps({"question": f"1 + {n}?", "answer": str(n + 1)}) for n in range(4)))
     words = ["submit", "--dataset", str(file), "--model", "tiny", "--dry-run"]
@@ -333,7 +329,7 @@ def test_a_file_without_a_tiny_model_is_sent_to_sft_which_makes_it_of_its_answer
     assert json.loads(agentrl(capsys, *words, "--json"))["model"].endswith("/tiny-mine")
 
 
-def test_demonstrations_that_no_row_of_the_model_holds_are_counted_and_all_of_them_refused(
+def test_sft_counts_too_long_demonstrations_and_refuses_if_all(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.jsonl"
@@ -346,12 +342,12 @@ def test_demonstrations_that_no_row_of_the_model_holds_are_counted_and_all_of_th
     assert "None of 2 tasks has a demonstration that fits" in agentrl(capsys, *words, "--force", code=2)
 
 
-def test_a_group_of_one_is_refused_by_an_algorithm_that_compares(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_refuses_group_of_one_for_relative_algorithm(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "--dataset", "arithmetic", "--group-size", "1", "--dry-run"]
     assert "--group-size" in agentrl(capsys, *words, code=2)
 
 
-def test_a_broker_that_is_away_and_a_database_that_was_not_migrated_are_said_with_code_4(
+def test_submit_without_broker_or_migrations_exits_with_4(
     home: Path, empty_postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["submit", "--dataset", "arithmetic", "--model", str(_small_model(tmp_path))]
@@ -368,18 +364,18 @@ def test_a_broker_that_is_away_and_a_database_that_was_not_migrated_are_said_wit
     forget_process()
 
 
-def test_a_setting_of_the_environment_that_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_setting_that_does_not_fit_is_named(tmp_path: Path) -> None:
     done = process(["-m", "agentrl.cli", "runs"], tmp_path / "home", AGENTRL_THREADS="many")
     assert done.returncode == 2
     assert "AGENTRL_THREADS" in done.stderr
 
 
 @pytest.mark.parametrize("words", ["watch 999999999999999999999999999999", "watch ²", "replay 99999999999999999999"])
-def test_a_number_that_no_database_takes_is_not_found(run: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_out_of_range_of_database_is_not_found(run: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "agentrl" in agentrl(capsys, *words.split(), code=5)
 
 
-def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
+def test_debug_option_shows_traceback_in_any_position(tmp_path: Path) -> None:
     done = process(["-m", "agentrl.cli", "watch", "nobody", "--debug"], tmp_path / "home")
     assert done.returncode == 5
     assert "Traceback" in done.stderr
@@ -388,7 +384,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
 # looking
 
 
-def test_runs_episodes_events_and_watch_list_the_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_and_watch_show_the_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run in agentrl(capsys, "runs")
     (row,) = json.loads(agentrl(capsys, "runs", "--json"))
     assert (row["run"], row["iterations_done"], row["iterations"]) == (run, 1, 2)
@@ -400,7 +396,7 @@ def test_runs_episodes_events_and_watch_list_the_run(run: str, capsys: pytest.Ca
     assert state["progress"]["episodes"] == 4
 
 
-def test_episodes_are_filtered_and_paged(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_episodes_command_filters_and_pages(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     def ids(*filters: str) -> list[int]:
         return [row["id"] for row in json.loads(agentrl(capsys, "episodes", run, "--json", *filters))]
 
@@ -416,9 +412,7 @@ def test_episodes_are_filtered_and_paged(run: str, capsys: pytest.CaptureFixture
         assert option in agentrl(capsys, "episodes", run, option, "9" * 23, code=2)
 
 
-def test_replay_shows_thought_call_result_reward_and_logprobs_and_no_terminal_escape(
-    run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_shows_every_part_without_terminal_escape(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     (episode, *_) = json.loads(agentrl(capsys, "episodes", run, "--json", "--min-reward", "1"))
     text = agentrl(capsys, "replay", str(episode["id"]))
     for part in (
@@ -437,7 +431,7 @@ def test_replay_shows_thought_call_result_reward_and_logprobs_and_no_terminal_es
     agentrl(capsys, "replay", "9" * 23, code=5)
 
 
-def test_sql_prints_a_table_csv_or_json(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sql_command_prints_table_csv_or_json(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     asking = "SELECT iteration, status, final_answer FROM v_episodes ORDER BY id LIMIT 1"
     assert agentrl(capsys, "sql", asking).splitlines()[0].split() == ["iteration", "status", "final_answer"]
     assert agentrl(capsys, "sql", asking, "--csv").startswith("iteration,status,final_answer\n1,done,")
@@ -449,7 +443,7 @@ def test_sql_prints_a_table_csv_or_json(run: str, capsys: pytest.CaptureFixture[
     agentrl(capsys, "sql", asking, "--csv", "--json", code=2)
 
 
-def test_config_show_says_where_each_value_comes_from(
+def test_config_show_names_origin_of_each_value(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.yaml"
@@ -464,9 +458,7 @@ def test_config_show_says_where_each_value_comes_from(
     assert "rollout.group_size: 2" in agentrl(capsys, "config", "show", "--run", run)
 
 
-def test_config_show_says_what_the_algorithm_makes_of_what_is_left_out(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_show_resolves_defaults_of_algorithm(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("config", "show", "-s", "algorithm.name=dapo", "-s", "algorithm.clip_low=0.1")
     values = json.loads(agentrl(capsys, *words, "--json"))
     assert (values["algorithm.clip_low"], values["algorithm.clip_high"]) == (0.1, 0.28)
@@ -481,7 +473,7 @@ def test_config_show_says_what_the_algorithm_makes_of_what_is_left_out(
     assert json.loads(agentrl(capsys, *other))["algorithm.clip_high"] is None
 
 
-def test_a_reader_that_goes_away_is_no_failure(run: str) -> None:
+def test_output_pipe_closed_is_no_failure(run: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
@@ -495,7 +487,7 @@ def test_a_reader_that_goes_away_is_no_failure(run: str) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_ctrl_c_during_the_start_is_no_traceback() -> None:
+def test_ctrl_c_during_start_is_no_traceback() -> None:
     """The interrupt comes while the commands are being imported."""
     code = (
         "import sys\nclass Interrupt:\n    def find_spec(self, name, *_):\n"
@@ -506,7 +498,7 @@ def test_ctrl_c_during_the_start_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_failed_episodes_are_told_with_their_most_frequent_error(data: Database, run: str) -> None:
+def test_watch_summary_shows_most_frequent_error(data: Database, run: str) -> None:
     second = next(state for state in control_reads.snapshot(data, 30).runs[0].iterations)
     errors = iter(["reward 'x' raised KeyError", "once", "reward 'x' raised KeyError", "reward 'x' raised KeyError"])
     for group in second.groups:
@@ -522,7 +514,7 @@ def test_failed_episodes_are_told_with_their_most_frequent_error(data: Database,
 
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
-def test_a_run_without_a_reward_is_given_no_hint_that_shows_nothing(data: Database) -> None:
+def test_run_without_reward_gets_no_useless_hint(data: Database) -> None:
     for group in start(data, submission()):
         work = claim(data, group)
         for position in range(len(work.episodes)):
@@ -534,7 +526,7 @@ def test_a_run_without_a_reward_is_given_no_hint_that_shows_nothing(data: Databa
 
 @pytest.mark.parametrize("status", ["failed", "cancelled", "paused"])
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
-def test_a_run_that_ended_before_it_began_is_given_no_hint_that_shows_nothing(data: Database, status: str) -> None:
+def test_run_that_never_began_gets_no_useless_hint(data: Database, status: str) -> None:
     start(data, submission())
     planning.stop(data, "first", status, "The files make no model.")
     lines = [line.strip() for line, _ in summary(load_view(data, "first"))]
@@ -557,9 +549,7 @@ def _fails_after_its_answer(data: Database, error: str) -> str:
 
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
-def test_replay_does_not_say_of_an_episode_that_failed_that_it_has_no_answer(
-    run: str, data: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_of_failed_episode_keeps_its_answer(run: str, data: Database, capsys: pytest.CaptureFixture[str]) -> None:
     text = agentrl(capsys, "replay", _fails_after_its_answer(data, "reward 'x' raised KeyError"))
     assert "The answer is 4." in text
     assert "failed (RewardError)" in text
@@ -568,7 +558,7 @@ def test_replay_does_not_say_of_an_episode_that_failed_that_it_has_no_answer(
 
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
-def test_an_error_of_several_lines_is_told_on_one(run: str, data: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_of_several_lines_is_printed_on_one(run: str, data: Database, capsys: pytest.CaptureFixture[str]) -> None:
     episode = _fails_after_its_answer(data, "reward 'x' raised ValueError: it began\nand\r\n went on")
     for command in ("replay", "why"):
         assert "reward 'x' raised ValueError: it began and went on" in agentrl(capsys, command, episode)
@@ -577,7 +567,7 @@ def test_an_error_of_several_lines_is_told_on_one(run: str, data: Database, caps
 # steering
 
 
-def test_pause_and_cancel_may_be_said_twice_and_say_what_is_kept(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pause_and_cancel_are_repeatable_and_say_what_is_kept(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     first = agentrl(capsys, "pause", run)
     assert "was running" in first
     assert "1 of 2 iterations, policy version 1, 4 episodes done; 0 of 4 episodes of the open iteration have ended" in first
@@ -590,7 +580,7 @@ def test_pause_and_cancel_may_be_said_twice_and_say_what_is_kept(run: str, capsy
     agentrl(capsys, "cancel", "nobody", code=5)
 
 
-def test_watch_ends_with_a_summary_and_1_for_a_run_that_is_not_done(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_ends_with_summary_and_exits_1_unless_done(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     agentrl(capsys, "cancel", run)
     capsys.readouterr()
     assert main(["watch", run]) == 1
@@ -602,7 +592,7 @@ def test_watch_ends_with_a_summary_and_1_for_a_run_that_is_not_done(run: str, ca
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
-def test_without_workers_on_a_named_broker_the_run_that_is_left_says_which_to_start_and_goes_on_with_them(
+def test_submit_on_named_broker_names_missing_workers(
     data: Database, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AGENTRL_BROKER_URL", tcp_redis)
@@ -640,7 +630,7 @@ class Starting(Hook):
 
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
-def test_where_no_broker_answers_a_run_and_an_evaluation_are_left_that_say_so_and_resume_says_it_again(
+def test_submit_without_broker_leaves_run_that_resume_explains(
     data: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://user:secret@127.0.0.1:1/0?password=secret")
@@ -672,7 +662,7 @@ def test_where_no_broker_answers_a_run_and_an_evaluation_are_left_that_say_so_an
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_who_detaches_from_a_named_broker_without_workers_is_told_what_to_start(
+def test_submit_detached_without_workers_names_what_to_start(
     run: str, tcp_redis: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = _small_model(tmp_path)
@@ -712,7 +702,7 @@ def watch(run: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_ctrl_c_leaves_the_run_alone_and_says_how_to_stop_it(run: str) -> None:
+def test_ctrl_c_leaves_run_and_says_how_to_stop_it(run: str) -> None:
     watching = watch(run)
     assert watching.stdout is not None
     assert watching.stdout.readline().startswith("iteration 1/2")
@@ -724,7 +714,7 @@ def test_ctrl_c_leaves_the_run_alone_and_says_how_to_stop_it(run: str) -> None:
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_watch_says_what_the_run_waits_for(run: str, data: Database) -> None:
+def test_watch_names_what_run_waits_for(run: str, data: Database) -> None:
     blocked_runs.wait_for(data, run_names.find_run(data, run)["id"], "The engine's server does not answer.")
     watching = watch(run)
     assert watching.stderr is not None
@@ -734,7 +724,7 @@ def test_watch_says_what_the_run_waits_for(run: str, data: Database) -> None:
 
 
 @pytest.mark.parametrize("data", ["sqlite"], indirect=True)
-def test_a_stack_whose_supervisor_runs_is_not_said_to_lack_a_control_loop(data: Database) -> None:
+def test_stack_with_supervisor_lacks_no_control_loop(data: Database) -> None:
     assert not is_somebody_working(data)
     folder = settings().stack_dir
     folder.mkdir(parents=True)
@@ -746,7 +736,7 @@ def test_a_stack_whose_supervisor_runs_is_not_said_to_lack_a_control_loop(data: 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_run_is_submitted_evaluated_and_talked_to(stack: ForkedStack, tmp_path: Path) -> None:
+def test_model_is_submitted_evaluated_and_chatted_with(stack: ForkedStack, tmp_path: Path) -> None:
     model = str(tiny_random(tmp_path / "random"))
     words = ["submit", "--dataset", "arithmetic", "--model", model, "--max-tasks", "4", *SMALL, "--name", "short"]
     assert stack.agentrl(*words, "--wait") == "short\n"
@@ -796,7 +786,7 @@ def test_a_run_is_submitted_evaluated_and_talked_to(stack: ForkedStack, tmp_path
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_doctor_looks_at_everything_and_says_what_to_do(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_checks_everything_and_says_what_to_do(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checks = {check["name"]: check for check in json.loads(agentrl(capsys, "doctor", "--json"))}
     assert {"python", "packages", "torch", "device", "cpu", "database", "redis", "sandbox", "disk", "gsm8k", "models"} <= set(
         checks
@@ -808,7 +798,7 @@ def test_doctor_looks_at_everything_and_says_what_to_do(home: Path, capsys: pyte
     assert not home.exists()
 
 
-def test_doctor_tries_gsm8k_before_it_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tries_gsm8k_before_reporting_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = '{"question": "1 + 1?", "answer": "<<1+1=2>>2\\n#### 2"}\n'
     folder = tmp_path / "gsm8k"
     folder.mkdir()
@@ -829,7 +819,7 @@ def test_doctor_tries_gsm8k_before_it_reports_it(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_doctor_fails_a_device_that_is_not_there_and_shows_the_threads_that_were_set(
+def test_doctor_fails_missing_device_and_shows_threads(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AGENTRL_DEVICE", "cuda:99")
@@ -843,7 +833,7 @@ def test_doctor_fails_a_device_that_is_not_there_and_shows_the_threads_that_were
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_doctor_exits_with_4_where_a_service_is_away(
+def test_doctor_exits_with_4_if_service_is_away(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AGENTRL_BROKER_URL", "redis://127.0.0.1:1/0")
@@ -858,7 +848,7 @@ def test_doctor_exits_with_4_where_a_service_is_away(
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_doctor_leaves_workers_that_a_stack_is_starting_to_the_stack(
+def test_doctor_leaves_starting_workers_to_stack(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(embedded, "find_supervisor", lambda where: 1)
@@ -874,7 +864,7 @@ def test_doctor_leaves_workers_that_a_stack_is_starting_to_the_stack(
 
 
 @given(st.text())
-def test_cleaned_text_holds_no_control_character(text: str) -> None:
+def test_clean_removes_control_characters(text: str) -> None:
     cleaned = clean(text)
     assert not [c for c in cleaned if c not in "\n\t" and (ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000)]
     assert clean(cleaned) == cleaned
@@ -882,7 +872,7 @@ def test_cleaned_text_holds_no_control_character(text: str) -> None:
 
 
 @given(st.text(st.characters(categories=("L", "N", "P", "S"), exclude_characters="\u202e")))
-def test_plain_text_is_left_as_it_is(text: str) -> None:
+def test_clean_keeps_plain_text(text: str) -> None:
     assert clean(text) == text
 
 
@@ -899,7 +889,7 @@ def test_plain_text_is_left_as_it_is(text: str) -> None:
         ("", ""),
     ],
 )
-def test_a_sentence_ends_once_whatever_its_cause_ends_with(said: str, told: str) -> None:
+def test_error_sentence_ends_with_one_full_stop(said: str, told: str) -> None:
     error = ConfigError(said, "Do it.")
     assert (error.message, error.hint, str(error)) == (told, "Do it.", f"{told} Do it.".strip())
 
@@ -907,29 +897,29 @@ def test_a_sentence_ends_once_whatever_its_cause_ends_with(said: str, told: str)
 @pytest.mark.parametrize(
     ("word", "meant"), [("gpro", "grpo"), ("gsop", "gspo"), ("dpao", "dapo"), ("grop", "grpo"), ("pop", "ppo"), ("grp", "grpo")]
 )
-def test_two_letters_that_changed_places_are_near(word: str, meant: str) -> None:
+def test_did_you_mean_finds_transposed_letters(word: str, meant: str) -> None:
     assert did_you_mean(word, ["dapo", "grpo", "gspo", "ppo", "cispo"]) == f"Did you mean {meant!r}?"
 
 
-def test_letters_and_pictures_that_are_joined_or_kept_apart_stay_as_they_are() -> None:
+def test_clean_keeps_joined_letters_and_pictures() -> None:
     for text in ("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "\U0001f469\u200d\U0001f4bb"):
         assert clean(text) == text
 
 
 @pytest.mark.parametrize("mark", "\u061c\u200b\u2028\u2029\u2060\ufeff\u00ad\U000e0001\U000e0041\U000e007f")
-def test_what_is_not_seen_is_shown_as_such(mark: str) -> None:
+def test_clean_replaces_invisible_characters(mark: str) -> None:
     assert clean(f"a{mark}b") == "a\ufffdb"
 
 
 @pytest.mark.parametrize("opened", ["\x1b]", "\x1bP", "\x1bX", "\x1b^", "\x1b_"])
-def test_a_sequence_that_is_not_closed_hides_nothing_after_it(opened: str) -> None:
+def test_clean_hides_nothing_after_open_sequence(opened: str) -> None:
     assert clean(f"a{opened}b\nc") == "ab\nc"
     assert clean(f"a{opened}b\nc\x07d") == "ab\nc\ufffdd"
     assert clean(f"a{opened}0;title\x07b{opened}8;;http://x\x1b\\c") == "abc"
     assert clean(f"{opened}{'long' * 1000}\x07") == "long" * 1000 + "\ufffd"
 
 
-def test_numbers_of_any_size_and_lists_of_any_depth_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_json_takes_numbers_and_lists_of_any_size(capsys: pytest.CaptureFixture[str]) -> None:
     deep: list[object] = []
     for _ in range(5000):
         deep = [deep]
@@ -942,17 +932,17 @@ def test_numbers_of_any_size_and_lists_of_any_depth_are_shown(capsys: pytest.Cap
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=300), st.integers(2, 60))
-def test_a_plot_has_one_mark_per_column_and_its_extremes_beside_it(values: list[float], width: int) -> None:
+def test_plot_has_one_mark_per_column_and_extremes(values: list[float], width: int) -> None:
     lines = plot(values, width)
     assert sum(line.count("*") for line in lines) == len(buckets(values, width)) == min(len(values), width)
     assert len(sparkline(values, width)) == min(len(values), width)
 
 
-def test_a_flat_curve_is_one_line() -> None:
+def test_plot_of_flat_curve_is_one_line() -> None:
     assert plot([0.5] * 3) == ["   0.500 |***", "         +---"]
 
 
-def test_huge_rewards_are_short_wherever_a_curve_is_told() -> None:
+def test_plot_shortens_huge_rewards() -> None:
     rewards, worst = [0.5, -3.4e38], -3.4028234663852886e38
     row = {"run": "r", "kind": "train", "status": "done", "reason": "", "seconds": None, "iterations": 2, "iterations_done": 2,
            "epochs": 1, "episodes_done": 2, "best_version": 1, "best_reward": worst}  # fmt: skip

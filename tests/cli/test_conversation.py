@@ -106,9 +106,7 @@ def leave(screen: Terminal) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_the_prompt_is_there_before_the_model_and_the_first_question_waits_for_it(
-    terminal: Callable[..., Terminal], tmp_path: Path
-) -> None:
+def test_chat_prompt_appears_before_model_is_loaded(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     screen = terminal(SLOW_START=str(tmp_path / "go"))
     at = screen.wait(r"/help lists the commands; Ctrl-D ends the chat\.\n> ")
     screen.type("/help\nhello\n")
@@ -119,7 +117,7 @@ def test_the_prompt_is_there_before_the_model_and_the_first_question_waits_for_i
     leave(screen)
 
 
-def test_a_conversation_with_calls_is_streamed_saved_and_replayed(
+def test_chat_with_calls_is_streamed_saved_and_replayed(
     terminal: Callable[..., Terminal], home: Path, tmp_path: Path, folder: Path
 ) -> None:
     screen = terminal()
@@ -146,7 +144,7 @@ def test_a_conversation_with_calls_is_streamed_saved_and_replayed(
     assert (home / "models" / "learned" / "config.json").is_file()
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal: Callable[..., Terminal]) -> None:
+def test_chat_ctrl_c_stops_answer_only(terminal: Callable[..., Terminal]) -> None:
     screen = terminal("--max-new-tokens", "100000")
     at = screen.wait("\n> ")
     screen.type("half a line")
@@ -165,9 +163,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal: Callable[..., Termin
     leave(screen)
 
 
-def test_lines_that_go_on_and_blocks_are_one_message_and_what_was_typed_is_remembered(
-    terminal: Callable[..., Terminal], home: Path
-) -> None:
+def test_chat_joins_continued_lines_and_remembers_history(terminal: Callable[..., Terminal], home: Path) -> None:
     screen = terminal()
     at = screen.wait("\n> ")
     screen.type("one \\\ntwo\n")
@@ -188,7 +184,7 @@ def test_lines_that_go_on_and_blocks_are_one_message_and_what_was_typed_is_remem
     leave(again)
 
 
-def test_what_a_model_says_moves_no_cursor_and_characters_come_whole(terminal: Callable[..., Terminal]) -> None:
+def test_chat_text_moves_no_cursor_and_characters_are_complete(terminal: Callable[..., Terminal]) -> None:
     screen = terminal()
     at = screen.wait("\n> ")
     screen.type("mark\n")
@@ -199,7 +195,7 @@ def test_what_a_model_says_moves_no_cursor_and_characters_come_whole(terminal: C
     screen.wait(r"\(thinks\) hm\ndone\n> ", at)
 
 
-def test_settings_are_changed_while_one_talks(terminal: Callable[..., Terminal]) -> None:
+def test_chat_settings_change_during_conversation(terminal: Callable[..., Terminal]) -> None:
     screen = terminal()
     at = screen.wait("\n> ")
     for typed, shown in (
@@ -221,9 +217,7 @@ def test_settings_are_changed_while_one_talks(terminal: Callable[..., Terminal])
     assert screen.end() == 0
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_chat_with_its_sentence(
-    environment: dict[str, str], tmp_path: Path, forks: Nursery
-) -> None:
+def test_chat_ends_with_sentence_if_model_cannot_load(environment: dict[str, str], tmp_path: Path, forks: Nursery) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")
     screen = Terminal(forks, "chat", "--model", str(tmp_path / "broken"), environment=environment)
@@ -236,7 +230,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_chat_with_its_sentence(
         screen.close()
 
 
-def test_a_chat_may_be_left_while_its_model_loads(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+def test_chat_can_be_left_while_model_loads(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
     screen = terminal(SLOW_START=str(tmp_path / "never"))
     screen.wait("\n> ")
     leave(screen)
@@ -245,7 +239,7 @@ def test_a_chat_may_be_left_while_its_model_loads(terminal: Callable[..., Termin
 # in a pipe
 
 
-def test_in_a_pipe_a_line_is_a_message_and_nothing_is_coloured(
+def test_chat_in_pipe_answers_lines_without_colour(
     home: Path, calling: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is 15 minus 8?\n/help\n\nnot read"))
@@ -261,7 +255,7 @@ def test_in_a_pipe_a_line_is_a_message_and_nothing_is_coloured(
 # the conversation
 
 
-def test_a_turn_continues_the_exact_tokens_and_other_tools_begin_them_anew(talk: Callable[..., Talk]) -> None:
+def test_chat_continues_exact_tokens_until_tools_change(talk: Callable[..., Talk]) -> None:
     asked: list[GenerateRequest] = []
     made = talk(CALLING, ANSWER, ANSWER, ANSWER, asked=asked)
     assert [text for text, _ in made.answer("What is 6*7?")] == ['  calculator {"expression": "6*7"}', "  -> 42", "42"]
@@ -279,7 +273,7 @@ def test_a_turn_continues_the_exact_tokens_and_other_tools_begin_them_anew(talk:
     assert made.steps[3].new_row
 
 
-def test_a_question_that_is_taken_back_leaves_no_trace_and_is_answered_by_other_draws(talk: Callable[..., Talk]) -> None:
+def test_chat_undo_leaves_no_trace_and_draws_anew(talk: Callable[..., Talk]) -> None:
     asked: list[GenerateRequest] = []
     made = talk(ANSWER, ANSWER, ANSWER, asked=asked)
     list(made.answer("One?"))
@@ -292,7 +286,7 @@ def test_a_question_that_is_taken_back_leaves_no_trace_and_is_answered_by_other_
     assert asked[1].key != asked[2].key
 
 
-def test_results_that_nobody_read_are_read_with_the_next_question(talk: Callable[..., Talk], opened: OpenPolicy) -> None:
+def test_chat_reads_open_results_with_next_question(talk: Callable[..., Talk], opened: OpenPolicy) -> None:
     asked: list[GenerateRequest] = []
     made = talk(*[CALLING] * opened.limits.max_steps, ANSWER, asked=asked)
     assert list(made.answer("6*7?"))[-1][0].startswith("(stopped after")
@@ -300,7 +294,7 @@ def test_results_that_nobody_read_are_read_with_the_next_question(talk: Callable
     assert chat().decode(asked[-1].prompt_ids).count("42") == opened.limits.max_steps
 
 
-def test_a_tool_that_takes_too_long_is_told_so(talk: Callable[..., Talk]) -> None:
+def test_chat_tool_that_times_out_is_reported(talk: Callable[..., Talk]) -> None:
     import threading
 
     def calculator(expression: str) -> str:
@@ -312,7 +306,7 @@ def test_a_tool_that_takes_too_long_is_told_so(talk: Callable[..., Talk]) -> Non
     assert "took longer than 0.05 s" in "".join(text for text, _ in made.answer("6*7?"))
 
 
-def test_an_answer_that_was_cut_is_no_demonstration(talk: Callable[..., Talk]) -> None:
+def test_chat_saves_no_cut_answer_as_demonstration(talk: Callable[..., Talk]) -> None:
     made = talk(Message("assistant", "7 " * 200), ANSWER)
     with pytest.raises(StateError, match="there is no answer"):
         made.demonstration()
@@ -329,7 +323,7 @@ def test_an_answer_that_was_cut_is_no_demonstration(talk: Callable[..., Talk]) -
     st.text(min_size=1, max_size=30),
     st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5)),
 )
-def test_a_saved_line_is_read_as_it_was_or_refused(thought: str, content: str, arguments: dict[str, Any]) -> None:
+def test_chat_saved_demonstration_is_read_back_or_refused(thought: str, content: str, arguments: dict[str, Any]) -> None:
     call = Message("assistant", content, thought, (ToolCall("calculator", arguments),))
     shown = Demonstration((Message("user", "x"), call, Message("tool", "7", name="calculator"), ANSWER))
     try:

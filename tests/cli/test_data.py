@@ -40,7 +40,7 @@ def test_data_show_renders_tasks_as_the_model_reads_them(tmp_path: Path, capsys:
 
 
 @pytest.mark.usefixtures("home")
-def test_data_show_says_which_tiny_model_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_show_names_missing_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     csv = tmp_path / "rows.csv"
     csv.write_text("question,answer\na,1\n")
     said = output(["show", str(csv), "--model", "tiny"], capsys, code=8)
@@ -50,7 +50,7 @@ def test_data_show_says_which_tiny_model_is_missing(tmp_path: Path, capsys: pyte
     assert "Train another's: agentrl sft --dataset arithmetic" in said
 
 
-def test_data_check_counts_what_is_wrong_with_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_check_counts_faulty_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, model = tmp_path / "sums", str(tiny_random(tmp_path / "model"))
     write(folder / "train.jsonl", ROWS)
     write(folder / "test.jsonl", ROWS[2:3])
@@ -83,7 +83,7 @@ def test_data_split_keeps_equal_questions_together(tmp_path: Path, capsys: pytes
     assert "its rows are generated" in output(["split", "arithmetic", "--out", str(tmp_path / "none")], capsys, code=2)
 
 
-def test_data_split_writes_nothing_where_it_cannot_write_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_split_writes_all_files_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "rows.jsonl", [{"question": f"{'a' * 9000} {n}", "answer": str(n)} for n in range(100)])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # writes fail as on a full disk

@@ -72,9 +72,7 @@ def dry_run(home: Path, *words: str, **environment: str) -> tuple[int, str, str]
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_dry_run_tells_size_and_memory_before_its_checks(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_shows_size_and_memory_before_checks(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_random(tmp_path / "model")
     assert main(["submit", "--dataset", "arithmetic", "--model", str(folder), "--lora-r", "4", "--dry-run"]) == 0
     shown = capsys.readouterr()
@@ -121,7 +119,7 @@ def test_dry_run_probe_samples_one_token(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_dry_run_reads_the_size_of_a_hub_model_without_downloading_it(tmp_path: Path) -> None:
+def test_dry_run_reads_size_of_hub_model_without_download(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     with served_hub(folder) as address:
         code, _, told = dry_run(tmp_path / "home", "--dataset", "arithmetic", "--model", NAME, HF_ENDPOINT=address)
@@ -134,7 +132,7 @@ def test_dry_run_reads_the_size_of_a_hub_model_without_downloading_it(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_dry_run_without_a_hub_tells_the_faults_of_data_and_model_together(tmp_path: Path) -> None:
+def test_dry_run_without_hub_reports_faults_of_data_and_model(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts, and never answers
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         code, out, told = dry_run(tmp_path / "home", "--dataset", "gsm8k", "--model", NAME, HF_ENDPOINT=address)
@@ -147,7 +145,7 @@ def test_dry_run_without_a_hub_tells_the_faults_of_data_and_model_together(tmp_p
     ]
 
 
-def test_hub_that_was_silent_is_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_without_answer_is_not_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(hub, "_silent_since", -hub.AWAY_SECONDS)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: asked.append(1) or 1 / 0)
@@ -155,7 +153,7 @@ def test_hub_that_was_silent_is_not_asked_again_at_once(monkeypatch: pytest.Monk
     assert asked == [1]
 
 
-def test_hub_questions_end_where_a_name_server_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_lookup_times_out_with_silent_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.05)
     with socket.socket() as endless:
         endless.bind(("127.0.0.1", 0))

@@ -47,9 +47,7 @@ def fresh(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("words", [*READS, *ASKS])
-def test_a_command_that_only_looks_makes_nothing_in_a_fresh_folder(
-    fresh: Path, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reading_commands_make_nothing_in_fresh_folder(fresh: Path, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([word.strip("'") for word in words.split(" ", 1 if words.startswith("sql") else -1)])
     told = capsys.readouterr()
     assert not fresh.exists(), f"{words} made {[str(path) for path in fresh.rglob('*')]}"
@@ -64,7 +62,7 @@ def test_a_command_that_only_looks_makes_nothing_in_a_fresh_folder(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_look_with_a_broker_that_is_named_makes_no_database_either(fresh: Path, tcp_redis: str) -> None:
+def test_reading_commands_with_named_broker_make_no_database(fresh: Path, tcp_redis: str) -> None:
     for words, code in (("runs", 0), ("doctor", 0), ("resume x", 5), ("watch x", 5)):
         done = process(["-m", "agentrl.cli", *words.split()], fresh, AGENTRL_BROKER_URL=tcp_redis)
         assert done.returncode == code, done.stdout + done.stderr
@@ -113,7 +111,7 @@ def complaint(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_every_command_that_a_message_or_the_manual_says_to_type_exists_with_its_options() -> None:
+def test_hinted_commands_exist_with_their_options() -> None:
     told = [(where, said, complaint(said)) for where, said in sentences() if "agentrl " in said]
     assert len(told) > 150, "they are found"
     assert [(where, wrong, said[:200]) for where, said, wrong in told if wrong] == []
@@ -122,5 +120,5 @@ def test_every_command_that_a_message_or_the_manual_says_to_type_exists_with_its
 @pytest.mark.parametrize(
     "text", ["Type `agentrl restart`.", "agentrl gone RUN", "See: agentrl episodes RUN --best", "agentrl db up"]
 )
-def test_a_hint_that_is_no_command_is_found(text: str) -> None:
+def test_hint_check_finds_invalid_command(text: str) -> None:
     assert complaint(text)

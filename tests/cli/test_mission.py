@@ -58,7 +58,7 @@ def talked(stack: Stack, words: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_sft_with_a_kill_then_rl_then_a_chat(stack: Stack, small_gsm8k: Path, tmp_path: Path) -> None:
+def test_mission_runs_sft_with_kill_then_rl_then_chat(stack: Stack, small_gsm8k: Path, tmp_path: Path) -> None:
     """SFT is killed once on the way, and typed again."""
     outputs = tmp_path / "outputs"
     learn = [

@@ -33,7 +33,7 @@ def sets(database: Database, status: str) -> Any:
     return ready
 
 
-def test_a_run_that_its_new_workers_end_before_the_command_is_through_was_resumed(
+def test_resume_succeeds_if_run_ends_meanwhile(
     stranded: Database, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ensure_workers, "ready_workers", sets(stranded, "done"))
@@ -42,7 +42,7 @@ def test_a_run_that_its_new_workers_end_before_the_command_is_through_was_resume
     assert main(["resume", "first"]) == 6  # now there was nothing to do from the beginning
 
 
-def test_a_run_that_is_cancelled_meanwhile_was_not(
+def test_resume_fails_if_run_is_cancelled_meanwhile(
     stranded: Database, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ensure_workers, "ready_workers", sets(stranded, "cancelled"))

@@ -23,7 +23,7 @@ from tests.conftest import forget_process
 from tests.support.small_models import tiny_random
 
 
-def test_help_has_every_command_in_a_group_with_a_whole_line_each_and_three_examples(
+def test_help_groups_every_command_with_line_and_examples(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -36,7 +36,7 @@ def test_help_has_every_command_in_a_group_with_a_whole_line_each_and_three_exam
         assert [line for line in lines if line.split() == [name, *entry.line.split()]]
 
 
-def test_the_options_of_submit_are_in_groups_hooks_included(capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_help_groups_options_and_hooks(capsys: pytest.CaptureFixture[str]) -> None:
     text = agentrl(capsys, "submit", "--help")
     heads = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert heads == [
@@ -52,15 +52,13 @@ def test_the_options_of_submit_are_in_groups_hooks_included(capsys: pytest.Captu
     assert text.index("--hook") > text.index("The run:")
 
 
-def test_submit_with_nothing_to_train_on_shows_three_examples_and_starts_nothing(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submit_without_dataset_only_shows_examples(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["submit"], ["submit", "--epochs", "2", "--model", "tiny"], ["submit", "--dry-run"]):
         assert agentrl(capsys, *words, code=2).count("agentrl submit") == 3
     assert not home.exists()
 
 
-def test_lists_fit_a_terminal_of_80_columns_and_name_what_they_leave_out(
+def test_lists_fit_80_columns_and_name_omissions(
     run: str,  # noqa: F811
     data: Database,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -80,7 +78,7 @@ def test_lists_fit_a_terminal_of_80_columns_and_name_what_they_leave_out(
             assert any(named) or width == 80
 
 
-def test_sort_option_is_ascending_and_with_a_minus_descending(
+def test_sort_option_is_ascending_or_descending_with_minus(
     run: str,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -94,7 +92,7 @@ def test_sort_option_is_ascending_and_with_a_minus_descending(
     assert "seconds" in agentrl(capsys, "runs", "--sort", "second; DROP TABLE runs", code=2)
 
 
-def test_without_a_name_the_newest_run_or_the_last_episode_is_meant_and_said(
+def test_run_argument_defaults_to_newest_and_says_so(
     run: str,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -109,7 +107,7 @@ def test_without_a_name_the_newest_run_or_the_last_episode_is_meant_and_said(
         assert said in capsys.readouterr().err
 
 
-def test_without_a_name_and_without_a_run_the_first_one_is_shown_how_to_make(
+def test_run_argument_without_runs_suggests_submit(
     data: Database,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -117,7 +115,7 @@ def test_without_a_name_and_without_a_run_the_first_one_is_shown_how_to_make(
     assert "agentrl watch" in agentrl(capsys, "replay", code=5)
 
 
-def test_every_column_of_every_view_has_a_meaning_that_the_schema_tells(
+def test_schema_explains_every_column_of_every_view(
     run: str,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -132,7 +130,7 @@ def test_every_column_of_every_view_has_a_meaning_that_the_schema_tells(
         assert max(map(len, agentrl(capsys, "sql", *words).splitlines())) <= 80
 
 
-def test_a_wrong_view_or_column_names_the_nearest(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_schema_suggests_nearest_view_or_column(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     assert "v_episodes" in agentrl(capsys, "sql", "--schema", "v_episode", code=5)
     assert "mean_reward" in agentrl(capsys, "sql", "SELECT mean_rewrd FROM v_iterations", code=2)
     assert "v_iterations" in agentrl(capsys, "sql", "SELECT mean_reward FROM v_iteration", code=2)
@@ -152,9 +150,7 @@ def written(home: Path) -> Path:
     return folder
 
 
-def test_logs_shows_the_last_lines_of_a_role_and_no_mark_of_a_terminal(
-    written: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_command_shows_last_lines_without_escapes(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = agentrl(capsys, "logs", "tools", "-n", "3").splitlines()
     assert lines[:2] == ["line 98", "line 99"]
     assert "evil" in lines[2]
@@ -165,12 +161,12 @@ def test_logs_shows_the_last_lines_of_a_role_and_no_mark_of_a_terminal(
     assert "tools" in agentrl(capsys, "logs", "tool", code=5)
 
 
-def test_logs_of_a_home_without_a_stack_says_how_to_start_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_command_without_stack_says_how_to_start_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "agentrl up" in agentrl(capsys, "logs", code=5)
     assert not home.exists()
 
 
-def test_logs_follows_what_is_written_and_ends_with_ctrl_c(written: Path) -> None:
+def test_logs_command_follows_until_ctrl_c(written: Path) -> None:
     command = [sys.executable, "-m", "agentrl.cli", "logs", "supervisor", "-f"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "AGENTRL_HOME": str(written.parent)}) as shown:
         assert shown.stdout is not None
@@ -220,14 +216,14 @@ def offered(line: str, home: Path) -> tuple[set[str], set[str]]:
     ],
 )
 @pytest.mark.slow
-def test_completion_knows_what_a_word_may_become_and_is_quick(run: str, line: str, word: str) -> None:  # noqa: F811
+def test_completion_offers_words_quickly(run: str, line: str, word: str) -> None:  # noqa: F811
     words, modules = offered(line, settings().home)
     assert word in words
     assert not {"torch", "transformers", "celery", "alembic", "datasets"} & modules
     assert "sqlalchemy" not in modules or settings().database_url
 
 
-def test_completion_without_a_database_offers_nothing_and_makes_none(tmp_path: Path) -> None:
+def test_completion_without_database_makes_none(tmp_path: Path) -> None:
     assert offered("agentrl watch ", tmp_path / "home")[0] == set()
     assert not (tmp_path / "home").exists()
 
@@ -245,7 +241,7 @@ FIELDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", FIELDS)
-def test_the_fields_of_json_stay(run: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_json_fields_stay(run: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     capsys.readouterr()
     main([*command.split(), "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -253,7 +249,7 @@ def test_the_fields_of_json_stay(run: str, command: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(("words", "view"), [("runs", "v_runs"), ("episodes", "v_episodes")])
-def test_a_list_as_json_has_the_columns_of_its_view(
+def test_json_list_has_columns_of_view(
     run: str,  # noqa: F811
     words: str,
     view: str,
@@ -264,7 +260,7 @@ def test_a_list_as_json_has_the_columns_of_its_view(
 
 
 @pytest.mark.slow
-def test_a_stack_that_does_not_come_up_leaves_a_run_that_says_why_and_what_to_type(
+def test_stack_start_failure_leaves_run_with_reason_and_hint(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AGENTRL_REDIS_SERVER", "/bin/false")

@@ -17,7 +17,7 @@ from agentrl.workflow.tool_formats.hermes import hermes
 # what is typed
 
 
-def test_blocks_and_lines_that_go_on() -> None:
+def test_keyboard_joins_blocks_and_continued_lines() -> None:
     def typed(*lines: str) -> str:
         rest = iter(lines)
         return read_message(lambda prompt: next(rest))
@@ -50,7 +50,7 @@ def test_history_is_bounded_and_survives_torn_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "found", ["a letter to a friend\n", b"\xff\xfe\x00", "x" * (MAX_FILE_BYTES + 1), "folder", "link", "pipe"]
 )
-def test_a_history_that_is_not_ours_is_said_to_be_and_left_alone(
+def test_history_file_that_is_not_ours_is_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], found: str | bytes
 ) -> None:
     file = tmp_path / "chat_history"
@@ -102,7 +102,7 @@ TURNS = {
 
 @pytest.mark.parametrize("name", TURNS)
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_a_turn_looks_the_same_however_it_comes(name: str, size: int) -> None:
+def test_turn_display_is_independent_of_chunks(name: str, size: int) -> None:
     text, expected = TURNS[name]
     seen = shown([text[at : at + size] for at in range(0, len(text), size)])
     if expected is not None:
@@ -110,7 +110,7 @@ def test_a_turn_looks_the_same_however_it_comes(name: str, size: int) -> None:
     assert seen == shown([text])
 
 
-def test_a_thought_that_the_template_opened_is_shown_as_one() -> None:
+def test_turn_display_shows_thought_opened_by_template() -> None:
     assert shown(list("hm</think>yes"), thinks=True) == "(thinks) hm\nyes\n"
 
 
@@ -119,7 +119,7 @@ def test_a_thought_that_the_template_opened_is_shown_as_one() -> None:
         st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", "a", " ", "\n", "<", '{"name": "a"}', "\x1b[2J"])
     )
 )
-def test_nothing_that_a_turn_says_is_lost(pieces: list[str]) -> None:
+def test_turn_display_loses_no_text(pieces: list[str]) -> None:
     seen = shown(pieces)
     message = parse_text("".join(pieces))
     assert "".join(clean(message.content).split()) in "".join(clean(seen).split())

@@ -45,9 +45,7 @@ def going(db: Database, iterations: int) -> RunView:
     return load_view(db, "first")
 
 
-def test_lines_without_a_terminal_tell_the_progress_of_a_long_iteration(
-    sqlite: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_lines_show_progress_of_long_iteration(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     now, written = [100.0], list[str]()
     monkeypatch.setattr("agentrl.cli.follow.time", SimpleNamespace(monotonic=lambda: now[0]))
     view, lines = going(sqlite, 0), _Lines(written.append)
@@ -56,7 +54,7 @@ def test_lines_without_a_terminal_tell_the_progress_of_a_long_iteration(
     assert [line for line in written if "ended" in line] == ["iteration 1/10  0 of 2 episodes ended, 0 tokens sampled"] * 2
 
 
-def test_a_run_whose_rewards_do_not_differ_says_why_after_three_iterations(database: Database) -> None:
+def test_watch_explains_equal_rewards_after_three_iterations(database: Database) -> None:
     planning.submit(database, submission("first", tasks=1, epochs=9))
     written = list[str]()
     lines = _Lines(written.append)
@@ -111,7 +109,7 @@ def _play_with_calls(db: Database, group: int) -> None:
         finish(db, work, position, float(position))
 
 
-def test_one_screen_of_80_by_24_shows_how_everything_went(sqlite: Database) -> None:
+def test_watch_screen_of_80_by_24_shows_everything(sqlite: Database) -> None:
     lines = live_lines(going(sqlite, 12), 80, 24)
     assert len(lines) == 23
     assert max(map(len, lines)) <= 80
@@ -129,7 +127,7 @@ def test_one_screen_of_80_by_24_shows_how_everything_went(sqlite: Database) -> N
     assert lines[-1].split()[:2] == ["12", "0.5"], "the newest iteration"
 
 
-def test_a_larger_screen_shows_more_and_a_smaller_one_what_matters_most(sqlite: Database) -> None:
+def test_watch_screen_shows_more_if_larger(sqlite: Database) -> None:
     view = going(sqlite, 12)
     large = live_lines(view, 120, 50)
     assert sum(line.split()[:2] == [str(number), "0.5"] for number in range(1, 13) for line in large) == 12
@@ -141,7 +139,7 @@ def test_a_larger_screen_shows_more_and_a_smaller_one_what_matters_most(sqlite: 
         assert max(map(len, lines), default=0) <= 30
 
 
-def test_what_a_run_waits_for_is_told_in_few_whole_lines(sqlite: Database) -> None:
+def test_watch_screen_shortens_what_run_waits_for(sqlite: Database) -> None:
     view = going(sqlite, 2)
     view.warning = "first waits: \x1b[2Jthe server " + "is away " * 100
     lines = live_lines(view, 80, 24)
@@ -151,7 +149,7 @@ def test_what_a_run_waits_for_is_told_in_few_whole_lines(sqlite: Database) -> No
     assert all("away" in line for line in lines[-3:])
 
 
-def test_without_a_name_the_newest_run_is_watched(own_database: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_defaults_to_newest_run(own_database: Database, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", "--json"]) == 5
     assert "There is no run yet." in capsys.readouterr().err
     for name in ("first", "second"):

@@ -74,7 +74,7 @@ def parts(stack: Stack, run: str) -> dict[str, float]:
         "bench.learning.langgraph_agent:solve",
     ],
 )
-def test_an_agent_with_tools_of_its_own_is_recorded_turn_by_turn(stack: Stack, model: Path, agent: str) -> None:
+def test_client_agent_with_own_tools_is_recorded_by_turn(stack: Stack, model: Path, agent: str) -> None:
     run = measured(stack, model, agent, ONCE, TWICE)
     assert count(stack, STEPS, run) == 2 * (2 + 2)
     assert count(stack, CALLS, run) == 2 * (1 + 2)
@@ -83,25 +83,25 @@ def test_an_agent_with_tools_of_its_own_is_recorded_turn_by_turn(stack: Stack, m
     assert chains == 0
 
 
-def test_a_stream_comes_in_pieces_and_its_usage_is_told(stack: Stack, model: Path) -> None:
+def test_client_stream_has_pieces_and_usage(stack: Stack, model: Path) -> None:
     found = parts(stack, measured(stack, model, "tests.clients.agents:streaming", ONCE))
     pieces = next(value for part, value in found.items() if part.endswith("pieces"))
     tokens = next(value for part, value in found.items() if part.endswith("tokens"))
     assert 1 < pieces < tokens
 
 
-def test_calls_of_one_prompt_at_the_same_time_are_steps_of_their_own(stack: Stack, model: Path) -> None:
+def test_client_concurrent_calls_are_own_steps(stack: Stack, model: Path) -> None:
     run = measured(stack, model, "tests.clients.agents:side_by_side", PLAIN)
     assert count(stack, STEPS, run) == 2 * (4 + 3)
 
 
-def test_an_agent_that_tells_its_history_as_text_has_a_chain_for_each_turn(stack: Stack, model: Path) -> None:
+def test_client_agent_with_text_history_has_chain_for_each_turn(stack: Stack, model: Path) -> None:
     run = measured(stack, model, "tests.clients.agents:smolagents", ONCE)
     assert count(stack, STEPS, run) == 2 * 2
     assert count(stack, "SELECT count(DISTINCT chain) FROM steps WHERE run = :run", run) == 2
 
 
-def test_a_program_in_an_environment_of_its_own_is_an_agent(stack: Stack, model: Path) -> None:
+def test_client_program_in_own_environment_is_agent(stack: Stack, model: Path) -> None:
     if not LITELLM.exists():
         missing("litellm (make .venv/.litellm)")
     program = Path(__file__).with_name("litellm_agent.py")
@@ -110,7 +110,7 @@ def test_a_program_in_an_environment_of_its_own_is_an_agent(stack: Stack, model:
     assert count(stack, CALLS, run) == 2 * (1 + 2)
 
 
-def test_an_agent_is_trained_and_its_record_is_looked_at_like_any_other(stack: Stack, model: Path) -> None:
+def test_client_agent_is_trained_and_inspected(stack: Stack, model: Path) -> None:
     words = ["--dataset", "arithmetic", "--model", str(model), "--epochs", "1", "--max-tasks", "4", "--group-size", "2"]
     words += ["--tasks-per-iteration", "2", "--max-new-tokens", "16", "--agent", "examples.openai_agent.agent:solve"]
     assert stack.agentrl("submit", *words, "--name", "outside", "--wait") == "outside\n"

@@ -34,54 +34,54 @@ def world(*claims: Claim, train: Claim = NEVER, group_seconds: float = 0.0) -> S
     return Snapshot((RunSnapshot(1, "run", (IterationState(7, 0, groups, train),), group_seconds),), LEASE)
 
 
-def test_an_iteration_that_was_never_sent_goes_out_as_one_chord() -> None:
+def test_plan_sends_new_iteration_as_one_chord() -> None:
     assert plan(world(NEVER, NEVER)) == [Dispatch(7, (1, 2))]
 
 
-def test_an_iteration_whose_groups_are_all_terminal_is_trained() -> None:
+def test_plan_trains_iteration_with_terminal_groups() -> None:
     assert plan(world()) == [SendTrain(7)]
 
 
-def test_an_iteration_that_was_rolled_out_ahead_of_the_updates_waits_for_the_policy_it_starts_from() -> None:
+def test_plan_holds_overlapping_iteration_until_its_policy() -> None:
     (run,) = world().runs
     early = replace(run, iterations=(replace(run.iterations[0], published=False),))
     assert plan(Snapshot((early,), LEASE)) == []
 
 
-def test_a_train_job_that_was_just_sent_or_is_running_is_left_alone() -> None:
+def test_plan_leaves_sent_or_running_train_job() -> None:
     assert plan(world(train=sent(1.0))) == []
     assert plan(world(train=HELD)) == []
 
 
-def test_a_trainer_whose_lease_ran_out_is_replaced() -> None:
+def test_plan_replaces_trainer_after_lease() -> None:
     assert plan(world(train=sent(40.0, expired_ago=1.0))) == [SendTrain(7)]
 
 
-def test_a_held_group_and_one_that_waits_in_the_queue_are_left_alone() -> None:
+def test_plan_leaves_held_or_queued_group() -> None:
     assert plan(world(HELD, sent(10.0))) == []
 
 
-def test_a_group_whose_worker_was_lost_after_the_last_message_is_sent_at_once() -> None:
+def test_plan_resends_group_of_lost_worker_at_once() -> None:
     assert plan(world(HELD, sent(31.0, expired_ago=0.5))) == [SendRollouts((2,))]
 
 
-def test_what_was_sent_before_the_clock_was_set_back_is_sent_again_at_once_unless_it_is_held() -> None:
+def test_plan_resends_at_once_after_clock_was_set_back() -> None:
     assert plan(world(HELD, sent(-3600.0))) == [SendRollouts((2,))]
     assert plan(world(replace(HELD, sent_ago=-3600.0))) == []
     assert plan(world(train=sent(-0.1))) == [SendTrain(7)]
 
 
-def test_a_lost_message_is_sent_again_after_two_leases() -> None:
+def test_plan_resends_lost_message_after_two_leases() -> None:
     assert plan(world(HELD, sent(2 * LEASE))) == []
     assert plan(world(HELD, sent(2 * LEASE + 1))) == [SendRollouts((2,))]
 
 
-def test_slow_groups_are_waited_for_longer() -> None:
+def test_plan_waits_longer_for_slow_groups() -> None:
     assert plan(world(HELD, sent(150.0), group_seconds=100.0)) == []
     assert plan(world(HELD, sent(201.0), group_seconds=100.0)) == [SendRollouts((2,))]
 
 
-def test_each_sending_doubles_the_patience_up_to_a_limit() -> None:
+def test_plan_doubles_wait_after_each_send_up_to_limit() -> None:
     assert plan(world(HELD, sent(4 * LEASE, sends=2))) == []
     assert plan(world(HELD, sent(4 * LEASE + 1, sends=2))) == [SendRollouts((2,))]
     longest = 2 * LEASE * 2**MAX_DOUBLINGS
@@ -137,12 +137,12 @@ def after(snapshot: Snapshot, actions: list[Action]) -> Snapshot:
 
 
 @given(snapshots())
-def test_a_plan_that_was_carried_out_leaves_nothing_to_send(snapshot: Snapshot) -> None:
+def test_plan_is_empty_after_it_was_carried_out(snapshot: Snapshot) -> None:
     assert plan(after(snapshot, plan(snapshot))) == []
 
 
 @given(snapshots())
-def test_no_row_is_sent_twice_in_one_plan(snapshot: Snapshot) -> None:
+def test_plan_sends_no_row_twice(snapshot: Snapshot) -> None:
     actions = plan(snapshot)
     groups = [group for action in actions if not isinstance(action, SendTrain) for group in action.groups]
     trains = [action.iteration for action in actions if isinstance(action, SendTrain)]
@@ -151,7 +151,7 @@ def test_no_row_is_sent_twice_in_one_plan(snapshot: Snapshot) -> None:
 
 
 @given(snapshots())
-def test_whatever_nobody_holds_is_sent_in_the_end(snapshot: Snapshot) -> None:
+def test_plan_sends_every_unheld_row_eventually(snapshot: Snapshot) -> None:
     def waited(claim: Claim) -> Claim:
         return replace(claim, sent_ago=None if claim.sent_ago is None else 1e9)
 
@@ -170,14 +170,14 @@ def test_whatever_nobody_holds_is_sent_in_the_end(snapshot: Snapshot) -> None:
 
 
 @given(st.integers(0, 1000))
-def test_headers_hold_every_group_once_in_at_most_128_jobs(number: int) -> None:
+def test_plan_headers_hold_each_group_once_in_128_jobs(number: int) -> None:
     parts = split_into_headers(tuple(range(number)))
     assert [group for part in parts for group in part] == list(range(number))
     assert len(parts) <= MAX_HEADER
     assert all(parts)
 
 
-def test_a_small_run_behind_a_big_one_has_its_turn_after_each_iteration_of_the_big_one(sqlite: Database) -> None:
+def test_plan_gives_small_run_its_turn_beside_big_one(sqlite: Database) -> None:
     """One queue of rollouts, taken in order by four workers at a time, and one of updates, as Celery has them."""
     planning.submit(sqlite, submission("big", tasks=16, epochs=6, tasks_per_iteration=16))
     planning.submit(sqlite, submission("small", tasks=1, epochs=3, seed=1))

@@ -17,7 +17,7 @@ def answered(task: Task, text: str) -> Episode:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_split_has_its_size_and_is_the_same_every_time(split: str) -> None:
+def test_arithmetic_split_is_sized_and_repeatable(split: str) -> None:
     tasks = list(arithmetic.load(split))
     assert len(tasks) == SPLITS[split]
     assert tasks == list(arithmetic.load(split))
@@ -25,7 +25,7 @@ def test_a_split_has_its_size_and_is_the_same_every_time(split: str) -> None:
     assert min(Counter(task.metadata["level"] for task in tasks).values()) >= len(tasks) // 3
 
 
-def test_no_question_is_in_two_splits() -> None:
+def test_arithmetic_question_is_in_one_split() -> None:
     questions = {split: {task.messages[0].content for task in arithmetic.load(split)} for split in SPLITS}
     assert not questions["train"] & questions["test"]
     assert not questions["warmup"] & (questions["train"] | questions["test"])
@@ -33,25 +33,25 @@ def test_no_question_is_in_two_splits() -> None:
     assert len(questions["test"]) == SPLITS["test"]
 
 
-def test_an_unknown_split_is_refused() -> None:
+def test_arithmetic_unknown_split_is_refused() -> None:
     with pytest.raises(DatasetError, match="no split 'dev'"):
         arithmetic.load("dev")
 
 
-def test_every_gold_answer_scores_one_under_its_own_reward() -> None:
+def test_arithmetic_gold_answer_earns_one() -> None:
     for split in ("train", "test"):
         for task in arithmetic.load(split):
             assert score(answered(task, task.reference), env.rewards) == {"numeric_answer": 1.0}
 
 
-def test_the_reference_is_what_the_calculator_says() -> None:
+def test_arithmetic_reference_equals_calculator() -> None:
     calculator = env.toolset()["calculator"]
     for task in arithmetic.load("test"):
         words = [OPERATORS.get(word, word) for word in task.metadata["words"].split()]
         assert calculator.call({"expression": "".join(words)}) == task.reference
 
 
-def test_the_teacher_always_calls_and_copies_but_is_often_wrong() -> None:
+def test_arithmetic_teacher_calls_always_and_errs_often() -> None:
     tasks = list(arithmetic.load("warmup"))[:3000]
     assert arithmetic.demonstrations is not None
     demonstrations = list(arithmetic.demonstrations(tasks, 0))

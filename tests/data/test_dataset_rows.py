@@ -55,7 +55,7 @@ def refusal(name: Path | str, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"])
-def test_files_of_every_format_give_the_same_tasks(tmp_path: Path, suffix: str) -> None:
+def test_rows_of_every_file_format_give_same_tasks(tmp_path: Path, suffix: str) -> None:
     loaded = load(write(tmp_path / f"mine{suffix}"))
     first = 2 if suffix in (".csv", ".tsv") else 1
     assert [task.key for task in loaded.tasks] == [f"mine/{number}" for number in range(first, first + 3)]
@@ -65,7 +65,7 @@ def test_files_of_every_format_give_the_same_tasks(tmp_path: Path, suffix: str) 
     assert loaded.tasks[1].metadata["level"] == "hard"
 
 
-def test_parquet_rows_of_verl_and_trl_are_read_as_they_are(tmp_path: Path) -> None:
+def test_rows_of_verl_and_trl_parquet_are_read(tmp_path: Path) -> None:
     verl = {
         "data_source": "openai/gsm8k",
         "prompt": [ASKED],
@@ -142,7 +142,7 @@ def test_filter_refuses_conditions_that_do_not_work(tmp_path: Path) -> None:
     assert "No row passes --filter" in refusal(file, filter="length > 100")
 
 
-def test_filter_decides_on_each_row_alone(tmp_path: Path) -> None:
+def test_filter_judges_each_row_alone(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", [{**ROWS[number % 3], "number": number} for number in range(100)])
     for condition in ("number % 3 = 1", "sum(number) % 3 = 1", "max(number) OVER () % 3 = 1", '0 OR "number" % 3 = 1 -- all'):
         kept = load(file, filter=condition).tasks
@@ -171,7 +171,7 @@ def test_filter_takes_linear_time_for_long_texts(tmp_path: Path) -> None:
     assert len(load(file, filter="instr(NULL, 'a') IS NULL AND replace('a', '', 'b') = 'a'").tasks) == 1
 
 
-def test_folders_hold_a_split_in_names_of_files_and_folders(tmp_path: Path) -> None:
+def test_folders_hold_split_in_file_and_folder_names(tmp_path: Path) -> None:
     hub, plain = tmp_path / "hub", tmp_path / "plain"
     for number in (0, 1):
         write(hub / "data" / f"train-0000{number}-of-00002.parquet", ROWS[number : number + 1])
@@ -188,7 +188,7 @@ def test_folders_hold_a_split_in_names_of_files_and_folders(tmp_path: Path) -> N
     assert "as .csv and as .jsonl. Name one: --dataset" in refusal(plain, split="validation")
 
 
-def test_files_of_one_name_in_several_folders_have_keys_of_their_own(tmp_path: Path) -> None:
+def test_files_of_same_name_in_folders_have_own_keys(tmp_path: Path) -> None:
     for part in ("algebra", "geometry"):
         write(tmp_path / "sums" / part / "train-0.jsonl", [{**ROWS[0], "part": part}])
     assert [task.key for task in load(tmp_path / "sums").tasks] == ["sums/algebra/train-0/1", "sums/geometry/train-0/1"]
@@ -196,7 +196,7 @@ def test_files_of_one_name_in_several_folders_have_keys_of_their_own(tmp_path: P
     assert "geometry/train-0.jsonl, line 1: must have one of" in refusal(tmp_path / "sums")
 
 
-def test_names_that_no_path_or_database_can_hold(tmp_path: Path) -> None:
+def test_dataset_name_unfit_for_path_or_database_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "sums" / os.fsdecode(b"train-\xff.jsonl"), ROWS[:1])
     write(tmp_path / "sums" / "train-0.jsonl", ROWS[1:])
     assert [task.key for task in load(tmp_path / "sums").tasks] == ["sums/train-0/1", "sums/train-0/2", "sums/train-?/1"]
@@ -213,7 +213,7 @@ def test_folders_of_the_datasets_library_are_read_without_it(tmp_path: Path) -> 
     assert [task.reference for task in load(tmp_path / "saved", split="test").tasks] == ["8"]
 
 
-def test_a_dataset_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_dataset_that_needs_own_code_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "scripted"
     folder.mkdir()
     (folder / "scripted.py").write_text("raise SystemExit")
@@ -240,7 +240,7 @@ def test_malformed_rows_are_named_by_file_and_line(tmp_path: Path) -> None:
     assert "has 1001 malformed rows" in refusal(tmp_path / "many.jsonl"), "a file that is wrong throughout is not read through"
 
 
-def test_files_that_are_not_of_their_format_are_refused(tmp_path: Path) -> None:
+def test_dataset_file_of_wrong_format_is_refused(tmp_path: Path) -> None:
     def file(name: str, content: bytes) -> Path:
         (tmp_path / name).write_bytes(content)
         return tmp_path / name
@@ -274,7 +274,7 @@ def test_files_that_are_not_of_their_format_are_refused(tmp_path: Path) -> None:
     assert "'deep' nests more than 32 levels" in refusal(tmp_path / "deep.parquet")
 
 
-def test_files_without_an_end_are_refused_or_cut(tmp_path: Path) -> None:
+def test_dataset_file_without_end_is_refused_or_cut(tmp_path: Path) -> None:
     pipe, growing = tmp_path / "pipe.jsonl", write(tmp_path / "growing.jsonl")
     os.mkfifo(pipe)
     assert "it is a pipe or a device" in refusal(pipe)
@@ -289,7 +289,7 @@ def test_files_without_an_end_are_refused_or_cut(tmp_path: Path) -> None:
     assert read == [1, 2, 3], "a row that is appended while the file is read is not of this dataset"
 
 
-def test_rows_of_json_are_bounded_and_unambiguous(tmp_path: Path) -> None:
+def test_json_rows_are_bounded_and_unambiguous(tmp_path: Path) -> None:
     rows = [
         '{"question": "a", "answer": "1", "question": "b"}',
         '{"question": "a", "answer": "1", "extra": {"x": 1, "x": 2}}',
@@ -327,7 +327,7 @@ def test_csv_lines_within_quotes_end_with_lf_in_every_file(tmp_path: Path) -> No
     assert [task.messages[0].content for task in load(tmp_path / "rows.csv").tasks] == ["two\nlines", 'say "a"']
 
 
-def test_answers_that_are_a_list_are_a_reference_and_aliases(tmp_path: Path) -> None:
+def test_answer_list_becomes_reference_and_aliases(tmp_path: Path) -> None:
     first, second = load(
         write(
             tmp_path / "rows.jsonl",
@@ -343,7 +343,7 @@ def test_answers_that_are_a_list_are_a_reference_and_aliases(tmp_path: Path) -> 
     assert "line 3: 'answer' must be text, not a list" in said
 
 
-def test_values_that_json_lacks_become_text_or_null(tmp_path: Path) -> None:
+def test_row_values_outside_json_become_text_or_null(tmp_path: Path) -> None:
     import datetime
     import decimal
 
@@ -358,7 +358,7 @@ def test_values_that_json_lacks_become_text_or_null(tmp_path: Path) -> None:
     assert dict(task.metadata) == {"level": "easy", "length": 14, "day": "2026-01-02", "price": "1.5", "score": None}
 
 
-def test_several_datasets_are_joined_or_drawn_by_weight(tmp_path: Path) -> None:
+def test_datasets_are_joined_or_drawn_by_weight(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [{"question": f"a{n}", "answer": str(n)} for n in range(100)])
     second = write(tmp_path / "b.csv", [{"question": f"b{n}", "answer": str(n)} for n in range(30)])
     assert len(load(f"{first},{second}").tasks) == 130
@@ -380,7 +380,7 @@ def test_several_datasets_are_joined_or_drawn_by_weight(tmp_path: Path) -> None:
     assert "name their folders" in refusal(f"{first},{tmp_path / 'other' / 'a.jsonl'}")
 
 
-def test_names_stand_for_files_folders_the_hub_and_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_name_means_file_folder_hub_or_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own" / "data").mkdir(parents=True)
     (tmp_path / "gsm8k").mkdir()

@@ -82,7 +82,7 @@ def reward_of(dataset: Dataset, episode: Episode) -> float:
 
 
 @pytest.mark.slow
-def test_every_published_gold_answer_earns_the_whole_reward(published_gsm8k: Path) -> None:
+def test_gsm8k_gold_answers_earn_full_reward(published_gsm8k: Path) -> None:
     gsm8k = find("datasets", "gsm8k")
     tasks = [task for split in ("train", "test") for task in gsm8k.load(split)]
     assert len(tasks) == 8792
@@ -94,14 +94,14 @@ def test_every_published_gold_answer_earns_the_whole_reward(published_gsm8k: Pat
     assert poor == []
 
 
-def test_lines_of_a_rows_texts_end_with_lf(tmp_path: Path) -> None:
+def test_row_texts_have_lf_line_ends(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "def f():\r\n    pass\r\n"}], "answer": "a\r\nb"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (task,) = load_tasks(DatasetConfig(name=str(tmp_path / "rows.jsonl"))).tasks
     assert (task.messages[0].content, task.reference) == ("def f():\n    pass\n", "a\nb")
 
 
-def test_every_published_demonstration_is_well_formed_and_calls_the_calculator_where_it_can(published_gsm8k: Path) -> None:
+def test_gsm8k_demonstrations_call_calculator_where_possible(published_gsm8k: Path) -> None:
     gsm8k = find("datasets", "gsm8k")
     tasks = list(gsm8k.load("test"))
     for task, conversation in zip(tasks, gsm8k.demonstrations(tasks, 0), strict=True):
@@ -111,7 +111,7 @@ def test_every_published_demonstration_is_well_formed_and_calls_the_calculator_w
         assert score(episode_of(task, conversation), {"format": 1.0}) == {"format": 1.0}
 
 
-def test_a_gsm8k_solution_becomes_calculator_calls_with_their_real_results(gsm8k_folder: Path) -> None:
+def test_gsm8k_solution_becomes_calculator_calls(gsm8k_folder: Path) -> None:
     write(gsm8k_folder / "train.jsonl", GSM8K_ROW)
     gsm8k = find("datasets", "gsm8k")
     [task] = gsm8k.load("train")
@@ -128,7 +128,7 @@ def test_a_gsm8k_solution_becomes_calculator_calls_with_their_real_results(gsm8k
     ]
 
 
-def test_a_gsm8k_solution_without_computations_answers_directly(gsm8k_folder: Path) -> None:
+def test_gsm8k_solution_without_computation_answers_directly(gsm8k_folder: Path) -> None:
     write(gsm8k_folder / "test.jsonl", {"question": "How many?", "answer": "Seven.\n#### 7"})
     gsm8k = find("datasets", "gsm8k")
     [conversation] = gsm8k.demonstrations(list(gsm8k.load("test")), 0)
@@ -150,9 +150,7 @@ def test_a_gsm8k_solution_without_computations_answers_directly(gsm8k_folder: Pa
         ("<<1+1=2>> and <<2+2=5>>", False),
     ],
 )
-def test_a_gsm8k_row_whose_annotations_do_not_compute_has_no_demonstration(
-    gsm8k_folder: Path, annotation: str, computes: bool
-) -> None:
+def test_gsm8k_row_with_wrong_annotation_has_no_demonstration(gsm8k_folder: Path, annotation: str, computes: bool) -> None:
     write(gsm8k_folder / "train.jsonl", {"question": "?", "answer": f"So {annotation} it is\n#### 7"}, GSM8K_ROW)
     gsm8k = find("datasets", "gsm8k")
     first, second = gsm8k.demonstrations(list(gsm8k.load("train")), 0)
@@ -160,7 +158,7 @@ def test_a_gsm8k_row_whose_annotations_do_not_compute_has_no_demonstration(
     assert second is not None
 
 
-def test_gsm8k_rows_pass_the_same_checks_as_any_other_file(gsm8k_folder: Path) -> None:
+def test_gsm8k_rows_are_checked_like_other_files(gsm8k_folder: Path) -> None:
     write(gsm8k_folder / "train.jsonl", GSM8K_ROW, {"question": "?", "answer": "no mark"}, {"question": ""}, GSM8K_ROW)
     with pytest.raises(DatasetError) as caught:
         find("datasets", "gsm8k").load("train")
@@ -168,13 +166,13 @@ def test_gsm8k_rows_pass_the_same_checks_as_any_other_file(gsm8k_folder: Path) -
     assert "line 2: no '#### ANSWER'" in str(caught.value)
 
 
-def test_a_gsm8k_file_that_is_missing_is_named(gsm8k_folder: Path) -> None:
+def test_gsm8k_file_missing_is_named(gsm8k_folder: Path) -> None:
     with pytest.raises(DatasetError, match=r"Cannot read the dataset .*train\.jsonl"):
         find("datasets", "gsm8k").load("train")
 
 
 @pytest.mark.slow
-def test_gsm8k_without_the_hub_says_in_one_sentence_what_to_set(tmp_path: Path) -> None:
+def test_gsm8k_without_hub_is_one_sentence(tmp_path: Path) -> None:
     # A process of its own, because the hub's client reads its environment when it is imported.
     code = "from agentrl.workflow.datasets.gsm8k import load\nload('train')"
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY)}
@@ -186,14 +184,14 @@ def test_gsm8k_without_the_hub_says_in_one_sentence_what_to_set(tmp_path: Path) 
     assert "AGENTRL_GSM8K_DIR" in last
 
 
-def test_arithmetic_answers_score_one_too() -> None:
+def test_arithmetic_test_answers_earn_one() -> None:
     arithmetic = find("datasets", "arithmetic")
     for task in load_tasks(DatasetConfig(name="arithmetic", max_tasks=64)).tasks:
         episode = episode_of(task, (*task.messages, Message("assistant", task.reference)))
         assert reward_of(arithmetic, episode) == 1.0
 
 
-def test_a_file_of_json_lines_is_a_dataset(tmp_path: Path) -> None:
+def test_jsonl_file_is_dataset(tmp_path: Path) -> None:
     path = write(
         tmp_path / "mine.jsonl",
         {"question": "1+1?", "answer": "2", "source": "me"},
@@ -208,13 +206,13 @@ def test_a_file_of_json_lines_is_a_dataset(tmp_path: Path) -> None:
     assert (loaded.env, loaded.skipped) == ("math", ())
 
 
-def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+def test_row_reader_accepts_windows_line_ends_and_bom(tmp_path: Path) -> None:
     path = tmp_path / "windows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps({**GOOD, "answer": str(n)}).encode() for n in (1, 2)) + b"\r\n")
     assert [task.reference for task in load_tasks(DatasetConfig(name=str(path))).tasks] == ["1", "2"]
 
 
-def test_rows_in_the_form_of_openai_and_trl_are_read(tmp_path: Path) -> None:
+def test_row_reader_accepts_openai_and_trl_forms(tmp_path: Path) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "6*7"}'}}
     history = [
         {"role": "developer", "content": "Be short."},
@@ -291,17 +289,17 @@ def test_rows_in_the_form_of_openai_and_trl_are_read(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "a" * 600_000}] * 2, "answer": "1"}, "the prompt has 1.2 MB"),
     ],
 )
-def test_a_malformed_row_is_named_with_its_line_and_its_fault(row: object, why: str) -> None:
+def test_malformed_row_is_named_with_line_and_fault(row: object, why: str) -> None:
     [problem] = problems_of(GOOD, row)
     assert problem.startswith("line 2: ")
     assert re.search(why, problem)
 
 
-def test_an_escaped_backslash_before_u0000_is_text() -> None:
+def test_row_with_escaped_backslash_before_u0000_is_text() -> None:
     assert problems_of({"question": "a", "answer": "1", "note": "\\u0000"}) == []
 
 
-def test_load_tasks_uses_a_row_that_comes_again_once_and_counts_it(tmp_path: Path) -> None:
+def test_load_tasks_counts_repeated_row_once(tmp_path: Path) -> None:
     file = write(tmp_path / "own.jsonl", GOOD, {**GOOD, "answer": "3"}, GOOD, {**GOOD, "id": 7}, GOOD)
     loaded = load_tasks(DatasetConfig(name=str(file)))
     assert [task.key for task in loaded.tasks] == ["own/1", "own/2", "own/4"]
@@ -312,7 +310,7 @@ def test_load_tasks_uses_a_row_that_comes_again_once_and_counts_it(tmp_path: Pat
     assert f"{file}: 2 rows say the same as an earlier one; each task is used once." in prepared.remarks
 
 
-def test_the_first_twenty_faults_are_shown_and_the_others_counted(tmp_path: Path) -> None:
+def test_load_tasks_shows_twenty_faults_and_counts_others(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", GOOD, *[b"{"] * 25)
     with pytest.raises(DatasetError) as caught:
         load_tasks(DatasetConfig(name=str(path)))
@@ -324,7 +322,7 @@ def test_the_first_twenty_faults_are_shown_and_the_others_counted(tmp_path: Path
     assert "skip_bad_rows" in caught.value.hint
 
 
-def test_bad_rows_are_left_out_where_asked_and_each_is_reported(tmp_path: Path) -> None:
+def test_load_tasks_skips_bad_rows_on_request_and_reports_each(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", b"{", GOOD, {"question": "a"})
     loaded = load_tasks(DatasetConfig(name=str(path), skip_bad_rows=True))
     assert [task.key for task in loaded.tasks] == ["bad/2"]
@@ -332,14 +330,14 @@ def test_bad_rows_are_left_out_where_asked_and_each_is_reported(tmp_path: Path) 
 
 
 @given(st.lists(st.binary(max_size=40)))
-def test_every_line_of_any_bytes_is_read_or_reported_unless_it_is_blank(lines: list[bytes]) -> None:
+def test_read_rows_reads_or_reports_every_line(lines: list[bytes]) -> None:
     rows, problems = read_rows(lines)
     texts = [line.removeprefix(b"\xef\xbb\xbf") if index == 0 else line for index, line in enumerate(lines)]
     assert len(rows) + len(problems) == sum(bool(text.strip()) for text in texts)
 
 
 @given(st.text(), st.integers(), st.dictionaries(st.text(), st.text()))
-def test_a_row_that_is_accepted_can_be_hashed_and_stored(question: str, answer: int, metadata: dict[str, str]) -> None:
+def test_row_accepted_can_be_hashed_and_stored(question: str, answer: int, metadata: dict[str, str]) -> None:
     rows, problems = read_rows([json.dumps({**metadata, "question": question, "answer": answer}).encode()])
     assert len(rows) + len(problems) == 1
     for row in rows:
@@ -352,7 +350,7 @@ def test_max_tasks_takes_the_first_tasks(tmp_path: Path) -> None:
     assert [task.key for task in load_tasks(DatasetConfig(name=str(path), max_tasks=2)).tasks] == ["many/1", "many/2"]
 
 
-def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+def test_load_tasks_refuses_unusable_files(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="No such file"):
         load_tasks(DatasetConfig(name=str(tmp_path / "absent.jsonl")))
     (tmp_path / "folder.jsonl").mkdir()
@@ -364,7 +362,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         load_tasks(DatasetConfig(name=str(write(tmp_path / "one.jsonl", GOOD)), split="test"))
 
 
-def test_names_splits_and_options_that_a_dataset_does_not_know_are_refused() -> None:
+def test_dataset_unknown_name_split_and_option_are_refused() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'gsm8k'"):
         load_tasks(DatasetConfig(name="gsm8"))
     with pytest.raises(ConfigError, match="No dataset is called"):
@@ -379,7 +377,7 @@ def test_names_splits_and_options_that_a_dataset_does_not_know_are_refused() -> 
         load_tasks(DatasetConfig(name="gsm8k", skip_bad_rows=True))
 
 
-def test_a_loader_that_raises_or_yields_no_task_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_loader_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = "from agentrl.workflow.datasets import Dataset\n"
     module += "raising = Dataset(load=lambda split: (1 / 0 for _ in 'a'), env='math')\n"
     module += "strange = Dataset(load=lambda split: iter(['2 + 2']), env='math')\n"
@@ -391,7 +389,7 @@ def test_a_loader_that_raises_or_yields_no_task_is_one_sentence(tmp_path: Path, 
         load_tasks(DatasetConfig(name="users_loaders:strange"))
 
 
-def test_two_tasks_of_one_key_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_with_duplicate_task_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = "from agentrl.workflow.datasets import Dataset\nfrom agentrl.workflow.trajectory import Task\n"
     module += "twins = Dataset(load=lambda split: iter([Task('same', (), '1'), Task('same', (), '2')]), env='math')\n"
     (tmp_path / "users_twins.py").write_text(module)

@@ -50,7 +50,7 @@ def reward(name: str, text: str, reference: str = "x", **metadata: Any) -> float
 # --- all of them --------------------------------------------------------------------------------------------------------------
 
 
-def test_reset_makes_one_system_message_of_the_envs_prompt_and_the_tasks_own() -> None:
+def test_env_reset_joins_system_messages_of_env_and_task() -> None:
     own = (Message("system", "be brief"), Message("system", "be kind"), Message("user", "?"))
     assert Env(system_prompt="Answer.").reset(Task("t", own, "")) == (
         Message("system", "Answer.\n\nbe brief\n\nbe kind"), Message("user", "?"),
@@ -60,7 +60,7 @@ def test_reset_makes_one_system_message_of_the_envs_prompt_and_the_tasks_own() -
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_tasks_own_solution_earns_one(name: str) -> None:
+def test_env_solution_of_task_earns_one(name: str) -> None:
     dataset: Dataset = find("datasets", name)
     assert dataset.demonstrations is not None
     for tasks in tasks_of(name).values():
@@ -69,7 +69,7 @@ def test_every_tasks_own_solution_earns_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_dataset_has_its_size_and_is_the_same_every_time(name: str) -> None:
+def test_env_dataset_is_sized_and_repeatable(name: str) -> None:
     tasks = tasks_of(name)
     assert tasks == tasks_of(name)
     every = [task for split in tasks.values() for task in split]
@@ -81,7 +81,7 @@ def test_a_dataset_has_its_size_and_is_the_same_every_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_another_tasks_solution_earns_nothing(name: str) -> None:
+def test_env_solution_of_other_task_earns_nothing(name: str) -> None:
     dataset: Dataset = find("datasets", name)
     assert dataset.demonstrations is not None
     tasks = tasks_of(name)["train"]
@@ -97,7 +97,7 @@ def test_another_tasks_solution_earns_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", names("envs"))
-def test_reset_and_step_are_functions_of_what_they_are_given(name: str) -> None:
+def test_env_reset_and_step_are_pure(name: str) -> None:
     env: Env = find("envs", name)
     task = Task("t", (Message("user", "Go."),), "1")
     calls = [
@@ -117,7 +117,7 @@ def test_reset_and_step_are_functions_of_what_they_are_given(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_demonstrations_calls_return_the_same_again(name: str) -> None:
+def test_env_demonstration_calls_are_repeatable(name: str) -> None:
     dataset: Dataset = find("datasets", name)
     tools = find("envs", dataset.env).toolset()
     assert dataset.demonstrations is not None
@@ -137,36 +137,36 @@ def test_a_demonstrations_calls_return_the_same_again(name: str) -> None:
      "I looked it up.\n\nOak  Barrels!", "no\n#### oak barrels\nreally",
      "final answer is: \u201cOak barrels\u201d", "oak\u00a0barrels"],
 )  # fmt: skip
-def test_these_say_oak_barrels(text: str) -> None:
+def test_text_answer_accepts_these_forms(text: str) -> None:
     assert reward("text_answer", text, "oak barrels") == 1.0
 
 
 @pytest.mark.parametrize(
     "text", ["", "oak", "oak barrels and bells", "not oak barrels", "#### ", "oak barrels\n#### bells", "oakbarrels"]
 )
-def test_these_do_not_say_oak_barrels(text: str) -> None:
+def test_text_answer_rejects_these_forms(text: str) -> None:
     assert reward("text_answer", text, "oak barrels") == 0.0
 
 
-def test_an_alias_is_right_too_and_a_reference_without_a_word_is_loud() -> None:
+def test_text_answer_accepts_alias_and_needs_word_in_reference() -> None:
     assert reward("text_answer", "NYC", "New York", aliases=["nyc", "The Big Apple"]) == 1.0
     with pytest.raises(RewardError, match="holds no word"):
         reward("text_answer", "x", "the ...")
 
 
-def test_a_turn_that_was_cut_off_or_called_a_tool_did_not_answer() -> None:
+def test_text_answer_ignores_cut_turn_and_tool_call() -> None:
     task = Task("t", (Message("user", "?"),), "yes")
     assert score(replace(answered(task, "yes"), stop_reason="max_tokens"), {"text_answer": 1.0}) == {"text_answer": 0.0}
 
 
 @given(st.text())
-def test_no_text_breaks_the_reading_of_an_answer(text: str) -> None:
+def test_text_answer_and_sql_match_score_any_text(text: str) -> None:
     assert read_answer(text) in text
     assert reward("text_answer", text) in (0.0, 1.0)
     assert reward("sql_match", text, "SELECT 1", database="bookshop.sql") in (0.0, 1.0)
 
 
-def test_kinds_and_hops_are_spread_over_both_splits() -> None:
+def test_env_datasets_spread_kinds_and_hops_over_splits() -> None:
     for tasks in tasks_of("qa").values():
         counts = Counter(task.metadata["kind"] for task in tasks)
         assert len(counts) == 5
@@ -176,7 +176,7 @@ def test_kinds_and_hops_are_spread_over_both_splits() -> None:
         assert abs(hops[1] - hops[2]) <= 2
 
 
-def test_half_of_the_search_questions_are_not_answered_by_one_search_for_the_village() -> None:
+def test_search_qa_half_of_questions_need_several_searches() -> None:
     tool = find("envs", "search_qa").toolset()["search"]
     for tasks in tasks_of("search_qa").values():
         for task in tasks:
@@ -186,7 +186,7 @@ def test_half_of_the_search_questions_are_not_answered_by_one_search_for_the_vil
             assert not rest or task.reference not in found
 
 
-def test_half_of_the_echo_reward_is_for_the_call() -> None:
+def test_echo_env_pays_half_for_the_call() -> None:
     env = find("envs", "echo")
     task = Task("t", (Message("user", 'Echo "red kite".'),), "red kite")
     call = ToolCall("echo", {"text": "red kite"})
@@ -224,17 +224,17 @@ CITIES = "SELECT DISTINCT city FROM customers"
         ("", "SELECT 1", 0.0),
     ],
 )
-def test_what_a_query_gives_is_compared(answer: str, reference: str, earned: float) -> None:
+def test_sql_match_compares_query_results(answer: str, reference: str, earned: float) -> None:
     assert reward("sql_match", f"```sql\n{answer}\n```", reference, database="bookshop.sql") == earned
 
 
-def test_an_answer_of_endless_work_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sql_match_of_endless_work_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query_process, "CPU_SECONDS", 1)
     endless = "SELECT length(ltrim(hex(zeroblob(1900000)), replace(hex(zeroblob(150000)), '0', '1') || '0'))"
     assert reward("sql_match", endless, "SELECT 3800000", database="bookshop.sql") == 0.0
 
 
-def test_the_last_block_is_the_answer() -> None:
+def test_read_query_takes_last_block() -> None:
     assert read_query("```sql\nSELECT 1\n```\nor\n```SQL\nSELECT 2\n```") == "SELECT 2"
     assert read_query("It is this.\n#### SELECT 3") == "SELECT 3"
     assert read_query(" SELECT 4 ") == "SELECT 4"
@@ -251,22 +251,22 @@ def test_the_last_block_is_the_answer() -> None:
         ("SELECT a FROM (SELECT a FROM b) ORDER BY 1", True),
     ],
 )
-def test_an_order_counts_where_the_query_itself_has_it(query: str, is_ordered: bool) -> None:
+def test_sql_match_compares_order_only_if_query_orders(query: str, is_ordered: bool) -> None:
     assert ordered(query) is is_ordered
 
 
 @pytest.mark.parametrize("reference", ["SELECT nothing at all", "DELETE FROM books", "SELECT 1 WHERE 0", ""])
-def test_a_reference_that_gives_nothing_is_loud(reference: str) -> None:
+def test_sql_match_reference_without_rows_is_error(reference: str) -> None:
     with pytest.raises(RewardError, match="does not run, or gives no row"):
         reward("sql_match", "SELECT 1", reference, database="bookshop.sql")
 
 
-def test_a_database_that_is_not_there_is_loud() -> None:
+def test_sql_match_without_database_is_error() -> None:
     with pytest.raises(RewardError, match="There is no database"):
         reward("sql_match", "SELECT 1", "SELECT 1", database="/nowhere.db")
 
 
-def test_the_model_is_told_the_tables_and_tries_its_query_out() -> None:
+def test_text_to_sql_env_shows_tables_and_runs_queries() -> None:
     env = find("envs", "text_to_sql")
     assert "CREATE TABLE orders" in env.system_prompt
     assert "INSERT" not in env.system_prompt

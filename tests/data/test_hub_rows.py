@@ -82,7 +82,7 @@ def served_datasets(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_hub_datasets_are_read_by_name_without_running_their_code(tmp_path: Path) -> None:
+def test_hub_dataset_is_read_by_name_without_its_code(tmp_path: Path) -> None:
     for name in ("rows", "scripted"):
         (tmp_path / name).mkdir()
     for split, number in (("train", 1), ("test", 2)):

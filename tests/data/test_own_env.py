@@ -105,7 +105,7 @@ def told(episode: Episode) -> list[str]:
 FIRST = "Guess my number, from 1 to 20. Say nothing but a number."
 
 
-def test_an_episode_goes_on_as_long_as_its_env_has_something_to_say(own_database: Database, group: int) -> None:
+def test_own_env_continues_episode_while_it_has_messages(own_database: Database, group: int) -> None:
     Player(own_database, group, ["5", "20", "9", "1", "13", "2", "3"]).takes(7)
     won, lost = played(own_database)
     assert (told(won), won.stop_reason) == ([FIRST, "higher", "higher"], "answered")
@@ -115,7 +115,7 @@ def test_an_episode_goes_on_as_long_as_its_env_has_something_to_say(own_database
     assert values(own_database, query) == ["format 0.1", "guessed 1.0"] * 2
 
 
-def test_who_goes_on_with_an_episode_asks_the_env_again_and_hears_the_same(own_database: Database, group: int) -> None:
+def test_own_env_repeats_its_messages_to_next_worker(own_database: Database, group: int) -> None:
     first = Player(own_database, group, ["5", "20", "9", "1", "2"]).takes(3)
     for _ in range(2):  # two more turns are sampled, and nobody records them
         first.driver.inbox.get(timeout=60)
@@ -125,7 +125,7 @@ def test_who_goes_on_with_an_episode_asks_the_env_again_and_hears_the_same(own_d
     assert {episode.stop_reason for episode in played(own_database)} == {"answered"}
 
 
-def test_a_finished_episode_can_be_asked_whether_its_env_said_and_gave_that(
+def test_own_env_messages_and_rewards_are_verified(
     own_database: Database, group: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Player(own_database, group, ["5", "13", "13"]).takes(3)
@@ -188,13 +188,13 @@ class Twice(Own):
         (Twice(), "names a part 'format', and a reward of this env has that name"),
     ],
 )
-def test_an_env_that_gives_no_reward_where_it_should_is_loud(env: Env, why: str) -> None:
+def test_own_env_without_reward_is_error(env: Env, why: str) -> None:
     ended = Episode(Task("t", (), "1"), steps=(turn(),), status="done", stop_reason="answered")
     with pytest.raises(RewardError, match=why):
         score_episode(env, ended, {"format": 1.0})
 
 
-def test_an_envs_own_code_is_in_the_hash_of_what_scores_where_it_scores(guess: Env) -> None:
+def test_own_env_code_is_part_of_scoring_hash(guess: Env) -> None:
     assert scoring_hash(Env(), {"format": 1.0}) == code_hash({"format": 1.0})
     assert scoring_hash(guess, {"format": 1.0}) not in (code_hash({"format": 1.0}), scoring_hash(Twice(), {"format": 1.0}))
 
@@ -206,7 +206,7 @@ class Forgetful(Env):
         """Nothing at all."""
 
 
-def test_a_step_that_forgot_to_return_does_not_end_the_episode_as_answered() -> None:
+def test_own_env_step_without_return_does_not_end_episode() -> None:
     episode = Episode(Task("t", (), "1"), steps=(turn(),))
     with pytest.raises(TypeError):
         next_action(episode, Forgetful(), RolloutConfig())
@@ -236,7 +236,7 @@ def lived(env: Env, task: Task, said: Sequence[Message]) -> list[Action]:
 
 
 @pytest.mark.parametrize("name", sorted({*names("envs")} - {"plain"}))  # which has no world: no tools, no dataset
-def test_a_shipped_env_is_the_same_world_twice(name: str, request: pytest.FixtureRequest) -> None:
+def test_shipped_env_is_repeatable(name: str, request: pytest.FixtureRequest) -> None:
     env: Env = find("envs", name)
     dataset = find("datasets", DATASETS.get(name, name))
     if "python" in env.toolset():
@@ -257,7 +257,7 @@ def test_a_shipped_env_is_the_same_world_twice(name: str, request: pytest.Fixtur
         ({"env": "math", "tools": ["not_here:tool"]}, "The chat continues without a tool: 'not_here:tool' (tools)"),
     ],
 )
-def test_a_policy_is_talked_to_where_the_env_or_a_tool_of_its_run_is_not(
+def test_chat_works_without_env_and_tools_of_run(
     own_database: Database,
     tmp_path: Path,
     config: dict[str, Any],

@@ -100,7 +100,7 @@ def told(found: Sequence[ChatCompletionChunk], choice: int = 0) -> dict[str, Any
     return said
 
 
-def test_a_turn_is_a_completion(chat: Chat) -> None:
+def test_reply_of_turn_is_chat_completion(chat: Chat) -> None:
     found = answered(asking(), [turn_of(chat, "Hello!")], chat)
     assert (found.id, found.created, found.model, found.object) == ("chatcmpl-" + "ab" * 16, 1700000000, "m", "chat.completion")
     assert (found.choices[0].message.content, found.choices[0].finish_reason) == ("Hello!", "stop")
@@ -122,7 +122,7 @@ def test_usage_counts_the_tokens_of_the_thought(chat: Chat, stream: bool) -> Non
         assert usage.completion_tokens_details.reasoning_tokens == wanted
 
 
-def test_calls_have_ids_of_their_own_and_are_read_again_from_the_history(chat: Chat) -> None:
+def test_reply_calls_have_ids_that_history_resolves(chat: Chat) -> None:
     turn = turn_of(chat, f"<think>two</think>Both:\n{CALL}\n{CALL}")
     message = answered(asking(), [turn], chat).choices[0].message
     assert message.tool_calls is not None
@@ -132,7 +132,7 @@ def test_calls_have_ids_of_their_own_and_are_read_again_from_the_history(chat: C
     assert again.messages[1] == turn.message
 
 
-def test_a_call_that_cannot_be_read_stays_text(chat: Chat) -> None:
+def test_reply_keeps_unreadable_call_as_text(chat: Chat) -> None:
     found = answered(asking(), [turn_of(chat, "<tool_call>\n{bad}\n</tool_call>")], chat).choices[0]
     assert (found.message.tool_calls, found.finish_reason) == (None, "stop")
     assert found.message.content == "<tool_call>\n{bad}\n</tool_call>"
@@ -176,7 +176,7 @@ def test_reply_has_calls_of_tools_not_offered_as_text(family: str) -> None:
         assert told(chunks(streamed(ask, [turn], made)))["content"] == choice.message.content
 
 
-def test_token_ids_and_logprobs_come_where_they_are_asked_for(chat: Chat) -> None:
+def test_reply_has_token_ids_and_logprobs_on_request(chat: Chat) -> None:
     ask = asking(logprobs=True, top_logprobs=1, return_token_ids=True)
     plain = turn_of(chat, "Hi")
     turn = turn_of(chat, "Hi", top=(((9, -0.1), (8, -0.2)),) * len(plain.completion.token_ids))
@@ -195,7 +195,7 @@ def test_token_ids_and_logprobs_come_where_they_are_asked_for(chat: Chat) -> Non
     "text",
     ["Hello, world.", f"Look: {CALL}{CALL}", "<think>\nhm\n</think>\n\nYes 🙂 é", "<tool_call>{bad}", "", "  ", "a</think>b"],
 )
-def test_a_stream_says_what_the_whole_reply_says(chat: Chat, text: str) -> None:
+def test_stream_equals_whole_reply(chat: Chat, text: str) -> None:
     turn = turn_of(chat, text)
     message = whole(asking(), [turn], HEAD, chat)["choices"][0]["message"]
     said = told(chunks(streamed(asking(stream=True), [turn], chat)))
@@ -217,7 +217,7 @@ def test_stream_of_any_tokens_equals_the_whole_reply(ids: list[int], stop: list[
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_in_every_family_a_stream_of_hostile_tokens_says_what_the_whole_reply_says(family: str) -> None:
+def test_stream_of_hostile_tokens_equals_reply_in_every_family(family: str) -> None:
     made, drawn = Chat(family_tokenizer(family), AUTO), Random(family)
     halves = [token for token in range(len(made.tokenizer)) if (made.bytes_of(token) or b"a")[0] >= 0x80]
     kinds: list[Callable[[], list[int]]] = [
@@ -236,13 +236,13 @@ def test_in_every_family_a_stream_of_hostile_tokens_says_what_the_whole_reply_sa
         assert (said["content"], said["reasoning"]) == (turn.message.content, turn.message.thought), ids
 
 
-def test_the_same_turn_streams_the_same_bytes(chat: Chat) -> None:
+def test_stream_of_same_turn_has_same_bytes(chat: Chat) -> None:
     turns = [turn_of(chat, f"Look: {CALL}"), turn_of(chat, "No.")]
     ask = asking(stream=True, n=2, return_token_ids=True, logprobs=True, stream_options={"include_usage": True})
     assert streamed(ask, turns, chat) == streamed(ask, turns, chat)
 
 
-def test_a_stream_gives_ids_logprobs_and_usage_in_their_chunks(chat: Chat) -> None:
+def test_stream_has_ids_logprobs_and_usage_in_chunks(chat: Chat) -> None:
     turns = [turn_of(chat, "Hi there"), turn_of(chat, f"{CALL}", "length")]
     ask = asking(stream=True, n=2, return_token_ids=True, logprobs=True, stream_options={"include_usage": True})
     found = chunks(streamed(ask, turns, chat))
@@ -260,7 +260,7 @@ def test_a_stream_gives_ids_logprobs_and_usage_in_their_chunks(chat: Chat) -> No
     assert all(chunk.usage is None for chunk in found[:-1])
 
 
-def test_an_error_has_the_shape_of_the_api() -> None:
+def test_error_body_has_openai_shape() -> None:
     error = RequestError(400, "Too long.", "context_length_exceeded", "messages")
     assert error_body(error) == {
         "error": {
@@ -273,10 +273,10 @@ def test_an_error_has_the_shape_of_the_api() -> None:
     assert error_body(RequestError(429, "Later."))["error"]["type"] == "rate_limit_error"
 
 
-def test_models_are_listed_as_the_api_lists_them() -> None:
+def test_models_list_has_openai_shape() -> None:
     assert [Model.model_validate(one).id for one in models("gsm8k-1")["data"]] == ["gsm8k-1"]
 
 
-def test_an_empty_thought_and_no_calls_leave_no_field(chat: Chat) -> None:
+def test_reply_omits_empty_thought_and_calls(chat: Chat) -> None:
     message = whole(asking(), [ResponseTurn(Message("assistant", "x"), Completion((), (), "stop", 0.0))], HEAD, chat)
     assert set(message["choices"][0]["message"]) == {"role", "content", "refusal"}

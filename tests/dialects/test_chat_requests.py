@@ -36,11 +36,11 @@ def call(name: str, arguments: str, of: str) -> dict[str, Any]:
     return {"id": of, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def test_a_plain_request_asks_for_one_turn() -> None:
+def test_request_plain_asks_for_one_turn() -> None:
     assert asked() == Ask((Message("user", "Hello"),), "m")
 
 
-def test_every_field_that_is_honoured_is_read() -> None:
+def test_request_reads_every_supported_field() -> None:
     found = asked(
         tools=[ADD], tool_choice="auto", parallel_tool_calls=True, n=3, stop="END", max_tokens=9, max_completion_tokens=7,
         temperature=0.3, top_p=0.9, top_k=5, min_p=0.1, seed=4, logprobs=True, top_logprobs=2, return_token_ids=True,
@@ -53,12 +53,12 @@ def test_every_field_that_is_honoured_is_read() -> None:
     )  # fmt: skip
 
 
-def test_null_means_not_given() -> None:
+def test_request_null_means_not_given() -> None:
     nulls = dict.fromkeys(("tools", "n", "stop", "max_tokens", "temperature", "stream", "logit_bias", "seed", "unheard_of"))
     assert asked(**nulls) == asked()
 
 
-def test_a_conversation_with_calls_and_their_results_is_read_in_the_order_of_the_calls() -> None:
+def test_request_orders_tool_results_by_their_calls() -> None:
     said = [
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
         HELLO,
@@ -85,23 +85,23 @@ def test_a_conversation_with_calls_and_their_results_is_read_in_the_order_of_the
     )
 
 
-def test_reasoning_is_read_under_both_names() -> None:
+def test_request_reads_reasoning_under_both_names() -> None:
     for name in ("reasoning", "reasoning_content"):
         said = [HELLO, {"role": "assistant", "content": "Hi", name: "polite"}, HELLO]
         assert asked(messages=said).messages[1] == Message("assistant", "Hi", "polite")
 
 
-def test_tools_that_must_not_be_called_are_not_offered() -> None:
+def test_request_offers_no_tools_if_choice_is_none() -> None:
     assert asked(tools=[ADD], tool_choice="none").tools == ()
 
 
-def test_a_schema_keeps_all_but_what_only_a_constrained_sampler_could_do() -> None:
+def test_request_schema_drops_only_constrained_sampling() -> None:
     strict = {"type": "function", "function": ADD["function"] | {"strict": True}}
     assert asked(tools=[strict]).tools == (ADD,)
 
 
 @pytest.mark.parametrize("left_out", [{"parameters"}, {"description"}, {"parameters", "description"}], ids=sorted)
-def test_read_fills_in_the_optional_fields_of_a_function(left_out: set[str]) -> None:
+def test_request_fills_optional_fields_of_function(left_out: set[str]) -> None:
     whole = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
     bare = {name: value for name, value in whole.items() if name not in left_out}
     for function in (
@@ -157,13 +157,13 @@ def test_template_renders_a_function_that_has_only_a_name() -> None:
         ({"chat_template_kwargs": []}, "chat_template_kwargs"), ({"model": 4}, "model"), ({"model": "m" * 300}, "model"),
     ],
 )  # fmt: skip
-def test_a_field_that_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+def test_request_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
     error = refused(**fields)
     assert error.param == param
     assert param in str(error)
 
 
-def test_an_unknown_field_is_refused_as_the_api_does() -> None:
+def test_request_unknown_field_is_refused_like_openai() -> None:
     assert str(refused(temprature=1)) == "Unrecognized request argument supplied: temprature"
     assert len(str(refused(**{"x" * 10_000: 1}))) < 300
 
@@ -178,21 +178,21 @@ def test_an_unknown_field_is_refused_as_the_api_does() -> None:
         b'{"messages": ' + b"[" * 70 + b"]" * 70 + b"}",
     ],
 )
-def test_a_body_that_is_no_request_gets_one_sentence(body: bytes) -> None:
+def test_request_invalid_body_gets_one_sentence(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         read(body)
     assert (caught.value.status, len(str(caught.value)) < 300) == (400, True)
 
 
-def test_ten_thousand_messages_are_read() -> None:
+def test_request_of_ten_thousand_messages_is_read() -> None:
     assert len(asked(messages=[HELLO] * 10_000).messages) == 10_000
 
 
-def test_text_that_no_database_holds_reads_the_same_each_time() -> None:
+def test_request_text_unfit_for_database_reads_repeatably() -> None:
     assert asked(messages=[{"role": "user", "content": "a\0b"}]).messages[0].content == "a\ufffdb"
 
 
-def test_a_million_numbers_are_read_and_checked() -> None:
+def test_request_with_a_million_numbers_is_checked() -> None:
     schema = {"type": "function", "function": {"name": "add", "parameters": {"enum": [1] * 1_000_000}}}
     assert len(asked(tools=[schema]).tools[0]["function"]["parameters"]["enum"]) == 1_000_000
     assert refused(chat_template_kwargs={f"n{n}": 1 for n in range(300_000)}).param == "chat_template_kwargs"

@@ -96,7 +96,7 @@ def expected(turn: ResponseTurn) -> tuple[str, list[tuple[str, Any]]]:
 
 @pytest.mark.parametrize("text", SAYINGS.values(), ids=SAYINGS)
 @pytest.mark.parametrize("more", [{}, {"stream": False}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}], ids=repr)
-def test_the_openai_package_reads_a_whole_turn(chat: Chat, text: str, more: Any) -> None:
+def test_openai_package_reads_whole_turn(chat: Chat, text: str, more: Any) -> None:
     server = Server(chat, text)
     sync = client_of(server).chat.completions.create(model="m", messages=[USER], tools=[ADD], **more)
     later = asyncio.run(async_client_of(server).chat.completions.create(model="m", messages=[USER], tools=[ADD], **more))
@@ -106,7 +106,7 @@ def test_the_openai_package_reads_a_whole_turn(chat: Chat, text: str, more: Any)
 
 @pytest.mark.parametrize("text", SAYINGS.values(), ids=SAYINGS)
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}], ids=repr)
-def test_the_openai_packages_stream_helper_adds_up_to_the_turn(chat: Chat, text: str, more: Any) -> None:
+def test_openai_stream_helper_adds_up_to_turn(chat: Chat, text: str, more: Any) -> None:
     server = Server(chat, text)
     asked: Any = {"model": "m", "messages": [USER], "tools": [ADD], "stream_options": {"include_usage": True}, **more}
     plain = client_of(server).chat.completions.create(**{**asked, "stream_options": openai.omit})
@@ -131,7 +131,7 @@ def test_the_openai_packages_stream_helper_adds_up_to_the_turn(chat: Chat, text:
             ]
 
 
-def test_a_turn_that_was_cut_off_is_the_error_that_the_stream_helper_makes_of_it(chat: Chat) -> None:
+def test_openai_stream_helper_raises_for_cut_turn(chat: Chat) -> None:
     asked: Any = {"model": "m", "messages": [USER]}
     with client_of(Server(chat, "Hello", "length")).chat.completions.stream(**asked) as stream:
         for _ in stream:
@@ -142,7 +142,7 @@ def test_a_turn_that_was_cut_off_is_the_error_that_the_stream_helper_makes_of_it
 
 
 @pytest.mark.parametrize("text", SAYINGS.values(), ids=SAYINGS)
-def test_what_the_openai_package_gives_back_with_the_history_is_the_turn(chat: Chat, text: str) -> None:
+def test_openai_message_sent_back_is_the_turn(chat: Chat, text: str) -> None:
     server = Server(chat, text)
     client = client_of(server)
     message = client.chat.completions.create(model="m", messages=[USER]).choices[0].message
@@ -158,7 +158,7 @@ def test_what_the_openai_package_gives_back_with_the_history_is_the_turn(chat: C
 
 @pytest.mark.parametrize("text", SAYINGS.values(), ids=SAYINGS)
 @pytest.mark.parametrize("streams", [False, True])
-def test_langchain_reads_a_turn_and_gives_it_back(chat: Chat, text: str, streams: bool) -> None:
+def test_langchain_reads_turn_and_sends_it_back(chat: Chat, text: str, streams: bool) -> None:
     server = Server(chat, text)
     model = langchain_of(server, stream_usage=True).bind_tools([ADD])
     heard: list[Any] = [*model.stream([HumanMessage("x")])] if streams else [model.invoke([HumanMessage("x")])]
@@ -175,7 +175,7 @@ def test_langchain_reads_a_turn_and_gives_it_back(chat: Chat, text: str, streams
     assert [one.content for one in said[2:]] == ["3"] * len(calls)
 
 
-def test_langchain_reads_turns_asynchronously_with_their_logprobs(chat: Chat) -> None:
+def test_langchain_reads_async_turns_with_logprobs(chat: Chat) -> None:
     server = Server(chat, "Hello")
 
     async def hear() -> tuple[Any, str]:
@@ -198,7 +198,7 @@ def test_langchain_reads_turns_asynchronously_with_their_logprobs(chat: Chat) ->
     ],
     ids=repr,
 )
-def test_an_assistants_message_may_have_no_content(chat: Chat, message: Any) -> None:
+def test_request_assistant_message_may_lack_content(chat: Chat, message: Any) -> None:
     server = Server(chat, "Yes")
     results: Any = [{"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "3"}]}]
     told = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, message]
@@ -208,7 +208,7 @@ def test_an_assistants_message_may_have_no_content(chat: Chat, message: Any) -> 
     assert [one.content for one in rest] == ["3"] * len(assistant.tool_calls)
 
 
-def test_an_error_is_the_packages_own_and_names_the_field(chat: Chat) -> None:
+def test_openai_error_names_the_field(chat: Chat) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client_of(Server(chat, "x")).chat.completions.create(model="m", messages=[USER], presence_penalty=1.0)
     assert (raised.value.param, raised.value.code) == ("presence_penalty", "unsupported_parameter")

@@ -29,7 +29,7 @@ SMALL: dict[str, list[str]] = {
 ENDS = {"prompt_only": "versions tried", "own_env": "20 games", "openai_agents_sdk": "4 episodes"}
 
 
-def test_the_index_names_every_example_and_each_has_a_page_of_one_screen() -> None:
+def test_examples_index_lists_each_with_short_page() -> None:
     listed = re.findall(r"^\| \[(\w+)\]\((\w+)\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == [(name, name) for name in NAMES]
     for name in NAMES:
@@ -40,7 +40,7 @@ def test_the_index_names_every_example_and_each_has_a_page_of_one_screen() -> No
             assert (EXAMPLES / name / file).exists(), file
 
 
-def test_examples_import_nothing_else_of_ours() -> None:
+def test_examples_import_nothing_private() -> None:
     for file in EXAMPLES.glob("*/*.py"):
         assert not re.search(r"(from|import) agentrl\.|from tests|import tests", file.read_text()), file
 
@@ -67,7 +67,7 @@ def ran(stack: Stack, name: str, words: list[str]) -> str:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("name", SMALL)
-def test_it_trains(home: tuple[Stack, str], name: str) -> None:
+def test_example_trains(home: tuple[Stack, str], name: str) -> None:
     stack, model = home
     said = ran(stack, name, [*SMALL[name], "--model", model])
     run, status, _ = re.findall(r"^([a-z0-9._-]+): (\w+), (.*)$", said, re.MULTILINE)[-1]
@@ -81,7 +81,7 @@ def test_it_trains(home: tuple[Stack, str], name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_the_benchmark_measures_and_the_example_of_the_command_line_trains(home: tuple[Stack, str]) -> None:
+def test_example_benchmark_measures_and_command_line_trains(home: tuple[Stack, str]) -> None:
     stack, model = home
     words = ["submit", "--dataset", "arithmetic", "--model", model, "--agent", "agent:solve", "--iterations", "1"]
     words += ["--tasks-per-iteration", "2", "--group-size", "2", "--max-new-tokens", "16", "--name", "typed", "--wait"]
@@ -93,7 +93,7 @@ def test_the_benchmark_measures_and_the_example_of_the_command_line_trains(home:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_the_cells_of_the_notebook_run_in_their_order(home: tuple[Stack, str], tmp_path: Path) -> None:
+def test_example_notebook_cells_run_in_order(home: tuple[Stack, str], tmp_path: Path) -> None:
     stack, model = home
     document = json.loads((EXAMPLES / "notebook" / "ten_lines.ipynb").read_text())
     cells = [cell for cell in document["cells"] if cell["cell_type"] == "code"]

@@ -84,7 +84,7 @@ def episodes(db: Database) -> list[Episode]:
 # --- a turn that a stop string ended ------------------------------------------------------------------------------------------
 
 
-def test_after_a_turn_without_its_end_token_the_next_prompt_begins_with_it() -> None:
+def test_turn_without_end_token_gets_it_in_next_prompt() -> None:
     heard = [Message("tool", "42", name="calculator")]
     ended, unended = (CHAT.continuation(heard, [SCHEMA], said)[0] for said in (ASK, ASK_UNENDED))
     assert ended is not None
@@ -96,9 +96,7 @@ def test_after_a_turn_without_its_end_token_the_next_prompt_begins_with_it() -> 
     assert CHAT.decode(row) == CHAT.decode(CHAT.opening(messages, [SCHEMA]))
 
 
-def test_an_episode_goes_on_from_exactly_the_stored_tokens_and_the_end_token_is_not_the_policys(
-    sqlite: Database, in_memory: None
-) -> None:
+def test_episode_continues_stored_tokens_and_end_is_untrained(sqlite: Database, in_memory: None) -> None:
     group = group_of(sqlite, **HOW)
     first = Worker(sqlite, group, [ASK_UNENDED] * 2).takes(2)
     answer(sqlite, first.driver)  # it asks for the second turn, and dies
@@ -119,7 +117,7 @@ def test_an_episode_goes_on_from_exactly_the_stored_tokens_and_the_end_token_is_
     assert value(sqlite, "SELECT count(*) FROM v_steps WHERE new_row IS NOT NULL") == 0
 
 
-def test_the_sampler_is_asked_as_the_run_says_again_after_an_interruption(sqlite: Database) -> None:
+def test_sampling_options_are_the_same_after_interruption(sqlite: Database) -> None:
     group = group_of(sqlite, **HOW)
     first = Worker(sqlite, group, [ANSWER] * 2)
     for _ in range(2):
@@ -132,7 +130,7 @@ def test_the_sampler_is_asked_as_the_run_says_again_after_an_interruption(sqlite
     assert {episode.stop_reason for episode in episodes(sqlite)} == {"answered"}
 
 
-def test_a_call_that_a_stop_string_cut_ends_the_episode(sqlite: Database) -> None:
+def test_stop_string_within_call_ends_episode(sqlite: Database) -> None:
     cut = CHAT.tokenizer.encode('<tool_call>\n{"name": "calc', add_special_tokens=False)
     Worker(sqlite, group_of(sqlite, stop=["calc"]), [cut] * 2).takes(2)
     assert {episode.stop_reason for episode in episodes(sqlite)} == {"parse_error"}
@@ -147,7 +145,7 @@ def talk(policy: Policy) -> Iterator[Talk]:
     made.close()
 
 
-def test_a_conversation_goes_on_after_a_turn_that_a_stop_string_ended(talk: Talk) -> None:
+def test_stop_string_ends_turn_but_not_conversation(talk: Talk) -> None:
     asked: list[GenerateRequest] = []
     turns = iter([ASK_UNENDED, ANSWER, ANSWER])
 
@@ -170,13 +168,13 @@ def test_a_conversation_goes_on_after_a_turn_that_a_stop_string_ended(talk: Talk
 
 
 @pytest.mark.parametrize("said", [(), ANSWER[-1:]], ids=["no token", "the end token alone"])
-def test_a_policy_that_says_nothing_has_answered_nothing(sqlite: Database, said: Sequence[int]) -> None:
+def test_empty_turn_is_no_answer(sqlite: Database, said: Sequence[int]) -> None:
     Worker(sqlite, group_of(sqlite), [said] * 2).takes(2)
     for episode in episodes(sqlite):
         assert (episode.status, episode.stop_reason, episode.final_answer, episode.reward) == ("done", "answered", "", 0.0)
 
 
-def test_a_question_longer_than_the_models_window_ends_its_episode_at_once(sqlite: Database, policy: Policy) -> None:
+def test_question_beyond_model_window_ends_episode(sqlite: Database, policy: Policy) -> None:
     wanted = submission(tasks=1)
     long = replace(wanted.tasks[0], messages=(Message("user", "7 " * policy.max_context),))
     (group,) = start(sqlite, replace(wanted, tasks=[long]))
@@ -193,7 +191,7 @@ def test_a_question_longer_than_the_models_window_ends_its_episode_at_once(sqlit
         assert episode.steps[0].finish_reason == "length"
 
 
-def test_a_turn_without_tokens_trains_nothing_and_the_others_do(policy: Policy) -> None:
+def test_empty_turn_trains_nothing_but_others_do(policy: Policy) -> None:
     empty = Step(0, (), (5, 6, 7), (), (), "length", Message("assistant", ""), 0)
     said = replace(empty, sampled_ids=(8, 9), behavior_logprobs=(-4.0, -4.0), finish_reason="stop")
     task = Task("train/0", (), "")
@@ -211,7 +209,7 @@ def test_a_turn_without_tokens_trains_nothing_and_the_others_do(policy: Policy) 
 
 
 @pytest.mark.parametrize(("key", "given"), [("top_k", 5), ("top_p", 0.9), ("min_p", 0.1), ("stop", ("x",))])
-def test_an_option_that_an_engine_ignores_is_refused(key: str, given: object) -> None:
+def test_sampling_option_unsupported_by_engine_is_refused(key: str, given: object) -> None:
     config = build({f"rollout.{key}": given})
     engines.check(rolling, config, trains=True)
     poorer = replace(rolling, options=rolling.options - {key})
@@ -220,9 +218,7 @@ def test_an_option_that_an_engine_ignores_is_refused(key: str, given: object) ->
         engines.check(poorer, config, trains=True)
 
 
-def test_a_conversation_says_which_limit_cut_a_turn_and_no_more(
-    talk: Talk, policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_names_limit_that_cut_turn(talk: Talk, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     listener = logging.Handler()
     monkeypatch.setattr(listener, "emit", lambda record: heard.append(record.getMessage()))

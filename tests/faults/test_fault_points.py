@@ -21,7 +21,7 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     faults._plan.cache_clear()
 
 
-def test_without_a_folder_a_point_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_point_without_folder_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGENTRL_FAULT_DIR", raising=False)
     monkeypatch.setenv("AGENTRL_FAULT", "here:1:raise")
     faults._plan.cache_clear()
@@ -29,7 +29,7 @@ def test_without_a_folder_a_point_does_nothing(monkeypatch: pytest.MonkeyPatch) 
     faults._plan.cache_clear()
 
 
-def test_a_point_acts_at_the_hit_that_was_asked_for_and_never_again(counting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_point_acts_at_requested_hit_only(counting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_FAULT", "here:2:raise,there:1:raise")
     faultpoint("here")
     with pytest.raises(InjectedFault, match="here, hit 2"):
@@ -42,7 +42,7 @@ def test_a_point_acts_at_the_hit_that_was_asked_for_and_never_again(counting: Pa
 
 
 @pytest.mark.parametrize(("action", "exit_code"), [("kill", -9), ("sleep", 0)])
-def test_a_process_is_killed_or_stands_still_and_goes_on(tmp_path: Path, action: str, exit_code: int) -> None:
+def test_fault_point_kills_or_suspends_process(tmp_path: Path, action: str, exit_code: int) -> None:
     script = "from agentrl.workflow.runtime.faults import faultpoint; faultpoint('here'); print('alive')"
     asked = {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": f"here:1:{action}", "AGENTRL_FAULT_SLEEP": "0.1"}
     done = subprocess.run([sys.executable, "-c", script], env=os.environ | asked, capture_output=True, text=True, check=False)

@@ -51,15 +51,15 @@ def met(module_folder: Path) -> set[tuple[str, str]]:
     return recovered(module_folder, "--world", "critic", "--world", "agent", "--world", "boxed")
 
 
-def test_faults_of_a_trainer_with_a_critic_change_nothing(met: set[tuple[str, str]]) -> None:
+def test_faults_of_trainer_with_critic_change_nothing(met: set[tuple[str, str]]) -> None:
     assert met >= {("critic", point) for point in IN_TRAINER}
 
 
-def test_faults_of_agents_and_their_endpoint_change_nothing(met: set[tuple[str, str]]) -> None:
+def test_faults_of_agents_and_endpoint_change_nothing(met: set[tuple[str, str]]) -> None:
     assert met >= {("agent", point) for point in OF_AGENTS}
 
 
-def test_faults_of_a_program_in_the_sandbox_change_nothing(met: set[tuple[str, str]]) -> None:
+def test_faults_of_sandboxed_program_change_nothing(met: set[tuple[str, str]]) -> None:
     if not any(world == "boxed" for world, _ in met):
         missing("a sandbox")
     assert met >= {("boxed", point) for point in IN_SANDBOX}

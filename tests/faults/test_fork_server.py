@@ -50,13 +50,13 @@ def test_forked_program_has_its_folder_environment_and_path(tmp_path: Path) -> N
         ("import atexit, os, sys; atexit.register(os.write, 2, b'last'); sys.exit(3)", 3, "last"),
     ],
 )
-def test_forked_program_ends_as_an_executed_one(code: str, exit_code: int, error: str) -> None:
+def test_forked_program_ends_like_executed_one(code: str, exit_code: int, error: str) -> None:
     code_of_fork, _, written = python("-c", code)
     assert code_of_fork == exit_code
     assert error in written
 
 
-def test_forked_program_hears_signals_of_its_parent() -> None:
+def test_forked_program_receives_signals_of_parent() -> None:
     end = "lambda *_: (os.write(1, b'heard'), os._exit(0))"  # it ends in its handler, also before it pauses
     code = f"import os, signal; signal.signal(15, {end}); print('up', flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, text=True) as process:

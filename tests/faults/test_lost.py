@@ -35,7 +35,7 @@ def lost_events(db: Database) -> list[tuple[str, str]]:
     return [(row.subject, row.detail) for row in found]
 
 
-def test_a_worker_that_was_killed_is_named_with_its_signal_and_what_it_held(tmp_path: Path, own_database: Database) -> None:
+def test_lost_worker_event_names_signal_and_claims(tmp_path: Path, own_database: Database) -> None:
     groups = start(own_database, submission())
     died = {role: killed(role, signal.SIGKILL) for role in ("rollout,train", "tools", "control")}
     here = {role: f"{socket.gethostname()}:{child.process.pid}" for role, child in died.items()}
@@ -60,7 +60,7 @@ def test_a_worker_that_was_killed_is_named_with_its_signal_and_what_it_held(tmp_
     assert len(lost_events(own_database)) == 3
 
 
-def test_supervisor_restarts_a_worker_whose_device_failed_and_leaves_the_record_to_it(
+def test_supervisor_restarts_worker_with_failed_device_silently(
     tmp_path: Path, own_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(own_database, submission())
@@ -76,7 +76,7 @@ def test_supervisor_restarts_a_worker_whose_device_failed_and_leaves_the_record_
 
 
 @pytest.mark.parametrize("of_memory", [False, True])
-def test_what_a_dead_worker_held_goes_on_without_waiting_for_its_lease(own_database: Database, of_memory: bool) -> None:
+def test_lost_worker_claims_continue_before_lease_ends(own_database: Database, of_memory: bool) -> None:
     first, second = start(own_database, submission())
     host = socket.gethostname()
     for group, pid in ((first, 7), (second, 77)):
@@ -88,9 +88,7 @@ def test_what_a_dead_worker_held_goes_on_without_waiting_for_its_lease(own_datab
     assert values(own_database, "SELECT losses FROM groups ORDER BY id") == [1, 0]
 
 
-def test_a_database_that_does_not_answer_keeps_no_process_from_being_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervisor_restarts_process_without_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watching, answers, order = Supervisor(Settings(home=tmp_path)), threading.Event(), list[str]()
     new = killed("control", signal.SIGKILL)
 
@@ -107,7 +105,7 @@ def test_a_database_that_does_not_answer_keeps_no_process_from_being_started_aga
     assert order == ["started", "told"]
 
 
-def test_a_worker_that_is_lost_again_under_its_old_name_is_told_of_again(own_database: Database) -> None:
+def test_lost_worker_of_same_name_is_reported_again(own_database: Database) -> None:
     group, *_ = start(own_database, submission())
     for claimant in ("far:7/1", "near:8/2"):
         rollout_claims.claim_group(own_database, group, claimant, EXPIRED)
@@ -117,7 +115,7 @@ def test_a_worker_that_is_lost_again_under_its_old_name_is_told_of_again(own_dat
     assert [who for who, _ in lost_events(own_database)] == ["far:7", "near:8", "far:7"]
 
 
-def test_a_worker_elsewhere_whose_lease_ran_out_is_named_once_by_who_goes_on(own_database: Database) -> None:
+def test_lost_remote_worker_is_named_once_after_its_lease(own_database: Database) -> None:
     groups = start(own_database, submission())
     for group in groups:
         rollout_claims.claim_group(own_database, group, f"far:7/{group}", EXPIRED)
@@ -139,7 +137,7 @@ def test_takeover_by_a_restarted_container_names_no_other_worker(own_database: D
     assert "the same worker continues" in detail
 
 
-def test_who_hands_a_claim_back_is_not_lost(own_database: Database) -> None:
+def test_lost_event_is_not_written_for_returned_claim(own_database: Database) -> None:
     group, *_ = start(own_database, submission())
     work = claim(own_database, group)
     rollout_claims.hand_back(own_database, work.fence)
@@ -147,7 +145,7 @@ def test_who_hands_a_claim_back_is_not_lost(own_database: Database) -> None:
     assert lost_events(own_database) == []
 
 
-def test_a_trainer_whose_lease_ran_out_is_named_by_who_goes_on(own_database: Database) -> None:
+def test_lost_trainer_is_named_by_its_successor(own_database: Database) -> None:
     for group in start(own_database, submission()):
         play(own_database, group)
     (iteration,) = values(own_database, "SELECT id FROM iterations")
@@ -157,7 +155,7 @@ def test_a_trainer_whose_lease_ran_out_is_named_by_who_goes_on(own_database: Dat
     assert (who, "iteration 1" in told, "near:8 continues" in told) == ("far:7", True, True)
 
 
-def test_a_run_that_waits_still_does_after_a_worker_was_lost(own_database: Database) -> None:
+def test_waiting_run_still_waits_after_lost_worker(own_database: Database) -> None:
     group, *_ = start(own_database, submission())
     run = values(own_database, "SELECT id FROM runs")[0]
     blocked_runs.wait_for(own_database, run, "The server is away.")

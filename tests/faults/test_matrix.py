@@ -1,34 +1,34 @@
 """The fault matrix: what may happen to a run from outside, and the tests that show that it is survived.
 
-Tests of this file and of test_matrix_parts.py (`parts`) are named by their first words, others with their file.
+The third column selects tests with `pytest -k`; `test_faults_*` inject a fault at every point.
 
 | row | fault | tests |
 |---|---|---|
-| 1 | kill -9 of a rollout worker | test_faults_*: every point; test_run: a rollout worker killed in the middle; test_resume |
-| 2 | kill -9 of a trainer | test_faults_*: every point; test_store_training: a second trainer fences the first out |
-| 3 | kill -9 of a tools worker | test_faults_*: every point; test_store_steps: a call with effects is started once |
-| 4 | SIGTERM | every worker that is told to stop; test_run: a worker that is told to stop |
-| 5 | Redis lost with all it knew | a redis that dies |
-| 6 | Redis hangs or refuses | a redis that hangs; test_cli: a broker that is away; test_stack: a dead result store |
-| 7 | delivered twice, visibility timeout | messages that come again; test_resume: a message that comes twice / again |
-| 8 | Postgres restarts at once | a postgres that restarts; test_connect: a connection that postgres closed |
-| 9 | no connections, locks | parts: more threads / a postgres without / a lock that / a thread that gets no connection |
-| 10 | the database's disk is full | a full disk under the database; test_connect: when sqlite undoes everything |
-| 11 | the checkpoints' disk is full | a full disk under the checkpoints; test_checkpoint: a full disk leaves |
-| 12 | a checkpoint cut short | test_mending; test_checkpoint: a truncated file; test_mirror: what is broken in the store |
-| 13 | one flipped bit | test_mending; test_checkpoint: an altered file; test_policy: a flipped bit |
-| 15 | NaN | updates that are no numbers; a model that says nan; test_trainer: a nan in; test_workers: a hooks reward |
-| 17 | a tool hangs | a tool that hangs; test_workers: calls that never end take no place from others |
-| 18 | malformed tool calls | parts: every malformed call / whatever json; test_chat: a call that cannot be read; test_agent |
-| 22 | 20 submits of one name | twenty who submit; test_store: twenty threads that submit |
-| 23 | two trainers | a trainer that wakes up; test_faults_*: every point (`sleep`); test_store_training: a second trainer |
-| 24 | the clock jumps | parts: a workers clock; test_state_machine: no order of faults |
-| 31 | pickle on the broker | what anybody can write to the broker |
-| 32 | a forged job | what anybody can write to the broker |
-| 33 | a malicious checkpoint | parts: a checkpoint that was made / a model whose; test_policy: weights of another shape |
-| 35 | out-of-memory killer | parts: a worker that the kernel kills / the counter; killed it is as in rows 1 and 2 |
-| 36 | GPU out of memory | where the gpu is full; test_trainer: where memory runs out; test_engine: where memory runs out |
-| 37 | another model or tokenizer | a model that is not the runs; test_store_training: the hash; test_policy: a base is |
+| 1 | kill -9 of a rollout worker | test_faults_*; rollout_worker_kill; test_resume |
+| 2 | kill -9 of a trainer | test_faults_*; train_claim_by_second_trainer |
+| 3 | kill -9 of a tools worker | test_faults_*; call_with_effects_starts_once |
+| 4 | SIGTERM | matrix_sigterm; worker_stop_returns_claims |
+| 5 | Redis lost with all it knew | matrix_redis_death |
+| 6 | Redis hangs or refuses | matrix_redis_hang; submit_without_broker; result_store_failure |
+| 7 | delivered twice, visibility timeout | matrix_duplicate_messages; rollout_message_for |
+| 8 | Postgres restarts at once | matrix_postgres_restart; database_reconnects |
+| 9 | no connections, locks | database_thread; postgres_without_free_connection; postgres_lock |
+| 10 | the database's disk is full | matrix_full_database_disk; full_rollback_by_sqlite |
+| 11 | the checkpoints' disk is full | matrix_full_checkpoint_disk; sealed_folder_on_full_disk |
+| 12 | a checkpoint cut short | test_mending; sealed_folder_names_truncated; cache_refuses_broken |
+| 13 | one flipped bit | test_mending; sealed_folder_names_altered; policy_refuses_flipped_bit |
+| 15 | NaN | matrix_nan; update_with_nan; hook_reward_that_is_none |
+| 17 | a tool hangs | matrix_hanging_tool; calls_that_never_end |
+| 18 | malformed tool calls | malformed_call; call_with_any_json; parse_text; test_agent |
+| 22 | 20 submits of one name | matrix_twenty_submits; submit_of_one_name |
+| 23 | two trainers | matrix_trainer_after_its_lease; test_faults_* (`sleep`); train_claim_by_second_trainer |
+| 24 | the clock jumps | worker_clock; state_machine |
+| 31 | pickle on the broker | matrix_forged_messages |
+| 32 | a forged job | matrix_forged_messages |
+| 33 | a malicious checkpoint | malicious_checkpoint; pickled_weights; policy_refuses_broken_weights |
+| 35 | out-of-memory killer | killed_for_memory; count_kills; a kill itself is as in rows 1 and 2 |
+| 36 | GPU out of memory | matrix_full_gpu; update_in_smaller_microbatches; engine_without_memory |
+| 37 | another model or tokenizer | matrix_wrong_model; base_hash |
 
 Rows 16, 19 to 21, 25 to 30 and 39 belong to the rooms that they happen in.
 """
@@ -77,7 +77,7 @@ def held_at_its_first_calls(crew: Crew, **changes: Any) -> None:
 # --- signals, Redis ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_worker_that_is_told_to_stop_hands_back_or_finishes_and_exits_with_0(crew: Crew) -> None:
+def test_matrix_sigterm_hands_back_or_finishes_and_exits_0(crew: Crew) -> None:
     busy = {
         "rollout": HELD,
         "tools": "SELECT count(*) FROM tool_calls WHERE result IS NULL",
@@ -99,7 +99,7 @@ def test_every_worker_that_is_told_to_stop_hands_back_or_finishes_and_exits_with
     assert crew.count(lost) == 0
 
 
-def test_a_redis_that_dies_with_all_it_knew_costs_nothing(crew: Crew) -> None:
+def test_matrix_redis_death_costs_nothing(crew: Crew) -> None:
     crew.fork_all()
     held_at_its_first_calls(crew)
     crew.redis.kill()
@@ -111,7 +111,7 @@ def test_a_redis_that_dies_with_all_it_knew_costs_nothing(crew: Crew) -> None:
     assert crew.count("SELECT sum(losses) FROM groups") == 0
 
 
-def test_a_redis_that_hangs_is_said_in_one_sentence_and_the_workers_go_on_afterwards(crew: Crew) -> None:
+def test_matrix_redis_hang_is_one_sentence_and_workers_recover(crew: Crew) -> None:
     crew.fork_all()
     held_at_its_first_calls(crew)
     crew.redis.send_signal(signal.SIGSTOP)
@@ -123,7 +123,7 @@ def test_a_redis_that_hangs_is_said_in_one_sentence_and_the_workers_go_on_afterw
     crew.assert_whole()
 
 
-def test_messages_that_come_again_while_they_are_worked_on_change_nothing(crew: Crew) -> None:
+def test_matrix_duplicate_messages_change_nothing(crew: Crew) -> None:
     """The control loop, which sends again too, has long leases to wait for."""
     patient = {"AGENTRL_LEASE_SECONDS": "60"}
     for role in ROLES:
@@ -138,7 +138,7 @@ def test_messages_that_come_again_while_they_are_worked_on_change_nothing(crew: 
 # --- Postgres, disks --------------------------------------------------------------------------------------------------------
 
 
-def test_a_postgres_that_restarts_in_the_middle_costs_nothing(short_folder: Path, forks: Nursery, world_model: Path) -> None:
+def test_matrix_postgres_restart_costs_nothing(short_folder: Path, forks: Nursery, world_model: Path) -> None:
     with own_postgres(connections=100) as server, server.database() as url:
         crew = Crew(short_folder, forks, world_model, None, AGENTRL_DATABASE_URL=url)
         try:
@@ -158,7 +158,7 @@ def test_a_postgres_that_restarts_in_the_middle_costs_nothing(short_folder: Path
             crew.close()
 
 
-def test_a_full_disk_under_the_database_holds_the_run_up_until_there_is_room(crew: Crew, tmp_path: Path) -> None:
+def test_matrix_full_database_disk_delays_run(crew: Crew, tmp_path: Path) -> None:
     with small_disk(crew.folder / "disk", "3m") as disk:
         shutil.move(crew.home / "agentrl.db", disk / "agentrl.db")
         (crew.home / "agentrl.db").symlink_to(disk / "agentrl.db")
@@ -178,7 +178,7 @@ def test_a_full_disk_under_the_database_holds_the_run_up_until_there_is_room(cre
         crew.database.close()
 
 
-def test_a_full_disk_under_the_checkpoints_fails_the_run_with_the_reason_and_it_can_be_resumed(crew: Crew) -> None:
+def test_matrix_full_checkpoint_disk_fails_run_resumably(crew: Crew) -> None:
     with small_disk(crew.home / "runs", "2m") as disk:  # room for one checkpoint
         crew.fork_all()
         crew.submit()
@@ -196,7 +196,7 @@ def test_a_full_disk_under_the_checkpoints_fails_the_run_with_the_reason_and_it_
 # --- numbers, memory, models ------------------------------------------------------------------------------------------------
 
 
-def test_updates_that_are_no_numbers_are_counted_and_the_last_ones_fail_the_run_too(crew: Crew) -> None:
+def test_matrix_nan_updates_are_counted_until_run_fails(crew: Crew) -> None:
     crew.fork_all()
     crew.submit(algorithm__name="bench.faults.fault_plugins:nan_loss", update__max_bad_updates=world.ITERATIONS)
     crew.wait_for(status="failed")
@@ -207,7 +207,7 @@ def test_updates_that_are_no_numbers_are_counted_and_the_last_ones_fail_the_run_
     assert crew.ask("SELECT status FROM runs") == "done"  # nothing is left to do
 
 
-def test_a_model_that_says_nan_is_no_reward_of_0_but_stops_the_run(crew: Crew, tmp_path: Path) -> None:
+def test_matrix_nan_model_stops_run_without_zero_reward(crew: Crew, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(crew.model, tmp_path / "nan"))
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")
@@ -219,7 +219,7 @@ def test_a_model_that_says_nan_is_no_reward_of_0_but_stops_the_run(crew: Crew, t
     assert crew.count("SELECT count(*) FROM episodes WHERE reward IS NOT NULL") == 0
 
 
-def test_a_tool_that_hangs_is_told_to_the_model_and_keeps_nobody_from_stopping(crew: Crew) -> None:
+def test_matrix_hanging_tool_is_reported_and_blocks_no_stop(crew: Crew) -> None:
     crew.fork_all()
     crew.submit(env="bench.faults.fault_plugins:hanging")
     crew.assert_whole()
@@ -228,7 +228,7 @@ def test_a_tool_that_hangs_is_told_to_the_model_and_keeps_nobody_from_stopping(c
     assert {error for _, error in heard} <= {"timeout", "tool_error"}  # the model may forget an argument
 
 
-def test_a_trainer_that_wakes_up_after_its_lease_writes_nothing(crew: Crew) -> None:
+def test_matrix_trainer_after_its_lease_writes_nothing(crew: Crew) -> None:
     asleep = {"AGENTRL_FAULT": "update.after:1:sleep", "AGENTRL_FAULT_SLEEP": "600"}
     for role in ("rollout", "tools", "control"):
         crew.fork(role)
@@ -245,7 +245,7 @@ def test_a_trainer_that_wakes_up_after_its_lease_writes_nothing(crew: Crew) -> N
     assert crew.rows("SELECT number, losses, train_token FROM iterations") == {(0, 1, 2), (1, 0, 1), (2, 0, 1)}
 
 
-def test_where_the_gpu_is_full_smaller_microbatches_go_on_and_else_the_run_says_what_to_lower(crew: Crew) -> None:
+def test_matrix_full_gpu_shrinks_microbatches_or_advises(crew: Crew) -> None:
     crew.fork_all()
     crew.submit(algorithm__name="bench.faults.fault_plugins:full_loss", name="nothing")
     crew.wait_for("nothing", "failed")
@@ -258,7 +258,7 @@ def test_where_the_gpu_is_full_smaller_microbatches_go_on_and_else_the_run_says_
     assert len((crew.home / "rows").read_text()) == taught > 0
 
 
-def test_a_model_that_is_not_the_runs_is_refused_and_the_run_goes_on_once_it_is_back(crew: Crew, tmp_path: Path) -> None:
+def test_matrix_wrong_model_is_refused_until_it_is_back(crew: Crew, tmp_path: Path) -> None:
     mine, other = Path(shutil.copytree(crew.model, tmp_path / "mine")), tmp_path / "other"
     shutil.copytree(mine, other)
     template = other / "chat_template.jinja"
@@ -279,7 +279,7 @@ def test_a_model_that_is_not_the_runs_is_refused_and_the_run_goes_on_once_it_is_
 # --- at the door ------------------------------------------------------------------------------------------------------------
 
 
-def test_twenty_who_submit_one_name_at_once_make_one_run(crew: Crew) -> None:
+def test_matrix_twenty_submits_of_one_name_make_one_run(crew: Crew) -> None:
     asked = [
         crew.start("bench.faults.fault_plugins:submit", str(crew.model), {}, name=f"submit{number}") for number in range(20)
     ]
@@ -325,7 +325,7 @@ def forge(crew: Crew, fired: Path) -> None:
             redis.lpush(f"agentrl.{queue}", b"no message at all", b"5", b"{}", b"[]", b"null", b"\xff")
 
 
-def test_what_anybody_can_write_to_the_broker_does_nothing_and_the_workers_live_on(crew: Crew) -> None:
+def test_matrix_forged_messages_do_nothing(crew: Crew) -> None:
     workers, fired = crew.fork_all(), crew.folder / "fired"
     forge(crew, fired)
     crew.wait(lambda: not crew.waiting(), "empty queues")

@@ -58,7 +58,7 @@ from tests.support.small_models import chat, tiny_random
 # --- 5: a job that ends after Redis was lost ------------------------------------------------------------------------------
 
 
-def test_a_job_that_ends_after_its_connection_to_redis_does_not_end_the_worker(redis_server: Settings) -> None:
+def test_worker_survives_job_that_outlives_redis_connection(redis_server: Settings) -> None:
     app = make_app(redis_server)
     link = app.connection_for_write()
     app.send_task("agentrl.call", args=[1, ""], connection=link, ignore_result=True)
@@ -79,7 +79,7 @@ def own_server() -> Iterator[Server]:
         yield made
 
 
-def test_more_threads_than_connections_take_turns(own_server: Server) -> None:
+def test_database_threads_beyond_connections_take_turns(own_server: Server) -> None:
     def write(tx: connect.Connection) -> int:
         tx.execute(text("INSERT INTO events (kind) VALUES ('turn')"))
         time.sleep(0.02)
@@ -106,9 +106,7 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return refused
 
 
-def test_a_postgres_without_a_free_connection_is_said_and_waited_for(
-    own_server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_postgres_without_free_connection_is_awaited(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with own_server.database() as url:
         hogs = create_engine(own_server.url, pool_size=12)
         held = [hogs.connect() for _ in range(12)]
@@ -128,7 +126,7 @@ def test_a_postgres_without_a_free_connection_is_said_and_waited_for(
         database.close()
 
 
-def test_a_lock_that_somebody_keeps_is_said_and_waited_for(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_postgres_lock_held_by_others_is_awaited(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert connect._SERVER_TIMEOUTS["lock_timeout"] < 1000 * connect.RETRY_SECONDS
     monkeypatch.setitem(connect._SERVER_TIMEOUTS, "lock_timeout", 100)
     monkeypatch.setattr(connect, "RETRY_SECONDS", 0.2)
@@ -148,7 +146,7 @@ def test_a_lock_that_somebody_keeps_is_said_and_waited_for(own_server: Server, m
         database.close()
 
 
-def test_a_thread_that_gets_no_connection_in_time_is_told_so(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_database_thread_without_connection_times_out(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "POOL_SECONDS", 0.1)
     with own_server.database() as url:
         database = Database(url)
@@ -177,7 +175,7 @@ def ids(said: str) -> tuple[int, ...]:
     return (*chat().tokenizer.encode(said, add_special_tokens=False), min(chat().end_ids))
 
 
-def test_every_malformed_call_is_an_observation_and_the_episode_goes_on_to_its_answer(own_database: Database) -> None:
+def test_malformed_call_is_observation_and_episode_continues(own_database: Database) -> None:
     assert len(MALFORMED) > 30
     limits = {"max_new_tokens": 131_072, "max_steps": 2, "max_tool_calls": 8, "group_size": len(MALFORMED)}
     wanted = submission(tasks=1)
@@ -213,12 +211,12 @@ ALMOST = st.fixed_dictionaries(
 
 
 @given(st.lists(ALMOST | JSON, max_size=4))
-def test_whatever_json_a_call_holds_it_is_answered(inside: list[Any]) -> None:
+def test_call_with_any_json_is_answered(inside: list[Any]) -> None:
     answers("".join(tag(json.dumps(value)) for value in inside))
 
 
 @pytest.mark.parametrize("said", HUGE, ids=[text[:60] for text in HUGE])
-def test_a_megabyte_in_a_call_is_answered_in_a_few_words(said: str) -> None:
+def test_call_of_a_megabyte_gets_short_answer(said: str) -> None:
     told = answers(said)
     assert told
     assert all(error_class for error_class in told)
@@ -242,7 +240,7 @@ def answers(said: str) -> list[str | None]:
 
 
 @pytest.mark.parametrize("moment", [0.0, 4e9], ids=["1970", "2096"])
-def test_a_workers_clock_decides_nothing(database: Database, monkeypatch: pytest.MonkeyPatch, moment: float) -> None:
+def test_worker_clock_decides_nothing(database: Database, monkeypatch: pytest.MonkeyPatch, moment: float) -> None:
     """What a worker believes the time to be is only what rows say for people."""
     (group, *others) = start(database, submission())
 
@@ -295,9 +293,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("file", [sealed_folder.MODEL, sealed_folder.OPTIMIZER])
 @pytest.mark.parametrize("harm", ["pickle", "no header", "endless header", "beyond the end", "other names"])
-def test_a_checkpoint_that_was_made_to_do_harm_is_refused_though_its_manifest_agrees(
-    tmp_path: Path, base: Path, file: str, harm: str
-) -> None:
+def test_malicious_checkpoint_is_refused_despite_manifest(tmp_path: Path, base: Path, file: str, harm: str) -> None:
     config = build({"model.path": str(base)})
     trainer, fired = Trainer(Policy.load(config.model, str(base), device="cpu"), config), tmp_path / "fired"
     contents = {
@@ -319,7 +315,7 @@ def test_a_checkpoint_that_was_made_to_do_harm_is_refused_though_its_manifest_ag
     assert not fired.exists()
 
 
-def test_a_model_whose_weights_are_a_pickle_is_refused(tmp_path: Path, base: Path) -> None:
+def test_model_with_pickled_weights_is_refused(tmp_path: Path, base: Path) -> None:
     config = build({"model.path": str(base)})
     folder = tiny_random(tmp_path / "model")
     harm = pickle.dumps(Harmful(tmp_path / "fired"))
@@ -336,7 +332,7 @@ def test_a_model_whose_weights_are_a_pickle_is_refused(tmp_path: Path, base: Pat
 # --- 35: the out-of-memory killer --------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_the_kernel_kills_for_memory_is_said_to_be_so(database: Database) -> None:
+def test_supervisor_reports_worker_killed_for_memory(database: Database) -> None:
     """The supervisor's own look at its dead child, in a memory cgroup where the child takes all there is."""
     (group, *_) = start(database, submission())
     for _ in range(rollout_claims.MAX_LOSSES - 1):
@@ -385,7 +381,7 @@ def memory_cgroup() -> Iterator[Path]:
     ],
     ids=["version 1", "version 1 in a container", "version 2", "version 2 in a container"],
 )
-def test_the_counter_of_the_out_of_memory_killer_is_found(tmp_path: Path, mine: str, file: str) -> None:
+def test_count_kills_finds_counter_of_cgroup(tmp_path: Path, mine: str, file: str) -> None:
     (tmp_path / "mine").write_text(mine)
     counter = tmp_path / "cgroups" / file
     assert oom_kills.count_kills(tmp_path / "cgroups", tmp_path / "mine") == 0

@@ -212,7 +212,7 @@ def flip(file: Path) -> None:
     ],
 )
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_made_again_and_the_run_ends_bit_for_bit_as_without(
+def test_rebuild_of_damaged_checkpoint_ends_run_identically(
     worker: Database, model: Path, undamaged: dict[str, Any], damage: Callable[[Path], None], found: str
 ) -> None:
     *_, newest = paused_at(worker, model, 2)
@@ -231,7 +231,7 @@ def test_a_damaged_checkpoint_is_made_again_and_the_run_ends_bit_for_bit_as_with
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["checkpoint.sealed", "commit_rebuild.before", "commit_rebuild.after"])
-def test_a_trainer_lost_while_it_makes_a_checkpoint_again_changes_nothing(
+def test_rebuild_survives_loss_of_trainer(
     worker: Database, model: Path, undamaged: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     *_, newest = paused_at(worker, model, 2)
@@ -248,7 +248,7 @@ def test_a_trainer_lost_while_it_makes_a_checkpoint_again_changes_nothing(
     assert len(events(worker, "update_failed")) == (point != "commit_rebuild.after")
 
 
-def test_files_that_were_put_back_are_used_as_they_are(worker: Database, model: Path, undamaged: dict[str, Any]) -> None:
+def test_rebuild_uses_restored_files(worker: Database, model: Path, undamaged: dict[str, Any]) -> None:
     first, second = paused_at(worker, model, 2)
     for folder in (first, second):
         folder.rename(folder.with_name(f"{folder.name}.away"))
@@ -263,7 +263,7 @@ def test_files_that_were_put_back_are_used_as_they_are(worker: Database, model: 
     assert events(worker, "checkpoint_rebuilt") == ["version 2: the folder is intact again"]
 
 
-def test_another_runs_policy_that_was_put_back_is_used_without_its_optimizers_state(worker: Database, model: Path) -> None:
+def test_restored_policy_of_other_run_lacks_optimizer(worker: Database, model: Path) -> None:
     *_, newest = paused_at(worker, model, 1)
     theirs = newest.rename(newest.with_name("v00001.t1.theirs"))
     (theirs / OPTIMIZER).unlink()
@@ -284,7 +284,7 @@ def measured(db: Database) -> str:
     return planning.submit(db, prepare(db, config, "eval", find_stored_policy(db, RUN, None)).submission).name
 
 
-def test_an_evaluation_of_a_damaged_checkpoint_ends_well_once_its_run_has_made_it_again(worker: Database, model: Path) -> None:
+def test_eval_of_damaged_checkpoint_ends_after_rebuild(worker: Database, model: Path) -> None:
     *_, newest = paused_at(worker, model, 2)
     flip_weights(newest)
     measure = measured(worker)
@@ -300,7 +300,7 @@ def test_an_evaluation_of_a_damaged_checkpoint_ends_well_once_its_run_has_made_i
     assert "bit for bit" in events(worker, "checkpoint_rebuilt")[0]
 
 
-def test_an_evaluation_of_a_damaged_checkpoint_says_who_makes_it_again(worker: Database, model: Path) -> None:
+def test_eval_of_damaged_checkpoint_names_rebuilding_run(worker: Database, model: Path) -> None:
     *_, newest = paused_at(worker, model, 2)
     truncate(newest)
     measure = measured(worker)
@@ -317,7 +317,7 @@ def test_an_evaluation_of_a_damaged_checkpoint_says_who_makes_it_again(worker: D
     assert run_rows.describe_run(worker, measure)["status"] == "done"
 
 
-def test_what_cannot_be_tidied_up_ends_no_job(worker: Database, model: Path) -> None:
+def test_cleanup_failure_ends_no_job(worker: Database, model: Path) -> None:
     first, _ = paused_at(worker, model, 2)
     (first / OPTIMIZER).unlink()
     (first / OPTIMIZER).mkdir()  # which no unlink removes
@@ -327,7 +327,7 @@ def test_what_cannot_be_tidied_up_ends_no_job(worker: Database, model: Path) -> 
     assert (first / OPTIMIZER).is_dir()
 
 
-def test_groups_are_handed_back_though_the_store_is_away(
+def test_groups_are_handed_back_without_checkpoint_store(
     worker: Database, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paused_at(worker, model, 1)
@@ -343,7 +343,7 @@ def test_groups_are_handed_back_though_the_store_is_away(
     assert run_rows.describe_run(worker, RUN)["status"] == "running"
 
 
-def test_with_both_last_checkpoints_broken_the_run_fails_and_says_what_is_whole(worker: Database, model: Path) -> None:
+def test_rebuild_without_previous_checkpoint_fails_run(worker: Database, model: Path) -> None:
     whole, first, second = paused_at(worker, model, 3)
     flip_weights(first)
     truncate(second)
@@ -360,7 +360,7 @@ def test_with_both_last_checkpoints_broken_the_run_fails_and_says_what_is_whole(
     assert whole.exists()
 
 
-def test_a_checkpoint_after_a_skipped_update_is_made_again_for_both_versions(worker: Database, model: Path) -> None:
+def test_rebuild_after_skipped_update_covers_both_versions(worker: Database, model: Path) -> None:
     *_, newest = paused_at(worker, model, 2)
     with worker.engine.begin() as tx:  # as if iteration 1 had been skipped: version 2 is version 1
         tx.execute(text("UPDATE policies SET kind = 'alias', path = (SELECT path FROM policies WHERE version = 1),"
@@ -374,7 +374,7 @@ def test_a_checkpoint_after_a_skipped_update_is_made_again_for_both_versions(wor
     assert newest.exists()
 
 
-def test_weights_that_another_run_made_are_not_made_again(worker: Database, model: Path) -> None:
+def test_rebuild_refuses_weights_of_another_run(worker: Database, model: Path) -> None:
     *_, newest = paused_at(worker, model, 1)
     with worker.engine.begin() as tx:  # as `submit --policy` writes it
         tx.execute(text("UPDATE policies SET path = :path WHERE version = 0"), {"path": str(newest)})
@@ -403,7 +403,7 @@ def broken(db: Database) -> train_claims.IterationWork:
     return claim_training(db, waiting)
 
 
-def test_a_broken_checkpoint_keeps_rollouts_from_being_sent_until_it_is_whole(database: Database) -> None:
+def test_broken_checkpoint_holds_back_rollouts(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     following = train_commits.commit_update(database, work, update_of(work), 3).next_iteration
     assert [type(action) for action in plan(control_reads.snapshot(database, 60))] == [Dispatch]
@@ -425,7 +425,7 @@ def test_a_broken_checkpoint_keeps_rollouts_from_being_sent_until_it_is_whole(da
     assert [type(action) for action in plan(control_reads.snapshot(database, 60))] == [SendRollouts]
 
 
-def test_of_two_trainers_one_makes_the_checkpoint_again(database: Database) -> None:
+def test_rebuild_is_claimed_by_one_of_two_trainers(database: Database) -> None:
     work = broken(database)
     assert train_claims.claim_iteration(database, work.id, "another", 60) is None
     train_claims.hand_back_iteration(database, work.id, work.token)
@@ -437,7 +437,7 @@ def test_of_two_trainers_one_makes_the_checkpoint_again(database: Database) -> N
     assert value(database, "SELECT path FROM policies WHERE version = 1") == "out/theirs"
 
 
-def test_advantages_are_the_recorded_ones_as_far_as_they_are_made_of_rewards(database: Database) -> None:
+def test_rebuild_uses_recorded_advantages_of_rewards(database: Database) -> None:
     """A critic's values, and a KL in the reward, are rounded otherwise on another machine."""
     work = ready(database, submission())
     broken = replace(work.policy, path="out/v1", version=1)
@@ -459,7 +459,7 @@ def test_advantages_are_the_recorded_ones_as_far_as_they_are_made_of_rewards(dat
         check(1e-5)
 
 
-def test_a_late_report_of_what_is_whole_again_changes_nothing(database: Database) -> None:
+def test_rebuild_report_that_is_late_changes_nothing(database: Database) -> None:
     work = broken(database)
     repair.commit_rebuild(database, work, repair.load_rebuild(database, work).broken, "out/again", "other")
     repair.mark_broken(database, work.run_id, "out/v1", "a slow worker saw it")
@@ -467,7 +467,7 @@ def test_a_late_report_of_what_is_whole_again_changes_nothing(database: Database
     assert "differ in rounding" in event_rows.list_events(database, event_rows.EventFilter("first")).rows[-1]["detail"]
 
 
-def test_a_rebuild_whose_answer_was_lost_is_recognised_after_another_claim(database: Database) -> None:
+def test_rebuild_commit_repeated_is_recognised(database: Database) -> None:
     work = broken(database)
     rebuild = repair.load_rebuild(database, work)
     assert not repair.is_checkpoint_named(database, "out/again")
@@ -484,7 +484,7 @@ def test_a_rebuild_whose_answer_was_lost_is_recognised_after_another_claim(datab
         repair.commit_rebuild(database, work, rebuild.broken, "out/another", "abc")
 
 
-def test_only_the_newest_version_is_marked_and_a_newer_one_clears_the_mark(database: Database) -> None:
+def test_broken_mark_is_on_newest_version_only(database: Database) -> None:
     work = ready(database, submission(epochs=3))
     following = train_commits.commit_update(database, work, update_of(work), 3).next_iteration
     assert following is not None
@@ -500,7 +500,7 @@ def test_only_the_newest_version_is_marked_and_a_newer_one_clears_the_mark(datab
     assert repair.mark_broken(database, work.run_id, "out/v2", "it is gone") is not None
 
 
-def test_no_group_is_claimed_while_a_checkpoint_is_broken(database: Database) -> None:
+def test_group_claim_waits_for_broken_checkpoint(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     following = train_commits.commit_update(database, work, update_of(work), 3).next_iteration
     assert following is not None
@@ -522,7 +522,7 @@ def evaluated(db: Database, version: int = 1) -> list[int]:
     return start(db, replace(submission("measure", kind="eval"), policy=policy))
 
 
-def test_an_evaluation_waits_until_the_run_that_goes_on_has_made_its_checkpoint_again(database: Database) -> None:
+def test_eval_waits_for_rebuild_by_running_run(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     following = train_commits.commit_update(database, work, update_of(work), 3).next_iteration
     assert following is not None
@@ -552,7 +552,7 @@ def test_an_evaluation_waits_until_the_run_that_goes_on_has_made_its_checkpoint_
     assert values(database, "SELECT broken FROM policies WHERE broken <> ''") == []
 
 
-def test_an_evaluation_of_what_no_run_makes_again_waits_for_nobody(database: Database) -> None:
+def test_eval_does_not_wait_without_rebuilding_run(database: Database) -> None:
     work = ready(database, submission(epochs=3))
     following = train_commits.commit_update(database, work, update_of(work), 3).next_iteration
     assert following is not None
@@ -584,9 +584,7 @@ def test_an_evaluation_of_what_no_run_makes_again_waits_for_nobody(database: Dat
 
 
 @pytest.mark.slow
-def test_through_real_workers_a_run_whose_newest_checkpoint_is_cut_short_goes_on(
-    stack: ForkedStack, short_folder: Path, model: Path
-) -> None:
+def test_rebuild_by_real_workers_continues_run(stack: ForkedStack, short_folder: Path, model: Path) -> None:
     asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "16", *SMALL[:-1])
     held = "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AfterSecondUpdate]"
     run = stack.agentrl("submit", *asked, held, "--name", "cut").strip()

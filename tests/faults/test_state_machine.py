@@ -521,7 +521,7 @@ CALM = settings(suppress_health_check=list(HealthCheck), database=None, phases=[
 
 
 @pytest.mark.slow
-def test_no_order_of_faults_breaks_a_promise_on_sqlite(migrated_file: Path, tmp_path: Path) -> None:
+def test_state_machine_keeps_promises_on_sqlite(migrated_file: Path, tmp_path: Path) -> None:
     @contextmanager
     def opened() -> Iterator[Database]:
         file = tmp_path / "agentrl.db"
@@ -536,7 +536,7 @@ def test_no_order_of_faults_breaks_a_promise_on_sqlite(migrated_file: Path, tmp_
 
 
 @pytest.mark.slow
-def test_no_order_of_faults_breaks_a_promise_on_postgres(postgres: Database) -> None:
+def test_state_machine_keeps_promises_on_postgres(postgres: Database) -> None:
     @contextmanager
     def opened() -> Iterator[Database]:
         with postgres.engine.begin() as tx:

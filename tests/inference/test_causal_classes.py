@@ -30,7 +30,7 @@ def load(folder: Path, model_type: str) -> Policy:
 
 
 @pytest.mark.parametrize("model_type", [name for name in CLASSES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
-def test_class_is_sampled_as_the_trainer_computes(model_type: str, tmp_path: Path) -> None:
+def test_causal_class_is_sampled_like_trainer(model_type: str, tmp_path: Path) -> None:
     """Three rows of unequal lengths, two turns each."""
     policy = load(tmp_path, model_type)
     base = PolicyRef(str(tmp_path), policy.base_hash)
@@ -51,7 +51,7 @@ def test_class_is_sampled_as_the_trainer_computes(model_type: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("model_type", [name for name in REFUSED if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
-def test_class_that_cannot_be_trained_is_refused(model_type: str, tmp_path: Path) -> None:
+def test_causal_class_that_cannot_be_trained_is_refused(model_type: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=REFUSED[model_type]) as caught:
         open_rows(load(tmp_path, model_type))
     assert "--engine openai" in caught.value.hint

@@ -45,18 +45,18 @@ def numbers(keys: list[int], positions: list[int]) -> list[float]:
 
 
 @given(st.lists(st.tuples(BITS, st.integers(0, 2**40)), min_size=1, max_size=20))
-def test_a_uniform_number_is_below_one_and_depends_on_its_key_and_position_alone(pairs: list[tuple[int, int]]) -> None:
+def test_uniform_is_below_one_and_depends_on_key_and_position(pairs: list[tuple[int, int]]) -> None:
     keys, positions = [key for key, _ in pairs], [position for _, position in pairs]
     together = numbers(keys, positions)
     assert all(0 <= value < 1 for value in together)
     assert together == [numbers([key], [position])[0] for key, position in pairs]
 
 
-def test_uniform_numbers_stay_the_same_for_ever() -> None:
+def test_uniform_has_these_fixed_values() -> None:
     assert numbers([0, 1, 2**64 - 1], [0, 0, 7]) == PINNED_UNIFORMS
 
 
-def test_uniform_numbers_are_uniform_along_positions_and_along_keys() -> None:
+def test_uniform_is_uniform_along_positions_and_keys() -> None:
     for draws in (numbers([12345] * 100_000, list(range(100_000))), numbers(list(range(100_000)), [3] * 100_000)):
         counts, _ = np.histogram(draws, bins=100, range=(0, 1))
         assert ((counts - 1000) ** 2 / 1000).sum() < 160  # chi-squared, 99 degrees of freedom: p = 1e-4
@@ -65,7 +65,7 @@ def test_uniform_numbers_are_uniform_along_positions_and_along_keys() -> None:
 
 @given(LOGITS, UNIT, st.floats(0.1, 5))
 @example([80.0, 79.875], 0.0, 0.109375)
-def test_a_draw_is_never_of_probability_zero_and_comes_with_its_logprob(row: list[float], u: float, temperature: float) -> None:
+def test_sample_never_draws_probability_zero_and_gives_logprob(row: list[float], u: float, temperature: float) -> None:
     ids, logprobs = sample(torch.tensor([row]), torch.tensor([u], dtype=torch.float64), temperature)
     scaled = torch.tensor(row).double() / float(np.float32(temperature))  # in float64: a float32 near 700 is off by 3e-5 itself
     expected = torch.log_softmax(scaled, dim=-1)
@@ -75,20 +75,20 @@ def test_a_draw_is_never_of_probability_zero_and_comes_with_its_logprob(row: lis
 
 
 @given(LOGITS, UNIT, UNIT)
-def test_a_larger_uniform_number_draws_no_earlier_token(row: list[float], first: float, second: float) -> None:
+def test_sample_is_monotonic_in_uniform_number(row: list[float], first: float, second: float) -> None:
     ids, _ = sample(torch.tensor([row, row]), torch.tensor(sorted([first, second]), dtype=torch.float64), 1.0)
     assert ids[0] <= ids[1]
 
 
 @given(st.lists(LOGITS.map(lambda row: (row * 40)[:40]), min_size=2, max_size=6), UNIT)
-def test_a_draw_does_not_depend_on_the_other_rows(rows: list[list[float]], u: float) -> None:
+def test_sample_is_independent_of_other_rows(rows: list[list[float]], u: float) -> None:
     draws = torch.full((len(rows),), u, dtype=torch.float64)
     ids, logprobs = sample(torch.tensor(rows, dtype=torch.float64), draws, torch.linspace(0.5, 2, len(rows)))
     alone = sample(torch.tensor(rows[:1], dtype=torch.float64), draws[:1], 0.5)
     assert (ids[0], logprobs[0]) == (alone[0][0], alone[1][0])
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_sample_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
     u = torch.from_numpy(uniforms(np.full(50_000, 9, dtype=np.uint64), np.arange(50_000, dtype=np.uint64)))
     ids, _ = sample(logits.expand(50_000, -1), u, 0.7)
@@ -150,7 +150,7 @@ def all_same(
     return all(same_turn(policy, *turn, 1e-9) for turn in zip(requests, first, second, strict=True))
 
 
-def test_an_episode_is_the_same_alone_and_in_any_crowd(exact: Policy, ref: PolicyRef, engine: RollingEngine) -> None:
+def test_engine_samples_the_same_alone_and_in_any_batch(exact: Policy, ref: PolicyRef, engine: RollingEngine) -> None:
     requests = requests_of(ref, 36)
     alone = [engine.submit(request).result(60) for request in requests]
     crowd = [future.result(60) for future in [engine.submit(request) for request in requests]]
@@ -163,7 +163,7 @@ def test_an_episode_is_the_same_alone_and_in_any_crowd(exact: Policy, ref: Polic
     assert len({completion.token_ids for completion in alone}) > 30
 
 
-def test_a_request_may_join_while_others_are_sampled(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+def test_engine_takes_requests_while_sampling(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     long = GenerateRequest((5, 6, 7), ref, 1, 0, 150)
     late = GenerateRequest((5, 6, 7), ref, 2, 0, 10)
     alone = [engine.submit(request).result(60) for request in (long, late)]
@@ -176,7 +176,7 @@ def test_a_request_may_join_while_others_are_sampled(engine: RollingEngine, exac
     assert all(same_turn(exact, late, completion, alone[1], 1e-9) for completion in joined)
 
 
-def test_an_interrupted_turn_goes_on_as_if_it_had_not_been(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+def test_engine_resumes_interrupted_turn_exactly(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     whole = engine.submit(GenerateRequest((9, 8, 7), ref, 77, 0, 20)).result(60)
     assert len(whole.token_ids) > 8
     kept = whole.token_ids[:8]
@@ -193,7 +193,7 @@ def teacher_forced(policy: Policy, request: GenerateRequest, completion: Complet
 
 
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
-def test_float32_logprobs_are_those_of_the_whole_row_read_at_once(folder: Path, tmp_path: Path, lora_r: int) -> None:
+def test_engine_float32_logprobs_equal_full_forward_pass(folder: Path, tmp_path: Path, lora_r: int) -> None:
     policy = Policy.load(ModelConfig.model_validate(asked({"lora_r": lora_r})), str(folder), DEVICE)
     with torch.no_grad():
         for parameter in policy.trainable().values():
@@ -207,7 +207,7 @@ def test_float32_logprobs_are_those_of_the_whole_row_read_at_once(folder: Path, 
         assert np.allclose(completion.logprobs, teacher_forced(policy, request, completion), rtol=0, atol=tolerance(1e-5))
 
 
-def test_a_turn_ends_with_its_end_token_or_at_the_limit(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+def test_engine_ends_turn_at_end_token_or_limit(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     futures = [engine.submit(GenerateRequest((4, 5), ref, key, 0, 200, 2.0)) for key in range(20)]
     completions = [future.result(60) for future in futures]
     ends = exact.chat.end_ids
@@ -219,14 +219,14 @@ def test_a_turn_ends_with_its_end_token_or_at_the_limit(engine: RollingEngine, e
         assert completion.finish_reason == "stop" or len(completion.token_ids) == 200
 
 
-def test_sampling_stops_at_the_end_of_the_context(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+def test_engine_stops_at_end_of_context(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     room = [(3,) * (exact.max_context - 2), (3,) * exact.max_context, (3,) * (exact.max_context + 1)]
     completions = [engine.submit(GenerateRequest(prompt, ref, 1, 0, 10, 0.01)).result(60) for prompt in room]
     assert [len(completion.token_ids) for completion in completions] == [2, 0, 0]
     assert {completion.finish_reason for completion in completions} == {"length"}
 
 
-def test_rows_of_different_weights_never_mix_and_those_of_the_same_weights_go_together(
+def test_engine_batches_rows_of_equal_weights_only(
     engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
 ) -> None:
     other = sharpened(exact, tmp_path / "v2", 3.0, 2)
@@ -243,13 +243,13 @@ def test_rows_of_different_weights_never_mix_and_those_of_the_same_weights_go_to
     assert len({completion.token_ids for completion in together}) == 3
 
 
-def test_an_alias_of_the_same_weights_joins_the_batch(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+def test_engine_batches_aliases_of_weights(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     request = GenerateRequest((5, 6), ref, 50, 0, 8)
     alias = replace(request, policy=replace(ref, version=9))
     assert same_turn(exact, request, engine.submit(request).result(60), engine.submit(alias).result(60), 0)
 
 
-def test_weights_that_are_missing_fail_their_own_rows_only(
+def test_engine_with_missing_weights_fails_only_their_rows(
     engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
 ) -> None:
     missing = replace(ref, path=str(tmp_path / "gone"), sha256="0" * 64)
@@ -260,9 +260,7 @@ def test_weights_that_are_missing_fail_their_own_rows_only(
         futures[1].result(60)
 
 
-def test_a_turn_whose_request_is_at_fault_fails_alone_among_those_that_join_with_it(
-    engine: RollingEngine, exact: Policy, ref: PolicyRef
-) -> None:
+def test_engine_fails_invalid_request_alone(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     good = GenerateRequest((5, 6, 7), ref, 1, 0, 4)
     expected = engine.submit(good).result(60)
     with exact.lock:  # whoever is first waits for it while it joins, the others wait for that one and join together
@@ -274,14 +272,12 @@ def test_a_turn_whose_request_is_at_fault_fails_alone_among_those_that_join_with
 
 
 @pytest.mark.parametrize("prompt", [(), (-1,), (10**6,)], ids=["empty", "negative", "beyond the vocabulary"])
-def test_a_prompt_beyond_the_vocabulary_is_refused(engine: RollingEngine, ref: PolicyRef, prompt: tuple[int, ...]) -> None:
+def test_engine_refuses_prompt_beyond_vocabulary(engine: RollingEngine, ref: PolicyRef, prompt: tuple[int, ...]) -> None:
     with pytest.raises(ModelError, match="A prompt needs ids between 0 and"):
         engine.submit(GenerateRequest(prompt, ref, 1, 0, 4)).result(60)
 
 
-def test_nan_from_the_model_fails_the_row_and_the_thread_lives_on(
-    engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
-) -> None:
+def test_engine_survives_nan_and_fails_its_row(engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path) -> None:
     with torch.no_grad():
         next(iter(exact.trainable().values())).fill_(math.nan)
     broken = sharpened(exact, tmp_path / "nan", 1.0, 3)
@@ -290,9 +286,7 @@ def test_nan_from_the_model_fails_the_row_and_the_thread_lives_on(
     assert engine.submit(GenerateRequest((5, 6), ref, 1, 0, 4)).result(60).token_ids
 
 
-def test_where_memory_runs_out_fewer_rows_go_on_with_the_same_tokens(
-    engine: RollingEngine, exact: Policy, ref: PolicyRef
-) -> None:
+def test_engine_without_memory_uses_fewer_rows_for_same_tokens(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     requests = requests_of(ref, 24)
     expected = [future.result(60) for future in [engine.submit(request) for request in requests]]
     calls: list[int] = []
@@ -312,7 +306,7 @@ def test_where_memory_runs_out_fewer_rows_go_on_with_the_same_tokens(
     assert all_same(exact, requests, completions, expected)
 
 
-def test_other_attention_samples_the_same_tokens(folder: Path, exact: Policy, ref: PolicyRef) -> None:
+def test_engine_with_eager_attention_samples_same_tokens(folder: Path, exact: Policy, ref: PolicyRef) -> None:
     """Its masks have one mark per token: a path of its own through the sampler. It norms in float32."""
     eager = Policy.load(ModelConfig(numerics="exact", attn_implementation="eager"), str(folder), "cpu")
     with eager.sampling() as model:
@@ -326,14 +320,14 @@ def test_other_attention_samples_the_same_tokens(folder: Path, exact: Policy, re
     assert all(same_turn(exact, *turn, 1e-5) for turn in zip(requests, completions, expected, strict=True))
 
 
-def test_attention_that_cannot_run_here_is_refused_in_a_sentence(folder: Path) -> None:
+def test_engine_refuses_unsupported_attention_in_a_sentence(folder: Path) -> None:
     with pytest.raises(
         ModelError, match=r"^model.attn_implementation=flash_attention_2 cannot be used here: .*FlashAttention2"
     ):
         Policy.load(ModelConfig(attn_implementation="flash_attention_2"), str(folder), "cpu")
 
 
-def test_idle_engine_hands_its_memory_over(exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_frees_memory_while_idle(exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch) -> None:
     freed = threading.Event()
     monkeypatch.setattr(sampler, "IDLE_SECONDS", 0.05)
     monkeypatch.setattr(decoding_batch, "free_cached_blocks", lambda device: freed.set())
@@ -344,7 +338,7 @@ def test_idle_engine_hands_its_memory_over(exact: Policy, ref: PolicyRef, monkey
     engine.close()
 
 
-def test_slots_come_back_once_memory_suffices_again(exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_restores_slots_once_memory_suffices(exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "CALM_STEPS", 10)
     engine = RollingEngine(exact, slots=8)
     rows: list[int] = []
@@ -367,7 +361,7 @@ def test_slots_come_back_once_memory_suffices_again(exact: Policy, ref: PolicyRe
     assert max(rows[24:]) == 8
 
 
-def test_slot_limit_waits_twice_as_long_for_a_size_that_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_limit_doubles_wait_for_size_that_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "CALM_STEPS", 10)
     limit, waits = sampler._SlotLimit(8), list[int]()
     for _ in range(4):
@@ -388,9 +382,7 @@ def test_slot_limit_waits_twice_as_long_for_a_size_that_fails_again(monkeypatch:
     assert limit.limit == 8
 
 
-def test_an_error_of_the_model_fails_the_live_rows_and_the_thread_lives_on(
-    engine: RollingEngine, exact: Policy, ref: PolicyRef
-) -> None:
+def test_engine_survives_model_error_and_fails_live_rows(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     def broken(module: torch.nn.Module, args: object) -> None:
         raise torch.OutOfMemoryError("as if")
 
@@ -426,7 +418,7 @@ def test_engine_ends_when_its_device_is_lost(exact: Policy, ref: PolicyRef) -> N
 
 
 @pytest.mark.filterwarnings("ignore:Exception in thread sampler")
-def test_a_sampler_that_ends_leaves_nobody_waiting(exact: Policy, ref: PolicyRef) -> None:
+def test_engine_that_ends_fails_waiting_requests(exact: Policy, ref: PolicyRef) -> None:
     def leave(module: torch.nn.Module, args: object) -> None:
         raise SystemExit
 
@@ -445,7 +437,7 @@ def test_a_sampler_that_ends_leaves_nobody_waiting(exact: Policy, ref: PolicyRef
     engine.close()
 
 
-def test_a_cancelled_request_is_not_sampled(exact: Policy, ref: PolicyRef) -> None:
+def test_engine_does_not_sample_cancelled_request(exact: Policy, ref: PolicyRef) -> None:
     engine = RollingEngine(exact, slots=1)
     with exact.lock:  # so that the first cannot end, and the second has to wait
         first, second = (engine.submit(GenerateRequest((5, 6), ref, key, 0, 4)) for key in (1, 2))
@@ -455,7 +447,7 @@ def test_a_cancelled_request_is_not_sampled(exact: Policy, ref: PolicyRef) -> No
     engine.close()
 
 
-def test_whoever_asks_for_the_policy_gets_it_between_tokens(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+def test_engine_yields_policy_between_tokens(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     sampling = engine.submit(GenerateRequest((5, 6), ref, 4, 0, 200, 0.5))
     turns = 0
     while not sampling.done():
@@ -464,7 +456,7 @@ def test_whoever_asks_for_the_policy_gets_it_between_tokens(engine: RollingEngin
     assert turns > 1
 
 
-def test_a_closed_engine_fails_what_is_left_and_what_comes(exact: Policy, ref: PolicyRef) -> None:
+def test_engine_closed_fails_queued_and_later_requests(exact: Policy, ref: PolicyRef) -> None:
     engine = RollingEngine(exact, slots=1)
     futures = [engine.submit(GenerateRequest((5, 6), ref, key, 0, 200)) for key in range(20)]
     engine.close()
@@ -476,7 +468,7 @@ def test_a_closed_engine_fails_what_is_left_and_what_comes(exact: Policy, ref: P
 
 @settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12), BITS), min_size=1, max_size=20), st.integers(1, 4))
-def test_any_mix_of_prompts_limits_and_slots_gives_each_request_its_own_tokens(
+def test_engine_keeps_tokens_of_requests_apart_in_any_mix(
     exact: Policy, ref: PolicyRef, mix: list[tuple[int, int, int]], slots: int
 ) -> None:
     prompts = [(7,), (7, 8), (7, 8, 9), (3,) * 30, (4,) * 65, (7, 8, 9, 10)]
@@ -524,7 +516,7 @@ def next_turn(request: GenerateRequest, context: tuple[int, ...], new: int = 6) 
     return replace(request, prompt_ids=context + said, position=len(context) - len(request.prompt_ids), max_new_tokens=new)
 
 
-def test_an_episodes_next_turn_reads_only_what_came_since(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+def test_engine_next_turn_reads_only_new_tokens(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     request, context = ended_turn(engine, ref, (5, 6) * 40)
     following = next_turn(request, context)
     with tokens_read(exact) as read:
@@ -536,9 +528,7 @@ def test_an_episodes_next_turn_reads_only_what_came_since(engine: RollingEngine,
     assert same_turn(exact, following, kept, again, 1e-9)
 
 
-def test_a_turn_that_ends_at_its_limit_is_kept_where_something_may_follow_it(
-    engine: RollingEngine, exact: Policy, ref: PolicyRef
-) -> None:
+def test_engine_keeps_turn_at_limit_if_session_may_continue(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     for follows in (False, True):
         request = GenerateRequest((5, 6) * 40, ref, 1, 0, 2, session=1, follows_length=follows)
         cut = engine.submit(request).result(60)
@@ -549,9 +539,7 @@ def test_a_turn_that_ends_at_its_limit_is_kept_where_something_may_follow_it(
         assert read[0] == (3 if follows else len(context) + 2), "the last token of the turn and two of the three since"
 
 
-def test_what_is_kept_is_given_back_when_the_episode_is_over_or_memory_is_asked_for(
-    engine: RollingEngine, exact: Policy, ref: PolicyRef
-) -> None:
+def test_engine_frees_kept_cache_at_episode_end_or_release(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     request, context = ended_turn(engine, ref, (5, 6) * 40)
     for session in (request.session, None):
         engine.submit(request).result(60)
@@ -561,7 +549,7 @@ def test_what_is_kept_is_given_back_when_the_episode_is_over_or_memory_is_asked_
         assert read[0] == len(context) + 2
 
 
-def test_what_is_kept_is_not_used_for_other_tokens_or_other_weights(
+def test_engine_ignores_kept_cache_of_other_tokens_or_weights(
     engine: RollingEngine, exact: Policy, ref: PolicyRef, tmp_path: Path
 ) -> None:
     request, context = ended_turn(engine, ref, (5, 6) * 40)
@@ -575,7 +563,7 @@ def test_what_is_kept_is_not_used_for_other_tokens_or_other_weights(
         assert read[0] == len(changed.prompt_ids) - 1
 
 
-def test_a_turn_that_is_stopped_or_cancelled_leaves_no_slot_and_keeps_nothing(exact: Policy, ref: PolicyRef) -> None:
+def test_engine_cancelled_turn_frees_slot_and_cache(exact: Policy, ref: PolicyRef) -> None:
     engine = RollingEngine(exact, slots=1)
     heard: list[int] = []
     begun, may_go_on = threading.Event(), threading.Event()
@@ -598,7 +586,7 @@ def test_a_turn_that_is_stopped_or_cancelled_leaves_no_slot_and_keeps_nothing(ex
     assert (engine._batch.turns, engine._batch.has_kept, list(engine._waiting)) == ([], False, [])
 
 
-def test_a_turn_without_a_session_keeps_nothing(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
+def test_engine_keeps_no_cache_without_session(engine: RollingEngine, exact: Policy, ref: PolicyRef) -> None:
     request, context = ended_turn(engine, ref, (5, 6) * 40)
     engine.release()
     unnamed = replace(request, session=None)
@@ -610,7 +598,7 @@ def test_a_turn_without_a_session_keeps_nothing(engine: RollingEngine, exact: Po
 
 
 @pytest.mark.slow
-def test_the_oldest_that_is_kept_goes_when_the_slots_would_not_hold_it(exact: Policy, ref: PolicyRef) -> None:
+def test_engine_evicts_oldest_kept_cache_for_slots(exact: Policy, ref: PolicyRef) -> None:
     engine = RollingEngine(exact, slots=1)
     request, context = ended_turn(engine, ref, (5, 6) * 10)
     for start in range(12, 20):  # their turns are kept too: more tokens than one slot has
@@ -621,7 +609,7 @@ def test_the_oldest_that_is_kept_goes_when_the_slots_would_not_hold_it(exact: Po
     assert read[0] == len(context) + 2
 
 
-def test_episodes_of_several_turns_are_the_same_in_any_crowd(exact: Policy, ref: PolicyRef) -> None:
+def test_engine_samples_multi_turn_episodes_alike_in_any_batch(exact: Policy, ref: PolicyRef) -> None:
     """Turns of many lengths come back while others are in the middle of theirs, with twice as many episodes as slots."""
     crowd, alone = RollingEngine(exact, slots=4), RollingEngine(exact, slots=1)
     requests = [GenerateRequest(((5, 6), (7, 8, 9) * 9)[key % 2], ref, 300 + key, 0, 60, 2.0, session=key) for key in range(8)]
@@ -639,7 +627,7 @@ def test_episodes_of_several_turns_are_the_same_in_any_crowd(exact: Policy, ref:
     alone.close()
 
 
-def test_out_of_memory_costs_what_is_kept_before_it_costs_slots(exact: Policy, ref: PolicyRef) -> None:
+def test_engine_without_memory_drops_kept_cache_before_slots(exact: Policy, ref: PolicyRef) -> None:
     engine = RollingEngine(exact, slots=2)
     request, context = ended_turn(engine, ref, (5, 6) * 40)
     broken = [True]
@@ -663,7 +651,7 @@ def test_out_of_memory_costs_what_is_kept_before_it_costs_slots(exact: Policy, r
     assert read[0] == len(context) + 2
 
 
-def test_a_turn_ends_even_if_there_is_no_memory_to_keep_anything_of_it(
+def test_engine_ends_turn_without_memory_for_cache(
     engine: RollingEngine, exact: Policy, ref: PolicyRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request, context = ended_turn(engine, ref, (5, 6) * 40)
@@ -678,7 +666,7 @@ def test_a_turn_ends_even_if_there_is_no_memory_to_keep_anything_of_it(
     assert engine.submit(next_turn(request, context)).result(60).token_ids
 
 
-def test_what_a_row_with_a_nan_leaves_harms_nobody_who_has_its_slot_next(exact: Policy, ref: PolicyRef) -> None:
+def test_engine_slot_is_clean_after_nan(exact: Policy, ref: PolicyRef) -> None:
     spoilt = [True]
 
     def spoil(module: torch.nn.Module, args: object, states: torch.Tensor) -> torch.Tensor:
@@ -697,7 +685,7 @@ def test_what_a_row_with_a_nan_leaves_harms_nobody_who_has_its_slot_next(exact: 
     engine.close()
 
 
-def test_weights_that_broke_off_while_they_were_published_are_published_again(
+def test_engine_republishes_interrupted_weights(
     exact: Policy, ref: PolicyRef, engine: RollingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = sharpened(exact, tmp_path / "v2", 3.0, 2)
@@ -724,7 +712,7 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_short_and_long_rows_of_other_architectures_are_sampled_as_if_each_were_alone(name: str, tmp_path: Path) -> None:
+def test_engine_samples_other_architectures_as_if_alone(name: str, tmp_path: Path) -> None:
     config = ARCHITECTURES[name]
     config.vocab_size = len(tokenizer())
     torch.manual_seed(1)

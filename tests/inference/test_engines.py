@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_random(tmp_path_factory.mktemp("base") / "small")
 
 
-def test_a_run_that_an_engine_cannot_sample_for_is_refused_at_submission() -> None:
+def test_submit_refuses_run_that_engine_cannot_sample() -> None:
     exact, full, small = build({"model.numerics": "exact"}), build({"model.lora_r": 0}), build({"model.lora_r": 4})
     for name, config, said in [
         ("openai", exact, "numerics: exact"),
@@ -53,7 +53,7 @@ def test_a_run_that_an_engine_cannot_sample_for_is_refused_at_submission() -> No
 @pytest.mark.parametrize(
     ("name", "rank", "said"), [("llamacpp", 4, "only from unchanged base models"), ("openai", 0, "kind 'full'")]
 )
-def test_an_evaluation_of_trained_weights_that_an_engine_cannot_sample_from_is_refused_at_submission(
+def test_submit_refuses_eval_of_weights_engine_cannot_sample(
     folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch, name: str, rank: int, said: str
 ) -> None:
     at_url(monkeypatch, "http://127.0.0.1:9")
@@ -72,9 +72,7 @@ def over_a_server(folder: Path, **more: object) -> RunConfig:
     return build({"model.path": str(folder), "dataset.name": "arithmetic", "rollout.engine": "openai", **more})
 
 
-def test_a_model_so_small_that_all_its_weights_train_is_refused_at_submission_where_the_engine_takes_adapters_alone(
-    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submit_refuses_full_training_on_adapter_only_engine(folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_url(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"kind 'full'.*model\.lora_r"):
         prepare(None, over_a_server(folder))
@@ -84,9 +82,7 @@ def test_a_model_so_small_that_all_its_weights_train_is_refused_at_submission_wh
 
 
 @pytest.mark.parametrize("url", ["", "bogus", "ftp://x", "http://", "http://host:port", "http://a\x01b"])
-def test_a_url_that_no_server_can_be_asked_at_is_refused_at_submission(
-    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch, url: str
-) -> None:
+def test_submit_refuses_invalid_engine_url(folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     at_url(monkeypatch, url)
     with pytest.raises(ConfigError, match=r"AGENTRL_ENGINE_URL=http://HOST:PORT"):
         prepare(None, over_a_server(folder, **{"model.lora_r": 4}))
@@ -95,7 +91,7 @@ def test_a_url_that_no_server_can_be_asked_at_is_refused_at_submission(
     assert prepare(None, over_a_server(folder, **{"model.lora_r": 4})).submission.kind == "train"
 
 
-def test_a_worker_that_only_trains_needs_no_server(folder: Path, home: Path) -> None:
+def test_train_worker_needs_no_engine_server(folder: Path, home: Path) -> None:
     config = build({"model.path": str(folder), "model.lora_r": 4, "rollout.engine": "openai"})
     with Models().use(Experiment(config), str(folder)) as loaded:
         loaded.release()
@@ -104,7 +100,7 @@ def test_a_worker_that_only_trains_needs_no_server(folder: Path, home: Path) -> 
             assert loaded.engine
 
 
-def test_weights_that_are_read_late_are_those_that_were_hashed(tmp_path: Path) -> None:
+def test_lazy_weights_are_those_that_were_hashed(tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "small")
     late = Policy.load(ModelConfig(lora_r=4), str(base), "cpu", 1, weights=False)
     tiny_random(base, seed=1)
@@ -112,7 +108,7 @@ def test_weights_that_are_read_late_are_those_that_were_hashed(tmp_path: Path) -
         late.trainable()
 
 
-def test_one_talks_to_a_trained_policy_over_a_server(
+def test_chat_with_trained_policy_works_over_server(
     folder: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Policy.load(ModelConfig(lora_r=4), str(folder), "cpu", 1)

@@ -65,13 +65,13 @@ def check_row(policy: Policy, request: GenerateRequest, completion: Completion) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_samples_what_the_trainer_computes(family: str, tmp_path: Path) -> None:
+def test_family_samples_like_trainer(family: str, tmp_path: Path) -> None:
     check_sampling(family, 4, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_with_full_weights_samples_what_the_trainer_computes(family: str, tmp_path: Path) -> None:
+def test_family_with_full_weights_samples_like_trainer(family: str, tmp_path: Path) -> None:
     check_sampling(family, 0, tmp_path)
 
 
@@ -159,7 +159,7 @@ def check_training(family: str, lora_r: int, tmp_path: Path) -> None:
         assert torch.allclose(merged(input_ids=ids).logits, expected, rtol=0, atol=1e-4)
 
 
-def test_models_table_says_how_each_family_runs(tmp_path: Path) -> None:
+def test_models_document_shows_how_each_family_runs(tmp_path: Path) -> None:
     table = {family: cells for family, *cells in rows(section(DOCS / "models.md", "## Families"))}
     assert table.keys() == FAMILIES.keys()
     for family, (model_type, way, layers) in table.items():

@@ -72,7 +72,7 @@ def test_open_rows_refuses_weights_that_give_nan(tmp_path: Path) -> None:
         open_rows(policy)
 
 
-def test_half_a_model_is_refused(tmp_path: Path) -> None:
+def test_open_rows_refuses_incomplete_model(tmp_path: Path) -> None:
     folder = save_random(tmp_path, FAMILIES["Qwen3.5"]())
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -81,7 +81,7 @@ def test_half_a_model_is_refused(tmp_path: Path) -> None:
         Policy.load(CONFIG, str(folder), "cpu")
 
 
-def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_open_rows_refuses_tokenizer_of_another_model(tmp_path: Path) -> None:
     config = FAMILIES["Qwen3"]()
     folder = save_random(tmp_path, config)
     config.vocab_size = 100
@@ -91,7 +91,7 @@ def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Qwen3.5", "gpt-oss"])
-def test_step_that_runs_out_of_memory_changes_no_token(family: str, tmp_path: Path) -> None:
+def test_model_rows_out_of_memory_change_no_token(family: str, tmp_path: Path) -> None:
     """States and caches of a failed step may be changed in part: its rows are read again."""
     policy = load(tmp_path, FAMILIES[family]())
     base = PolicyRef(str(tmp_path), policy.base_hash)
@@ -115,7 +115,7 @@ def test_step_that_runs_out_of_memory_changes_no_token(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3.5", "Gemma 3", "Falcon-H1"])
-def test_rows_with_aligned_masks_have_the_same_logits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_rows_with_aligned_masks_have_same_logits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; lengths on both sides of a multiple of 8, the sliding window's, and several tokens of a resumed row."""
     policy = Policy.load(ModelConfig(dtype="float32"), str(save_random(tmp_path, FAMILIES[family]())), "cpu")
     ids = [tuple(3 + (7 * place + row) % 50 for place in range(30)) for row in range(2)]

@@ -39,7 +39,7 @@ def opened(folder: Path) -> Iterator[OpenPolicy]:
         yield policy
 
 
-def test_a_turn_is_what_the_plainest_sampler_draws_for_the_same_messages_and_key(opened: OpenPolicy) -> None:
+def test_generate_draws_like_plainest_sampler(opened: OpenPolicy) -> None:
     said = opened.generate(ASKED, [calculator], sample=2)
     prompt = opened.chat.opening(ASKED, [calculator.schema])
     key = SamplingKey(3, "chat", 0, "chat", 2)
@@ -51,7 +51,7 @@ def test_a_turn_is_what_the_plainest_sampler_draws_for_the_same_messages_and_key
     assert opened.generate(ASKED, [calculator], sample=3).sampled_ids != said.sampled_ids
 
 
-def test_the_next_turn_continues_the_exact_tokens(opened: OpenPolicy) -> None:
+def test_generate_continues_exact_tokens(opened: OpenPolicy) -> None:
     first = opened.generate(ASKED)
     more = (Message("user", "And twice that?"),)
     second = opened.generate(more, before=[first])
@@ -60,7 +60,7 @@ def test_the_next_turn_continues_the_exact_tokens(opened: OpenPolicy) -> None:
     assert second.new_row is None
 
 
-def test_logits_are_those_of_transformers_and_logprobs_those_of_the_sampler(folder: Path, opened: OpenPolicy) -> None:
+def test_open_policy_logits_equal_transformers(folder: Path, opened: OpenPolicy) -> None:
     said = opened.generate(ASKED, temperature=1.0)
     ids = [[*said.prompt_ids, *said.sampled_ids]]
     out = opened.forward(ids)
@@ -72,14 +72,14 @@ def test_logits_are_those_of_transformers_and_logprobs_those_of_the_sampler(fold
     assert out.values is None
 
 
-def test_logprobs_are_at_the_sampling_temperature(folder: Path) -> None:
+def test_open_policy_logprobs_use_sampling_temperature(folder: Path) -> None:
     with open_policy(str(folder), temperature=0.5, max_new_tokens=8) as policy:
         said = policy.generate(ASKED)
         out = policy.forward([[*said.prompt_ids, *said.sampled_ids]])
     assert out.logprobs[0, len(said.prompt_ids) :].tolist() == pytest.approx(said.behavior_logprobs, abs=1e-5)
 
 
-def test_padding_on_either_side_changes_nothing(opened: OpenPolicy) -> None:
+def test_open_policy_ignores_padding_on_either_side(opened: OpenPolicy) -> None:
     row = list(range(10, 20))
     plain = opened.forward([row])
     padded = opened.forward([[0, 0, *row], [*row, 0, 0]], [[0] * 2 + [1] * 10, [1] * 10 + [0] * 2])
@@ -90,7 +90,7 @@ def test_padding_on_either_side_changes_nothing(opened: OpenPolicy) -> None:
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-def test_values_are_the_checkpoints_critics_and_its_weights_are_what_speaks(folder: Path, tmp_path: Path, lora: int) -> None:
+def test_open_policy_values_use_critic_and_trained_weights(folder: Path, tmp_path: Path, lora: int) -> None:
     policy = Policy.load(ModelConfig(lora_r=lora), str(folder), "cpu", 1)
     critic = make_critic(policy)
     nn.init.normal_(critic.weight)
@@ -114,7 +114,7 @@ def test_values_are_the_checkpoints_critics_and_its_weights_are_what_speaks(fold
     assert torch.allclose(out.logprobs[:, 1:], expected.logprobs, atol=1e-5)
 
 
-def test_the_pieces_of_a_stream_are_the_turn_and_come_while_it_is_sampled(opened: OpenPolicy) -> None:
+def test_stream_pieces_make_up_turn_while_sampling(opened: OpenPolicy) -> None:
     stream = opened.stream(ASKED, max_new_tokens=40)
     pieces = list(stream)
     step = stream.result()
@@ -124,7 +124,7 @@ def test_the_pieces_of_a_stream_are_the_turn_and_come_while_it_is_sampled(opened
     assert step.sampled_ids == opened.generate(ASKED, max_new_tokens=40).sampled_ids
 
 
-def test_a_stream_that_is_left_stops_its_turn(opened: OpenPolicy) -> None:
+def test_stream_closed_early_stops_turn(opened: OpenPolicy) -> None:
     long = opened.generate(ASKED, max_new_tokens=200, sample=5, top_k=2)
     stream = opened.stream(ASKED, max_new_tokens=200, sample=5, top_k=2)
     for _ in stream:
@@ -135,14 +135,14 @@ def test_a_stream_that_is_left_stops_its_turn(opened: OpenPolicy) -> None:
     assert step.sampled_ids == long.sampled_ids[: len(step.sampled_ids)]
 
 
-def test_an_engine_that_tells_of_no_token_is_streamed_in_one_piece(opened: OpenPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_of_engine_without_tokens_is_one_piece(opened: OpenPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = opened.chat.turn(Message("assistant", "42"))
     monkeypatch.setattr(opened, "engine", ScriptedEngine([answer, answer], tells=False))
     assert list(opened.stream(ASKED)) == ["42"]
     assert opened.generate(ASKED).message.content == "42"
 
 
-def test_what_cannot_be_asked_is_said_in_a_sentence(opened: OpenPolicy, folder: Path) -> None:
+def test_generate_refuses_bad_arguments_in_a_sentence(opened: OpenPolicy, folder: Path) -> None:
     with pytest.raises(ConfigError, match="temperature"):
         opened.generate(ASKED, temperature=0)
     with pytest.raises(ConfigError, match="nonsense"):
@@ -164,13 +164,13 @@ def test_what_cannot_be_asked_is_said_in_a_sentence(opened: OpenPolicy, folder: 
         gone.forward([[1, 2]])
 
 
-def test_a_conversation_that_fills_the_window_ends_as_length_with_nothing_said(opened: OpenPolicy) -> None:
+def test_generate_in_full_window_ends_as_length(opened: OpenPolicy) -> None:
     said = opened.generate([Message("user", "7 " * opened.policy.max_context)])
     assert (said.sampled_ids, said.finish_reason) == ((), "length")
 
 
 @given(st.lists(st.integers(0, len(tokenizer()) - 1), max_size=60))
-def test_streamed_letters_are_the_text_whatever_was_sampled(ids: list[int]) -> None:
+def test_letters_add_up_to_any_text(ids: list[int]) -> None:
     talk = chat()
     said = [token for token in ids if token not in talk.end_ids]
     letters = Letters(talk)
@@ -178,7 +178,7 @@ def test_streamed_letters_are_the_text_whatever_was_sampled(ids: list[int]) -> N
     assert "".join(pieces) == talk.decode(said)
 
 
-def test_a_character_of_several_tokens_is_shown_whole() -> None:
+def test_letters_show_multi_token_character_at_once() -> None:
     talk = chat()
     ids = talk.tokenizer.encode("漢字 🙂 é", add_special_tokens=False)
     assert len(ids) > 8
@@ -187,14 +187,14 @@ def test_a_character_of_several_tokens_is_shown_whole() -> None:
     assert pieces == ["漢", "字", " ", "🙂", " ", "é"]
 
 
-def test_bytes_that_never_make_a_character_are_shown_all_the_same() -> None:
+def test_letters_show_bytes_that_make_no_character() -> None:
     talk = chat()
     lone = talk.tokenizer.encode("漢", add_special_tokens=False)[1]
     letters = Letters(talk)
     assert len("".join(letters.take(lone) for _ in range(200))) > 100
 
 
-def test_a_policy_that_learned_to_call_calls(tmp_path: Path) -> None:
+def test_open_policy_that_learned_tools_calls_them(tmp_path: Path) -> None:
     with open_policy(str(tiny_calling(tmp_path)), max_new_tokens=40) as policy:
         said = [policy.generate(ASKED, [calculator], sample=n) for n in range(4)]
     assert any(call.name == "calculator" for step in said for call in step.message.tool_calls)

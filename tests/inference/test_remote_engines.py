@@ -111,7 +111,7 @@ def expected(policy: Policy, ref: PolicyRef, done: Completion, temperature: floa
 # --- what was sampled -------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_server_sampled_comes_back_with_the_logprobs_that_a_trainer_computes(
+def test_remote_engine_returns_logprobs_of_trainer(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], trainer: Policy
 ) -> None:
     routes, url = server
@@ -125,7 +125,9 @@ def test_what_the_server_sampled_comes_back_with_the_logprobs_that_a_trainer_com
         assert turn.finish_reason == ("stop" if turn.token_ids[-1] in trainer.chat.end_ids else "length")
 
 
-def test_everything_that_decides_a_draw_is_named(server: tuple[Routes, str], client: Callable[..., ServedEngine]) -> None:
+def test_remote_engine_names_everything_that_decides_a_draw(
+    server: tuple[Routes, str], client: Callable[..., ServedEngine]
+) -> None:
     routes, url = server
     routes.raw = True
     engine = client(url + "/v1/")
@@ -138,7 +140,7 @@ def test_everything_that_decides_a_draw_is_named(server: tuple[Routes, str], cli
     assert 0 <= body["seed"] < 2**63
 
 
-def test_a_trained_policy_is_published_under_its_hash_and_sampled_from(
+def test_remote_engine_publishes_policy_by_hash(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], trainer: Policy, tmp_path: Path
 ) -> None:
     routes, url = server
@@ -156,7 +158,7 @@ def test_a_trained_policy_is_published_under_its_hash_and_sampled_from(
     assert not torch.allclose(expected(trainer, ref, base), torch.tensor(base.logprobs), atol=1e-2)
 
 
-def test_peft_itself_loads_a_published_folder(folder: Path, home: Path, trainer: Policy, tmp_path: Path) -> None:
+def test_exported_adapter_loads_in_peft(folder: Path, home: Path, trainer: Policy, tmp_path: Path) -> None:
     ref = trained(trainer, tmp_path / "v1", 0.3)
     made = exported_adapters.exported_folder(trainer, ref)
     assert json.loads((made / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
@@ -169,7 +171,7 @@ def test_peft_itself_loads_a_published_folder(folder: Path, home: Path, trainer:
         assert torch.allclose(model(input_ids=ids).logits, ours(input_ids=ids).logits, atol=1e-5)
 
 
-def test_a_folder_is_made_by_one_process_at_a_time_and_only_what_is_broken_is_made_again(
+def test_exported_adapter_is_made_once_and_remade_if_broken(
     home: Path, trainer: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = trained(trainer, tmp_path / "v1", 0.3)
@@ -185,7 +187,7 @@ def test_a_folder_is_made_by_one_process_at_a_time_and_only_what_is_broken_is_ma
     assert exported_adapters.exported_folder(trainer, ref).stat().st_ino == made
 
 
-def test_adapters_that_are_no_longer_needed_are_unloaded_and_lost_ones_are_published_again(
+def test_remote_engine_unloads_old_and_restores_lost_adapters(
     server: tuple[Routes, str],
     client: Callable[..., ServedEngine],
     trainer: Policy,
@@ -208,7 +210,7 @@ def test_adapters_that_are_no_longer_needed_are_unloaded_and_lost_ones_are_publi
 
 
 @pytest.mark.parametrize("status", [503, 500])
-def test_an_adapter_that_cannot_be_unloaded_costs_no_turn_and_is_unloaded_after_a_later_one(
+def test_remote_engine_unloads_adapter_later_after_failure(
     server: tuple[Routes, str],
     client: Callable[..., ServedEngine],
     trainer: Policy,
@@ -229,12 +231,12 @@ def test_an_adapter_that_cannot_be_unloaded_costs_no_turn_and_is_unloaded_after_
     assert list(routes.adapters) == [refs[2].sha256]
 
 
-def test_as_many_adapters_stay_with_the_server_as_overlapping_iterations_can_want() -> None:
+def test_remote_engine_keeps_adapters_for_max_staleness() -> None:
     with pytest.raises(ConfigError, match="max_staleness"):
         build({"rollout.max_staleness": min(openai_engine.KEEP, object_store.KEEP) - 1})
 
 
-def test_a_process_whose_sampler_is_a_server_never_reads_the_weights(
+def test_remote_sampler_never_reads_weights(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], tmp_path: Path
 ) -> None:
     base = tiny_random(tmp_path / "small")
@@ -250,9 +252,7 @@ def test_a_process_whose_sampler_is_a_server_never_reads_the_weights(
 # --- the window -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_turn_ends_at_the_servers_window_and_a_prompt_that_fills_it_samples_nothing(
-    server: tuple[Routes, str], client: Callable[..., ServedEngine]
-) -> None:
+def test_remote_turn_ends_at_server_window(server: tuple[Routes, str], client: Callable[..., ServedEngine]) -> None:
     routes, url = server
     routes.window = len(PROMPT) + 2
     routes.policy.chat.end_ids = frozenset()
@@ -266,14 +266,14 @@ def test_a_turn_ends_at_the_servers_window_and_a_prompt_that_fills_it_samples_no
 # --- a server that is away --------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_not_there_is_a_service_that_does_not_answer(client: Callable[..., ServedEngine]) -> None:
+def test_remote_engine_missing_is_service_error(client: Callable[..., ServedEngine]) -> None:
     assert "AGENTRL_ENGINE_URL" in refusal(client("http://127.0.0.1:9"), ServiceError)
     for url in ("", "nowhere"):
         with pytest.raises(ConfigError, match="AGENTRL_ENGINE_URL"):
             client(url)
 
 
-def test_a_server_that_dies_in_the_middle_and_comes_back_empty_goes_on_where_it_was_asked(
+def test_remote_engine_resumes_after_server_restart(
     folder: Path, client: Callable[..., ServedEngine], trainer: Policy, tmp_path: Path
 ) -> None:
     ref = trained(trainer, tmp_path / "v1", 0.2)
@@ -295,7 +295,7 @@ def test_a_server_that_dies_in_the_middle_and_comes_back_empty_goes_on_where_it_
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, ServiceError), (429, ServiceError), (500, InfraError), (422, ModelError)])
-def test_what_a_server_answers_instead_is_an_error_of_its_kind(
+def test_remote_engine_maps_http_errors(
     server: tuple[Routes, str],
     client: Callable[..., ServedEngine],
     status: int,
@@ -307,7 +307,7 @@ def test_what_a_server_answers_instead_is_an_error_of_its_kind(
     assert "as declared" in refusal(client(url), kind)
 
 
-def test_a_closed_engine_samples_no_more_and_waits_for_nobody(
+def test_remote_engine_closed_fails_requests_without_waiting(
     server: tuple[Routes, str], client: Callable[..., ServedEngine]
 ) -> None:
     routes, url = server
@@ -342,7 +342,7 @@ def meanwhile(act: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def test_two_threads_that_ask_at_once_start_a_thread_each(client: Callable[..., ServedEngine]) -> None:
+def test_remote_engine_starts_thread_for_each_caller(client: Callable[..., ServedEngine]) -> None:
     engine = client("http://127.0.0.1:9")
     others = list[threading.Thread]()
 
@@ -359,7 +359,7 @@ def test_two_threads_that_ask_at_once_start_a_thread_each(client: Callable[..., 
     assert len(engine._threads) == 2
 
 
-def test_a_turn_that_is_asked_for_while_the_engine_closes_comes_to_an_end(client: Callable[..., ServedEngine]) -> None:
+def test_remote_engine_ends_turn_submitted_during_close(client: Callable[..., ServedEngine]) -> None:
     engine = client("http://127.0.0.1:9")
     for _ in range(8):  # all the threads that it starts
         assert isinstance(engine.submit(ask()).exception(60), ServiceError)
@@ -410,7 +410,7 @@ def spoilt(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (lambda reply: [reply], "not an object"),
     ],
 )
-def test_an_answer_that_cannot_be_recorded_as_it_is_ends_the_run(
+def test_remote_turn_that_contradicts_request_ends_run(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], spoil: Callable[[Any], Any], said: str
 ) -> None:
     server[0].spoil = spoil
@@ -438,7 +438,7 @@ NONSENSE = "with data that this engine cannot read: "
         ("/completion", {"tokens": [True]}),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence_that_names_the_server_and_the_route(
+def test_remote_answer_unreadable_names_server_and_route(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], path: str, answer: Any
 ) -> None:
     routes, url = server
@@ -463,9 +463,7 @@ WRONG_IN_MANY_PLACES: dict[str, tuple[type[ServerResponse], Callable[[], Any]]] 
 
 
 @pytest.mark.parametrize(("shape", "make_answer"), WRONG_IN_MANY_PLACES.values(), ids=WRONG_IN_MANY_PLACES)
-def test_of_an_answer_that_is_wrong_in_many_places_one_is_looked_for(
-    shape: type[ServerResponse], make_answer: Callable[[], Any]
-) -> None:
+def test_remote_answer_check_stops_at_first_fault(shape: type[ServerResponse], make_answer: Callable[[], Any]) -> None:
     found = make_answer()
     before = time.process_time()
     with pytest.raises(InfraError, match=NONSENSE) as told:
@@ -474,7 +472,7 @@ def test_of_an_answer_that_is_wrong_in_many_places_one_is_looked_for(
     assert len(told.value.message) < 300
 
 
-def test_an_answer_that_is_too_long_is_read_no_further(
+def test_remote_answer_too_long_is_not_read(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "MAX_BYTES", 100_000)
@@ -498,7 +496,7 @@ def test_an_answer_that_is_too_long_is_read_no_further(
         ({"logprobs": {"token_logprobs": [math.inf]}}, "gave a token the logprob inf"),
     ],
 )
-def test_a_turn_that_cannot_be_read_or_believed_is_a_failure_of_the_system_and_the_next_one_is_sampled(
+def test_remote_turn_unreadable_is_system_failure_of_one_turn(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], changes: Any, said: str
 ) -> None:
     routes, url = server
@@ -510,7 +508,7 @@ def test_a_turn_that_cannot_be_read_or_believed_is_a_failure_of_the_system_and_t
 
 
 @pytest.mark.parametrize("likeliest", [[], [None], [{}], [{"x": math.nan}], [{"x": 1.0}], [["x"]]])
-def test_a_server_that_does_not_say_which_logprobs_it_gives_is_asked_for_no_turn(
+def test_remote_engine_needs_known_kind_of_logprobs(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], likeliest: Any
 ) -> None:
     routes, url = server
@@ -519,14 +517,14 @@ def test_a_server_that_does_not_say_which_logprobs_it_gives_is_asked_for_no_turn
     assert len(routes.sampled) == 1
 
 
-def test_a_turn_that_the_server_gave_up_is_a_failure_of_the_system(
+def test_remote_turn_aborted_by_server_is_system_failure(
     server: tuple[Routes, str], client: Callable[..., ServedEngine]
 ) -> None:
     server[0].spoil = spoilt(finish_reason="abort")
     assert "'abort'" in refusal(client(server[1]), InfraError)
 
 
-def test_a_server_of_another_base_or_key_is_refused(
+def test_remote_engine_refuses_other_base_or_key(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], tmp_path: Path
 ) -> None:
     routes, url = server
@@ -536,7 +534,7 @@ def test_a_server_of_another_base_or_key_is_refused(
     assert client(url, key="secret").submit(ask()).result(60).token_ids
 
 
-def test_of_several_models_that_a_server_has_the_one_that_was_asked_for_answers_within_its_own_window(
+def test_remote_engine_uses_own_model_and_window_among_several(
     server: tuple[Routes, str], client: Callable[..., ServedEngine]
 ) -> None:
     routes, url = server
@@ -557,7 +555,7 @@ def test_of_several_models_that_a_server_has_the_one_that_was_asked_for_answers_
         (False, {"temperature": 0.5}, ""),
     ],
 )
-def test_logprobs_of_another_distribution_than_the_trainers_are_refused(
+def test_remote_engine_refuses_logprobs_of_other_distribution(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], trainer: Policy, raw: bool, changes: Any, hint: str
 ) -> None:
     routes, url = server
@@ -570,9 +568,7 @@ def test_logprobs_of_another_distribution_than_the_trainers_are_refused(
     assert torch.allclose(wanted, torch.tensor(done.logprobs), atol=1e-4)
 
 
-def test_a_server_that_is_greeted_again_in_the_middle_of_a_turn_gives_the_logprobs_that_it_gave(
-    server: tuple[Routes, str], trainer: Policy
-) -> None:
+def test_remote_turn_keeps_logprob_kind_across_new_handshake(server: tuple[Routes, str], trainer: Policy) -> None:
     routes, url = server
     routes.raw = True
     asked = OpenAIServer(trainer, Connection(Settings(engine_url=url, slots=8)))
@@ -591,7 +587,7 @@ def test_a_server_that_is_greeted_again_in_the_middle_of_a_turn_gives_the_logpro
         asked.close()
 
 
-def test_a_failure_of_the_server_while_it_takes_an_adapter_passes(
+def test_remote_engine_retries_adapter_after_server_failure(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], trainer: Policy, tmp_path: Path
 ) -> None:
     routes, url = server
@@ -603,7 +599,7 @@ def test_a_failure_of_the_server_while_it_takes_an_adapter_passes(
     assert engine.submit(ask(policy=ref)).result(60).token_ids
 
 
-def test_an_adapter_that_cannot_be_published_is_refused(
+def test_remote_engine_refuses_adapter_that_cannot_be_published(
     server: tuple[Routes, str], client: Callable[..., ServedEngine], trainer: Policy, tmp_path: Path
 ) -> None:
     routes, url = server
@@ -642,7 +638,7 @@ def test_llama_cpp_samples_the_base_for_eval_and_chat(
 
 
 @pytest.mark.slow
-def test_a_token_that_ends_within_a_character_has_its_logprob_though_llama_cpp_does_not_tell_it(
+def test_llama_cpp_partial_character_token_gets_logprob(
     server: tuple[Routes, str], client: Callable[..., ServedEngine]
 ) -> None:
     routes, url = server
@@ -661,7 +657,7 @@ def test_a_token_that_ends_within_a_character_has_its_logprob_though_llama_cpp_d
     [(b"", False), (b"a", False), ("ü".encode(), False), (b"\xc3", True), (b"\xe4\xb8", True), (b"\xf0\x9f\x99", True),
      ("🙂".encode(), False), (b"\xe4a", True), (b"\xe4ab", False), (b"\x80\x80", False)],
 )  # fmt: skip
-def test_where_a_character_is_not_whole_is_decided_as_llama_cpp_does(text: bytes, ends_within: bool) -> None:
+def test_ends_within_character_agrees_with_llama_cpp(text: bytes, ends_within: bool) -> None:
     assert ends_within_character(text) == ends_within
 
 
@@ -672,7 +668,7 @@ def test_llama_cpp_with_another_vocabulary_is_refused(
     assert "has another tokenizer" in refusal(client(server[1], name="llamacpp"), ModelError)
 
 
-def test_doctor_says_what_the_server_serves_or_that_it_is_away(server: tuple[Routes, str], home: Path) -> None:
+def test_doctor_reports_model_of_server_or_its_absence(server: tuple[Routes, str], home: Path) -> None:
     def found(url: str) -> tuple[str, str]:
         check = doctor._engine(Settings(engine_url=url))
         return check.state, check.found

@@ -68,9 +68,7 @@ def submit(stack: ForkedStack, model: Path, *more: str, code: int = 0) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_over_a_server_trains_on_what_the_server_sampled_and_publishes_every_version(
-    stack: ForkedStack, model: Path
-) -> None:
+def test_remote_run_trains_on_server_tokens_and_publishes_each(stack: ForkedStack, model: Path) -> None:
     with served(model) as (routes, url):
         sampling_at(stack, url)
         run = submit(stack, model, "--max-tasks", "12", "--wait")
@@ -91,7 +89,7 @@ def test_a_run_over_a_server_trains_on_what_the_server_sampled_and_publishes_eve
 
 
 @pytest.mark.slow
-def test_a_server_that_is_away_or_dies_in_the_middle_costs_no_episode(stack: ForkedStack, model: Path) -> None:
+def test_remote_run_loses_no_episode_to_server_outage(stack: ForkedStack, model: Path) -> None:
     with kept_port() as port:
         sampling_at(stack, f"http://127.0.0.1:{port}")
         run = submit(stack, model, "--max-tasks", "8")
@@ -123,9 +121,7 @@ def test_a_server_that_is_away_or_dies_in_the_middle_costs_no_episode(stack: For
 
 
 @pytest.mark.slow
-def test_what_a_server_cannot_serve_ends_its_run_and_says_so_and_an_evaluation_comes_through(
-    stack: ForkedStack, model: Path
-) -> None:
+def test_remote_run_that_server_cannot_serve_fails_with_reason(stack: ForkedStack, model: Path) -> None:
     with served(model) as (routes, url):
         sampling_at(stack, url)
         routes.spoil = lambda reply: {**reply, "model": "another"}

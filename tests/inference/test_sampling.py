@@ -56,7 +56,7 @@ def close_to_a_limit(row: Tensor, top_k: int, top_p: float, min_p: float) -> boo
 
 
 @given(LOGITS, st.integers(0, 12), st.one_of(st.just(1.0), SHARE), st.one_of(st.just(0.0), SHARE))
-def test_what_may_be_drawn_is_what_transformers_leaves(row: list[float], top_k: int, top_p: float, min_p: float) -> None:
+def test_truncation_equals_transformers(row: list[float], top_k: int, top_p: float, min_p: float) -> None:
     rows = torch.tensor([row], dtype=torch.float64)
     assume(not close_to_a_limit(rows[0], top_k, top_p, min_p))
     assert truncated(rows, top_k, top_p, min_p).equal(by_transformers(rows, top_k, top_p, min_p))
@@ -64,14 +64,12 @@ def test_what_may_be_drawn_is_what_transformers_leaves(row: list[float], top_k: 
 
 @pytest.mark.parametrize("spread", [0.001, 0.5, 2.0, 8.0], ids=["flat", "wide", "narrow", "peaked"])
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 0.95, 0.0), (300, 0.99, 0.0), (9000, 1.0, 0.001), (50, 0.9, 0.1)])
-def test_of_a_large_vocabulary_too_however_many_tokens_must_be_looked_at(
-    spread: float, top_k: int, top_p: float, min_p: float
-) -> None:
+def test_truncation_of_large_vocabulary_equals_transformers(spread: float, top_k: int, top_p: float, min_p: float) -> None:
     rows = spread * torch.randn(3, 20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert truncated(rows, top_k, top_p, min_p).equal(by_transformers(rows, top_k, top_p, min_p))
 
 
-def test_a_row_is_limited_as_if_it_were_alone() -> None:
+def test_truncation_of_row_is_independent_of_others() -> None:
     rows = torch.tensor([0.01, 1.0, 4.0, 0.3])[:, None] * torch.randn(4, 20_000, generator=torch.Generator().manual_seed(1))
     top_k, top_p = torch.tensor([0, 40, 0, 9000]), torch.tensor([0.9, 0.8, 0.99, 1.0], dtype=torch.float64)
     min_p = torch.tensor([0.0, 0.0, 0.01, 0.2], dtype=torch.float64)
@@ -82,7 +80,7 @@ def test_a_row_is_limited_as_if_it_were_alone() -> None:
 
 
 @given(LOGITS)
-def test_without_a_limit_all_may_be_drawn_and_under_the_strictest_only_the_likeliest(row: list[float]) -> None:
+def test_truncation_extremes_keep_all_or_likeliest(row: list[float]) -> None:
     rows = torch.tensor([row])
     assert truncated(rows).equal(rows)
     likeliest = rows.masked_fill(rows < rows.amax(), -math.inf)
@@ -91,7 +89,7 @@ def test_without_a_limit_all_may_be_drawn_and_under_the_strictest_only_the_likel
 
 
 @given(LOGITS, st.floats(0, 1, exclude_max=True), st.integers(1, 12), SHARE, SHARE, st.floats(0.2, 4))
-def test_a_draw_is_one_of_those_that_may_be_drawn_and_its_logprob_that_of_the_whole_vocabulary(
+def test_truncated_draw_has_logprob_of_full_vocabulary(
     row: list[float], u: float, top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     logits = torch.tensor([row])
@@ -103,7 +101,7 @@ def test_a_draw_is_one_of_those_that_may_be_drawn_and_its_logprob_that_of_the_wh
     assert float(logprob) == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_what_is_left_is_drawn_in_proportion() -> None:
+def test_truncated_draws_are_proportional() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log().expand(700, 4)
     floor = lowest_logit(logits, torch.full((700,), 2), torch.ones(700), torch.zeros(700))
     ids, _ = sample(logits, (torch.arange(700, dtype=torch.float64) + 0.5) / 700, 1.0, floor)
@@ -111,7 +109,7 @@ def test_what_is_left_is_drawn_in_proportion() -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_row_with_a_nan_shows_it_in_its_logprob_and_leaves_the_others_alone(broken: float) -> None:
+def test_truncated_row_with_nan_shows_it_and_spares_others(broken: float) -> None:
     rows = torch.tensor([[0.0, broken, 1.0], [0.0, 1.0, 2.0]])
     floor = lowest_logit(rows, torch.tensor([2, 2]), torch.tensor([0.9, 0.9]), torch.tensor([0.1, 0.1]))
     ids, logprobs = sample(rows, torch.tensor([0.5, 0.5], dtype=torch.float64), 1.0, floor)
@@ -152,9 +150,7 @@ def requests(exact: Policy) -> list[GenerateRequest]:
 
 
 @pytest.mark.parametrize("slots", [3, 32])
-def test_the_engine_samples_in_company_what_a_row_alone_does(
-    exact: Policy, requests: list[GenerateRequest], slots: int
-) -> None:
+def test_engine_truncates_in_batch_as_alone(exact: Policy, requests: list[GenerateRequest], slots: int) -> None:
     engine = RollingEngine(exact, slots=slots)
     futures = [engine.submit(request) for request in requests]
     together = [future.result(60) for future in futures]
@@ -170,7 +166,7 @@ def same(first: Completion, second: Completion) -> bool:
     return said and np.allclose(first.logprobs, second.logprobs, rtol=0, atol=1e-6)
 
 
-def test_a_stop_string_is_found_wherever_memory_ran_out(exact: Policy, requests: list[GenerateRequest]) -> None:
+def test_engine_finds_stop_string_after_memory_shortage(exact: Policy, requests: list[GenerateRequest]) -> None:
     expected = [alone(exact, request) for request in requests]
     calls = 0
 

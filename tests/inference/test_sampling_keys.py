@@ -16,14 +16,14 @@ def step(index: int, prompt: tuple[int, ...], parent: int | None = ROOT, shared:
     return Step(index, (), prompt, (7, 8), (-1.0, -1.0), "stop", SAID, 0, parent=parent, shared=shared)
 
 
-def test_the_key_of_a_turn_is_the_hash_that_the_design_names() -> None:
+def test_sampling_key_is_documented_hash() -> None:
     ids = b"".join(token.to_bytes(4, "little") for token in (1, 2, 70_000))
     text = f"3|train|1|train/0|2|{hashlib.sha256(ids).hexdigest()}|4"
     expected = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
     assert KEY.of_turn((1, 2, 70_000), 4) == expected
 
 
-def test_the_order_in_which_turns_arrive_changes_no_key() -> None:
+def test_sampling_key_is_independent_of_turn_order() -> None:
     prompts = [(1, 2), (1, 3), (4,)]
     one, other = (
         Episode(TASK, steps=tuple(step(index, prompt) for index, prompt in enumerate(order)))
@@ -33,7 +33,7 @@ def test_the_order_in_which_turns_arrive_changes_no_key() -> None:
     assert len({KEY.of_step(one, index) for index in range(3)}) == 3
 
 
-def test_the_same_turn_asked_again_draws_anew_in_whichever_chain_it_stands() -> None:
+def test_sampling_key_of_repeated_turn_is_new_in_any_chain() -> None:
     # 0: a prompt; 1: goes on from it; 2: the same whole prompt in a new chain; 3: shares a part of 1, and asks it a third time.
     steps = (step(0, (1, 2)), step(1, (5,), 0), step(2, (1, 2, 7, 8, 5)), step(3, (8, 5), 1, 3))
     episode = Episode(TASK, steps=steps)
@@ -48,7 +48,7 @@ def test_the_same_turn_asked_again_draws_anew_in_whichever_chain_it_stands() -> 
 
 
 @pytest.mark.parametrize("count", range(4))
-def test_an_episode_that_is_resumed_asks_for_its_next_turn_under_the_key_that_its_record_has(count: int) -> None:
+def test_sampling_key_of_resumed_episode_equals_record(count: int) -> None:
     steps = (step(0, (1, 2)), step(1, (1, 2)), step(2, (5,), 0), step(3, (1, 2)))
     whole = Episode(TASK, steps=steps)
     resumed = replace(whole, steps=steps[:count])

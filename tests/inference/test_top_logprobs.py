@@ -59,9 +59,7 @@ def check(policy: Policy, request: GenerateRequest, done: Completion) -> None:
         assert dict(top).get(token, logprob) == logprob
 
 
-def test_the_likeliest_tokens_are_those_of_the_whole_row_among_turns_that_ask_for_none(
-    policy: Policy, engine: RollingEngine
-) -> None:
+def test_top_logprobs_equal_full_row_in_mixed_batch(policy: Policy, engine: RollingEngine) -> None:
     asked = [
         replace(
             BASE, key=key, top_logprobs=(0, 3, 20)[key % 3], temperature=(1.0, 0.6)[key % 2], max_new_tokens=3 + key, top_k=key
@@ -76,12 +74,12 @@ def test_the_likeliest_tokens_are_those_of_the_whole_row_among_turns_that_ask_fo
             assert done.top == ()
 
 
-def test_asking_changes_no_draw(engine: RollingEngine) -> None:
+def test_top_logprobs_change_no_draw(engine: RollingEngine) -> None:
     plain, told = (engine.submit(replace(BASE, top_logprobs=count)).result(60) for count in (0, 5))
     assert (plain.token_ids, plain.logprobs) == (told.token_ids, told.logprobs)
 
 
-def test_a_turn_that_is_evicted_in_the_middle_tells_all_its_places(policy: Policy, engine: RollingEngine) -> None:
+def test_top_logprobs_of_evicted_turn_are_complete(policy: Policy, engine: RollingEngine) -> None:
     calls: list[int] = []
 
     def small_card(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
@@ -102,12 +100,12 @@ def test_a_turn_that_is_evicted_in_the_middle_tells_all_its_places(policy: Polic
 
 
 @pytest.mark.parametrize("count", [-1, MAX_TOP_LOGPROBS + 1, 10**30])
-def test_more_than_the_most_is_refused(count: int) -> None:
+def test_top_logprobs_beyond_maximum_are_refused(count: int) -> None:
     with pytest.raises(ConfigError, match="between 0 and 20"):
         replace(BASE, top_logprobs=count)
 
 
-def test_every_engine_says_whether_it_tells_them() -> None:
+def test_engines_declare_top_logprobs() -> None:
     assert {name for name in names("engines") if find("engines", name).top_logprobs} >= {"rolling", "openai", "llamacpp"}
 
 
@@ -135,7 +133,7 @@ def client(folder: Path, server: tuple[Routes, str], home: Path) -> Iterator[Cal
 
 
 @pytest.mark.parametrize("name", ["openai", "llamacpp"])
-def test_a_server_tells_them_where_they_are_asked_for(
+def test_top_logprobs_come_from_server_on_request(
     policy: Policy, server: tuple[Routes, str], client: Callable[[str], ServedEngine], name: str
 ) -> None:
     engine = client(name)
@@ -175,7 +173,7 @@ def of_llama(top: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         ("llamacpp", of_llama([{"id": 1, "logprob": -2.0}] * 1001), InfraError, "cannot read"),
     ],
 )
-def test_what_a_server_tells_is_bounded_and_believed_only_where_it_can_be(
+def test_top_logprobs_of_server_are_bounded_and_checked(
     server: tuple[Routes, str],
     client: Callable[[str], ServedEngine],
     name: str,
@@ -194,5 +192,5 @@ def test_what_a_server_tells_is_bounded_and_believed_only_where_it_can_be(
     ("found", "best"),
     [({}, ()), ({3: -2.0, 1: -1.0, 2: -2.0}, ((1, -1.0), (2, -2.0))), ({5: -0.0}, ((5, -0.0),))],
 )
-def test_the_likeliest_come_first_and_of_equals_the_first_id(found: Mapping[int, float], best: Any) -> None:
+def test_top_logprobs_are_sorted_by_value_then_id(found: Mapping[int, float], best: Any) -> None:
     assert likeliest(found, 2, 10, "url") == best

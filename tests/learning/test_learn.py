@@ -16,7 +16,7 @@ def climbing(algorithm: str, seed: int = 0, *, at: int = 40, end: float = 0.95, 
     return Curve(algorithm, seed, "--epochs 3", "0123456789ab", rewards, tuple(1.0 + seed for _ in rewards))
 
 
-def test_runs_come_back_as_they_were_kept(tmp_path: Path) -> None:
+def test_learn_runs_are_stored_and_loaded(tmp_path: Path) -> None:
     file = tmp_path / "learn.json"
     curves = [climbing("grpo"), climbing("grpo", 1), climbing("ppo", 1, at=50)]
     assert load(file) == []
@@ -28,14 +28,14 @@ def test_runs_come_back_as_they_were_kept(tmp_path: Path) -> None:
     assert first == {"algorithm": "grpo", "seed": 0, "iteration": 1, "reward": 0.5}
 
 
-def test_a_curve_crosses_where_a_whole_window_reaches_the_goal() -> None:
+def test_learn_crossing_needs_full_window_at_goal() -> None:
     assert crossing([0.9] * WINDOW) == WINDOW
     assert crossing([0.9] * (WINDOW - 1)) is None
     assert crossing([0.5] * 10 + [1.0] * 3 + [0.5] * 10) is None
     assert crossing([0.5] * 10 + [1.0] * 10) == 14  # 0.5 and four times 1
 
 
-def test_seeds_are_summed_up_and_the_best_comes_first() -> None:
+def test_learn_summary_puts_best_first() -> None:
     worse, better = summed_up([climbing("rloo", end=0.8), climbing("grpo"), climbing("grpo", 1, at=60, end=0.99)])[::-1]
     assert (worse.algorithm, better.algorithm) == ("rloo", "grpo")
     assert better.last == pytest.approx(0.97)
@@ -62,18 +62,18 @@ def test_seeds_are_summed_up_and_the_best_comes_first() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_was_promised_is_checked(curves: list[Curve], wrong: list[str]) -> None:
+def test_learn_failures_name_broken_promises(curves: list[Curve], wrong: list[str]) -> None:
     assert failures(summed_up(curves)) == wrong
 
 
-def test_who_stays_low_or_falls_is_said() -> None:
+def test_learn_remark_names_low_or_falling_run() -> None:
     fell = replace(climbing("grpo"), rewards=(*[0.5] * 40, *[0.9] * 40, *[0.2] * 16))
     assert remark(summed_up([fell])[0]) == "fell from 0.90"
     assert remark(summed_up([climbing("grpo", end=0.65)])[0]) == "stays below 0.9: see its file"
     assert remark(summed_up([climbing("grpo")])[0]) == ""
 
 
-def test_what_an_algorithm_needs_is_typed_after_what_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learn_command_ends_with_options_of_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert typed("ppo").endswith("--algorithm ppo")
     monkeypatch.setitem(RECIPES, "ppo", {"update.learning_rate": 5e-5, "critic.warmup": 2})
     assert typed("ppo").endswith("--algorithm ppo -s update.learning_rate=5e-05 -s critic.warmup=2")

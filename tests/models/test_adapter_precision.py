@@ -49,13 +49,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_random(tmp_path_factory.mktemp("model"), width=64)
 
 
-def test_adapters_in_float32_compute_the_same_bits_as_peft(folder: Path) -> None:
+def test_adapters_in_float32_compute_same_bits_as_peft(folder: Path) -> None:
     assert torch.equal(*(gradients(adapted(folder, "float32", cast_down)) for cast_down in (False, True)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("four_bits", [False, pytest.param(True, marks=quantised)])
-def test_gradients_of_cast_adapters_are_as_close_to_float32s_as_pefts(folder: Path, dtype: str, four_bits: bool) -> None:
+def test_adapters_cast_down_have_gradients_as_close_as_peft(folder: Path, dtype: str, four_bits: bool) -> None:
     def off(cast_down: bool) -> float:
         found = gradients(adapted(folder, dtype, cast_down, load_in_4bit=four_bits))
         return float((found - exact).norm() / exact.norm())
@@ -65,7 +65,7 @@ def test_gradients_of_cast_adapters_are_as_close_to_float32s_as_pefts(folder: Pa
     assert 0 < ours < 1.2 * theirs < 0.1
 
 
-def test_adapters_of_a_16_bit_policy_are_cast_and_keep_float32_weights(folder: Path) -> None:
+def test_adapters_of_16_bit_policy_are_cast_with_float32_weights(folder: Path) -> None:
     policy = Policy.load(ModelConfig(lora_r=4, dtype="bfloat16"), str(folder), "cpu")
     with policy.training() as model:
         adapters = [

@@ -26,14 +26,14 @@ def turing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("turing")
-def test_auto_dtype_is_float16_on_a_card_that_only_emulates_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_is_float16_if_card_emulates_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert auto_dtype(GPU, "lora") == torch.float16
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert auto_dtype(GPU, "lora") == torch.bfloat16
 
 
 @pytest.mark.parametrize(("device", "kind"), [(GPU, "full"), (torch.device("cpu"), "lora"), (torch.device("cpu"), "full")])
-def test_auto_dtype_is_float32_elsewhere(device: torch.device, kind: str) -> None:
+def test_auto_dtype_is_float32_on_other_devices(device: torch.device, kind: str) -> None:
     assert auto_dtype(device, kind) == torch.float32  # type: ignore[arg-type]
 
 

@@ -57,7 +57,7 @@ def loaded_elsewhere(base: Path, folder: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_programs_load_from_a_checkpoint_what_agentrl_loads(tmp_path: Path, base: Path, kind: str) -> None:
+def test_checkpoint_loads_in_peft_and_transformers(tmp_path: Path, base: Path, kind: str) -> None:
     trainer, policy = trainer_of(base, kind)
     disturb(policy)
     folder = tmp_path / "v1"
@@ -79,9 +79,7 @@ def test_other_programs_load_from_a_checkpoint_what_agentrl_loads(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_run_shares_lies_on_the_disk_once_and_outlives_the_first_that_had_it(
-    tmp_path: Path, base: Path, kind: str
-) -> None:
+def test_checkpoint_shared_files_are_stored_once_and_survive(tmp_path: Path, base: Path, kind: str) -> None:
     trainer, policy = trainer_of(base, kind)
     folders = [tmp_path / f"v{number}" for number in range(3)]
     for folder in folders:
@@ -104,9 +102,7 @@ def test_what_a_run_shares_lies_on_the_disk_once_and_outlives_the_first_that_had
     assert loaded_elsewhere(base, folders[2], kind)
 
 
-def test_where_the_disk_knows_no_links_each_checkpoint_has_a_copy(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_without_hard_links_has_copies(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("no links here")
 
@@ -118,9 +114,7 @@ def test_where_the_disk_knows_no_links_each_checkpoint_has_a_copy(
     assert (tmp_path / "v2" / "tokenizer.json").stat().st_nlink == 1
 
 
-def test_a_shared_file_that_was_altered_is_named_is_not_passed_on_and_keeps_no_run_from_going_on(
-    tmp_path: Path, base: Path
-) -> None:
+def test_checkpoint_shared_file_altered_is_named_and_not_reused(tmp_path: Path, base: Path) -> None:
     trainer, _ = trainer_of(base, "lora")
     sealed_folder.write(tmp_path / "v1", trainer.save)
     (tmp_path / "v1" / "tokenizer_config.json").write_text("{}")
@@ -131,7 +125,7 @@ def test_a_shared_file_that_was_altered_is_named_is_not_passed_on_and_keeps_no_r
     assert sealed_folder.verify(tmp_path / "v2")
 
 
-def test_a_link_in_place_of_a_shared_file_is_not_followed(tmp_path: Path, base: Path) -> None:
+def test_checkpoint_shared_file_link_is_not_followed(tmp_path: Path, base: Path) -> None:
     trainer, _ = trainer_of(base, "lora")
     sealed_folder.write(tmp_path / "v1", trainer.save)
     file = tmp_path / "v1" / "tokenizer.json"
@@ -156,7 +150,7 @@ def older(trainer: Trainer, policy: Policy) -> Callable[[Path], None]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["folder", "memory://agentrl-plain/run"])
-def test_a_checkpoint_of_before_is_still_sampled_and_trained_on(
+def test_checkpoint_of_older_layout_still_samples_and_trains(
     home: Path, tmp_path: Path, base: Path, kind: str, place: str
 ) -> None:
     trainer, policy = trainer_of(base, kind)
@@ -171,9 +165,7 @@ def test_a_checkpoint_of_before_is_still_sampled_and_trained_on(
     assert policy.publish(PolicyRef(str(base), policy.base_hash, path, sha256, 1))
 
 
-def test_behind_a_url_a_checkpoint_is_a_model_too_and_hosts_fetch_only_what_they_read(
-    home: Path, tmp_path: Path, base: Path
-) -> None:
+def test_checkpoint_behind_url_is_model_fetched_in_parts(home: Path, tmp_path: Path, base: Path) -> None:
     trainer, _ = trainer_of(base, "lora")
     path = "memory://agentrl-plain/other/v1"
     sha256 = checkpoints.write(path, trainer.save)
@@ -190,7 +182,7 @@ def test_behind_a_url_a_checkpoint_is_a_model_too_and_hosts_fetch_only_what_they
     }
 
 
-def test_the_manifest_says_which_files_the_run_shares(tmp_path: Path, base: Path) -> None:
+def test_checkpoint_manifest_names_shared_files(tmp_path: Path, base: Path) -> None:
     trainer, _ = trainer_of(base, "lora")
     sealed_folder.write(tmp_path / "v1", trainer.save)
     files = json.loads((tmp_path / "v1" / sealed_folder.MANIFEST).read_text())["files"]

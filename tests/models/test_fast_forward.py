@@ -99,7 +99,7 @@ def differences(policy: Policy) -> list[float]:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.usefixtures("road")
-def test_all_weights(tmp_path: Path, name: str, dtype: str) -> None:
+def test_fast_forward_equals_transformers_with_all_weights(tmp_path: Path, name: str, dtype: str) -> None:
     numerics = {"numerics": "exact"} if dtype == "float64" else {"dtype": dtype}
     policy = policy_of(tmp_path, CONFIGS[name], lora_r=0, **numerics)
     with policy.sampling() as model:
@@ -110,7 +110,7 @@ def test_all_weights(tmp_path: Path, name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_base_with_an_adapter(tmp_path: Path, name: str, dtype: str) -> None:
+def test_fast_forward_equals_transformers_with_adapter(tmp_path: Path, name: str, dtype: str) -> None:
     policy = policy_of(tmp_path, CONFIGS[name], lora_r=4, dtype=dtype)
     with policy.sampling() as model:
         scale = said(transformers_pass(model), policy.device)[0].abs().max().item()
@@ -118,7 +118,7 @@ def test_a_base_with_an_adapter(tmp_path: Path, name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("up_proj",), ("self_attn.k_proj", "down_proj")])
-def test_a_base_of_which_some_layers_have_an_adapter(tmp_path: Path, targets: tuple[str, ...]) -> None:
+def test_fast_forward_equals_transformers_with_partial_adapter(tmp_path: Path, targets: tuple[str, ...]) -> None:
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=4, dtype="float32", lora_targets=targets)
     with policy.sampling() as model:
         scale = said(transformers_pass(model), policy.device)[0].abs().max().item()
@@ -126,12 +126,12 @@ def test_a_base_of_which_some_layers_have_an_adapter(tmp_path: Path, targets: tu
 
 
 @quantised
-def test_a_base_of_four_bits_with_an_adapter(tmp_path: Path) -> None:
+def test_fast_forward_equals_transformers_with_4_bits(tmp_path: Path) -> None:
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], load_in_4bit=True, dtype="float32")
     assert max(differences(policy)) < 1e-3
 
 
-def test_a_large_base_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_forward_does_not_copy_large_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.workflow.models.policy.COPY_LIMIT", 1)
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=0)
     with policy.decoding() as forward, policy.sampling() as model:
@@ -143,7 +143,7 @@ def test_a_large_base_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert max(differences(policy)) < 1e-4
 
 
-def test_other_architectures_and_other_attention_run_as_they_are() -> None:
+def test_fast_forward_leaves_other_architectures_alone() -> None:
     assert is_supported(random_model(CONFIGS["Qwen2"]))
     assert not is_supported(random_model(GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=96)))
     eager = random_model(CONFIGS["Qwen2"])
@@ -152,7 +152,7 @@ def test_other_architectures_and_other_attention_run_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_heads_that_get_copies_of_the_keys_they_share_attend_alike(masked: bool) -> None:
+def test_fast_forward_copied_shared_keys_attend_alike(masked: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     queries = torch.randn(2, 6, 5, 8, generator=draw, dtype=torch.float64)
     keys, values = torch.randn(2, 2, 2, 5, 8, generator=draw, dtype=torch.float64)
@@ -161,14 +161,14 @@ def test_heads_that_get_copies_of_the_keys_they_share_attend_alike(masked: bool)
     assert torch.allclose(shared, copied, rtol=0, atol=1e-12)
 
 
-def test_only_a_gpu_that_has_no_kernel_for_shared_keys_gets_copies_of_them() -> None:
+def test_fast_forward_copies_shared_keys_on_gpu_without_kernel() -> None:
     assert not any(wants_copies("cpu", dtype, bias) for dtype in (torch.float32, torch.bfloat16) for bias in (False, True))
     assert not wants_copies("cuda", torch.bfloat16, False)
     assert wants_copies("cuda", torch.bfloat16, True)
     assert wants_copies("cuda", torch.float32, False)
 
 
-def test_a_step_is_one_graph_for_all_positions_that_fit_into_its_shapes(tmp_path: Path) -> None:
+def test_fast_forward_step_is_one_graph_for_all_positions(tmp_path: Path) -> None:
     policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=0, numerics="exact")
     with policy.decoding() as forward:
         slots = plain_slots(2)

@@ -88,7 +88,7 @@ def gradients(model: nn.Module, logprobs: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["all weights", "head frozen"])
 @pytest.mark.parametrize("kind", [*PLAIN, *OTHERS])
-def test_logprobs_entropy_and_gradient_are_those_of_all_logits(kind: str, frozen: bool) -> None:
+def test_logprobs_entropy_and_gradient_equal_full_logits(kind: str, frozen: bool) -> None:
     model = made((PLAIN | OTHERS)[kind])
     if frozen:
         model.requires_grad_(False)
@@ -107,7 +107,7 @@ def test_logprobs_entropy_and_gradient_are_those_of_all_logits(kind: str, frozen
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_the_heads_own_gradient_is_exact(frozen: bool, bias: bool, temperature: float) -> None:
+def test_head_gradient_is_exact(frozen: bool, bias: bool, temperature: float) -> None:
     torch.manual_seed(1)
     head = nn.Linear(6, WORDS, bias=bias).double().requires_grad_(not frozen)
     hidden, targets = torch.randn(20, 6, dtype=torch.float64, requires_grad=True), torch.randint(WORDS, (20,))
@@ -121,7 +121,7 @@ def test_the_heads_own_gradient_is_exact(frozen: bool, bias: bool, temperature: 
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_head_of_16_bits_is_summed_up_in_32(frozen: bool) -> None:
+def test_head_in_16_bits_accumulates_in_32(frozen: bool) -> None:
     torch.manual_seed(1)
     head = nn.Linear(64, WORDS, bias=True).to(torch.bfloat16).requires_grad_(not frozen)
     hidden, targets = torch.randn(70, 64).to(torch.bfloat16).requires_grad_(), torch.randint(WORDS, (70,))
@@ -143,7 +143,7 @@ def test_a_head_of_16_bits_is_summed_up_in_32(frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_sure_token_has_the_gradient_that_is_left_of_it_in_16_bits_too(frozen: bool) -> None:
+def test_head_in_16_bits_keeps_gradient_of_certain_token(frozen: bool) -> None:
     torch.manual_seed(1)
     head = nn.Linear(64, WORDS, bias=False).to(torch.bfloat16).requires_grad_(not frozen)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_a_sure_token_has_the_gradient_that_is_left_of_it_in_16_bits_too(frozen:
     assert float((ours.double() - exact)[:, 1:].norm(dim=1).max() / exact[1:].norm()) < 0.01
 
 
-def test_no_more_than_a_chunk_of_logits_is_ever_made() -> None:
+def test_logprobs_make_at_most_a_chunk_of_logits() -> None:
     model = made(PLAIN["tied"])
     heights: set[int] = set()
 
@@ -195,7 +195,7 @@ def shared_and_whole(model: nn.Module) -> tuple[Tensor, Tensor]:
     return shared, torch.stack(whole)
 
 
-def test_a_beginning_that_is_read_once_gives_the_same_logprobs_and_gradient() -> None:
+def test_shared_prefix_keeps_logprobs_and_gradient() -> None:
     torch.manual_seed(0)
     shape = GPT2Config(n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **SMALL)
     model = GPT2LMHeadModel(shape).double()  # its norms are float64 too
@@ -209,12 +209,12 @@ def test_a_beginning_that_is_read_once_gives_the_same_logprobs_and_gradient() ->
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-12), name
 
 
-def test_a_beginning_is_read_once_with_rotary_positions_and_grouped_heads_too() -> None:
+def test_shared_prefix_works_with_rotary_and_grouped_heads() -> None:
     shared, whole = shared_and_whole(made(PLAIN["tied"]))
     assert torch.allclose(shared, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_models_that_do_not_see_all_that_came_before_share_nothing() -> None:
+def test_shared_prefix_is_off_for_models_without_full_attention() -> None:
     sliding = Cohere2ForCausalLM(Cohere2Config(sliding_window=4, head_dim=8, **SIZES))
     assert not shares_prefixes(sliding)
     window = Qwen2Config(use_sliding_window=True, sliding_window=4, max_window_layers=0, **SIZES)
@@ -229,7 +229,7 @@ def test_models_that_do_not_see_all_that_came_before_share_nothing() -> None:
     "options",
     [{"lora_r": 0}, {"lora_r": 4}, {"lora_r": 4, "lora_dropout": 0.3}, pytest.param({"load_in_4bit": True}, marks=quantised)],
 )
-def test_layers_that_are_computed_again_give_the_same_gradient(options: dict[str, Any], tmp_path: Path) -> None:
+def test_gradient_checkpointing_gives_same_gradient(options: dict[str, Any], tmp_path: Path) -> None:
     policy = Policy.load(ModelConfig.model_validate(asked(options)), str(tiny_random(tmp_path / "base")), DEVICE)
     ids, present, wanted = (tensor.to(policy.device) for tensor in (IDS, PRESENT, WANTED))
     with torch.no_grad():
@@ -245,7 +245,7 @@ def test_layers_that_are_computed_again_give_the_same_gradient(options: dict[str
     assert any(one.abs().sum() > 0 for one in found[0])
 
 
-def test_layers_are_computed_again_where_transformers_has_only_the_older_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_checkpointing_works_with_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(PLAIN["tied"])
     if hasattr(PreTrainedModel, "activation_checkpointing_enable"):
         for verb in ("enable", "disable"):
@@ -258,7 +258,7 @@ def test_layers_are_computed_again_where_transformers_has_only_the_older_name_fo
     assert not any(layer.gradient_checkpointing for layer in layers)
 
 
-def test_a_model_that_cannot_compute_layers_again_says_so() -> None:
+def test_gradient_checkpointing_unsupported_is_reported() -> None:
     model = made(PLAIN["tied"])
     causal_model(model).supports_gradient_checkpointing = False
     with (
@@ -270,7 +270,7 @@ def test_a_model_that_cannot_compute_layers_again_says_so() -> None:
 
 @quantised
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_a_quantised_base_with_an_adapter_keeps_its_head_plain(bits: str, tmp_path: Path) -> None:
+def test_quantised_base_keeps_plain_head(bits: str, tmp_path: Path) -> None:
     policy = Policy.load(ModelConfig.model_validate({bits: True}), str(tiny_random(tmp_path / "base")), device="cpu")
     with policy.sampling() as model, torch.no_grad():
         assert shares_prefixes(model)

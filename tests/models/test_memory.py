@@ -26,7 +26,7 @@ def test_free_cached_blocks_empties_the_cache_of_a_gpu_alone(emptied: list[str])
 
 
 @pytest.mark.parametrize("lean", [False, True])
-def test_return_freed_memory_empties_the_cache_at_its_end_also_after_an_error(emptied: list[str], lean: bool) -> None:
+def test_return_freed_memory_empties_cache_after_error_too(emptied: list[str], lean: bool) -> None:
     def run_out() -> None:
         with return_freed_memory(torch.device("cuda"), lean):
             assert emptied == []

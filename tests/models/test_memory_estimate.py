@@ -83,7 +83,7 @@ def test_estimate_of_mixed_precision_is_what_autograd_saves(tmp_path: Path, monk
     assert more[0] - fewer[0] == pytest.approx(more[1] - fewer[1], rel=0.01)
 
 
-def test_estimate_of_full_weights_on_a_gpu_is_that_of_mixed_precision(tmp_path: Path) -> None:
+def test_estimate_of_full_weights_on_gpu_is_mixed_precision(tmp_path: Path) -> None:
     files = read_model_files(tiny_random(tmp_path))
     mixed, asked = (shape_of(build({"model.lora_r": 0, "model.dtype": d}), files, 0, on_gpu=True) for d in ("auto", "float32"))
     assert (mixed.mixed, mixed.element) == (True, 2)
@@ -130,7 +130,7 @@ def test_estimate_reads_heads_and_embeddings_of_other_families(tmp_path: Path, t
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt-oss"])
-def test_estimate_of_the_cache_is_what_the_slots_of_a_family_hold(family: str, dtype: str, tmp_path: Path) -> None:
+def test_estimate_of_cache_is_what_slots_of_family_hold(family: str, dtype: str, tmp_path: Path) -> None:
     policy = Policy.load(ModelConfig(lora_r=4, dtype=dtype), str(save_random(tmp_path, FAMILIES[family]())), "cpu")
     rows, tokens = 3, 70
     slots = open_rows(policy)
@@ -158,7 +158,7 @@ def test_estimate_adds_the_reference_of_fully_trained_weights(tmp_path: Path) ->
     assert other.peak - one.peak == FLOAT * Shape(files.config, files.shapes, 0, FLOAT).all
 
 
-def test_estimate_is_none_for_a_config_that_does_not_say_how_it_is_built(tmp_path: Path) -> None:
+def test_estimate_is_none_for_incomplete_config(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     wrong = {"hidden_size": None, "num_attention_heads": 0, "num_hidden_layers": "x", "vocab_size": [], "head_dim": 10**400}
@@ -167,7 +167,7 @@ def test_estimate_is_none_for_a_config_that_does_not_say_how_it_is_built(tmp_pat
         assert estimate_memory(build({}), read_model_files(folder), 8, 128, on_gpu=True) is None
 
 
-def test_a_microbatch_takes_its_share_of_the_free_memory_and_64_tokens_more_would_not_fit(tmp_path: Path) -> None:
+def test_estimate_microbatch_fills_its_share_of_free_memory(tmp_path: Path) -> None:
     files = read_model_files(tiny_random(tmp_path, layers=4, width=128))
     shape = Shape(files.config, files.shapes, 8, 2)
     for again in (False, True):
@@ -181,9 +181,7 @@ def test_a_microbatch_takes_its_share_of_the_free_memory_and_64_tokens_more_woul
     assert microbatch_that_fits(Shape({}, files.shapes, 8, 2), 2**30, checkpointing=False) == MICROBATCH_TOKENS
 
 
-def test_a_gpus_free_memory_decides_the_microbatch_unless_the_config_does_or_numbers_are_exact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_memory_sets_microbatch_unless_config_or_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy.load(ModelConfig(lora_r=4), str(tiny_random(tmp_path, layers=4, width=128)), "cpu")
 
     def tokens(**values: object) -> int:
@@ -198,7 +196,7 @@ def test_a_gpus_free_memory_decides_the_microbatch_unless_the_config_does_or_num
     assert tokens(**{"model.numerics": "exact"}) == MICROBATCH_TOKENS
 
 
-def test_the_table_of_what_fits_is_what_is_computed() -> None:
+def test_estimate_table_of_document_is_computed() -> None:
     shown = (
         (Path(__file__).parents[2] / "docs/models.md")
         .read_text()

@@ -63,7 +63,7 @@ def made_older(folder: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("age", ["new", "older"])
 @pytest.mark.slow
-def test_a_stored_policy_becomes_a_model_that_says_the_same(
+def test_merge_makes_model_with_same_logprobs(
     own_database: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, age: str
 ) -> None:
     made = published(own_database, base, tmp_path / "out", KINDS[kind], versions=2, epochs=2)
@@ -85,7 +85,7 @@ def test_a_stored_policy_becomes_a_model_that_says_the_same(
 
 @quantised
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_a_quantised_base_is_dequantised_and_it_says_so(
+def test_merge_dequantises_base_and_says_so(
     own_database: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], bits: str
 ) -> None:
     published(own_database, base, tmp_path / "out", {bits: True, "dtype": "float32", "lora_r": 4})
@@ -97,7 +97,7 @@ def test_a_quantised_base_is_dequantised_and_it_says_so(
     assert (whole - ours).abs().max() < (0.01 if bits == "load_in_4bit" else 0.1)  # 8 bits round what they multiply too
 
 
-def test_what_stands_there_is_kept_unless_forced_and_only_what_agentrl_made_is_replaced(
+def test_merge_replaces_only_own_output_if_forced(
     own_database: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published(own_database, base, tmp_path / "out", KINDS["all weights"], versions=2, epochs=2)
@@ -113,7 +113,7 @@ def test_what_stands_there_is_kept_unless_forced_and_only_what_agentrl_made_is_r
     assert "not made by agentrl" in agentrl(capsys, *words[:-1], str(tmp_path / "thesis"), "--force", code=3)[1]
 
 
-def test_what_cannot_be_merged_is_refused_in_a_sentence_and_nothing_is_written(
+def test_merge_refusal_is_one_sentence_and_writes_nothing(
     own_database: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     elsewhere = tiny_random(tmp_path / "elsewhere")
@@ -137,7 +137,7 @@ def test_what_cannot_be_merged_is_refused_in_a_sentence_and_nothing_is_written(
     assert not Path(plain).exists()
 
 
-def test_a_model_that_does_not_fit_the_disk_is_refused_before_anything_is_written(
+def test_merge_without_disk_space_writes_nothing(
     own_database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wide = tiny_random(tmp_path / "wide", width=256)

@@ -48,7 +48,7 @@ def test_mixed_gradients_are_float32_and_close_to_float32s(folder: Path, mixed: 
         assert 0 < float((gradient - exact[name]).norm()) < 0.05 * float(exact[name].norm()), name
 
 
-def test_mixed_update_leaves_float32_masters_and_a_bfloat16_sampler(folder: Path, mixed: None) -> None:
+def test_mixed_update_keeps_float32_masters_and_bfloat16_sampler(folder: Path, mixed: None) -> None:
     policy = load(folder)
     before = {name: parameter.detach().clone() for name, parameter in policy.trainable().items()}
     rows = [([20 + (7 * row + place) % 250 for place in range(12)], [-5.0] * 12) for row in range(16)]
@@ -63,7 +63,7 @@ def test_mixed_update_leaves_float32_masters_and_a_bfloat16_sampler(folder: Path
     assert policy.precision == "coarse"
 
 
-def test_no_mixed_precision_for_lora_exact_numbers_and_a_dtype_that_was_asked_for(folder: Path, mixed: None) -> None:
+def test_mixed_precision_is_off_for_lora_exact_or_chosen_dtype(folder: Path, mixed: None) -> None:
     assert load(folder).mixed_dtype == torch.bfloat16
     assert load(folder, dtype="float32").mixed_dtype is None
     assert Policy.load(ModelConfig(lora_r=4), str(folder), "cpu").mixed_dtype is None

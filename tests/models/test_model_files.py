@@ -74,7 +74,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("breaking", BROKEN)
-def test_what_a_worker_cannot_load_is_refused_without_loading_it(tmp_path: Path, breaking: str) -> None:
+def test_check_model_refuses_what_worker_cannot_load(tmp_path: Path, breaking: str) -> None:
     folder = tiny_random(tmp_path / "model")
     config = ModelConfig.model_validate({"path": str(folder)})
     loading.check(config, folder)
@@ -86,7 +86,7 @@ def test_what_a_worker_cannot_load_is_refused_without_loading_it(tmp_path: Path,
     assert "\n" not in str(checked.value)
 
 
-def test_of_the_weights_some_must_be_the_models(tmp_path: Path) -> None:
+def test_check_model_needs_some_weights_of_the_model(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     save_file({"elsewhere": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match="None of the weights"):
@@ -97,7 +97,7 @@ def test_of_the_weights_some_must_be_the_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("breaking", ["an unknown architecture", "a file cut short"])
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_dry_run_refuses_a_model_that_cannot_be_loaded(
+def test_dry_run_refuses_model_that_cannot_be_loaded(
     home: Path, tmp_path: Path, breaking: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tiny_random(tmp_path / "model")

@@ -44,14 +44,14 @@ print(why_not_packed(torch.bfloat16))
 
 
 @pytest.mark.slow
-def test_a_turn_is_sampled_in_bfloat16(tmp_path: Path) -> None:
+def test_older_processor_samples_in_bfloat16(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAMPLES, str(tiny_random(tmp_path / "base"))]
     done = subprocess.run(command, env=older_processor(), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert NEEDS in done.stdout or not X86
 
 
-def test_doctor_says_which_precision_is_packed_and_why_the_other_is_not(tmp_path: Path) -> None:
+def test_older_processor_doctor_explains_packing_by_precision(tmp_path: Path) -> None:
     environment = older_processor(AGENTRL_HOME=str(tmp_path))
     command = [sys.executable, "-m", "agentrl.cli.probe", "torch", "auto"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
@@ -64,7 +64,7 @@ def test_doctor_says_which_precision_is_packed_and_why_the_other_is_not(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
-def test_the_tests_of_everything_that_depends_on_the_processor_pass() -> None:
+def test_older_processor_passes_tests_that_depend_on_it() -> None:
     chosen = [
         "tests/models/test_packed_weights.py",
         "tests/models/test_fast_forward.py",

@@ -87,7 +87,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return found
 
 
-def test_it_samples_trains_and_loads_again(
+def test_own_code_model_samples_trains_and_loads_again(
     worker: Database, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agentrl(capsys, "submit", *SMALL, "--model", str(own), "--name", "first", "--trust-remote-code")
@@ -116,7 +116,7 @@ def test_it_samples_trains_and_loads_again(
     assert code_files(tmp_path / "plain")
 
 
-def test_without_the_flag_it_is_refused_before_anything_runs_or_is_written(
+def test_own_code_without_flag_is_refused_before_it_runs(
     worker: Database, own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", StringIO("hello\n\n"))
@@ -135,7 +135,7 @@ def test_without_the_flag_it_is_refused_before_anything_runs_or_is_written(
     assert not list(own.parent.rglob("ran")), "its code ran"
 
 
-def test_with_the_flag_sft_learns_it_and_chat_talks_to_what_was_made(
+def test_own_code_with_flag_works_in_sft_and_chat(
     worker: Database, own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("--model", str(own), "--steps", "1", "--batch-size", "2", "--name", "made", "--trust-remote-code")
@@ -150,9 +150,7 @@ def test_with_the_flag_sft_learns_it_and_chat_talks_to_what_was_made(
     assert submission.prepare(worker, measured, kind="eval").submission.manifest["trust_remote_code"] is True
 
 
-def test_a_run_whose_models_code_was_changed_does_not_go_on(
-    worker: Database, own: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_own_code_changed_stops_run(worker: Database, own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agentrl(capsys, "submit", *SMALL, "--model", str(own), "--name", "first", "--trust-remote-code", "--epochs", "2")
     do_jobs(until=lambda: value(worker, "SELECT max(version) FROM policies") == 1)
     planning.stop(worker, "first", "paused")
@@ -178,19 +176,19 @@ def test_a_run_whose_models_code_was_changed_does_not_go_on(
         "[" * 10**5,
     ],
 )
-def test_code_that_no_config_names_is_none(tmp_path: Path, said: str) -> None:
+def test_own_code_without_config_entry_is_none(tmp_path: Path, said: str) -> None:
     (tmp_path / "config.json").write_text(said)
     (tmp_path / "modeling_own.py").write_text(CODE)
     assert code_files(tmp_path) == ()
 
 
-def test_code_of_the_tokenizer_counts_too(tmp_path: Path) -> None:
+def test_own_code_of_tokenizer_counts(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["modeling_own.Slow", null]}}')
     (tmp_path / "modeling_own.py").write_text(CODE)
     assert [file.name for file in code_files(tmp_path)] == ["modeling_own.py"]
 
 
-def test_a_model_that_was_fetched_without_its_code_says_so(own: Path) -> None:
+def test_own_code_missing_is_reported(own: Path) -> None:
     (own / "modeling_own.py").unlink()
     with pytest.raises(ModelError, match="needs its own code"):
         Policy.load(ModelConfig.model_validate({"path": str(own)}), str(own), "cpu")

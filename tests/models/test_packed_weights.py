@@ -27,7 +27,7 @@ from tests.support.small_models import plain_slots, tiny_random
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("worth", [0, 10**9])
 @pytest.mark.usefixtures("road")
-def test_a_product_with_a_packed_weight_is_that_with_the_plain_one(
+def test_packed_product_equals_plain_product(
     dtype: torch.dtype, tolerance: float, bias: bool, worth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl.workflow.models.packed_weights.WORTH_PRODUCTS", worth)
@@ -91,7 +91,7 @@ def gives_another_shape(weight: Tensor, bias: Tensor | None) -> Product:
         (gives_another_shape, "must match the size"),
     ],
 )
-def test_what_is_missing_raises_or_multiplies_wrongly_is_tried_once_and_plain_products_are_taken(
+def test_packed_product_that_fails_falls_back_to_plain_once(
     dtype: torch.dtype,
     kernel: Callable[..., Product],
     why: str,
@@ -116,7 +116,7 @@ def test_what_is_missing_raises_or_multiplies_wrongly_is_tried_once_and_plain_pr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_multiplies_as_it_should_is_used_for_each_weight(
+def test_packed_product_that_works_is_used_for_each_weight(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tried_anew: None
 ) -> None:
     """The packed road, on a processor that has none too."""
@@ -137,14 +137,14 @@ def test_what_multiplies_as_it_should_is_used_for_each_weight(
     assert [weight is layer.weight and bias is layer.bias for weight, bias in given] == [True]
 
 
-def test_float64_and_other_devices_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weights_skip_float64_and_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.workflow.models.packed_weights.why_not_packed", lambda dtype: "")
     assert can_pack(torch.device("cpu"), torch.float32)
     assert not can_pack(torch.device("cpu"), torch.float64)
     assert not can_pack(torch.device("cuda"), torch.float32)
 
 
-def test_trying_leaves_the_random_numbers_of_the_process_alone(tried_anew: None) -> None:
+def test_packed_weights_trial_leaves_random_state(tried_anew: None) -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_trying_leaves_the_random_numbers_of_the_process_alone(tried_anew: None)
 
 
 @pytest.mark.usefixtures("road")
-def test_the_sampler_says_what_newly_published_weights_say(tmp_path: Path) -> None:
+def test_packed_sampler_uses_newly_published_weights(tmp_path: Path) -> None:
     policy = Policy.load(ModelConfig(), str(tiny_random(tmp_path / "base")), "cpu")
     ids = torch.tensor([[5, 6, 7]])
     for version in (1, 2):
@@ -172,7 +172,7 @@ def test_the_sampler_says_what_newly_published_weights_say(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("road")
-def test_a_sampler_may_compute_in_bfloat16_beside_a_trainer_in_float32(tmp_path: Path) -> None:
+def test_sampler_dtype_may_be_bfloat16_with_float32_trainer(tmp_path: Path) -> None:
     policy = Policy.load(ModelConfig(sampler_dtype="bfloat16"), str(tiny_random(tmp_path / "base")), DEVICE)
     request = GenerateRequest((5, 6, 7), PolicyRef(str(policy.folder), policy.base_hash), 3, 0, 24)
     engine = RollingEngine(policy, slots=2)
@@ -187,14 +187,12 @@ def test_a_sampler_may_compute_in_bfloat16_beside_a_trainer_in_float32(tmp_path:
 
 
 @pytest.mark.parametrize("options", [{"lora_r": 4}, {"load_in_4bit": True}, {"numerics": "exact"}])
-def test_a_sampler_that_has_no_copy_of_its_own_has_no_dtype_of_its_own(options: dict[str, Any]) -> None:
+def test_sampler_dtype_needs_own_copy_of_weights(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"sampler_dtype|numerics: exact"):
         build({f"model.{name}": value for name, value in {"sampler_dtype": "bfloat16", **options}.items()})
 
 
-def test_a_model_that_is_large_enough_for_lora_says_so_when_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_that_became_large_enough_for_lora_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.workflow.models.lookup.SMALL", 1)
     with pytest.raises(ModelError, match="shares the trainer's base"):
         Policy.load(ModelConfig(sampler_dtype="bfloat16"), str(tiny_random(tmp_path / "base")))

@@ -40,7 +40,7 @@ def by_peft(config: ModelConfig, folder: Path, rank: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kind", ["Qwen2", "tied", "untied"])
 @pytest.mark.parametrize("targets", [{}, {"lora_targets": ["q_proj", "v_proj"]}], ids=["all", "two"])
-def test_the_files_of_a_model_say_what_peft_counts(kind: str, targets: dict[str, Any], tmp_path: Path) -> None:
+def test_parameter_count_from_files_equals_peft(kind: str, targets: dict[str, Any], tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "base") if kind == "Qwen2" else llama(tmp_path / "base", kind == "tied")
     config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, **targets})
     found = count_in_files(config, folder)
@@ -54,14 +54,14 @@ def test_the_files_of_a_model_say_what_peft_counts(kind: str, targets: dict[str,
 
 
 @quantised
-def test_what_is_quantised_when_it_is_loaded_counts_as_the_files_say(tmp_path: Path) -> None:
+def test_parameter_count_of_quantised_model_is_of_files(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "base")
     config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, "load_in_4bit": True, "dtype": "float32"})
     with Policy.load(config, str(folder), device="cpu").training() as module:
         assert count_parameters(module) == count_in_files(config, folder)
 
 
-def test_files_that_do_not_say_it_are_left_to_whoever_loads_them(tmp_path: Path) -> None:
+def test_parameter_count_unknown_from_files_is_left_to_loader(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "base")
     config = ModelConfig(path=str(folder), lora_r=4)
     told = json.loads((folder / "config.json").read_text())
@@ -77,7 +77,7 @@ def test_files_that_do_not_say_it_are_left_to_whoever_loads_them(tmp_path: Path)
 @pytest.mark.usefixtures("home")
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_submit_says_first_what_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_shows_trained_parameters_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_random(tmp_path / "base")
     asked = ("-s", "model.lora_targets=[q_proj,v_proj]", "-s", "model.lora_alpha=8", "-s", "update.optimizer=adamw_8bit")
     options = ("--dataset", "arithmetic", "--model", str(folder), "--lora-r", "4", *asked, "--dry-run", "--json")
@@ -87,7 +87,7 @@ def test_submit_says_first_what_trains(tmp_path: Path, capsys: pytest.CaptureFix
     assert (config["model"]["lora_targets"], config["update"]["optimizer"]) == (["q_proj", "v_proj"], "adamw_8bit")
 
 
-def test_a_run_of_before_has_the_optimizer_and_the_layers_of_before() -> None:
+def test_stored_run_keeps_former_optimizer_and_layers() -> None:
     config = build({})
     stored = config.model_dump(mode="json")
     del stored["update"]["optimizer"], stored["model"]["lora_targets"]
@@ -97,7 +97,7 @@ def test_a_run_of_before_has_the_optimizer_and_the_layers_of_before() -> None:
 # what is asked for and is not there
 
 
-def test_layers_that_the_model_has_not_are_named_with_those_that_it_has(tmp_path: Path) -> None:
+def test_lora_targets_unknown_are_named_with_existing_ones(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "base")
     for wrong in ("query", "lm_head", "embed_tokens", "norm"):
         config = ModelConfig.model_validate({"path": str(folder), "lora_r": 4, "lora_targets": ["q_proj", wrong]})
@@ -107,7 +107,7 @@ def test_layers_that_the_model_has_not_are_named_with_those_that_it_has(tmp_path
         build({"model.lora_targets": []})
 
 
-def test_an_optimizer_that_is_not_to_be_had_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_unavailable_is_refused_before_start(monkeypatch: pytest.MonkeyPatch) -> None:
     check_optimizer("adamw", "cpu")
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
     with pytest.raises(ConfigError, match=r"adamw_8bit does not work here on cpu: .*bitsandbytes.* Take adamw"):
@@ -118,7 +118,7 @@ def test_an_optimizer_that_is_not_to_be_had_is_refused_before_anything_starts(mo
 
 @quantised
 @pytest.mark.usefixtures("home")
-def test_sft_trains_what_its_options_say_and_by_that_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sft_uses_lora_targets_and_optimizer_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, made = tiny_random(tmp_path / "base"), tmp_path / "made"
     lora = ("--lora-r", "4", "--lora-targets", "q_proj,v_proj", "--lora_alpha", "8", "--lora-dropout", "0.1")
     common = ("sft", "--dataset", "arithmetic", "--model", str(folder), "--steps", "3", "--batch-size", "4")

@@ -90,7 +90,7 @@ def policy(request: pytest.FixtureRequest, folder: Path) -> Any:
     torch.use_deterministic_algorithms(False)
 
 
-def test_lora_trains_the_shape_true_share_of_a_qwen2_half_billion() -> None:
+def test_lora_share_of_half_billion_qwen2_is_right() -> None:
     with torch.device("meta"):
         base, asked = Qwen2ForCausalLM(HALF_BILLION), config(lora_dropout=0.05)
         model = get_peft_model(base, lora_config(asked, 8, find_lora_layers(asked, base)))
@@ -99,12 +99,12 @@ def test_lora_trains_the_shape_true_share_of_a_qwen2_half_billion() -> None:
     assert sum(size for size, _ in sizes) == 498_431_872
 
 
-def test_at_first_sampler_policy_and_reference_are_the_base(policy: Policy) -> None:
+def test_policy_sampler_and_reference_start_as_base(policy: Policy) -> None:
     assert torch.equal(sampled(policy), trained(policy))
     assert torch.equal(sampled(policy), anchor(policy))
 
 
-def test_the_sampler_reads_nothing_that_the_optimizer_writes(policy: Policy) -> None:
+def test_policy_sampler_ignores_optimizer_writes(policy: Policy) -> None:
     before, reference = sampled(policy), anchor(policy)
     disturb(policy)
     assert not torch.allclose(trained(policy), before)
@@ -112,7 +112,7 @@ def test_the_sampler_reads_nothing_that_the_optimizer_writes(policy: Policy) -> 
     assert torch.equal(anchor(policy), reference)
 
 
-def test_gradients_reach_exactly_the_trainable_part(policy: Policy) -> None:
+def test_policy_gradients_reach_exactly_trainable_part(policy: Policy) -> None:
     sampled(policy)
     with policy.training() as model:
         logprobs(model).sum().backward()
@@ -121,7 +121,7 @@ def test_gradients_reach_exactly_the_trainable_part(policy: Policy) -> None:
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.trainable().values())
 
 
-def test_published_weights_are_sampled_from_bit_for_bit_and_the_base_can_come_back(policy: Policy, tmp_path: Path) -> None:
+def test_policy_publish_is_exact_and_returns_to_base(policy: Policy, tmp_path: Path) -> None:
     base = sampled(policy)
     disturb(policy)
     ref = checkpoint(policy, tmp_path / "v1")
@@ -135,13 +135,13 @@ def test_published_weights_are_sampled_from_bit_for_bit_and_the_base_can_come_ba
     assert not torch.allclose(trained(policy), base)
 
 
-def test_another_process_starts_from_the_same_weights(policy: Policy, folder: Path, tmp_path: Path) -> None:
+def test_policy_loads_same_weights_in_another_process(policy: Policy, folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(99)
     other = Policy.load(policy.config, str(folder), policy.device.type)
     assert checkpoint(policy, tmp_path / "a").sha256 == checkpoint(other, tmp_path / "b").sha256
 
 
-def test_a_flipped_bit_a_missing_file_and_another_base_are_refused(policy: Policy, tmp_path: Path) -> None:
+def test_policy_refuses_flipped_bit_missing_file_and_other_base(policy: Policy, tmp_path: Path) -> None:
     before = sampled(policy)
     disturb(policy)
     ref = checkpoint(policy, tmp_path / "v1")
@@ -158,9 +158,7 @@ def test_a_flipped_bit_a_missing_file_and_another_base_are_refused(policy: Polic
     assert torch.equal(sampled(policy), before)
 
 
-def test_a_base_that_changes_while_it_is_read_is_not_taken_for_what_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_policy_load_detects_base_changed_during_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_random(tmp_path / "m")
     before, tokenizer = base_hash(folder), loading.load_tokenizer
 
@@ -172,14 +170,14 @@ def test_a_base_that_changes_while_it_is_read_is_not_taken_for_what_it_was(
     assert Policy.load(config(lora_r=0), str(folder), device=DEVICE).base_hash == base_hash(folder) != before
 
 
-def test_models_that_are_loaded_at_once_are_each_whole(folder: Path) -> None:
+def test_policy_loads_concurrently(folder: Path) -> None:
     alone = Policy.load(config(lora_r=0), str(folder), device=DEVICE).trainable().keys()
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: Policy.load(config(lora_r=0), str(folder), device=DEVICE).trainable().keys(), range(8)))
     assert all(names == alone for names in found)
 
 
-def test_a_base_that_was_made_anew_in_its_folder_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
+def test_policy_detects_base_rewritten_in_its_folder(tmp_path: Path) -> None:
     folder = tiny_random(tmp_path / "m")
     policy = Policy.load(config(lora_r=0), str(folder), device=DEVICE)
     before = trained(policy)
@@ -198,7 +196,7 @@ def test_a_base_that_was_made_anew_in_its_folder_is_not_taken_for_the_old_one(tm
     assert torch.equal(trained(policy), before)
 
 
-def test_weights_of_another_shape_or_broken_ones_are_refused(policy: Policy, tmp_path: Path) -> None:
+def test_policy_refuses_broken_weights_and_other_shapes(policy: Policy, tmp_path: Path) -> None:
     wider = Policy.load(config(lora_r=5), str(tiny_random(tmp_path / "m", layers=1)), device=DEVICE)
     ref = checkpoint(wider, tmp_path / "v1")
     with pytest.raises(CheckpointError, match="do not fit"):
@@ -211,7 +209,9 @@ def test_weights_of_another_shape_or_broken_ones_are_refused(policy: Policy, tmp
 @quantised
 @pytest.mark.parametrize("newest", [True, False])
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_a_quantised_base_takes_a_lora_step(bits: str, newest: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_of_quantised_base_takes_lora_step(
+    bits: str, newest: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where bitsandbytes would repack 4 bits for a processor with AVX-512 and bfloat16, and where it would not."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: newest)
     policy = Policy.load(config(**asked({bits: True})), str(folder), DEVICE)
@@ -230,20 +230,20 @@ def test_a_quantised_base_takes_a_lora_step(bits: str, newest: bool, folder: Pat
     assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
 
 
-def test_exact_numerics_keep_float64_to_the_logprobs(folder: Path) -> None:
+def test_policy_with_exact_numerics_keeps_float64(folder: Path) -> None:
     policy = Policy.load(config(numerics="exact"), str(folder))
     torch.use_deterministic_algorithms(False)
     assert sampled(policy).dtype == torch.float64
     assert policy.device.type == "cpu"
 
 
-def test_a_small_model_trains_all_weights_unless_told_otherwise(folder: Path) -> None:
+def test_policy_of_small_model_trains_all_weights_by_default(folder: Path) -> None:
     assert Policy.load(config(), str(folder), device=DEVICE).kind == "full"
 
 
 @hypothesis_settings(max_examples=30)
 @given(st.integers(0, 6), st.floats(0.5, 2.0))
-def test_padding_changes_no_logprob_and_temperature_divides_the_logits(padding: int, temperature: float) -> None:
+def test_policy_logprobs_ignore_padding_and_use_temperature(padding: int, temperature: float) -> None:
     torch.manual_seed(0)
     shape = Qwen2Config(
         vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
@@ -258,7 +258,7 @@ def test_padding_changes_no_logprob_and_temperature_divides_the_logits(padding: 
     assert torch.allclose(entropy[:, :9], torch.distributions.Categorical(logits=alone).entropy(), atol=1e-5)
 
 
-def test_a_base_is_named_by_its_weights_and_its_tokenizer(folder: Path, tmp_path: Path) -> None:
+def test_base_hash_covers_weights_and_tokenizer(folder: Path, tmp_path: Path) -> None:
     assert base_hash(folder) == base_hash(tiny_random(tmp_path / "same"))
     assert base_hash(folder) != base_hash(tiny_random(tmp_path / "other", seed=1))
     tokenizer_config = tmp_path / "same" / "tokenizer_config.json"
@@ -266,7 +266,7 @@ def test_a_base_is_named_by_its_weights_and_its_tokenizer(folder: Path, tmp_path
     assert base_hash(folder) != base_hash(tmp_path / "same")
 
 
-def test_a_model_that_is_not_there_says_what_to_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_model_not_found_says_what_to_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AGENTRL_HOME", str(tmp_path))
     settings.cache_clear()
     with pytest.raises(ModelError, match="agentrl sft --dataset arithmetic --model tiny"):
@@ -291,9 +291,7 @@ def test_a_model_that_is_not_there_says_what_to_pass(monkeypatch: pytest.MonkeyP
         ({"hidden_act": "nosuch"}, "it names an unknown 'nosuch'"),
     ],
 )
-def test_files_that_do_not_fit_together_are_a_model_error_in_one_sentence(
-    tmp_path: Path, change: dict[str, object], said: str
-) -> None:
+def test_model_files_that_disagree_are_one_sentence(tmp_path: Path, change: dict[str, object], said: str) -> None:
     folder = tiny_random(tmp_path / "model")
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
@@ -303,7 +301,7 @@ def test_files_that_do_not_fit_together_are_a_model_error_in_one_sentence(
     assert len(str(raised.value)) < 500
 
 
-def test_a_model_in_the_hubs_cache_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_model_in_hub_cache_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     cached = tmp_path / "models--someone--something"
@@ -314,7 +312,7 @@ def test_a_model_in_the_hubs_cache_needs_no_network(monkeypatch: pytest.MonkeyPa
     assert Policy.load(config(), "someone/something", device=DEVICE).kind == "full"
 
 
-def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_model_on_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=r"Cannot reach the hub for 'someone/something'\. Pass a local model folder"):
@@ -323,7 +321,7 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.Monkey
         model_folder("a/b/c")
 
 
-def test_policy_trains_a_padding_token_that_ends_turns(folder: Path, tmp_path: Path) -> None:
+def test_policy_trains_padding_token_that_ends_turns(folder: Path, tmp_path: Path) -> None:
     same = tmp_path / "same"
     shutil.copytree(folder, same)
     padding = int(IDS[0, 3])

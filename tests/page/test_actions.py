@@ -52,7 +52,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr(actions, "COMMAND", (sys.executable, "-c", code))
 
 
-def test_without_actions_nothing_is_done_and_what_to_type_is_said(trained: Database) -> None:
+def test_actions_disabled_name_the_command_to_type(trained: Database) -> None:
     ((status, said),) = post(application(store(trained)), ("tag", {"run": 1, "text": "good"}))
     assert (status, said["error"]) == (403, "This page is read-only.")
     assert "--actions" in said["hint"]
@@ -61,7 +61,7 @@ def test_without_actions_nothing_is_done_and_what_to_type_is_said(trained: Datab
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_tags_and_notes_are_written_by_the_commands_that_a_person_would_type(trained: Database) -> None:
+def test_actions_write_tags_and_notes_by_command(trained: Database) -> None:
     app = application(store(trained), actions=True)
     answers = post(app, ("tag", {"run": 1, "text": "-good"}), ("note", {"run": 1, "text": "-- why\n\0; rm -rf /"}))
     assert [status for status, _ in answers] == [200, 200]
@@ -73,7 +73,7 @@ def test_tags_and_notes_are_written_by_the_commands_that_a_person_would_type(tra
     assert label_rows.list_tags(trained, "1") == []
 
 
-def test_what_the_command_refuses_is_told_in_its_words(trained: Database) -> None:
+def test_actions_pass_refusal_of_command_on(trained: Database) -> None:
     ((status, said),) = post(application(store(trained), actions=True), ("tag", {"run": 1, "text": "x" * 1000}))
     assert (status, said["timed_out"]) == (200, False)
     assert said["exit_code"] != 0
@@ -81,7 +81,7 @@ def test_what_the_command_refuses_is_told_in_its_words(trained: Database) -> Non
 
 
 @pytest.mark.slow
-def test_the_run_of_that_number_is_meant_though_another_has_the_number_as_its_name(trained: Database) -> None:
+def test_actions_prefer_run_number_to_equal_name(trained: Database) -> None:
     planning.submit(trained, submission("1"))
     app = application(store(trained), actions=True)
     ((status, said), (unknown, _)) = post(app, ("tag", {"run": 1, "text": "good"}), ("note", {"run": 99, "text": "good"}))
@@ -89,7 +89,7 @@ def test_the_run_of_that_number_is_meant_though_another_has_the_number_as_its_na
     assert (label_rows.list_tags(trained, "first"), label_rows.list_tags(trained, "1")) == (["good"], [])
 
 
-def test_the_words_are_those_that_the_page_shows_with_what_was_chosen(trained: Database) -> None:
+def test_actions_run_the_command_shown_with_chosen_values(trained: Database) -> None:
     episode = values(trained, "SELECT min(id) FROM episodes")[0]
     of, shown = store(trained), {"episode": episode}
     assert make_words(of, "verify", Action(**shown)) == ["replay", str(episode), "--verify", "all"]
@@ -109,7 +109,7 @@ def test_the_words_are_those_that_the_page_shows_with_what_was_chosen(trained: D
             make_words(of, kind, Action())
 
 
-def test_other_kinds_and_values_are_refused(trained: Database) -> None:
+def test_actions_refuse_other_kinds_and_values(trained: Database) -> None:
     app = application(store(trained), actions=True)
     for kind, body in (
         ("rm", {"run": 1}),
@@ -124,9 +124,7 @@ def test_other_kinds_and_values_are_refused(trained: Database) -> None:
         assert status == 422, (kind, body)
 
 
-def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(
-    trained: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actions_end_slow_command_with_its_children(trained: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "mark"
     late = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
     scripted(
@@ -142,7 +140,7 @@ def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(
     assert not mark.exists()
 
 
-def test_a_service_that_ends_ends_its_commands(trained: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actions_end_with_their_service(trained: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, "import time; time.sleep(60)")
     app, began = application(store(trained), actions=True), time.monotonic()
     app.state.is_ending = lambda: time.monotonic() - began > 0.5
@@ -151,7 +149,7 @@ def test_a_service_that_ends_ends_its_commands(trained: Database, monkeypatch: p
     assert time.monotonic() - began < 5
 
 
-def test_one_of_a_kind_runs_at_a_time_and_others_beside_it(trained: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actions_run_one_of_a_kind_at_a_time(trained: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, "import time; time.sleep(1)")
     asked = [("tag", {"run": 1, "text": "a"}), ("tag", {"run": 1, "text": "b"}), ("note", {"run": 1, "text": "c"})]
     app = application(store(trained), actions=True)
@@ -161,7 +159,7 @@ def test_one_of_a_kind_runs_at_a_time_and_others_beside_it(trained: Database, mo
     assert post(app, asked[0])[0][0] == 200  # and again, once it is over
 
 
-def test_what_a_command_prints_is_cleaned_and_only_its_end_is_told(trained: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actions_clean_output_and_keep_its_end(trained: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, "print('x' * 10**6); print('\\x1b[31mred\\x1b[0m \\x07 end'); raise SystemExit(3)")
     ((_, said),) = post(application(store(trained), actions=True), ("tag", {"run": 1, "text": "a"}))
     assert said["exit_code"] == 3
@@ -170,7 +168,7 @@ def test_what_a_command_prints_is_cleaned_and_only_its_end_is_told(trained: Data
     assert said["output"].endswith("red \ufffd end\n")
 
 
-def test_a_body_that_is_no_text_at_all_is_refused(trained: Database) -> None:
+def test_actions_refuse_body_that_is_not_text(trained: Database) -> None:
     app = application(store(trained), actions=True)
 
     async def ask(body: bytes) -> int:

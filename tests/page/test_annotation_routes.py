@@ -21,7 +21,7 @@ from tests.support.played_runs import altered, values
 grown = grown_store({"large": 3, "live": 1})
 
 
-def test_annotations_come_by_kind_name_and_source_and_in_pages(grown: Database) -> None:
+def test_annotations_route_filters_and_pages(grown: Database) -> None:
     page = PageOver(grown)
     first = page.read("/api/runs/1/annotations", kind="reward", source="agent", name="own", size=10)
     assert {row["data"]["value"] for row in first["rows"]} == {0.5}
@@ -31,7 +31,7 @@ def test_annotations_come_by_kind_name_and_source_and_in_pages(grown: Database) 
     assert second["rows"][0]["id"] > first["rows"][-1]["id"]
 
 
-def test_whatever_was_said_is_told_or_cut(grown: Database) -> None:
+def test_annotations_route_shows_or_cuts_any_value(grown: Database) -> None:
     page = PageOver(grown)
     for said in ("</script><img src=x onerror=alert(1)>", "\u202e\u2028\x07 \ud83d", {"text": "x" * 3000}, None, [1.5, True]):
         with grown.engine.begin() as tx:
@@ -44,7 +44,7 @@ def test_whatever_was_said_is_told_or_cut(grown: Database) -> None:
             assert row["data"]["value"] == (said.replace("\ud83d", "?") if isinstance(said, str) else said), said
 
 
-def test_an_annotation_that_nests_deeply_is_a_text(grown: Database) -> None:
+def test_annotations_route_shows_deep_value_as_text(grown: Database) -> None:
     deep: Any = 1
     for _ in range(200):
         deep = [deep]
@@ -53,7 +53,7 @@ def test_an_annotation_that_nests_deeply_is_a_text(grown: Database) -> None:
     assert PageOver(grown).read("/api/runs/1/annotations", size=1)["rows"][0]["data"].startswith('{"value": [[[')
 
 
-def test_prompts_tell_what_a_search_gained_on_tasks_that_no_choice_has_read(database: Database) -> None:
+def test_prompts_route_shows_gain_on_unread_tasks(database: Database) -> None:
     work = begun(database)
     search_rounds.add_round(database, work, planned(database, work, "choose", SEED, BETTER))
     work = rolled_out(database, work, (0.25, 0.75))
@@ -66,7 +66,7 @@ def test_prompts_tell_what_a_search_gained_on_tasks_that_no_choice_has_read(data
     assert (found["held_out"]["difference"], found["held_out"]["tasks"], found["held_out"]["low"]) == (1.0, 1, None)
 
 
-def test_prompts_and_critic_calls_come_in_pages_and_long_texts_are_cut(grown: Database) -> None:
+def test_prompts_and_critic_calls_are_paged_and_cut(grown: Database) -> None:
     with grown.engine.begin() as tx:
         tx.execute(update(tables.resources).where(tables.resources.c.id == 1).values(text="x" * 100_000))
         tx.execute(update(tables.critic_calls).where(tables.critic_calls.c.id == 1).values(answer="y" * 100_000))
@@ -98,7 +98,7 @@ def added_up(page: PageOver, run: int, view: str, column: str) -> dict[int, list
             return found
 
 
-def test_any_number_of_any_view_adds_up_to_what_the_view_says(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_series_route_agrees_with_its_view(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(series, "WINDOW_ROWS", 101)
     page = PageOver(grown)
     for view, column in (
@@ -121,7 +121,7 @@ def test_any_number_of_any_view_adds_up_to_what_the_view_says(grown: Database, m
             assert sums == pytest.approx(wanted[iteration]), view
 
 
-def test_every_number_of_every_view_can_be_asked_for(grown: Database) -> None:
+def test_series_route_serves_every_number_of_every_view(grown: Database) -> None:
     page = PageOver(grown)
     charted = [(view["view"], column["column"]) for view in list_views() for column in view["columns"] if column["chartable"]]
     assert len(charted) > 80
@@ -129,14 +129,14 @@ def test_every_number_of_every_view_can_be_asked_for(grown: Database) -> None:
         page.read("/api/runs/1/series", view=view, column=column)
 
 
-def test_what_is_no_finite_number_is_in_no_sum(grown: Database) -> None:
+def test_series_route_skips_non_finite_numbers(grown: Database) -> None:
     for odd in (math.inf, -math.inf):
         with altered(grown, "updates", "kl", "id = 1", odd):
             (first, *_) = PageOver(grown).read("/api/runs/1/series", view="v_updates", column="kl")["rows"]
             assert (first["count"], first["max"]) == (1, 0.01)
 
 
-def test_what_is_no_number_by_iteration_is_refused(grown: Database) -> None:
+def test_series_route_refuses_column_without_numbers(grown: Database) -> None:
     page = PageOver(grown)
     for view, column in (
         ("v_runs", "seed"),
@@ -149,7 +149,7 @@ def test_what_is_no_number_by_iteration_is_refused(grown: Database) -> None:
         assert page.ask("/api/runs/1/series", view=view, column=column)[0] == 422, (view, column)
 
 
-def test_a_cursor_of_another_series_is_refused(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_series_route_refuses_cursor_of_other_series(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(series, "WINDOW_ROWS", 10)
     page = PageOver(grown)
     cursor = page.read("/api/runs/1/series", view="v_steps", column="mean_logprob")["next"]
@@ -157,7 +157,7 @@ def test_a_cursor_of_another_series_is_refused(grown: Database, monkeypatch: pyt
     assert page.ask("/api/runs/2/series", view="v_steps", column="mean_logprob", cursor=cursor)[0] == 422
 
 
-def test_every_view_is_told_with_the_columns_that_it_has(database: Database) -> None:
+def test_views_route_lists_columns(database: Database) -> None:
     told = PageOver(database).read("/api/views")
     assert [view["view"] for view in told]
     assert {view["view"] for view in told} == {*VIEWS}
@@ -168,7 +168,7 @@ def test_every_view_is_told_with_the_columns_that_it_has(database: Database) -> 
     assert {view for view, kind in VIEWS.items() if {"run", "iteration", "id"} <= {*kind.COLUMNS}} == {*WINDOWS}
 
 
-def test_a_store_of_every_kind_of_run_answers_every_path_of_it(grown: Database) -> None:
+def test_page_answers_every_path_of_every_kind_of_run(grown: Database) -> None:
     page = PageOver(grown)
     for run in values(grown, "SELECT id FROM runs ORDER BY id"):
         for path in (

@@ -108,7 +108,7 @@ def overflow(page: Page) -> int:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_view_is_drawn_without_an_error_and_nothing_serious_stops_a_screen_reader(
+def test_browser_draws_every_view_accessibly_without_error(
     lived: Stack, served: Service, browser: Browser, scheme: Any
 ) -> None:
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
@@ -128,7 +128,7 @@ def test_every_view_is_drawn_without_an_error_and_nothing_serious_stops_a_screen
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_view_fits_its_window_and_is_pictured(lived: Stack, served: Service, browser: Browser, width: int) -> None:
+def test_browser_fits_every_view_into_window(lived: Stack, served: Service, browser: Browser, width: int) -> None:
     context = browser.new_context(viewport={"width": width, "height": 900}, has_touch=width < 500)
     page = context.new_page()
     PICTURES.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def test_every_view_fits_its_window_and_is_pictured(lived: Stack, served: Servic
     context.close()
 
 
-def test_a_run_is_watched_from_its_first_iteration_to_its_end(lived: Stack, served: Service, context: BrowserContext) -> None:
+def test_browser_follows_run_from_first_iteration_to_end(lived: Stack, served: Service, context: BrowserContext) -> None:
     watched = Watched(context.new_page())
     watched.page.goto(served.url)
     watched.see("first")
@@ -160,7 +160,7 @@ def test_a_run_is_watched_from_its_first_iteration_to_its_end(lived: Stack, serv
     assert watched.wrong == []
 
 
-def test_the_config_says_who_chose_a_value(lived: Stack, served: Service, context: BrowserContext) -> None:
+def test_browser_config_shows_origin_of_value(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     look_at(page, served, views(lived)["config"])
     rows = {row.split("\t")[0]: row.split("\t")[-1] for row in page.inner_text("main tbody").splitlines() if "\t" in row}
@@ -169,7 +169,7 @@ def test_the_config_says_who_chose_a_value(lived: Stack, served: Service, contex
     assert "seed" not in rows
 
 
-def test_back_and_forward_go_through_the_views(lived: Stack, served: Service, context: BrowserContext) -> None:
+def test_browser_back_and_forward_go_through_views(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     page.goto(served.url)
     page.click("main >> text=first")
@@ -205,9 +205,7 @@ def drag(page: Page, start: tuple[float, float], end: tuple[float, float], steps
     page.mouse.up()
 
 
-def test_a_click_in_a_chart_opens_the_iteration_and_the_end_of_a_drag_does_not(
-    lived: Stack, served: Service, context: BrowserContext
-) -> None:
+def test_chart_click_opens_iteration_but_drag_does_not(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     look_at(page, served, views(lived)["run"])
     end, height = chart_place(page)
@@ -220,9 +218,7 @@ def test_a_click_in_a_chart_opens_the_iteration_and_the_end_of_a_drag_does_not(
     assert page.evaluate("location.hash").endswith(f"/iteration/{last}")
 
 
-def test_a_hand_that_shakes_opens_the_iteration_too_and_a_second_click_undoes_a_zoom(
-    lived: Stack, served: Service, context: BrowserContext
-) -> None:
+def test_chart_shaky_click_opens_iteration(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     look_at(page, served, views(lived)["run"])
     end, height = chart_place(page)
@@ -234,7 +230,7 @@ def test_a_hand_that_shakes_opens_the_iteration_too_and_a_second_click_undoes_a_
     page.wait_for_function("() => /iteration\\/\\d+$/.test(location.hash)")
 
 
-def test_a_tap_opens_the_iteration(lived: Stack, served: Service, browser: Browser) -> None:
+def test_chart_tap_opens_iteration(lived: Stack, served: Service, browser: Browser) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     page = context.new_page()
     look_at(page, served, views(lived)["run"])
@@ -243,9 +239,7 @@ def test_a_tap_opens_the_iteration(lived: Stack, served: Service, browser: Brows
     context.close()
 
 
-def test_a_click_among_several_runs_opens_the_iteration_of_the_run_that_has_it(
-    lived: Stack, served: Service, context: BrowserContext
-) -> None:
+def test_chart_click_among_runs_opens_iteration_of_its_run(lived: Stack, served: Service, context: BrowserContext) -> None:
     run = int(views(lived)["run"].split("/")[2])
     page = context.new_page()
     look_at(page, served, f"#/run/{run + 1}?with={run}")
@@ -254,7 +248,7 @@ def test_a_click_among_several_runs_opens_the_iteration_of_the_run_that_has_it(
     page.wait_for_function("run => location.hash.startsWith(`#/run/${run}/iteration/`)", arg=run)
 
 
-def test_charts_stay_where_they_are_while_they_are_pointed_at(lived: Stack, served: Service, context: BrowserContext) -> None:
+def test_chart_stays_in_place_under_pointer(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     look_at(page, served, views(lived)["run"])
     end, height = chart_place(page)
@@ -266,9 +260,7 @@ def test_charts_stay_where_they_are_while_they_are_pointed_at(lived: Stack, serv
     assert page.evaluate(tops) == before
 
 
-def test_a_chart_is_made_wide_in_the_address_and_its_numbers_are_taken_along(
-    lived: Stack, served: Service, context: BrowserContext
-) -> None:
+def test_chart_wide_view_is_in_address_and_numbers_download(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     look_at(page, served, views(lived)["run"])
     page.click("button[aria-label='reward as wide as the page']")
@@ -286,7 +278,7 @@ def test_a_chart_is_made_wide_in_the_address_and_its_numbers_are_taken_along(
 
 
 @pytest.mark.parametrize("axis", ["__proto__", "constructor", "no-axis"])
-def test_an_axis_that_there_is_not_is_the_iterations(lived: Stack, served: Service, context: BrowserContext, axis: str) -> None:
+def test_chart_with_unknown_axis_shows_iterations(lived: Stack, served: Service, context: BrowserContext, axis: str) -> None:
     watched = Watched(context.new_page())
     look_at(watched.page, served, f"{views(lived)['run']}?x={axis}")
     watched.page.mouse.click(*chart_place(watched.page))
@@ -294,7 +286,7 @@ def test_an_axis_that_there_is_not_is_the_iterations(lived: Stack, served: Servi
     assert watched.wrong == []
 
 
-def test_numbers_have_one_minus_sign_and_what_is_not_seen_is_shown(served: Service, context: BrowserContext) -> None:
+def test_browser_formats_minus_signs_and_invisible_characters(served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     page.goto(served.url)
     shown = page.evaluate(
@@ -312,7 +304,7 @@ def test_numbers_have_one_minus_sign_and_what_is_not_seen_is_shown(served: Servi
     assert all(re.fullmatch(r"a⟨U\+[0-9A-F]+⟩b", text) for text in shown[1])
 
 
-def test_the_keyboard_alone_leads_from_the_runs_to_a_token(lived: Stack, served: Service, context: BrowserContext) -> None:
+def test_browser_keyboard_leads_from_runs_to_token(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     look_at(page, served, "#/")
     page.keyboard.press("/")
@@ -346,7 +338,7 @@ def test_the_keyboard_alone_leads_from_the_runs_to_a_token(lived: Stack, served:
     assert re.match(r"3 id \d+", page.inner_text(".token-facts"))
 
 
-def test_a_token_tells_what_the_rows_know_of_it(lived: Stack, served: Service, context: BrowserContext) -> None:
+def test_browser_token_shows_its_rows(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
     look_at(page, served, views(lived)["tokens"])
     sampled = page.locator(".segment.sampled .t, .segment.untrained .t").first
@@ -363,7 +355,7 @@ def test_a_token_tells_what_the_rows_know_of_it(lived: Stack, served: Service, c
     assert float(shown[1].replace("−", "-")) == pytest.approx(logprob, rel=1e-3)
 
 
-def test_a_service_that_dies_and_comes_back_is_found_again(lived: Stack, browser: Browser) -> None:
+def test_browser_reconnects_to_restarted_service(lived: Stack, browser: Browser) -> None:
     context = browser.new_context()
     page = context.new_page()
     with service(lived.home) as mortal:
@@ -379,7 +371,7 @@ def test_a_service_that_dies_and_comes_back_is_found_again(lived: Stack, browser
     context.close()
 
 
-def test_an_export_opens_from_disk_without_a_network(lived: Stack, browser: Browser, tmp_path: Path) -> None:
+def test_browser_opens_export_from_disk_offline(lived: Stack, browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "run.html"
     lived.agentrl("ui", "--export", "first", "--out", str(file))
     context = browser.new_context(offline=True)
@@ -400,7 +392,7 @@ def test_an_export_opens_from_disk_without_a_network(lived: Stack, browser: Brow
     context.close()
 
 
-def test_the_page_follows_what_the_machine_says_of_dark_and_what_a_person_chose(served: Service, browser: Browser) -> None:
+def test_browser_theme_follows_system_and_choice(served: Service, browser: Browser) -> None:
     context = browser.new_context(color_scheme="dark")
     page = context.new_page()
     page.goto(served.url)
@@ -416,7 +408,7 @@ def test_the_page_follows_what_the_machine_says_of_dark_and_what_a_person_chose(
     context.close()
 
 
-def test_the_pictures_of_the_manual_are_made_of_the_demo(browser: Browser, tmp_path: Path) -> None:
+def test_pictures_of_manual_show_the_demo(browser: Browser, tmp_path: Path) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     context = browser.new_context(viewport={"width": 1280, "height": 760})
     page = context.new_page()

@@ -78,13 +78,13 @@ def credit_of(name: str) -> Credits:
     return found
 
 
-def test_every_algorithm_that_ships_is_explained() -> None:
+def test_explain_credit_covers_every_algorithm() -> None:
     assert {*_EXPLAIN} == {*gradients()}
 
 
 @pytest.mark.parametrize("convention", ["verl", "trl"])
 @pytest.mark.parametrize("name", BY_EPISODE)
-def test_what_is_told_of_an_episode_is_what_training_credits_all_its_tokens_with(name: str, convention: str) -> None:
+def test_explain_credit_equals_credit_of_training(name: str, convention: str) -> None:
     scales = ("group", "batch", "none") if "scale" in gradients()[name].options else (None,)
     draw = random.Random(name)
     for scale in scales:
@@ -105,7 +105,7 @@ def test_what_is_told_of_an_episode_is_what_training_credits_all_its_tokens_with
 
 @pytest.mark.parametrize("discount", [1.0, 0.9, 0.0])
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_plus_plus"])
-def test_returns_are_what_training_credits_each_token_with(name: str, discount: float) -> None:
+def test_explain_credit_returns_equal_training_by_token(name: str, discount: float) -> None:
     options = options_of(name, discount=discount)
     draw = random.Random(5)
     for _ in range(30):
@@ -120,12 +120,12 @@ def test_returns_are_what_training_credits_each_token_with(name: str, discount: 
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_rewards_that_are_no_finite_numbers_are_not_computed_with(reward: float) -> None:
+def test_explain_credit_skips_non_finite_rewards(reward: float) -> None:
     group = [Scored(1, 0, reward, 3), Scored(2, 0, 1.0, 3)]
     for name in _EXPLAIN:
         found = explain_credit(Credit(name, {}, 0.5, group[1], group, lambda: group))
         assert (found["computed"], found["value"]) == (None, 0.5)
 
 
-def test_every_fate_has_a_sentence() -> None:
+def test_outcomes_each_have_a_sentence() -> None:
     assert {*outcome_text.SENTENCES} == {*FATES}

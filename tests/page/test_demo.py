@@ -42,11 +42,11 @@ def page_over(where: Settings, database: Database) -> PageOver:
     return page
 
 
-def test_what_comes_along_is_small() -> None:
+def test_demo_is_small() -> None:
     assert sum(file.stat().st_size for file in demo.DATA.iterdir()) <= MAX_BYTES
 
 
-def test_the_demo_is_a_copy_of_this_codes_revision_in_a_folder_of_its_own(opened: Settings, shown: Database) -> None:
+def test_demo_is_copied_at_current_revision(opened: Settings, shown: Database) -> None:
     assert current(shown) == head()
     assert opened.root != demo.DATA
     before = (demo.DATA / demo.PACKED).read_bytes()
@@ -55,7 +55,7 @@ def test_the_demo_is_a_copy_of_this_codes_revision_in_a_folder_of_its_own(opened
     assert (demo.DATA / demo.PACKED).read_bytes() == before
 
 
-def test_the_demo_has_curves_evaluations_a_fork_calls_annotations_tags_and_a_note(opened: Settings, shown: Database) -> None:
+def test_demo_shows_every_kind_of_record(opened: Settings, shown: Database) -> None:
     page = page_over(opened, shown)
     runs = {row["run"]: row for row in page.read("/api/runs")["rows"]}
     assert {*runs} == {"demo", "demo-rloo", "demo-fork"}
@@ -75,7 +75,7 @@ def test_the_demo_has_curves_evaluations_a_fork_calls_annotations_tags_and_a_not
     assert best["tool_calls"] >= 1
 
 
-def test_its_tokens_have_texts_without_a_model_and_nothing_is_said_to_be_missing(opened: Settings, shown: Database) -> None:
+def test_demo_tokens_have_texts_without_model(opened: Settings, shown: Database) -> None:
     page = page_over(opened, shown)
     episode = page.read("/api/runs/1/episodes", size=1)["rows"][0]["id"]
     tokens = page.read(f"/api/episodes/{episode}/tokens")
@@ -84,7 +84,7 @@ def test_its_tokens_have_texts_without_a_model_and_nothing_is_said_to_be_missing
     assert any(each is not None for each in tokens["logprobs"])
 
 
-def test_no_folder_and_no_name_of_the_machine_that_made_it_stands_in_it(opened: Settings) -> None:
+def test_demo_names_no_folder_or_machine(opened: Settings) -> None:
     with lzma.open(demo.DATA / demo.PACKED) as packed:
         rows = packed.read()
     assert b"/tmp/arl-demo" not in rows
@@ -93,7 +93,7 @@ def test_no_folder_and_no_name_of_the_machine_that_made_it_stands_in_it(opened: 
     assert ELSEWHERE.encode() in rows
 
 
-def test_a_demo_of_an_older_revision_is_upgraded(opened: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_of_older_revision_is_upgraded(opened: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = Database(opened.database)
     downgrade(old, "0012")
     old.close()
@@ -107,7 +107,7 @@ def test_a_demo_of_an_older_revision_is_upgraded(opened: Settings, tmp_path: Pat
     shutil.rmtree(again.root)
 
 
-def test_an_installation_without_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_missing_from_installation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "DATA", tmp_path)
     with pytest.raises(NotFoundError, match="does not contain the demo"):
         demo.open_demo()

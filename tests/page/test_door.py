@@ -49,7 +49,7 @@ def ask(store: ReadOnlyStore, rules: Rules, path: str, host: str = f"127.0.0.1:{
     return asyncio.run(send())
 
 
-def test_what_a_browser_is_started_with_is_a_token_once(store: ReadOnlyStore) -> None:
+def test_page_start_token_works_once(store: ReadOnlyStore) -> None:
     rules = replace(OPEN, once="first")
     door = RequestGuard(served(store), rules)
     answers = [ask(store, rules, "/?token=first", "trainer:7788", door=door) for _ in range(2)]
@@ -60,11 +60,11 @@ def test_what_a_browser_is_started_with_is_a_token_once(store: ReadOnlyStore) ->
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:7788", "localhost:7788", "LOCALHOST:7788", "[::1]:7788"])
-def test_the_page_answers_by_the_names_of_this_machine(store: ReadOnlyStore, host: str) -> None:
+def test_page_accepts_names_of_this_machine(store: ReadOnlyStore, host: str) -> None:
     assert ask(store, LOCAL, "/api/store", host).status_code == 200
 
 
-def test_a_foreign_host_is_refused_for_every_path(store: ReadOnlyStore) -> None:
+def test_page_refuses_foreign_host_on_every_path(store: ReadOnlyStore) -> None:
     for host in (
         "evil.example",
         "evil.example:7788",
@@ -86,7 +86,7 @@ def test_a_foreign_host_is_refused_for_every_path(store: ReadOnlyStore) -> None:
             assert ask(store, LOCAL, path, host).status_code == 421, (host, path)
 
 
-def test_two_host_headers_are_none(store: ReadOnlyStore) -> None:
+def test_page_refuses_two_host_headers(store: ReadOnlyStore) -> None:
     sent: list[Mapping[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_two_host_headers_are_none(store: ReadOnlyStore) -> None:
     assert sent[0]["status"] == 421
 
 
-def test_every_answer_has_the_headers_that_bind_the_browser(store: ReadOnlyStore) -> None:
+def test_page_answers_have_security_headers(store: ReadOnlyStore) -> None:
     answers = [
         ask(store, LOCAL, "/"),
         ask(store, LOCAL, "/api/store"),
@@ -126,7 +126,7 @@ def test_every_answer_has_the_headers_that_bind_the_browser(store: ReadOnlyStore
     assert "unsafe" not in answers[0].headers["content-security-policy"]
 
 
-def test_a_page_of_another_site_can_ask_for_nothing_to_be_done(store: ReadOnlyStore) -> None:
+def test_page_refuses_forged_requests_of_other_sites(store: ReadOnlyStore) -> None:
     query = {"query": "SELECT 1"}
     forged = [
         {},
@@ -143,7 +143,7 @@ def test_a_page_of_another_site_can_ask_for_nothing_to_be_done(store: ReadOnlySt
         assert ask(store, LOCAL, "/api/sql", method="POST", json=query, headers=headers).status_code not in (401, 403), headers
 
 
-def test_what_is_no_question_is_refused(store: ReadOnlyStore) -> None:
+def test_page_refuses_other_methods(store: ReadOnlyStore) -> None:
     assert {
         ask(store, LOCAL, "/api/store", method=method, headers=OWN).status_code
         for method in ("PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")
@@ -157,7 +157,7 @@ def test_what_is_no_question_is_refused(store: ReadOnlyStore) -> None:
     assert ask(store, LOCAL, "/api/sql", method="POST", content=drip(), headers=OWN).status_code == 413
 
 
-def test_actions_are_refused_unless_asked_for_and_then_want_the_token(store: ReadOnlyStore) -> None:
+def test_page_actions_need_option_and_token(store: ReadOnlyStore) -> None:
     refused = ask(store, LOCAL, "/api/actions/tag", method="POST", json={}, headers=OWN)
     assert refused.status_code == 403
     assert "agentrl ui --actions" in refused.json()["hint"]
@@ -170,7 +170,7 @@ def test_actions_are_refused_unless_asked_for_and_then_want_the_token(store: Rea
     assert ask(store, acting, "/api/actions/nothing", method="POST", json={}, headers=right).status_code in (404, 405, 422)
 
 
-def test_on_another_interface_everything_wants_the_token(store: ReadOnlyStore) -> None:
+def test_page_on_other_interface_always_needs_token(store: ReadOnlyStore) -> None:
     for path in ("/", "/api/store", "/static/app.js", "/api/openapi.json"):
         assert ask(store, OPEN, path, "trainer:7788").status_code == 401, path
     page = ask(store, OPEN, "/", "trainer:7788")
@@ -190,7 +190,7 @@ def test_on_another_interface_everything_wants_the_token(store: ReadOnlyStore) -
         assert ask(store, OPEN, "/api/store", host, headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 421
 
 
-def test_the_link_of_a_page_in_the_compose_stack_opens_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_link_in_compose_opens_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_server, "settings", lambda: Settings(image=True))
     with socket.create_server(("0.0.0.0", 0)) as listening:
         opened = page_server.prepare_door(listening, "secret", actions=False)
@@ -199,14 +199,14 @@ def test_the_link_of_a_page_in_the_compose_stack_opens_on_the_host(monkeypatch: 
     assert "127.0.0.1" in opened.rules.names
 
 
-def test_a_strange_cookie_is_no_token(store: ReadOnlyStore) -> None:
+def test_page_refuses_foreign_cookies(store: ReadOnlyStore) -> None:
     for cookie in ("", "=", "agentrl_ui_7788", f"agentrl_ui_7789={TOKEN}", f"other={TOKEN}", "\xff\xfe;=;", "a" * 8000):
         assert (
             ask(store, OPEN, "/api/store", "trainer:7788", headers={"Cookie": cookie.encode("latin-1")}).status_code == 401
         ), cookie
 
 
-def test_no_path_leads_out_of_the_pages_files(store: ReadOnlyStore) -> None:
+def test_page_static_paths_stay_in_folder(store: ReadOnlyStore) -> None:
     for path in (
         "/static/../app.py",
         "/static/%2e%2e/app.py",
@@ -228,7 +228,7 @@ def test_no_path_leads_out_of_the_pages_files(store: ReadOnlyStore) -> None:
         assert "root:" not in found.text, path
 
 
-def test_files_have_types_that_browsers_run_and_are_not_sent_twice(store: ReadOnlyStore) -> None:
+def test_page_files_have_types_and_are_cached(store: ReadOnlyStore) -> None:
     kinds = {
         "/": "text/html",
         "/static/app.js": "text/javascript",
@@ -242,7 +242,7 @@ def test_files_have_types_that_browsers_run_and_are_not_sent_twice(store: ReadOn
         assert path == "/" or again.status_code == 304, path
 
 
-def test_the_service_describes_itself(store: ReadOnlyStore) -> None:
+def test_page_serves_openapi_description(store: ReadOnlyStore) -> None:
     found = ask(store, LOCAL, "/api/openapi.json").json()
     assert {"/api/store", "/api/runs", "/api/runs/{run}/curves"} <= found["paths"].keys()
     for path, methods in found["paths"].items():

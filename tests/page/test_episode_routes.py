@@ -66,7 +66,7 @@ def record(db: Database, iteration: int, advantages: dict[int, float]) -> None:
 # the whole episode
 
 
-def test_an_episode_is_told_with_its_task_turns_calls_rewards_and_commands(database: Database) -> None:
+def test_episode_route_has_task_turns_calls_rewards_and_commands(database: Database) -> None:
     work = first_work(database)
     (call,) = steps.commit_sampled(database, work.fence, [sampled(work, 0, 0, (CALL,))])[0]
     with database.engine.begin() as tx:
@@ -97,7 +97,7 @@ def test_an_episode_is_told_with_its_task_turns_calls_rewards_and_commands(datab
     assert found["commands"]["whatif"] is None  # nothing is trained yet
 
 
-def test_an_episode_knows_its_siblings_before_and_after_it(database: Database) -> None:
+def test_episode_route_links_siblings_before_and_after(database: Database) -> None:
     first_work(database)
     page = PageOver(database)
     ids = sorted(row["id"] for row in page.read("/api/runs/1/episodes", group=1, sort="-id")["rows"])
@@ -107,7 +107,7 @@ def test_an_episode_knows_its_siblings_before_and_after_it(database: Database) -
     assert len(ids) > 1
 
 
-def test_turns_come_in_pages_and_none_is_lost(database: Database) -> None:
+def test_episode_route_pages_every_turn(database: Database) -> None:
     work = first_work(database)
     for index in range(7):
         commit(database, work, turn(index, (1,), (2, 3)))
@@ -121,7 +121,7 @@ def test_turns_come_in_pages_and_none_is_lost(database: Database) -> None:
     assert page.read("/api/episodes/1", turn=99)["turns"] == []
 
 
-def test_an_episode_that_is_not_there_is_not_found(database: Database) -> None:
+def test_episode_route_of_missing_episode_is_404(database: Database) -> None:
     page = PageOver(database)
     for number in (1, -1, 2**63, 10**30):
         for path in ("", "/tokens"):
@@ -130,7 +130,7 @@ def test_an_episode_that_is_not_there_is_not_found(database: Database) -> None:
     assert page.ask("/api/episodes/one")[0] == 422
 
 
-def test_an_episode_that_has_not_begun_has_no_turn_and_no_token(database: Database) -> None:
+def test_episode_route_before_start_has_no_turns_or_tokens(database: Database) -> None:
     planning.submit(database, submission())
     page = PageOver(database)
     found = page.read("/api/episodes/1")
@@ -139,7 +139,7 @@ def test_an_episode_that_has_not_begun_has_no_turn_and_no_token(database: Databa
     assert page.read("/api/episodes/1/tokens")["total"] == 0
 
 
-def test_a_failed_episode_says_why_no_update_read_it(database: Database) -> None:
+def test_episode_route_of_failed_episode_explains_lack_of_update(database: Database) -> None:
     work = first_work(database)
     commit(database, work, turn(0, (1,), (2,)))
     fail(database, work, 0)
@@ -148,7 +148,7 @@ def test_a_failed_episode_says_why_no_update_read_it(database: Database) -> None
     assert found["advantage"]["how"] == "No update has used it."
 
 
-def test_long_texts_are_cut_where_they_stand_and_told_by_their_paths(database: Database) -> None:
+def test_episode_route_cuts_long_texts_and_gives_paths(database: Database) -> None:
     work = first_work(database)
     long = "ab😀" * 10_000
     call = CallRecord(ToolCall("calculator", {"expression": long}), "none", ToolResult(long, None))
@@ -172,7 +172,7 @@ def test_long_texts_are_cut_where_they_stand_and_told_by_their_paths(database: D
         assert long in whole if path.endswith("arguments") else whole == long
 
 
-def test_a_path_that_leads_to_no_text_is_not_found(database: Database) -> None:
+def test_episode_text_route_of_wrong_path_is_404(database: Database) -> None:
     commit(database, first_work(database), turn(0, (1,), (2,)))
     page = PageOver(database)
     for path in (
@@ -193,7 +193,7 @@ def test_a_path_that_leads_to_no_text_is_not_found(database: Database) -> None:
         assert page.ask("/api/episodes/1/text", of=path)[0] == 404, path
 
 
-def test_a_call_of_another_episode_is_not_told(database: Database) -> None:
+def test_episode_text_route_refuses_call_of_other_episode(database: Database) -> None:
     work = first_work(database)
     steps.commit_sampled(database, work.fence, [sampled(work, 1, 0, (CALL,))])
     call = value(database, "SELECT id FROM tool_calls")
@@ -202,7 +202,7 @@ def test_a_call_of_another_episode_is_not_told(database: Database) -> None:
     assert page.read("/api/episodes/2/text", of=f"calls/{call}/arguments")["text"] == '{"expression": "6*7"}'
 
 
-def test_hostile_values_come_as_json_that_every_browser_reads(database: Database) -> None:
+def test_episode_route_sends_hostile_values_as_valid_json(database: Database) -> None:
     work = first_work(database)
     bad = "\ud800</script>\x00\x1b[2J\u202e"
     deep: Any = "x"
@@ -226,7 +226,7 @@ def test_hostile_values_come_as_json_that_every_browser_reads(database: Database
     assert tokens["metrics"][0]["source"] == "missing"
 
 
-def test_a_message_of_10_megabytes_is_told_in_parts(database: Database) -> None:
+def test_episode_route_serves_10_mb_message_in_parts(database: Database) -> None:
     work = first_work(database)
     huge = "0123456789" * 1_000_000
     call = CallRecord(ToolCall("read", {"file": huge}), "none", ToolResult(huge, None))
@@ -240,7 +240,7 @@ def test_a_message_of_10_megabytes_is_told_in_parts(database: Database) -> None:
     assert page.read("/api/episodes/1/text", of="steps/0/content", start=2**53)["text"] == ""
 
 
-def test_an_answer_of_many_long_texts_stays_small(database: Database) -> None:
+def test_episode_route_stays_small_with_many_long_texts(database: Database) -> None:
     work = first_work(database)
     for index in range(150):
         commit(database, work, turn(index, (1,), (2,), message=Message("assistant", "c" * 30_000, "t" * 30_000)))
@@ -250,7 +250,7 @@ def test_an_answer_of_many_long_texts_stays_small(database: Database) -> None:
     assert min(len(each["content"]) for each in turns) == 200
 
 
-def test_a_name_that_a_shell_would_read_is_typed_as_the_runs_number(database: Database) -> None:
+def test_episode_route_commands_use_number_for_unsafe_name(database: Database) -> None:
     commit(database, first_work(database), turn(0, (1,), (2,)))
     page = PageOver(database)
     for name in ("a b; rm -rf $HOME'\"😀/x", "--help", "a\x15touch x\n", "a\n", "a\x1b[201~b", ""):
@@ -263,7 +263,7 @@ def test_a_name_that_a_shell_would_read_is_typed_as_the_runs_number(database: Da
 # chains, forks, tokens
 
 
-def test_an_agents_chains_stand_one_after_another_with_what_they_share(database: Database) -> None:
+def test_episode_route_lists_agent_chains_with_shared_parts(database: Database) -> None:
     work = first_work(database)
     commit(database, work, turn(0, (1, 2, 3), (4, 5)))
     commit(database, work, turn(1, (6,), (7,), parent=0))
@@ -295,7 +295,7 @@ def test_an_agents_chains_stand_one_after_another_with_what_they_share(database:
             assert sum(each["end"] - each["start"] for each in part["segments"]) == len(part["ids"])
 
 
-def test_a_fork_has_its_parents_turns_and_says_which(database: Database) -> None:
+def test_episode_route_of_fork_has_turns_of_parent(database: Database) -> None:
     work = first_work(database)
     for index in range(3):
         commit(database, work, turn(index, (index,), (10 + index,)))
@@ -326,9 +326,7 @@ def tokenizer(tmp_path: Path) -> Path:
     return make_tokenizer(tmp_path / "a model")
 
 
-def test_texts_are_the_runs_own_tokenizers_and_a_letter_of_several_tokens_is_the_first_ones(
-    database: Database, tokenizer: Path
-) -> None:
+def test_tokens_route_uses_tokenizer_of_run(database: Database, tokenizer: Path) -> None:
     said = "ab é😀<|end|>ß"
     ids = ids_of(tokenizer, said)
     commit(database, first_work(database), turn(0, ids, (*ids, 99_999, -3)))
@@ -346,7 +344,7 @@ def test_texts_are_the_runs_own_tokenizers_and_a_letter_of_several_tokens_is_the
             assert part["texts"] == texts[first : first + 2]
 
 
-def test_where_no_tokenizer_is_at_hand_the_ids_are_told_and_why_there_are_no_texts(database: Database, tmp_path: Path) -> None:
+def test_tokens_route_without_tokenizer_gives_ids_and_reason(database: Database, tmp_path: Path) -> None:
     commit(database, first_work(database), turn(0, (1,), (2,)))
     (tmp_path / "tokenizer.json").write_text('{"decoder": ')
     page = PageOver(database)
@@ -362,7 +360,7 @@ def test_where_no_tokenizer_is_at_hand_the_ids_are_told_and_why_there_are_no_tex
             assert why in found["why_no_texts"]
 
 
-def test_broken_letters_become_replacement_characters_and_shift_nothing() -> None:
+def test_join_pieces_replaces_broken_letters_without_shift() -> None:
     assert join_pieces([b"\xf0\x9f", b"\x98", b"\x80a", b"b"]) == ["😀", "", "a", "b"]
     assert join_pieces([b"\xe2\x82", b"A", b"\xc3"]) == ["\ufffd", "A", "\ufffd"]
     assert join_pieces([b"", b"\x80\x80", b"\xc3", b"", b"\xa9\xc3", b"\xa9"]) == ["", "\ufffd\ufffd", "é", "", "é", ""]
@@ -383,7 +381,7 @@ def test_broken_letters_become_replacement_characters_and_shift_nothing() -> Non
         ({"name": "opo", "convention": "verl"}, 1.0 - 5 / 7, "weighed by the tokens"),
     ],
 )  # fmt: skip
-def test_an_advantage_is_explained_in_numbers_that_lead_to_it(
+def test_episode_advantage_is_explained_in_numbers(
     database: Database, algorithm: dict[str, Any], expected: float, said: str
 ) -> None:
     iteration = trained(database, algorithm)
@@ -399,7 +397,7 @@ def test_an_advantage_is_explained_in_numbers_that_lead_to_it(
     assert tokens["metrics"][1]["source"] == "stored"
 
 
-def test_a_reason_that_does_not_lead_to_the_record_says_so(database: Database) -> None:
+def test_episode_reason_that_contradicts_record_says_so(database: Database) -> None:
     iteration = trained(database, {"name": "grpo"})
     record(database, iteration, {1: 0.0, 2: 0.25})
     page = PageOver(database)
@@ -409,7 +407,7 @@ def test_a_reason_that_does_not_lead_to_the_record_says_so(database: Database) -
     assert "it was left out, because sampler and trainer differ" in page.read("/api/episodes/1")["advantage"]["how"]
 
 
-def test_returns_are_computed_token_by_token_where_the_record_agrees(database: Database) -> None:
+def test_episode_returns_are_computed_if_record_agrees(database: Database) -> None:
     iteration = trained(database, {"name": "reinforce", "discount": 0.5})
     returns = [0.5**place for place in range(4, -1, -1)]
     record(database, iteration, {1: 0.0, 2: sum(returns) / 5})
@@ -421,7 +419,7 @@ def test_returns_are_computed_token_by_token_where_the_record_agrees(database: D
     assert part["advantages"] == found["advantages"][3:6]
 
 
-def test_whitened_returns_are_computed_over_the_whole_update(database: Database) -> None:
+def test_episode_whitened_returns_use_the_whole_update(database: Database) -> None:
     iteration = trained(database, {"name": "reinforce_plus_plus", "discount": 1.0})
     mean = 5 / 7
     deviation = math.sqrt((5 * (1 - mean) ** 2 + 2 * mean**2) / 6 + 1e-8)
@@ -444,9 +442,7 @@ def test_whitened_returns_are_computed_over_the_whole_update(database: Database)
         {"name": 3},
     ],
 )
-def test_what_rows_do_not_tell_of_a_tokens_advantage_is_missing_and_says_why(
-    database: Database, algorithm: dict[str, Any]
-) -> None:
+def test_episode_advantage_without_rows_says_what_is_missing(database: Database, algorithm: dict[str, Any]) -> None:
     iteration = trained(database, algorithm)
     record(database, iteration, {1: 0.1, 2: 0.2})
     page = PageOver(database)
@@ -457,7 +453,7 @@ def test_what_rows_do_not_tell_of_a_tokens_advantage_is_missing_and_says_why(
     assert page.read("/api/episodes/2")["advantage"]["computed"] is None
 
 
-def test_an_episode_that_another_run_trained_on_has_that_runs_advantage(database: Database) -> None:
+def test_episode_trained_by_other_run_has_its_advantage(database: Database) -> None:
     for group in start(database, submission(kind="serve")):
         play(database, group)
     other = planning.submit(database, submission("other"))
@@ -476,7 +472,7 @@ def test_an_episode_that_another_run_trained_on_has_that_runs_advantage(database
 # a large one
 
 
-def test_an_episode_of_32_000_tokens_and_200_turns_answers_at_once(database: Database) -> None:
+def test_episode_route_answers_32_000_tokens_and_200_turns(database: Database) -> None:
     work = first_work(database)
     call = CallRecord(ToolCall("calculator", {"expression": "6*7"}), "none", ToolResult("42 " * 100, None))
     for index in range(200):
@@ -498,7 +494,7 @@ def _seconds(page: PageOver, path: str, asked: dict[str, Any]) -> float:
     return time.perf_counter() - began
 
 
-def test_the_outcome_of_a_rewarded_step_stands_under_its_turn(database: Database) -> None:
+def test_episode_route_places_step_reward_under_its_turn(database: Database) -> None:
     work = first_work(database)
     for index in range(2):
         commit(database, work, turn(index, (1,), (2,)))

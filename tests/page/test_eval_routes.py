@@ -35,7 +35,7 @@ def measured(database: Database, name: str, *rewards: float | None, **fields: An
     train_commits.finish_eval(database, done, evaluate(done.groups, eval_results.find_right_episodes(database, done.id)))
 
 
-def test_evaluations_are_listed_by_the_run_that_asked_for_them(database: Database) -> None:
+def test_evals_route_lists_by_asking_run(database: Database) -> None:
     with database.engine.begin() as tx:
         synthetic.fill(tx, {"one": 12, "two": 2})
     page = PageOver(database)
@@ -47,7 +47,7 @@ def test_evaluations_are_listed_by_the_run_that_asked_for_them(database: Databas
     assert page.ask("/api/evals", measures="three")[0] == 404
 
 
-def test_an_evaluation_that_a_person_asked_for_is_among_those_of_the_run_whose_policy_it_measured(database: Database) -> None:
+def test_evals_route_includes_manual_eval_of_policy(database: Database) -> None:
     for group, reward in zip(start(database, submission("trains")), (1.0, 0.25), strict=True):
         ended = play(database, group, reward)
     assert ended.iteration is not None
@@ -66,7 +66,7 @@ def test_an_evaluation_that_a_person_asked_for_is_among_those_of_the_run_whose_p
     assert changes.find_state(database, 1) != before
 
 
-def test_two_evaluations_are_compared_task_by_task(database: Database) -> None:
+def test_compare_route_pairs_by_task(database: Database) -> None:
     measured(database, "one", 1.0, 0.5, 0.0)
     measured(database, "two", 1.0, 1.0, 1.0)
     found = PageOver(database).read("/api/compare", a=1, b=2)
@@ -80,7 +80,7 @@ def test_two_evaluations_are_compared_task_by_task(database: Database) -> None:
     assert (found["left_out"], found["remarks"]) == (0, [])
 
 
-def test_a_comparison_says_what_else_may_explain_the_difference(database: Database) -> None:
+def test_compare_route_names_other_explanations(database: Database) -> None:
     measured(database, "one", 1.0, 0.5)
     other = submission("other", kind="eval", tasks_per_iteration=3)
     config = {**other.config, "rollout": {**other.config["rollout"], "temperature": 0.5}}
@@ -93,7 +93,7 @@ def test_a_comparison_says_what_else_may_explain_the_difference(database: Databa
     ]
 
 
-def test_where_rewards_differ_their_means_are_not_compared(database: Database) -> None:
+def test_compare_route_omits_means_of_different_rewards(database: Database) -> None:
     measured(database, "one", 1.0, 0.5)
     measured(database, "two", 1.0, 0.5, weights={"numeric_answer": 1.0})
     found = PageOver(database).read("/api/compare", a=1, b=2)
@@ -102,7 +102,7 @@ def test_where_rewards_differ_their_means_are_not_compared(database: Database) -
     assert "accuracy is" in found["remarks"][0]
 
 
-def test_a_task_without_a_done_episode_is_left_out_of_the_means_and_said(database: Database) -> None:
+def test_compare_route_reports_tasks_without_done_episode(database: Database) -> None:
     measured(database, "one", 1.0, None)
     measured(database, "two", 1.0, 0.5)
     found = PageOver(database).read("/api/compare", a=1, b=2)
@@ -111,14 +111,14 @@ def test_a_task_without_a_done_episode_is_left_out_of_the_means_and_said(databas
     assert found["remarks"] == ["1 tasks are left out: one side has no done episode."]
 
 
-def test_one_task_has_a_difference_and_no_interval(database: Database) -> None:
+def test_compare_route_of_one_task_has_no_interval(database: Database) -> None:
     measured(database, "one", 1.0)
     measured(database, "two", 0.5)
     found = PageOver(database).read("/api/compare", a=1, b=2)["measures"]
     assert (found["difference"], found["low"], found["high"]) == (-0.25, None, None)
 
 
-def test_evaluations_without_a_task_in_common_have_nothing_to_compare(database: Database) -> None:
+def test_compare_route_without_common_task_is_empty(database: Database) -> None:
     measured(database, "one", 1.0)
     measured(database, "two", 1.0)
     with database.engine.begin() as tx:
@@ -131,7 +131,7 @@ def test_evaluations_without_a_task_in_common_have_nothing_to_compare(database: 
     assert found["tasks"] == []
 
 
-def test_only_the_tasks_that_differ_most_are_listed(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_route_lists_largest_differences(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(database, "one", 1.0, 0.5, 0.0)
     measured(database, "two", 1.0, 1.0, 1.0)
     monkeypatch.setattr(eval_routes, "MAX_TASKS", 1)
@@ -140,7 +140,7 @@ def test_only_the_tasks_that_differ_most_are_listed(database: Database, monkeypa
     assert found["left_out"] == 2
 
 
-def test_what_is_no_evaluation_or_not_done_is_refused(database: Database) -> None:
+def test_compare_route_refuses_unfinished_or_other_run(database: Database) -> None:
     planning.submit(database, submission("trains"))
     measured(database, "done", 1.0)
     planning.submit(database, submission("open", kind="eval"))

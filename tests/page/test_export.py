@@ -55,7 +55,7 @@ def trained(database: Database) -> Database:
     return database
 
 
-def test_a_small_run_is_recorded_whole_under_the_paths_that_the_page_asks_for(trained: Database, tmp_path: Path) -> None:
+def test_export_records_small_run_under_page_paths(trained: Database, tmp_path: Path) -> None:
     out = tmp_path / "run.html"
     assert export.write_export(store(trained), "first", out, [], LIMIT) == ""
     file = recorded(out)
@@ -77,7 +77,7 @@ def test_a_small_run_is_recorded_whole_under_the_paths_that_the_page_asks_for(tr
         assert file["answers"][path] == page.read(f"/{path}")
 
 
-def test_nothing_of_other_runs_and_no_folder_of_the_store_is_in_the_file(trained: Database, tmp_path: Path) -> None:
+def test_export_holds_nothing_of_other_runs_or_folders(trained: Database, tmp_path: Path) -> None:
     out = tmp_path / "run.html"
     export.write_export(store(trained), "1", out, [], LIMIT)
     answers = recorded(out)["answers"]
@@ -86,7 +86,7 @@ def test_nothing_of_other_runs_and_no_folder_of_the_store_is_in_the_file(trained
     assert '"second"' not in out.read_text("utf-8")
 
 
-def test_texts_of_any_kind_cannot_leave_their_place_in_the_file(trained: Database, tmp_path: Path) -> None:
+def test_export_confines_text_of_any_kind(trained: Database, tmp_path: Path) -> None:
     with trained.engine.begin() as tx:
         tx.execute(text("UPDATE steps SET content = :evil, thought = :evil"), {"evil": EVIL})
         tx.execute(text("UPDATE runs SET reason = :evil WHERE id = 1"), {"evil": EVIL})
@@ -98,7 +98,7 @@ def test_texts_of_any_kind_cannot_leave_their_place_in_the_file(trained: Databas
     assert recorded(out)["answers"]["api/runs/1"]["run"]["reason"] == EVIL
 
 
-def test_the_policy_of_the_file_names_its_one_script_and_its_one_style(trained: Database, tmp_path: Path) -> None:
+def test_export_policy_names_its_script_and_style(trained: Database, tmp_path: Path) -> None:
     out = tmp_path / "run.html"
     export.write_export(store(trained), "first", out, [], LIMIT)
     document = out.read_text("utf-8")
@@ -112,7 +112,7 @@ def test_the_policy_of_the_file_names_its_one_script_and_its_one_style(trained: 
     assert "\nimport " not in script
 
 
-def test_every_module_is_joined_once_and_after_what_it_imports() -> None:
+def test_export_joins_each_module_once_after_its_imports() -> None:
     code = one_file.join_modules(STATIC, "app.js")
     made = re.findall(r"^const \$(\w+) = \(\(\) => \{$", code, re.MULTILINE)
     assert sorted(made) == sorted(
@@ -125,7 +125,7 @@ def test_every_module_is_joined_once_and_after_what_it_imports() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
-def test_a_full_file_holds_the_named_the_best_the_worst_and_the_last_episode_and_says_what_it_left_out(
+def test_export_at_limit_keeps_some_and_names_omissions(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with database.engine.begin() as tx:
@@ -156,7 +156,7 @@ def test_a_full_file_holds_the_named_the_best_the_worst_and_the_last_episode_and
     assert f"api/groups/{file['answers'][f'api/episodes/{named}']['episode']['group_id']}" in file["answers"]
 
 
-def test_a_file_that_is_there_is_left_as_it_is_unless_one_insists(trained: Database, tmp_path: Path) -> None:
+def test_export_overwrites_file_only_with_force(trained: Database, tmp_path: Path) -> None:
     out = tmp_path / "run.html"
     out.write_text("mine")
     with pytest.raises(ConflictError, match="exists"):
@@ -167,7 +167,7 @@ def test_a_file_that_is_there_is_left_as_it_is_unless_one_insists(trained: Datab
     assert [file.name for file in tmp_path.iterdir() if file.suffix == ".html"] == ["run.html"]
 
 
-def test_only_a_file_is_written_and_a_link_to_one_followed(trained: Database, tmp_path: Path) -> None:
+def test_export_writes_only_regular_files_and_follows_links(trained: Database, tmp_path: Path) -> None:
     pipe, circle = tmp_path / "pipe", tmp_path / "circle"
     os.mkfifo(pipe)
     circle.symlink_to(circle)
@@ -183,9 +183,7 @@ def test_only_a_file_is_written_and_a_link_to_one_followed(trained: Database, tm
     assert recorded(tmp_path / "real.html")["run"] == 1
 
 
-def test_a_file_system_without_second_names_takes_the_file_too(
-    trained: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_works_without_hard_links(trained: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -197,7 +195,7 @@ def test_a_file_system_without_second_names_takes_the_file_too(
         export.write_export(store(trained), "first", out, [], LIMIT)
 
 
-def test_what_is_not_there_or_does_not_fit_is_said_in_a_sentence(trained: Database, tmp_path: Path) -> None:
+def test_export_failure_is_one_sentence(trained: Database, tmp_path: Path) -> None:
     planning.submit(trained, submission("third"))
     of_third = values(trained, "SELECT min(id) FROM episodes WHERE run_id = 3")[0]
     out = tmp_path / "run.html"
@@ -213,9 +211,7 @@ def test_what_is_not_there_or_does_not_fit_is_said_in_a_sentence(trained: Databa
     assert not out.exists()
 
 
-def test_a_busy_store_is_asked_again_and_then_given_up(
-    trained: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_retries_busy_store_then_gives_up(trained: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "AGAIN_SECONDS", 0)
     left, ask = [3], ReadOnlyStore.ask
 
@@ -244,7 +240,7 @@ def test_a_busy_store_is_asked_again_and_then_given_up(
 
 
 @pytest.mark.slow
-def test_the_file_works_in_a_browser_that_reaches_nothing(trained: Database, tmp_path: Path) -> None:
+def test_export_works_in_offline_browser(trained: Database, tmp_path: Path) -> None:
     with trained.engine.begin() as tx:
         tx.execute(text("UPDATE steps SET content = :evil"), {"evil": EVIL})
     out = tmp_path / "run.html"
@@ -281,7 +277,7 @@ def test_the_file_works_in_a_browser_that_reaches_nothing(trained: Database, tmp
         assert {unquote(host) for host in watched.hosts} <= {""}
 
 
-def test_curves_of_many_pages_and_turns_and_tokens_of_many_are_recorded_page_after_page(
+def test_export_records_every_page_of_curves_turns_and_tokens(
     trained: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "TOKENS", 2)

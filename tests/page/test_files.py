@@ -23,19 +23,19 @@ MARKUP = (
 )
 
 
-def test_the_page_and_all_its_files_are_less_than_250_kilobytes_compressed() -> None:
+def test_page_files_are_under_250_kb_compressed() -> None:
     files = [file for file in STATIC.rglob("*") if file.is_file() and file.suffix in (".html", ".css", ".js", ".svg")]
     assert len(files) > 10
     assert sum(len(gzip.compress(file.read_bytes())) for file in files) <= MAX_BYTES
 
 
-def test_the_pages_own_files_have_no_name_twice() -> None:
+def test_page_files_define_each_name_once() -> None:
     names = [name for file in OWN for name in TOP_LEVEL.findall(file.read_text())]
     assert len(names) > 100
     assert {name for name in names if names.count(name) > 1} == set()
 
 
-def test_the_pages_own_files_import_by_one_line_each_from_files_that_there_are() -> None:
+def test_page_files_import_existing_files_one_by_line() -> None:
     for file in OWN:
         for line in file.read_text().splitlines():
             if line.startswith("import"):
@@ -45,7 +45,7 @@ def test_the_pages_own_files_import_by_one_line_each_from_files_that_there_are()
             assert "import(" not in line, (file.name, line)
 
 
-def test_no_file_turns_a_text_into_markup_or_asks_another_host() -> None:
+def test_page_files_make_no_markup_of_text_and_ask_no_other_host() -> None:
     for file in OWN:
         text = file.read_text()
         assert [word for word in MARKUP if word in text] == [], file.name
@@ -53,7 +53,7 @@ def test_no_file_turns_a_text_into_markup_or_asks_another_host() -> None:
     assert "http" not in re.sub(r"<!.*?>", "", (STATIC / "index.html").read_text())
 
 
-def test_the_vendored_files_say_what_they_are_and_under_which_licence() -> None:
+def test_page_vendored_files_name_version_and_licence() -> None:
     said = (STATIC / "vendor/LICENSES.txt").read_text()
     for file in (STATIC / "vendor").glob("*.*s"):
         assert file.name in said, file.name
@@ -61,7 +61,7 @@ def test_the_vendored_files_say_what_they_are_and_under_which_licence() -> None:
         assert words in said, words
 
 
-def test_every_module_is_asked_for_at_once() -> None:
+def test_page_preloads_every_module() -> None:
     page = (STATIC / "index.html").read_text()
     wanted = {f"static/{file.relative_to(STATIC).as_posix()}" for file in STATIC.rglob("*.js")}
     asked = set(re.findall(r'rel="modulepreload" href="(.*?)"', page)) | set(
@@ -79,7 +79,7 @@ def luminance(color: Sequence[float]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_text_on_every_shade_of_a_token_has_enough_contrast_in_both_themes() -> None:
+def test_page_token_shades_have_contrast_in_both_themes() -> None:
     css = (STATIC / "app.css").read_text()
     shades = SHADE.findall(css)
     assert len(shades) == 3 * 8

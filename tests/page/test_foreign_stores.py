@@ -52,7 +52,7 @@ def run_there(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_store_in_a_folder_that_cannot_be_written_is_read(sqlite: Database, theirs: Path, killed: bool) -> None:
+def test_page_reads_store_in_readonly_folder(sqlite: Database, theirs: Path, killed: bool) -> None:
     """Its last writer closed it, or was killed and left its log."""
     played(sqlite)
     if not killed:
@@ -71,9 +71,7 @@ def test_a_store_in_a_folder_that_cannot_be_written_is_read(sqlite: Database, th
     assert sorted(theirs.iterdir()) == before
 
 
-def test_a_store_that_was_copied_without_its_index_where_none_can_be_made_says_what_to_copy(
-    sqlite: Database, theirs: Path
-) -> None:
+def test_page_names_index_file_that_copy_lacks(sqlite: Database, theirs: Path) -> None:
     played(sqlite)
     copy_into(theirs, sqlite, "", "-wal")
     done = run_there(theirs, "ui", "--export", "first", "--out", str(theirs.parent / "first.html"))
@@ -84,7 +82,7 @@ def reader_of(postgres: Database) -> str:
     return postgres.url.set(username="agentrl_reader").render_as_string(hide_password=False)
 
 
-def test_the_reader_of_a_postgres_sees_the_whole_page(postgres: Database, tmp_path: Path) -> None:
+def test_page_works_with_postgres_reader_login(postgres: Database, tmp_path: Path) -> None:
     played(postgres)
     where = Settings(database_url=reader_of(postgres))
     page, own = PageOver(where), PageOver(postgres)
@@ -96,14 +94,14 @@ def test_the_reader_of_a_postgres_sees_the_whole_page(postgres: Database, tmp_pa
     assert write_export(ReadOnlyStore(where), "first", tmp_path / "first.html", [], 20_000_000) == ""
 
 
-def test_a_login_that_may_not_read_the_rows_is_told_so(postgres: Database) -> None:
+def test_page_reports_login_without_right_to_read(postgres: Database) -> None:
     with postgres.engine.begin() as tx:
         tx.execute(text("REVOKE SELECT ON runs FROM agentrl_reader"))
     with pytest.raises(AccessDenied, match=r"may not read the store.*runs"):
         find_newest_run(ReadOnlyStore(Settings(database_url=reader_of(postgres))))
 
 
-def test_a_file_that_is_written_over_while_it_is_looked_at_is_busy_and_then_read_again(sqlite: Database) -> None:
+def test_page_is_busy_while_file_is_overwritten_then_reads(sqlite: Database) -> None:
     played(sqlite)
     sqlite.close()
     file, page = Path(str(sqlite.url.database)), PageOver(sqlite)
@@ -117,7 +115,7 @@ def test_a_file_that_is_written_over_while_it_is_looked_at_is_busy_and_then_read
         assert page.ask("/api/runs")[0] == 200
 
 
-def test_a_store_of_another_revision_that_takes_the_place_of_one_says_what_to_type(database: Database) -> None:
+def test_page_reports_store_replaced_by_other_revision(database: Database) -> None:
     played(database)
     page = PageOver(database)
     assert page.ask("/api/runs")[0] == 200
@@ -129,7 +127,7 @@ def test_a_store_of_another_revision_that_takes_the_place_of_one_says_what_to_ty
     assert (status, said["hint"]) == (500, "Type: agentrl db upgrade")
 
 
-def test_nothing_is_left_beside_another_users_file_where_files_could_be(sqlite: Database, tmp_path: Path) -> None:
+def test_page_leaves_nothing_beside_file_of_other_user(sqlite: Database, tmp_path: Path) -> None:
     """Its owner could not write it any more."""
     played(sqlite)
     sqlite.close()

@@ -44,7 +44,7 @@ def turn_of(index: int, position: int) -> Step:
 # alignment
 
 
-def test_lines_are_aligned_as_a_tree_of_what_they_share() -> None:
+def test_align_makes_tree_of_shared_prefixes() -> None:
     found = align(lines(_1="abcx", _2="abcyz", _3="abq", _4="abcyw"))
     assert found.common == 2
     told = [(branch.start, branch.end, branch.members) for branch in found.branches]
@@ -54,7 +54,7 @@ def test_lines_are_aligned_as_a_tree_of_what_they_share() -> None:
     assert found.alone_from == {1: 3, 2: 4, 3: 2, 4: 4}
 
 
-def test_equal_lines_and_one_that_another_goes_on_from_part_at_their_ends() -> None:
+def test_align_handles_equal_rows_and_prefixes() -> None:
     found = align(lines(_1="abc", _2="abc", _3="ab", _4=""))
     assert found.common == 0
     assert found.alone_from == {1: 3, 2: 3, 3: 2, 4: 0}
@@ -63,7 +63,7 @@ def test_equal_lines_and_one_that_another_goes_on_from_part_at_their_ends() -> N
     assert align(lines(_7="abc")).alone_from == {7: 0}
 
 
-def test_each_line_is_told_whole_by_the_branches_that_it_is_in() -> None:
+def test_align_branches_make_up_each_row() -> None:
     draw = random.Random(7)
     for _ in range(200):
         made = {number: pack("i", [draw.randrange(2) for _ in range(draw.randrange(6))]) for number in range(5)}
@@ -80,7 +80,7 @@ def test_each_line_is_told_whole_by_the_branches_that_it_is_in() -> None:
 # the route
 
 
-def test_siblings_stand_side_by_side_with_rewards_fates_texts_and_advantages(database: Database) -> None:
+def test_group_route_shows_siblings_side_by_side(database: Database) -> None:
     group, _ = group_of(database, 2)
     work = claim(database, group)
     call = CallRecord(ToolCall("calculator", {"expression": "6*7"}), "none", ToolResult("42", None))
@@ -113,7 +113,7 @@ def test_siblings_stand_side_by_side_with_rewards_fates_texts_and_advantages(dat
     ]  # fmt: skip
 
 
-def test_where_they_part_is_told_in_words_of_the_runs_tokenizer(database: Database, tmp_path: Path) -> None:
+def test_group_route_shows_divergence_in_tokens_of_run(database: Database, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path / "model")
     group, _ = group_of(database, 2)
     work = claim(database, group)
@@ -126,7 +126,7 @@ def test_where_they_part_is_told_in_words_of_the_runs_tokenizer(database: Databa
     assert [each["text"] for each in parting["tree"]] == ["ask: é ", "is right", "was"]
 
 
-def test_a_group_that_has_not_begun_or_is_not_there(database: Database) -> None:
+def test_group_route_before_start_or_missing(database: Database) -> None:
     made = planning.submit(database, submission())
     groups = planning.start_iteration(database, planning.open_iterations(database, made.id)[0])
     page = PageOver(database)
@@ -138,7 +138,7 @@ def test_a_group_that_has_not_begun_or_is_not_there(database: Database) -> None:
     assert page.ask("/api/groups/one")[0] == 422
 
 
-def test_a_group_of_many_says_how_many_it_leaves_out(database: Database) -> None:
+def test_group_route_counts_omitted_siblings(database: Database) -> None:
     group, _ = group_of(database, 70)
     play(database, group)
     found = PageOver(database).read(f"/api/groups/{group}")
@@ -146,7 +146,7 @@ def test_a_group_of_many_says_how_many_it_leaves_out(database: Database) -> None
     assert found["credit"]["group_size"] == 70
 
 
-def test_siblings_of_hostile_texts_come_as_json(database: Database) -> None:
+def test_group_route_sends_hostile_texts_as_json(database: Database) -> None:
     group, _ = group_of(database, 2)
     work = claim(database, group)
     huge = "\ud800<script>\x00" * 1_000_000
@@ -160,7 +160,7 @@ def test_siblings_of_hostile_texts_come_as_json(database: Database) -> None:
     assert said[3]["cut"]["text"] == len(huge)
 
 
-def test_eight_siblings_of_32_000_tokens_and_200_turns_answer_soon(database: Database) -> None:
+def test_group_route_answers_eight_long_siblings(database: Database) -> None:
     group, ids = group_of(database, 8)
     work = claim(database, group)
     for index in range(200):
@@ -179,9 +179,7 @@ def _seconds(page: PageOver, path: str) -> float:
 
 
 @pytest.mark.parametrize(("what", "documented"), [("groups", WholeGroup), ("episodes", WholeEpisode)])
-def test_groups_and_episodes_of_a_grown_database_answer_at_once_and_as_documented(
-    database: Database, what: str, documented: type[BaseModel]
-) -> None:
+def test_routes_of_grown_database_answer_as_documented(database: Database, what: str, documented: type[BaseModel]) -> None:
     with database.engine.begin() as tx:
         synthetic.fill(tx, {"old": 1, "large": 4, "live": 2})
     page = PageOver(database)

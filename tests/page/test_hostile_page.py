@@ -182,7 +182,7 @@ REFUSED = {"wrong sql", "no place", "no run", "choices", "charts"}
 """Addresses that ask for what there is not: a refusal is an answer there, and a browser notes its status."""
 
 
-def test_nothing_that_anybody_wrote_runs_in_any_view(hostile: Path, served: Service, context: BrowserContext) -> None:
+def test_hostile_text_runs_in_no_view(hostile: Path, served: Service, context: BrowserContext) -> None:
     watched = Watched(context.new_page())
     bad: dict[str, Any] = {}
     shown = 0
@@ -201,7 +201,7 @@ def test_nothing_that_anybody_wrote_runs_in_any_view(hostile: Path, served: Serv
     assert watched.hosts <= {f"127.0.0.1:{served.port}", "blank", ""}
 
 
-def test_what_is_pointed_at_and_clicked_runs_nothing_either(hostile: Path, served: Service, context: BrowserContext) -> None:
+def test_hostile_text_runs_on_no_hover_or_click(hostile: Path, served: Service, context: BrowserContext) -> None:
     watched = Watched(context.new_page())
     page = watched.page
     views = hostile_views(hostile)
@@ -224,7 +224,7 @@ def test_what_is_pointed_at_and_clicked_runs_nothing_either(hostile: Path, serve
     assert watched.hosts <= {f"127.0.0.1:{served.port}"}
 
 
-def test_a_csv_of_hostile_rows_holds_no_formula(served: Service, context: BrowserContext, tmp_path: Path) -> None:
+def test_hostile_rows_make_no_formula_in_csv(served: Service, context: BrowserContext, tmp_path: Path) -> None:
     page = context.new_page()
     more = "-1.5 AS number, char(10) || '=1', '＝1+1'"
     query = f'SELECT final_answer AS "=1+1", stop_reason, run, task, {more} FROM v_episodes ORDER BY id LIMIT 300'
@@ -240,7 +240,7 @@ def test_a_csv_of_hostile_rows_holds_no_formula(served: Service, context: Browse
     assert any(cell.startswith("'+1+cmd") for row in rows for cell in row)
 
 
-def test_an_export_of_a_hostile_run_runs_nothing(hostile: Path, context: BrowserContext, tmp_path: Path) -> None:
+def test_hostile_run_runs_nothing_in_export(hostile: Path, context: BrowserContext, tmp_path: Path) -> None:
     file = tmp_path / "run.html"
     ended = command(hostile, "ui", "--export", "1", "--out", str(file))
     assert ended.returncode == 0, ended.stdout
@@ -274,7 +274,7 @@ def command(home: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
 
 
-def test_an_empty_store_is_shown_with_what_to_type(tmp_path: Path, migrated_file: Path, context: BrowserContext) -> None:
+def test_page_of_empty_store_says_what_to_type(tmp_path: Path, migrated_file: Path, context: BrowserContext) -> None:
     store_in(tmp_path / "home", migrated_file).close()
     watched = Watched(context.new_page())
     with service(tmp_path / "home") as served:
@@ -292,7 +292,7 @@ def test_an_empty_store_is_shown_with_what_to_type(tmp_path: Path, migrated_file
         watched.see("There is no run yet")
 
 
-def test_no_store_and_stores_of_other_revisions_are_refused_with_what_to_type(tmp_path: Path, migrated_file: Path) -> None:
+def test_page_without_readable_store_says_what_to_type(tmp_path: Path, migrated_file: Path) -> None:
     ended = command(tmp_path / "nothing", "ui", "--no-browser", "--port", "0")
     assert ended.returncode == NotFoundError.exit_code, ended.stdout
     assert "There is no store" in ended.stdout
@@ -336,9 +336,7 @@ def check_views(watched: Watched, served: Service, addresses: list[str]) -> None
 ODD_NAMES = ("a/b 🦊", "../c/%2e%2e/🧪?x=1&y#z")
 
 
-def test_runs_without_an_update_or_without_anything_are_shown(
-    tmp_path: Path, migrated_file: Path, context: BrowserContext
-) -> None:
+def test_page_shows_runs_without_update_or_rows(tmp_path: Path, migrated_file: Path, context: BrowserContext) -> None:
     with closing(store_in(tmp_path / "home", migrated_file)) as database:
         planning.submit(database, played_runs.submission("first"))
         half = played_runs.submission("second", seed=1)
@@ -367,7 +365,7 @@ def test_runs_without_an_update_or_without_anything_are_shown(
     assert ended.returncode == 0, ended.stdout
 
 
-def test_infinity_and_nan_are_shown_as_nothing(tmp_path: Path, migrated_file: Path, context: BrowserContext) -> None:
+def test_page_shows_infinity_and_nan_as_blank(tmp_path: Path, migrated_file: Path, context: BrowserContext) -> None:
     home = tmp_path / "home"
     with closing(store_in(home, migrated_file)) as database, database.engine.begin() as tx:
         fill_with(tx, MIXED)
@@ -379,7 +377,7 @@ def test_infinity_and_nan_are_shown_as_nothing(tmp_path: Path, migrated_file: Pa
         check_views(watched, served, [*views, f"#/sql?{query}", f"#/sql?{query}&as=chart"])
 
 
-def test_an_episode_of_ten_megabytes_is_shown_in_two(tmp_path: Path, migrated_file: Path, context: BrowserContext) -> None:
+def test_page_shows_ten_megabyte_episode_in_two_parts(tmp_path: Path, migrated_file: Path, context: BrowserContext) -> None:
     home = tmp_path / "home"
     words = random.Random(0)
     long = "".join(words.choices(string.ascii_letters + string.digits, k=10_000_000))  # which no compression makes small
@@ -437,9 +435,7 @@ def remove_run(home: Path, run: int) -> None:
         driver.execute("COMMIT")
 
 
-def test_a_run_that_is_removed_while_it_is_looked_at_is_said_to_be_gone(
-    tmp_path: Path, migrated_file: Path, context: BrowserContext
-) -> None:
+def test_page_reports_run_removed_while_viewed(tmp_path: Path, migrated_file: Path, context: BrowserContext) -> None:
     home = tmp_path / "home"
     with closing(store_in(home, migrated_file)) as database:
         for number, name in enumerate(("stays", "goes")):
@@ -465,7 +461,7 @@ def test_a_run_that_is_removed_while_it_is_looked_at_is_said_to_be_gone(
             page.wait_for_selector("h1:text-is('stays')")
 
 
-def test_a_postgres_that_goes_away_and_comes_back_is_found_again(context: BrowserContext, tmp_path: Path) -> None:
+def test_page_reconnects_to_returned_postgres(context: BrowserContext, tmp_path: Path) -> None:
     with own_postgres(20) as server, server.database() as url:
         with closing(Database(url)) as database:
             for group in played_runs.start(database, played_runs.submission("kept")):

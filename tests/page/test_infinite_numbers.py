@@ -18,7 +18,7 @@ ROUTES = (
 
 
 @pytest.mark.parametrize("number", ["9e999", "-9e999", MIXED])
-def test_infinity_in_every_number_is_answered_as_null(sqlite: Database, number: str) -> None:
+def test_routes_answer_infinity_as_null(sqlite: Database, number: str) -> None:
     with sqlite.engine.begin() as tx:
         fill_with(tx, number)
     page = PageOver(sqlite)
@@ -30,7 +30,7 @@ DAMAGES = ('{"a": ', f'{{"a": {"1" * 5000}}}', "[" * 5000 + "]" * 5000)
 """JSON that was cut, with a number of too many digits, nested deeper than any stack allows: one function reads them all."""
 
 
-def test_json_that_somebody_damaged_is_as_nothing_and_hides_no_other_row(sqlite: Database) -> None:
+def test_routes_answer_damaged_json_as_null_without_hiding_rows(sqlite: Database) -> None:
     """Each column of JSON is damaged alone, the columns by turns in each way."""
     with sqlite.engine.begin() as tx:
         fill_with(tx, "1.0")

@@ -113,7 +113,7 @@ def commit(database: Database, work: IterationWork) -> None:
     train_commits.commit_update(database, work, update_of(work), 3)
 
 
-def test_a_committed_iteration_is_told_within_a_second_with_its_row_of_the_curves(database: Database, served: Served) -> None:
+def test_live_stream_sends_committed_iteration_within_a_second(database: Database, served: Served) -> None:
     work = rolled_out(database, tasks=4)
     page = served.listen(1)
     assert page.answer.getheader("content-type", "").startswith("text/event-stream")
@@ -131,7 +131,7 @@ def test_a_committed_iteration_is_told_within_a_second_with_its_row_of_the_curve
     page.close()
 
 
-def test_who_was_cut_off_is_told_only_what_came_since(database: Database, served: Served) -> None:
+def test_live_stream_resumes_with_changes_since_cut(database: Database, served: Served) -> None:
     work = rolled_out(database, tasks=4)
     page = served.listen(1)
     first = page.event()
@@ -152,7 +152,7 @@ def test_who_was_cut_off_is_told_only_what_came_since(database: Database, served
         fresh.close()
 
 
-def test_the_list_is_told_when_a_run_is_submitted_and_when_one_ends(database: Database, served: Served) -> None:
+def test_live_stream_of_runs_reports_submission_and_end(database: Database, served: Served) -> None:
     page = served.listen()
     page.event()
     work = rolled_out(database)
@@ -165,7 +165,7 @@ def test_the_list_is_told_when_a_run_is_submitted_and_when_one_ends(database: Da
     page.close()
 
 
-def test_a_pause_an_event_and_an_episode_move_the_stamp(database: Database, served: Served) -> None:
+def test_live_stamp_moves_by_pause_event_and_episode(database: Database, served: Served) -> None:
     first, _ = start(database, submission())
     stamps = [changes.find_state(served.app.state.store, 1)]
     play(database, first, 1.0)
@@ -179,7 +179,7 @@ def test_a_pause_an_event_and_an_episode_move_the_stamp(database: Database, serv
     assert len({state.stamp for state in stamps[:2] if state}) == 1  # an episode is work, which may wait to be told
 
 
-def test_episodes_are_told_at_most_so_often_and_an_iteration_between_them_at_once(
+def test_live_stream_limits_episode_events_but_not_iterations(
     database: Database, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "WORK_SECONDS", 1.5)
@@ -200,7 +200,7 @@ def test_episodes_are_told_at_most_so_often_and_an_iteration_between_them_at_onc
     page.close()
 
 
-def test_a_run_that_is_not_there_or_is_removed_is_gone_and_the_stream_ends(database: Database, served: Served) -> None:
+def test_live_stream_of_missing_or_removed_run_ends_with_gone(database: Database, served: Served) -> None:
     for number in (7, 0, -1, 2**70):
         page = served.listen(number)
         page.event("gone")
@@ -210,9 +210,7 @@ def test_a_run_that_is_not_there_or_is_removed_is_gone_and_the_stream_ends(datab
         assert refused.answer.status == 422
 
 
-def test_all_who_listen_to_a_run_share_one_look_and_one_reading(
-    database: Database, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_listeners_of_a_run_share_one_query(database: Database, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     work = rolled_out(database, tasks=4)
     looks, readings = [], []
     see, changes = live._see, live._changes
@@ -244,7 +242,7 @@ def test_all_who_listen_to_a_run_share_one_look_and_one_reading(
 
 
 @pytest.mark.parametrize("error", [Busy("The store cannot be read now: locked."), KeyError("a mistake of ours")])
-def test_a_look_that_fails_is_told_and_the_next_one_tries_again(
+def test_live_stream_reports_failed_check_and_retries(
     database: Database, served: Served, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     work = rolled_out(database, tasks=4)
@@ -263,7 +261,7 @@ def test_a_look_that_fails_is_told_and_the_next_one_tries_again(
     page.close()
 
 
-def test_a_reading_that_fails_is_told_and_the_next_one_tries_again(
+def test_live_stream_reports_failed_read_and_retries(
     database: Database, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = rolled_out(database, tasks=4)
@@ -283,7 +281,7 @@ def test_a_reading_that_fails_is_told_and_the_next_one_tries_again(
     page.close()
 
 
-def test_silence_is_broken_by_comments(database: Database, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_stream_sends_comments_during_silence(database: Database, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "COMMENT_SECONDS", 0.3)
     planning.submit(database, submission())
     page = served.listen(1)
@@ -292,7 +290,7 @@ def test_silence_is_broken_by_comments(database: Database, served: Served, monke
     page.close()
 
 
-def test_more_pages_than_there_is_room_for_are_503_with_when_to_come_again(
+def test_live_stream_beyond_limit_is_503_with_retry_after(
     database: Database, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "MAX_LISTENERS", 2)
@@ -309,7 +307,7 @@ def test_more_pages_than_there_is_room_for_are_503_with_when_to_come_again(
         page.close()
 
 
-def test_pages_that_listen_do_not_keep_the_service(database: Database) -> None:
+def test_live_listeners_do_not_delay_shutdown(database: Database) -> None:
     planning.submit(database, submission())
     with serving(database) as served:
         pages = [served.listen(1), served.listen()]
@@ -321,7 +319,7 @@ def test_pages_that_listen_do_not_keep_the_service(database: Database) -> None:
         page.close()
 
 
-def test_a_look_at_a_long_run_costs_little(database: Database) -> None:
+def test_live_check_of_long_run_is_cheap(database: Database) -> None:
     planning.submit(database, submission())
     with database.engine.begin() as tx:
         (policy,) = tx.execute(text("SELECT min(id) FROM policies")).scalars()

@@ -57,11 +57,11 @@ def trained(database: Database, rewards: tuple[float, ...] = (1.0, 1.0)) -> None
 # the list
 
 
-def test_an_empty_store_has_no_runs_and_says_so(database: Database) -> None:
+def test_runs_route_of_empty_store_is_empty(database: Database) -> None:
     assert PageOver(database).read("/api/runs") == {"rows": [], "next": ""}
 
 
-def test_the_list_shows_each_run_with_algorithm_sparkline_tokens_and_when_it_last_wrote(grown: Database) -> None:
+def test_runs_route_shows_algorithm_sparkline_and_last_write(grown: Database) -> None:
     rows = {row["run"]: row for row in PageOver(grown).read("/api/runs")["rows"]}
     assert {*rows} == {"old", "large", "live", "again", "forked"}
     assert rows["large"]["spark"] == [[n, 0.5] for n in range(1, 5)]
@@ -71,7 +71,7 @@ def test_the_list_shows_each_run_with_algorithm_sparkline_tokens_and_when_it_las
     assert all(row["active_at"].endswith("Z") and row["tags"] == [] and row["waits_for"] == "" for row in rows.values())
 
 
-def test_runs_are_chosen_by_algorithm_kind_status_and_text_and_come_in_pages(database: Database) -> None:
+def test_runs_route_filters_and_pages(database: Database) -> None:
     for name, algorithm in (("one", "grpo"), ("two", "rloo"), ("three", "grpo")):
         wanted = submission(name)
         planning.submit(database, replace(wanted, config={**wanted.config, "algorithm": {"name": algorithm}}))
@@ -85,7 +85,7 @@ def test_runs_are_chosen_by_algorithm_kind_status_and_text_and_come_in_pages(dat
     assert second["next"] == ""
 
 
-def test_a_sparkline_of_a_long_run_is_thinned_evenly_and_ends_with_the_newest_iteration(database: Database) -> None:
+def test_runs_route_sparkline_of_long_run_is_thinned_evenly(database: Database) -> None:
     planning.submit(database, submission())
     with database.engine.begin() as tx:
         (policy,) = tx.execute(text("SELECT min(id) FROM policies")).scalars()
@@ -102,7 +102,7 @@ def test_a_sparkline_of_a_long_run_is_thinned_evenly_and_ends_with_the_newest_it
     assert {after - before for before, after in itertools.pairwise(numbers[:-1])} == {9}
 
 
-def test_a_run_that_is_not_there_is_404_with_one_sentence(database: Database) -> None:
+def test_run_route_of_missing_run_is_404(database: Database) -> None:
     page = PageOver(database)
     for path in ("/api/runs/99", "/api/runs/99999999999999999999999999", "/api/runs/-1/curves", "/api/runs/7/tasks"):
         status, said = page.ask(path)
@@ -111,20 +111,20 @@ def test_a_run_that_is_not_there_is_404_with_one_sentence(database: Database) ->
         assert said["hint"], path
 
 
-def test_an_order_cursor_or_size_that_there_is_not_is_422(database: Database) -> None:
+def test_runs_route_refuses_unknown_order_cursor_and_size(database: Database) -> None:
     page = PageOver(database)
     for asked in ({"sort": "colour"}, {"cursor": "abc"}, {"cursor": "\U0001f600" * 40}, {"size": 0}, {"size": 1001}):
         assert page.ask("/api/runs", **asked)[0] == 422, asked
 
 
-def test_a_run_that_waits_says_for_what_in_the_list_as_watch_does(database: Database) -> None:
+def test_runs_route_names_what_waiting_run_waits_for(database: Database) -> None:
     start(database, submission("first", kind="eval"))
     assert PageOver(database).read("/api/runs/1")["waits_for"] == ""
     wait_for(database, 1, "the server is away")
     assert PageOver(database).read("/api/runs")["rows"][0]["waits_for"] == find_wait_reason(database, 1) == "the server is away"
 
 
-def test_a_run_whose_checkpoint_is_made_again_waits_for_its_maker(database: Database) -> None:
+def test_run_route_waits_for_maker_of_rebuilt_checkpoint(database: Database) -> None:
     for name, kind in (("maker", "train"), ("waits", "eval")):
         planning.submit(database, submission(name, kind=kind))
     with database.engine.begin() as tx:
@@ -138,7 +138,7 @@ def test_a_run_whose_checkpoint_is_made_again_waits_for_its_maker(database: Data
 # one run
 
 
-def test_one_run_tells_its_config_manifest_progress_and_what_it_has_rows_of(grown: Database) -> None:
+def test_run_route_has_config_manifest_progress_and_counts(grown: Database) -> None:
     page = PageOver(grown)
     found = page.read(f"/api/runs/{number(grown, 'live')}")
     assert found["run"]["run"] == "live"
@@ -155,7 +155,7 @@ def test_one_run_tells_its_config_manifest_progress_and_what_it_has_rows_of(grow
     assert PageOver(grown).read(f"/api/runs/{number(grown, 'forked')}")["has"]["prompts"]
 
 
-def test_a_run_names_those_that_it_comes_from_and_those_that_come_from_it(database: Database) -> None:
+def test_run_route_names_sources_and_derived_runs(database: Database) -> None:
     for group in start(database, submission("first")):
         play(database, group)
     with database.engine.begin() as tx:
@@ -181,7 +181,7 @@ def test_a_run_names_those_that_it_comes_from_and_those_that_come_from_it(databa
     assert [(source["run"], source["what"]) for source in again["sources"]] == [("first", "1 group"), ("forked", "1 group")]
 
 
-def test_a_config_is_compared_with_another_runs_key_by_key(database: Database) -> None:
+def test_config_route_compares_with_other_run_by_key(database: Database) -> None:
     for name, seed in (("one", 0), ("two", 5)):
         planning.submit(database, submission(name, seed=seed))
     rows = {row["key"]: row for row in PageOver(database).read("/api/runs/1/config", other=2)["rows"]}
@@ -196,7 +196,7 @@ def test_a_config_is_compared_with_another_runs_key_by_key(database: Database) -
     assert PageOver(database).ask("/api/runs/1/config?other=9")[0] == 404
 
 
-def test_a_config_of_other_times_keeps_the_keys_that_nobody_knows_now_and_has_the_new_ones_at_their_defaults() -> None:
+def test_config_route_keeps_unknown_keys_and_fills_new_ones() -> None:
     config = {"seed": 3, "forgotten": {"option": "x"}, "agent": None}
     rows = {row["key"]: row for row in list_config(StoredConfig(config, None))}
     assert rows["forgotten.option"]["origin"] == rows["seed"]["origin"] == "given"
@@ -205,7 +205,7 @@ def test_a_config_of_other_times_keeps_the_keys_that_nobody_knows_now_and_has_th
     assert [row["key"] for row in compare_configs(one, other) if row["differs"]] == ["seed"]
 
 
-def test_a_config_tells_where_each_value_came_from_that_somebody_chose() -> None:
+def test_config_route_names_origin_of_chosen_values() -> None:
     config = {"seed": 0, "epochs": 3, "env": "math", "model": {"tool_format": "hermes"}}
     chosen = {"seed": "flag", "epochs": "run.yaml", "env": "environment"}
     rows = {row["key"]: row["origin"] for row in list_config(StoredConfig(config, chosen))}
@@ -216,7 +216,7 @@ def test_a_config_tells_where_each_value_came_from_that_somebody_chose() -> None
 # curves
 
 
-def test_curves_say_of_every_iteration_what_v_iterations_says(grown: Database) -> None:
+def test_curves_route_equals_v_iterations(grown: Database) -> None:
     for name in ("large", "live"):
         found = curve(PageOver(grown).read(f"/api/runs/{number(grown, name)}/curves"))
         rows = iteration_rows.list_iterations(grown, IterationFilter(name), Paging(100)).rows
@@ -229,14 +229,14 @@ def test_curves_say_of_every_iteration_what_v_iterations_says(grown: Database) -
                 assert mine[column] == (pytest.approx(wanted) if isinstance(wanted, float) else wanted), (name, column)
 
 
-def test_the_spread_of_a_reward_is_that_of_its_groups_means(database: Database) -> None:
+def test_curves_spread_is_of_group_means(database: Database) -> None:
     trained(database, (1.0, 0.5))
     row = curve(PageOver(database).read("/api/runs/1/curves"))[0]
     assert (row["reward"], row["reward_low"], row["reward_high"]) == (0.375, 0.25, 0.5)
     assert (row["groups"], row["flat_groups"], row["length"]) == (2, 0, 2.0)
 
 
-def test_a_group_without_a_reward_makes_the_spread_of_the_others_no_smaller(grown: Database) -> None:
+def test_curves_spread_ignores_group_without_reward(grown: Database) -> None:
     of_first = "iteration_id = (SELECT min(id) FROM iterations WHERE run_id = 1)"
     first, *others = values(grown, f"SELECT id FROM groups WHERE {of_first} ORDER BY id")
     with altered(grown, "groups", "mean_reward", f"id = {first}", None):
@@ -246,7 +246,7 @@ def test_a_group_without_a_reward_makes_the_spread_of_the_others_no_smaller(grow
     assert row["reward_high"] - row["reward"] == pytest.approx(pstdev(means))
 
 
-def test_a_run_on_stored_groups_of_another_reward_set_shows_that_sets_rewards_or_none(grown: Database) -> None:
+def test_curves_of_stored_groups_use_reward_set_of_run(grown: Database) -> None:
     run, page = number(grown, "again"), PageOver(grown)
     with altered(grown, "runs", "reward_set", f"id = {run}", "brevity"):
         first = curve(page.read(f"/api/runs/{run}/curves"))[0]
@@ -265,13 +265,13 @@ def test_a_run_on_stored_groups_of_another_reward_set_shows_that_sets_rewards_or
     assert "brevity" in told
 
 
-def test_a_run_that_serves_counts_no_tokens_of_its_iterations(grown: Database) -> None:
+def test_curves_of_served_run_count_no_tokens(grown: Database) -> None:
     with altered(grown, "runs", "kind", "id = 1", "serve"):
         row = curve(PageOver(grown).read("/api/runs/1/curves"))[0]
     assert (row["tokens"], row["length"], row["tool_calls"]) == (None, None, None)
 
 
-def test_episodes_of_an_infinite_reward_come_once_each(database: Database) -> None:
+def test_episodes_route_pages_infinite_rewards_once(database: Database) -> None:
     trained(database, (1.0, 0.5))
     page, found, cursor = PageOver(database), [], ""
     with (
@@ -288,7 +288,7 @@ def test_episodes_of_an_infinite_reward_come_once_each(database: Database) -> No
     assert sorted(found) == values(database, "SELECT id FROM episodes WHERE run_id = 1 ORDER BY id")
 
 
-def test_a_reward_of_any_size_has_a_curve(database: Database) -> None:
+def test_curves_take_reward_of_any_size(database: Database) -> None:
     trained(database, (1.0, 0.5))
     for large, small in ((1e300, 1e-300), (-1e308, 1e308), (5e-324, 0.0)):
         with (
@@ -298,14 +298,14 @@ def test_a_reward_of_any_size_has_a_curve(database: Database) -> None:
             assert curve(PageOver(database).read("/api/runs/1/curves"))[0]["reward"] == 0.375
 
 
-def test_a_run_on_stored_groups_has_the_spread_of_those(grown: Database) -> None:
+def test_curves_of_stored_groups_have_their_spread(grown: Database) -> None:
     rows = curve(PageOver(grown).read(f"/api/runs/{number(grown, 'again')}/curves"))
     assert [row["groups"] for row in rows] == [16, 0]
     assert rows[0]["reward_low"] < rows[0]["reward"] < rows[0]["reward_high"]
     assert rows[0]["staleness"] is None
 
 
-def test_curves_go_on_after_an_iteration_and_the_cursor_comes_before_the_first_open_one(grown: Database) -> None:
+def test_curves_cursor_resumes_before_first_open_iteration(grown: Database) -> None:
     page, run = PageOver(grown), number(grown, "live")
     whole = page.read(f"/api/runs/{run}/curves")
     assert whole["cursor"] == 1
@@ -317,13 +317,13 @@ def test_curves_go_on_after_an_iteration_and_the_cursor_comes_before_the_first_o
     assert ([row[0] for row in few.rows], few.more, few.cursor) == ([2, 3], True, 3)
 
 
-def test_curves_have_the_evaluations_of_the_runs_own_policies_with_their_intervals(grown: Database) -> None:
+def test_curves_have_evals_of_own_policies_with_intervals(grown: Database) -> None:
     (found,) = PageOver(grown).read(f"/api/runs/{number(grown, 'large')}/curves")["evals"]
     assert (found["version"], found["low"], found["mean_reward"], found["high"]) == (0, 0.4, 0.5, 0.6)
     assert found["run_id"] == number(grown, "large-eval-0")
 
 
-def test_a_run_without_an_update_has_curves_of_nothing_yet(database: Database) -> None:
+def test_curves_before_first_update_are_empty(database: Database) -> None:
     start(database, submission())
     (row,) = curve(PageOver(database).read("/api/runs/1/curves"))
     assert row["status"] == "running"
@@ -333,7 +333,7 @@ def test_a_run_without_an_update_has_curves_of_nothing_yet(database: Database) -
 # events, the ledger, lanes
 
 
-def test_events_come_in_pages_by_kind_and_long_ones_are_cut(database: Database) -> None:
+def test_events_route_pages_by_kind_and_cuts(database: Database) -> None:
     start(database, submission())
     with database.engine.begin() as tx:
         tx.execute(tables.events.insert().values(run_id=1, kind="waiting", detail="x" * 5000))
@@ -347,7 +347,7 @@ def test_events_come_in_pages_by_kind_and_long_ones_are_cut(database: Database) 
     assert page.read("/api/runs/1/events", size=100, cursor=first["next"])["rows"] == whole[1:]
 
 
-def test_the_ledger_in_windows_is_the_whole_ledger(grown: Database) -> None:
+def test_ledger_route_windows_make_up_the_ledger(grown: Database) -> None:
     page, run, after, found = PageOver(grown), number(grown, "large"), 0, []
     while True:
         window = page.read(f"/api/runs/{run}/ledger", after=after, size=3)
@@ -360,7 +360,7 @@ def test_the_ledger_in_windows_is_the_whole_ledger(grown: Database) -> None:
     assert len(ledger.count_fates_after(grown, "large", 1, 50, episodes=synthetic.PER_ITERATION + 1)) == 1
 
 
-def test_lanes_say_who_worked_when_in_the_newest_iterations(grown: Database) -> None:
+def test_lanes_show_workers_of_newest_iterations(grown: Database) -> None:
     found = PageOver(grown).read(f"/api/runs/{number(grown, 'live')}/lanes")
     assert found["lanes"] == [
         {"queue": "rollout", "worker": "host:1:rollout"},
@@ -375,7 +375,7 @@ def test_lanes_say_who_worked_when_in_the_newest_iterations(grown: Database) -> 
     assert (update_span["start"], update_span["end"]) == ("2026-01-01T00:01:29.300000Z", "2026-01-01T00:01:30Z")
 
 
-def test_lanes_say_how_many_spans_they_leave_out(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_count_omitted_spans(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = PageOver(grown).read(f"/api/runs/{number(grown, 'large')}/lanes?from=2&to=3")
     monkeypatch.setattr(lanes, "MAX_SPANS", 100)
     found = PageOver(grown).read(f"/api/runs/{number(grown, 'large')}/lanes?from=2&to=3")
@@ -384,7 +384,7 @@ def test_lanes_say_how_many_spans_they_leave_out(grown: Database, monkeypatch: p
     assert {span["iteration"] for span in found["spans"]} == {2, 3}
 
 
-def test_lanes_of_iterations_that_there_are_not_are_none_or_those_that_there_are(grown: Database) -> None:
+def test_lanes_of_missing_iterations_are_empty_or_clipped(grown: Database) -> None:
     page = PageOver(grown)
     for asked in ("from=5&to=2", "from=-9", "to=99999999999999999999", "from=99999999999999999999999&to=-99"):
         assert page.ask(f"/api/runs/1/lanes?{asked}")[0] == 200, asked
@@ -393,7 +393,7 @@ def test_lanes_of_iterations_that_there_are_not_are_none_or_those_that_there_are
 # iterations and episodes
 
 
-def test_an_iteration_has_its_updates_groups_and_episodes_with_their_fates(database: Database) -> None:
+def test_iteration_route_has_updates_groups_and_episodes(database: Database) -> None:
     trained(database)
     found = PageOver(database).read("/api/runs/1/iterations/1")
     assert found["iteration"]["iteration"] == 1
@@ -409,7 +409,7 @@ def test_an_iteration_has_its_updates_groups_and_episodes_with_their_fates(datab
     assert PageOver(database).ask("/api/runs/1/iterations/2")[0] == 404
 
 
-def test_an_iteration_on_stored_groups_has_those_of_the_other_run_with_its_own_advantages(grown: Database) -> None:
+def test_iteration_on_stored_groups_has_own_advantages(grown: Database) -> None:
     found = PageOver(grown).read(f"/api/runs/{number(grown, 'again')}/iterations/1")
     assert len(found["groups"]) == 16
     assert all(group["borrowed"] and group["run_id"] == number(grown, "old") for group in found["groups"])
@@ -420,14 +420,14 @@ def test_an_iteration_on_stored_groups_has_those_of_the_other_run_with_its_own_a
     }
 
 
-def test_an_iteration_of_too_many_episodes_leaves_whole_groups_out(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iteration_route_omits_whole_groups_at_limit(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iteration_rows, "MAX_EPISODES", 20)
     found = PageOver(grown).read(f"/api/runs/{number(grown, 'large')}/iterations/1")
     assert [len(group["episodes"]) for group in found["groups"]] == [8, 8]
     assert found["left_out"] == 14
 
 
-def test_episodes_are_chosen_and_sorted_and_come_in_pages(grown: Database) -> None:
+def test_episodes_route_filters_sorts_and_pages(grown: Database) -> None:
     page, run = PageOver(grown), number(grown, "large")
     failed = page.read(f"/api/runs/{run}/episodes", status="failed", size=1000)["rows"]
     assert failed
@@ -442,7 +442,7 @@ def test_episodes_are_chosen_and_sorted_and_come_in_pages(grown: Database) -> No
     assert {row["id"] for row in first["rows"]}.isdisjoint(row["id"] for row in second["rows"])
 
 
-def test_an_answer_of_ten_megabytes_is_cut_in_a_list_and_what_is_no_number_is_null(database: Database) -> None:
+def test_episodes_route_cuts_huge_answer_and_nulls_non_numbers(database: Database) -> None:
     groups = start(database, submission())
     work = claim(database, groups[0])
     finish(database, work, 0)
@@ -455,7 +455,7 @@ def test_an_answer_of_ten_megabytes_is_cut_in_a_list_and_what_is_no_number_is_nu
     assert "cut" not in rows[1]
 
 
-def test_infinity_in_a_curve_is_null(database: Database) -> None:
+def test_curves_show_infinity_as_null(database: Database) -> None:
     trained(database)
     for odd in (float("inf"), float("-inf")):
         with altered(database, "updates", "grad_norm", "id = 1", odd):
@@ -466,7 +466,7 @@ def test_infinity_in_a_curve_is_null(database: Database) -> None:
 # values that are too large to show
 
 
-def test_a_value_is_shown_whole_or_cut_and_says_so() -> None:
+def test_cut_value_reports_full_length() -> None:
     assert cut_value("x" * 5, 4) == ("xxxx", 5)
     assert cut_value("x" * 4, 4) == ("xxxx", None)
     assert cut_value({"a": 1}) == ({"a": 1}, None)
@@ -477,7 +477,7 @@ def test_a_value_is_shown_whole_or_cut_and_says_so() -> None:
     assert cut_rows([{"a": 1, "b": "short"}]) == [{"a": 1, "b": "short"}]
 
 
-def test_a_value_that_nests_deeply_is_shown_as_a_text() -> None:
+def test_cut_value_makes_text_of_deep_value() -> None:
     deep: Any = 1
     for _ in range(60):
         deep = [deep]

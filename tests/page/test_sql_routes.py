@@ -39,7 +39,7 @@ def ask(database: Database, query: str) -> tuple[int, Any]:
     return post(where, json.dumps({"query": query}).encode())
 
 
-def test_a_select_gives_columns_rows_and_how_long_it_took(sqlite: Database) -> None:
+def test_sql_route_gives_columns_rows_and_time(sqlite: Database) -> None:
     play(sqlite, start(sqlite, submission())[0])
     status, found = ask(sqlite, "SELECT id, reward, status, NULL AS none FROM v_episodes WHERE reward IS NOT NULL ORDER BY id")
     assert status == 200
@@ -49,7 +49,7 @@ def test_a_select_gives_columns_rows_and_how_long_it_took(sqlite: Database) -> N
     assert found["seconds"] < 5
 
 
-def test_what_is_no_select_is_refused_in_one_sentence(sqlite: Database) -> None:
+def test_sql_route_refuses_all_but_select_in_one_sentence(sqlite: Database) -> None:
     for query, status, said in (
         ("DELETE FROM runs", 403, "does more than read"),
         ("SELECT 1; SELECT 2", 403, "Only one statement"),
@@ -65,7 +65,7 @@ def test_what_is_no_select_is_refused_in_one_sentence(sqlite: Database) -> None:
         assert (found, said in document["error"]) == (status, True), document
 
 
-def test_an_answer_of_many_rows_or_long_values_is_cut_and_says_so(sqlite: Database) -> None:
+def test_sql_route_cuts_many_rows_and_long_values(sqlite: Database) -> None:
     count = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x < 5000)"
     _, found = ask(sqlite, f"{count} SELECT x FROM n")
     assert (len(found["rows"]), found["cut"]) == (1000, True)
@@ -74,39 +74,39 @@ def test_an_answer_of_many_rows_or_long_values_is_cut_and_says_so(sqlite: Databa
     assert sum(len(row[0]) for row in found["rows"]) < 4_200_000
 
 
-def test_values_that_are_no_json_come_as_what_is_nearest(sqlite: Database) -> None:
+def test_sql_route_converts_values_outside_json(sqlite: Database) -> None:
     _, found = ask(sqlite, "SELECT 9e999 AS inf, -9e999, x'00ff' AS blob, 9223372036854775807 AS big, 9007199254740991")
     assert found["rows"][0][:3] == [None, None, "(2 bytes)"]
     assert found["rows"][0][3:] == ["9223372036854775807", 2**53 - 1]  # a browser would lose the digits of the first
     assert ask(sqlite, "SELECT char(0xd800)")[0] in (200, 422)
 
 
-def test_a_query_that_takes_too_long_is_stopped(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sql_route_stops_slow_query(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.workers.page.routes.sql_routes.SECONDS", 0.2)
     endless = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
     status, found = ask(sqlite, endless)
     assert (status, "took longer" in found["error"]) == (403, True)
 
 
-def test_a_body_that_is_no_query_is_refused(sqlite: Database) -> None:
+def test_sql_route_refuses_body_without_query(sqlite: Database) -> None:
     where = Settings(database_url=sqlite.url.render_as_string(hide_password=False))
     for body in (b"", b"[]", b"{", b'{"query": 1}', b"\xff", b"[" * 90_000, b'{"query": "' + b"1" * 90_000):
         assert post(where, body)[0] == 422, body[:20]
 
 
-def test_a_body_that_is_too_long_is_refused(sqlite: Database) -> None:
+def test_sql_route_refuses_long_body(sqlite: Database) -> None:
     where = Settings(database_url=sqlite.url.render_as_string(hide_password=False))
     status, found = post(where, b" " * (MAX_BODY + 1))
     assert (status, "more than 100000 bytes" in found["error"]) == (403, True)
 
 
-def test_a_postgres_is_asked_as_its_reader_and_gives_numbers_as_numbers(postgres: Database) -> None:
+def test_sql_route_uses_postgres_reader_and_numbers(postgres: Database) -> None:
     status, found = ask(postgres, "SELECT avg(x) AS mean, 'NaN'::float8 AS none, current_user FROM (VALUES (1), (2)) v(x)")
     assert (status, found.get("rows")) == (200, [[1.5, None, "agentrl_reader"]]), found
     assert ask(postgres, "DELETE FROM runs")[0] == 403
 
 
-def test_a_postgres_that_is_away_or_lets_no_reader_in_is_told_with_what_to_do(postgres: Database) -> None:
+def test_sql_route_without_postgres_or_reader_says_what_to_do(postgres: Database) -> None:
     url = postgres.url.render_as_string(hide_password=False)
     for other in (postgres.url.set(username="nobody_here"), postgres.url.set(host="127.0.0.1", port=1, query={})):
         where = Settings(database_url=url, database_reader_url=other.render_as_string(hide_password=False))
@@ -114,9 +114,7 @@ def test_a_postgres_that_is_away_or_lets_no_reader_in_is_told_with_what_to_do(po
         assert (status in (403, 500, 503), bool(found["hint"])) == (True, True), found
 
 
-def test_a_query_that_nothing_interrupts_is_stopped_with_its_process_and_the_next_one_is_answered(
-    sqlite: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sql_route_ends_process_of_uninterruptible_query(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.workers.page.routes.sql_routes.SECONDS", 1.0)
     long = "SELECT instr(hex(zeroblob(12000000)), hex(zeroblob(6000000)) || '1')"
     status, found = ask(sqlite, long)
@@ -124,13 +122,13 @@ def test_a_query_that_nothing_interrupts_is_stopped_with_its_process_and_the_nex
     assert ask(sqlite, "SELECT 1")[1]["rows"] == [[1]]
 
 
-def test_a_value_that_fills_the_memory_is_refused_in_the_querys_own_process(sqlite: Database) -> None:
+def test_sql_route_bounds_memory_of_query(sqlite: Database) -> None:
     status, found = ask(sqlite, "SELECT rl_f4(zeroblob(60000000)), hex(zeroblob(20000000))")
     assert status in (403, 422), found
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2_000_000
 
 
-def test_a_locked_store_is_busy(sqlite: Database) -> None:
+def test_sql_route_of_locked_store_is_busy(sqlite: Database) -> None:
     sqlite.close()
     with closing(sqlite3.connect(str(sqlite.url.database), isolation_level=None)) as other:
         other.execute("PRAGMA journal_mode = DELETE")
@@ -139,7 +137,7 @@ def test_a_locked_store_is_busy(sqlite: Database) -> None:
     assert (status, "locked" in found["error"]) == (503, True), found
 
 
-def test_more_queries_than_there_is_room_for_are_told_so_at_once(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sql_route_beyond_limit_is_refused_at_once(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     room = BoundedSemaphore(1)
     monkeypatch.setattr("agentrl.workers.page.routes.sql_routes._waiting", room)
     with room:

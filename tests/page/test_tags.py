@@ -29,7 +29,7 @@ def command(*words: str) -> tuple[int, str]:
     return ended.exit_code, ended.output
 
 
-def test_tags_are_given_and_taken_away_once_each_by_name_or_number(labelled: Database) -> None:
+def test_change_tags_adds_and_removes_by_name_or_number(labelled: Database) -> None:
     assert tags_and_notes.change_tags(labelled, "first", ["good", " paper ", "good"]) == ["good", "paper"]
     assert tags_and_notes.change_tags(labelled, "1", ["bad", "good"], ["paper", "never"]) == ["bad", "good"]
     assert label_rows.list_tags(labelled, "first") == ["bad", "good"]
@@ -37,11 +37,11 @@ def test_tags_are_given_and_taken_away_once_each_by_name_or_number(labelled: Dat
     assert label_rows.list_tags(labelled, "second") == []
 
 
-def test_a_word_that_is_both_given_and_taken_away_is_given(labelled: Database) -> None:
+def test_change_tags_prefers_adding_to_removing(labelled: Database) -> None:
     assert tags_and_notes.change_tags(labelled, "first", ["good"], ["good"]) == ["good"]
 
 
-def test_what_cannot_be_a_tag_is_refused_and_nothing_is_written(labelled: Database) -> None:
+def test_change_tags_refuses_invalid_tag_and_writes_nothing(labelled: Database) -> None:
     for word in ("", "  ", "a\nb", "\x1b[31m", "\0", "\ud800", "x" * 65):
         with pytest.raises(ConfigError, match="is not a valid tag"):
             tags_and_notes.change_tags(labelled, "first", ["good", word])
@@ -49,7 +49,7 @@ def test_what_cannot_be_a_tag_is_refused_and_nothing_is_written(labelled: Databa
         assert tags_and_notes.change_tags(labelled, "first", [], [word]) == [], word
 
 
-def test_any_printable_word_is_a_tag_and_finds_its_run(labelled: Database) -> None:
+def test_change_tags_takes_any_printable_text_that_finds_its_run(labelled: Database) -> None:
     page = PageOver(labelled)
     for word in ("%", "_", "a/b", "🦊 ok", "'; DROP TABLE runs; --", "x" * 64):
         tags_and_notes.change_tags(labelled, "first", [word])
@@ -58,7 +58,7 @@ def test_any_printable_word_is_a_tag_and_finds_its_run(labelled: Database) -> No
         assert page.read("/api/runs", tag=word)["rows"] == [], word
 
 
-def test_a_run_has_at_most_so_many_tags_and_notes(labelled: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_has_limited_tags_and_notes(labelled: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     tags_and_notes.change_tags(labelled, "first", [str(number) for number in range(tags_and_notes.MAX_TAGS)])
     with pytest.raises(ConflictError, match="at most 100 tags"):
         tags_and_notes.change_tags(labelled, "first", ["more"])
@@ -70,7 +70,7 @@ def test_a_run_has_at_most_so_many_tags_and_notes(labelled: Database, monkeypatc
         tags_and_notes.add_note(labelled, "first", "three")
 
 
-def test_notes_are_kept_as_they_were_written_the_newest_first(labelled: Database) -> None:
+def test_notes_are_stored_verbatim_and_listed_newest_first(labelled: Database) -> None:
     first = tags_and_notes.add_note(labelled, "first", "  lr too high\nsee #7 🦊  ")
     second = tags_and_notes.add_note(labelled, "first", "\0\ud800<b>")
     tags_and_notes.add_note(labelled, "second", "another run's")
@@ -83,13 +83,13 @@ def test_notes_are_kept_as_they_were_written_the_newest_first(labelled: Database
     assert [note["id"] for note in label_rows.list_notes(labelled, "1")] == [first]
 
 
-def test_an_empty_note_or_a_book_is_refused(labelled: Database) -> None:
+def test_add_note_refuses_empty_and_huge_text(labelled: Database) -> None:
     for text in ("", " \n ", "x" * (tags_and_notes.MAX_NOTE_CHARS + 1)):
         with pytest.raises(ConfigError, match="1 to 10000 characters"):
             tags_and_notes.add_note(labelled, "first", text)
 
 
-def test_a_note_of_another_run_is_not_taken_away(labelled: Database) -> None:
+def test_remove_note_leaves_note_of_other_run(labelled: Database) -> None:
     note = tags_and_notes.add_note(labelled, "second", "mine")
     for number in (note, note + 1, 2**70):
         with pytest.raises(NotFoundError, match=f"has no note {number}"):
@@ -108,21 +108,21 @@ def stored(own_database: Database) -> Database:
     return own_database
 
 
-def test_the_command_gives_takes_and_lists_tags(stored: Database) -> None:
+def test_tag_command_adds_removes_and_lists(stored: Database) -> None:
     assert command("tag", "first")[1] == "first has no tag. Give it one: agentrl tag first good\n"
     assert command("tag", "first", "good", "paper") == (0, "good\npaper\n")
     assert command("tag", "1", "better", "-r", "good", "-r", "paper") == (0, "better\n")
     assert json.loads(command("tag", "1", "--json")[1]) == {"run": "first", "tags": ["better"]}
 
 
-def test_the_list_of_runs_shows_tags_only_where_there_are_any(stored: Database) -> None:
+def test_runs_command_shows_tags_only_if_any(stored: Database) -> None:
     assert "tags" not in command("runs")[1]
     command("tag", "first", "good", "new 🦊")
     assert "good, new 🦊" in command("runs")[1]
     assert "tags" not in json.loads(command("runs", "--json")[1])[0]  # which are the columns of v_runs
 
 
-def test_the_command_writes_lists_and_removes_notes(stored: Database) -> None:
+def test_note_command_adds_lists_and_removes(stored: Database) -> None:
     assert "first has no notes." in command("note", "first")[1]
     command("note", "first", "--", "-1 is the best reward\nof all")
     code, said = command("note", "first", "\x1b[31mred")
@@ -133,7 +133,7 @@ def test_the_command_writes_lists_and_removes_notes(stored: Database) -> None:
     assert [row["id"] for row in json.loads(command("note", "first", "-r", "2", "--json")[1])] == [1]
 
 
-def test_a_run_that_is_not_there_is_named_with_one_like_it(stored: Database) -> None:
+def test_tag_command_names_similar_run(stored: Database) -> None:
     for words in (
         ("tag", "firsd", "good"),
         ("tag", "firsd"),
@@ -146,7 +146,7 @@ def test_a_run_that_is_not_there_is_named_with_one_like_it(stored: Database) -> 
         assert "Did you mean 'first'?" in raised.value.hint
 
 
-def test_where_nothing_is_stored_a_tag_makes_no_store(home: Path) -> None:
+def test_tag_command_makes_no_store(home: Path) -> None:
     for words in (("tag", "first", "good"), ("tag", "first"), ("note", "first", "x"), ("note", "first")):
         assert command(*words)[0] != 0
     assert not home.exists() or not any(home.glob("*.db"))

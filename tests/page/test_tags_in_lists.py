@@ -8,7 +8,7 @@ from tests.support.page_answers import PageOver
 from tests.support.played_runs import submission
 
 
-def test_runs_have_their_tags_and_are_chosen_by_them_and_one_run_has_its_notes(database: Database) -> None:
+def test_runs_route_filters_by_tag_and_run_route_has_notes(database: Database) -> None:
     for name in ("one", "two"):
         planning.submit(database, submission(name))
     with database.engine.begin() as tx:

@@ -29,7 +29,7 @@ def played(database: Database, *iterations: tuple[float, ...]) -> None:
         train_commits.commit_update(database, work, update_of(work), 3)
 
 
-def test_a_task_is_solved_in_the_iteration_whose_best_episode_is_right(database: Database) -> None:
+def test_tasks_route_shows_iteration_that_solved_task(database: Database) -> None:
     played(database, (0.5, 1.0), (1.0, 0.25), (0.0, 0.5))
     found = PageOver(database).read("/api/runs/1/tasks", sort="id")
     one, other = found["rows"]
@@ -43,14 +43,14 @@ def test_a_task_is_solved_in_the_iteration_whose_best_episode_is_right(database:
     assert values(database, "SELECT reward FROM episodes WHERE id = :id", id=one["best"]["episode"]) == [1.0]
 
 
-def test_a_task_that_was_never_right_says_so(database: Database) -> None:
+def test_tasks_route_reports_task_never_solved(database: Database) -> None:
     played(database, (0.5, 0.9))
     for row in PageOver(database).read("/api/runs/1/tasks")["rows"]:
         assert row["never_solved"]
         assert row["first_solved"] is None
 
 
-def test_where_no_part_says_what_is_right_a_reward_of_one_does(database: Database) -> None:
+def test_tasks_route_counts_reward_of_one_as_solved_by_default(database: Database) -> None:
     played(database, (0.5, 1.0))
     with database.engine.begin() as tx:
         tx.execute(update(tables.reward_sets).values(weights={}))
@@ -74,7 +74,7 @@ def whole_list(page: PageOver, run: int, **asked: Any) -> list[dict[str, Any]]:
             return found
 
 
-def test_every_task_comes_once_in_every_order(grown: Database) -> None:
+def test_tasks_route_pages_each_task_once_in_every_order(grown: Database) -> None:
     page = PageOver(grown)
     columns = {"id": "task_id", "reward": "mean_reward", "last": "last_reward"}
     for order in TASK_ORDERS:
@@ -86,13 +86,13 @@ def test_every_task_comes_once_in_every_order(grown: Database) -> None:
     assert [row["task_id"] for row in whole_list(page, 1, size=7)] == list(range(1, 49))
 
 
-def test_tasks_are_found_by_a_text_in_their_key_or_reference(grown: Database) -> None:
+def test_tasks_route_searches_key_and_reference(grown: Database) -> None:
     page = PageOver(grown)
     assert {row["task"] for row in whole_list(page, 1, text="TRAIN/4")} == {f"train/{n}" for n in (4, *range(40, 48))}
     assert page.read("/api/runs/1/tasks", text="100%")["rows"] == []
 
 
-def test_a_run_on_stored_groups_has_the_tasks_of_those(grown: Database) -> None:
+def test_tasks_route_of_stored_groups_has_their_tasks(grown: Database) -> None:
     (run,) = values(grown, "SELECT id FROM runs WHERE name = 'again'")
     page = PageOver(grown)
     found = whole_list(page, run, size=1000)
@@ -103,28 +103,26 @@ def test_a_run_on_stored_groups_has_the_tasks_of_those(grown: Database) -> None:
     assert seen
 
 
-def test_a_page_of_too_many_episodes_says_how_many_groups_it_did_not_read(
-    grown: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_route_counts_groups_omitted_at_limit(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_rows, "MAX_EPISODES", 80)
     found = PageOver(grown).read("/api/runs/1/tasks", size=20)
     assert found["left_out"] == 10
     assert [row["best"] is None for row in found["rows"]] == [False] * 10 + [True] * 10
 
 
-def test_an_order_cursor_or_size_that_there_is_not_is_422(grown: Database) -> None:
+def test_tasks_route_refuses_unknown_order_cursor_and_size(grown: Database) -> None:
     page = PageOver(grown)
     for asked in ({"sort": "colour"}, {"cursor": "abc"}, {"size": 0}, {"size": 1001}):
         assert page.ask("/api/runs/1/tasks", **asked)[0] == 422, asked
 
 
-def test_a_cursor_of_another_list_is_refused(grown: Database) -> None:
+def test_tasks_route_refuses_cursor_of_other_list(grown: Database) -> None:
     page = PageOver(grown)
     cursor = page.read("/api/runs/1/tasks", size=2)["next"]
     assert page.ask("/api/runs/1/tasks", size=2, cursor=cursor, sort="id")[0] == 422
 
 
-def test_one_task_has_all_its_groups_with_their_episodes_rewards(database: Database) -> None:
+def test_task_route_has_groups_with_rewards(database: Database) -> None:
     played(database, (0.5, 1.0), (1.0, 0.25))
     page = PageOver(database)
     task = page.read("/api/runs/1/tasks", sort="id")["rows"][0]
@@ -137,7 +135,7 @@ def test_one_task_has_all_its_groups_with_their_episodes_rewards(database: Datab
     assert found["cut"] == {}
 
 
-def test_a_long_task_is_cut_and_says_so(database: Database) -> None:
+def test_task_route_cuts_long_task(database: Database) -> None:
     played(database, (0.5, 1.0))
     with database.engine.begin() as tx:
         long = {"messages": [{"role": "user", "content": "x" * 50_000}], "metadata": {"deep": ["y" * 50_000]}}
@@ -147,7 +145,7 @@ def test_a_long_task_is_cut_and_says_so(database: Database) -> None:
     assert found["cut"] == {"metadata": 50_014}
 
 
-def test_a_task_that_the_run_does_not_have_is_404(database: Database) -> None:
+def test_task_route_of_foreign_task_is_404(database: Database) -> None:
     played(database, (0.5, 1.0))
     page = PageOver(database)
     for task in ("99", "99999999999999999999999", "-1"):

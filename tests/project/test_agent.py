@@ -35,17 +35,17 @@ def after(*steps: Step) -> object:
     return next_action(replace(EPISODE, steps=steps), ENV, LIMITS)
 
 
-def test_an_episode_opens_with_the_envs_messages() -> None:
+def test_next_action_opens_with_messages_of_env() -> None:
     assert after() == Generate((Message("system", "Calculate."), ASKED))
 
 
-def test_calls_are_made_then_read_then_the_policy_goes_on() -> None:
+def test_next_action_makes_calls_reads_results_then_continues() -> None:
     asked = turn(0, call("6*7"))
     assert after(asked) == CallTools(asked)
     assert after(turn(0, call("6*7"), ["42"])) == Generate((Message("tool", "42", name="calculator"),))
 
 
-def test_results_are_read_in_the_order_of_the_calls() -> None:
+def test_next_action_reads_results_in_order_of_calls() -> None:
     said = after(turn(0, call("1+1") + call("2+2"), ["2", "4"]))
     assert isinstance(said, Generate)
     assert [message.content for message in said.messages] == ["2", "4"]
@@ -62,17 +62,17 @@ def test_results_are_read_in_the_order_of_the_calls() -> None:
         (replace(turn(0, call("6*7"), ["42"]), seconds=1e6), "timeout"),
     ],
 )
-def test_an_episode_ends_for_the_reason_it_has(step: Step, stop_reason: str) -> None:
+def test_next_action_ends_episode_with_its_reason(step: Step, stop_reason: str) -> None:
     assert after(step) == Finish(stop_reason)  # type: ignore[arg-type]
 
 
-def test_after_the_last_step_allowed_nothing_is_sampled() -> None:
+def test_next_action_samples_nothing_after_max_steps() -> None:
     steps = [turn(number, call("1+1"), ["2"]) for number in range(3)]
     assert isinstance(after(*steps[:2]), Generate)
     assert after(*steps) == Finish("max_steps")
 
 
-def test_a_call_that_cannot_be_read_is_an_observation_and_the_episode_goes_on() -> None:
+def test_next_action_continues_after_unreadable_call() -> None:
     step = turn(0, "<tool_call>\nnot json\n</tool_call>")
     (made,) = step.message.tool_calls
     told = refusal(made, 0, TOOLS, LIMITS)
@@ -86,7 +86,7 @@ def read(*steps: Step, env: Env = ENV, last_turn: str = "ask") -> list[Message]:
     return list(observe(replace(EPISODE, steps=steps), env, limits))
 
 
-def test_observe_asks_for_the_answer_before_the_last_turn_and_after_repeated_calls() -> None:
+def test_observe_asks_for_answer_before_last_turn_or_repeat() -> None:
     first, again, other = (turn(n, call(text), [result]) for n, (text, result) in enumerate([("6*7", "42")] * 2 + [("1", "1")]))
     result = Message("tool", "42", name="calculator")
     assert read(first) == [result]
@@ -98,7 +98,7 @@ def test_observe_asks_for_the_answer_before_the_last_turn_and_after_repeated_cal
     assert QUESTION not in read(first, both), "one of the calls is new"
 
 
-def test_observe_asks_nothing_where_it_is_not_to_or_where_no_result_was_read() -> None:
+def test_observe_asks_nothing_if_off_or_env_answers() -> None:
     class Says(Env):
         def step(self, episode: Episode) -> tuple[Message, ...]:
             return (Message("user", "higher"),)
@@ -120,13 +120,13 @@ def test_observe_asks_nothing_where_it_is_not_to_or_where_no_result_was_read() -
         (ToolCall("", {}, error="no valid JSON"), 0, "parse_error"),
     ],
 )
-def test_a_call_is_sent_or_answered_at_once(made: ToolCall, index: int, error_class: str | None) -> None:
+def test_refusal_answers_bad_call_at_once(made: ToolCall, index: int, error_class: str | None) -> None:
     told = refusal(made, index, TOOLS, LIMITS)
     assert (told.error_class if told else None) == error_class
 
 
 @given(st.text(max_size=300), st.sampled_from(["stop", "length"]))
-def test_whatever_the_policy_writes_has_a_next_action(text: str, reason: FinishReason) -> None:
+def test_next_action_exists_for_any_text(text: str, reason: FinishReason) -> None:
     step = turn(0, text, reason=reason)
     action = after(step)
     assert isinstance(action, CallTools | Finish)
@@ -135,7 +135,7 @@ def test_whatever_the_policy_writes_has_a_next_action(text: str, reason: FinishR
 
 
 @given(st.text(alphabet='<tool_call>/{}"name:argumentscalculator [],\n0', max_size=200))
-def test_broken_calls_of_every_kind_are_answered_never_raised(text: str) -> None:
+def test_refusal_answers_every_kind_of_broken_call(text: str) -> None:
     step = turn(0, f"<tool_call>{text}</tool_call>")
     assert step.message.tool_calls
     assert isinstance(after(step), CallTools | Finish)

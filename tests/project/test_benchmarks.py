@@ -19,11 +19,11 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("subject", SUBJECTS + ON_REQUEST)
-def test_each_subject_can_be_loaded_and_measured(subject: str) -> None:
+def test_benchmark_subjects_load(subject: str) -> None:
     assert callable(import_module(f"bench.performance.{subject}").measure)
 
 
-def test_the_program_measures_tiny_cases_and_exits_with_1_where_one_fails(
+def test_benchmark_measures_tiny_cases_and_exits_1_on_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(report, "FILE", tmp_path / "build" / "bench.json")
@@ -47,7 +47,7 @@ def test_the_program_measures_tiny_cases_and_exits_with_1_where_one_fails(
 
 
 @pytest.mark.slow
-def test_the_growth_benchmark_reads_all_that_it_says_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_of_growth_reads_all_its_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synthetic, "SHAPES", {"small": {"only": 4}})
     monkeypatch.setattr(growth, "REPETITIONS", 1)
     monkeypatch.setattr(growth, "OF_SUMS", 1)
@@ -57,7 +57,7 @@ def test_the_growth_benchmark_reads_all_that_it_says_it_reads(monkeypatch: pytes
     assert len(measured.comparisons) == 4
 
 
-def test_both_sides_of_an_update_read_the_same_rows() -> None:
+def test_benchmark_gives_both_sides_of_update_same_rows() -> None:
     data, groups = recorded(), groups_of(recorded())
     assert [group.episodes[0].steps[0].prompt_ids for group in groups] == data.prompts
     assert [[episode.steps[0].sampled_ids for episode in group.episodes] for group in groups] == data.completions
@@ -66,13 +66,13 @@ def test_both_sides_of_an_update_read_the_same_rows() -> None:
     assert all(len({episode.reward for episode in group.episodes}) == GROUP_SIZE for group in groups)
 
 
-def test_the_half_billion_model_has_the_known_numbers_of_weights() -> None:
+def test_benchmark_half_billion_model_has_known_weight_count() -> None:
     shape = shape_of(HALF_BILLION, rank=8, element=4)
     assert shape.lora == 4_399_104
     assert shape.base + shape.embeddings + shape.small + shape.lora == 498_431_872
 
 
-def test_the_memory_that_is_computed_is_of_the_microbatches_that_the_trainer_cuts() -> None:
+def test_benchmark_memory_is_of_microbatches_of_trainer() -> None:
     sampled = memory_ours.PROMPT_TOKENS + memory_ours.SAMPLED_TOKENS
     assert memory.microbatch({"update.gradient_checkpointing": True, "update.microbatch_tokens": 2 * sampled}) == 2 * sampled
     without = memory.parts(memory.CPU, "update", {})

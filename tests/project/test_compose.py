@@ -44,7 +44,7 @@ NOT_IN_CONTAINERS = {
 """Settings of the embedded stack, of root, of docker as a sandbox, and those that compose makes of a password in .env."""
 
 
-def test_the_stack_is_two_servers_and_one_service_for_each_role() -> None:
+def test_compose_has_two_servers_and_one_service_per_role() -> None:
     assert set(SERVICES) == {"postgres", "redis", *OURS}
     roles = ("rollout", "train", "tools", "endpoint", "agents")
     assert {name: SERVICES[name]["command"][:3] for name in roles} == {name: ["agentrl", "worker", name] for name in roles}
@@ -52,7 +52,7 @@ def test_the_stack_is_two_servers_and_one_service_for_each_role() -> None:
 
 
 @pytest.mark.parametrize("name", LOCKED)
-def test_what_runs_what_models_write_is_locked_down(name: str) -> None:
+def test_compose_locks_down_services_that_run_model_code(name: str) -> None:
     tools = SERVICES[name]
     assert tools["volumes"] == ["./work:/work:ro"]
     assert tools["read_only"] is True
@@ -68,11 +68,11 @@ def test_what_runs_what_models_write_is_locked_down(name: str) -> None:
     assert not {"privileged", "cap_add", "devices", "user", "pid"} & set(tools)
 
 
-def test_only_control_knows_the_readers_password() -> None:
+def test_compose_gives_reader_password_to_control_only() -> None:
     assert [name for name in OURS if "AGENTRL_READER_PASSWORD" in SERVICES[name]["environment"]] == ["control"]
 
 
-def test_services_log_in_as_roles_that_control_makes_and_know_no_other_password() -> None:
+def test_compose_services_log_in_by_role_with_own_password() -> None:
     logins = {name: make_url(SERVICES[name]["environment"]["AGENTRL_DATABASE_URL"]) for name in OURS}
     roles = {"tools": migrate.TOOLS_ROLE, "agents": migrate.AGENTS_ROLE, "ui": migrate.READER_ROLE}
     assert {name: login.username for name, login in logins.items()} == dict.fromkeys(OURS, "agentrl") | roles
@@ -83,14 +83,14 @@ def test_services_log_in_as_roles_that_control_makes_and_know_no_other_password(
         assert set(re.findall(r"\$\{(\w+PASSWORD)", str(environment))) - {"REDIS_PASSWORD"} == {variable}
 
 
-def test_passwords_have_no_default_and_are_in_no_url() -> None:
+def test_compose_passwords_have_no_default_and_are_in_no_url() -> None:
     text = (ROOT / "docker-compose.yml").read_text()
     assert set(re.findall(r"\$\{(\w*PASSWORD)", text)) == set(PASSWORDS)
     assert all(f"${{{name}:?Type: make .env}}" in text for name in PASSWORDS)
     assert {make_url(SERVICES[name]["environment"]["AGENTRL_DATABASE_URL"]).password for name in OURS} == {None}
 
 
-def test_redis_wants_the_password_that_services_with_a_queue_know() -> None:
+def test_compose_redis_password_is_known_to_queue_services() -> None:
     redis = SERVICES["redis"]
     password = redis["command"][redis["command"].index("--requirepass") + 1]
     assert password == redis["environment"]["REDISCLI_AUTH"]
@@ -99,7 +99,7 @@ def test_redis_wants_the_password_that_services_with_a_queue_know() -> None:
     assert {"AGENTRL_BROKER_URL", "REDIS_PASSWORD"}.isdisjoint(SERVICES["ui"]["environment"])
 
 
-def test_make_env_makes_up_passwords_once(tmp_path: Path) -> None:
+def test_compose_env_target_generates_passwords_once(tmp_path: Path) -> None:
     for name in ("Makefile", ".env.example"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     texts = []
@@ -129,7 +129,7 @@ def test_env_example_names_each_setting_as_the_code_describes_it() -> None:
     assert {line: described.get(line) for line in expected} == expected
 
 
-def test_each_variable_of_env_example_reaches_a_service_or_the_build() -> None:
+def test_env_example_variables_reach_a_service_or_build() -> None:
     named = set(re.findall(r"(?m)^#?(\w+)=", EXAMPLE))
     text = "".join(
         (ROOT / name).read_text() for name in ("docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.monitoring.yml")
@@ -138,7 +138,7 @@ def test_each_variable_of_env_example_reaches_a_service_or_the_build() -> None:
     assert named == passed | set(re.findall(r"\$\{(\w+)", text))
 
 
-def test_settings_reach_the_services_that_use_them() -> None:
+def test_compose_passes_settings_to_their_services() -> None:
     passed = {service: set(SERVICES[service]["environment"]) for service in OURS}
     everywhere = set(OURS) - {"ui"}
     for name in ("AGENTRL_GSM8K_DIR", "AGENTRL_SEARCH", "PYTHONPATH"):
@@ -148,7 +148,7 @@ def test_settings_reach_the_services_that_use_them() -> None:
     assert {service for service in OURS if "./work:/work:ro" in SERVICES[service]["volumes"]} == everywhere
 
 
-def test_each_service_says_when_it_is_ready_and_rotates_its_log() -> None:
+def test_compose_services_have_healthcheck_and_log_rotation() -> None:
     for name, service in SERVICES.items():
         assert service["logging"]["options"] == {"max-size": "10m", "max-file": "3"}, name
         assert service["healthcheck"]["test"][0] == "CMD", name
@@ -162,21 +162,21 @@ def test_each_service_says_when_it_is_ready_and_rotates_its_log() -> None:
         ]
 
 
-def test_the_page_is_published_on_this_host_alone_under_the_port_it_listens_at() -> None:
+def test_compose_publishes_page_on_this_host_at_its_port() -> None:
     port = "${UI_PORT:-7788}"
     assert SERVICES["ui"]["ports"] == [f"127.0.0.1:{port}:{port}"]
     assert SERVICES["ui"]["command"] == ["agentrl", "ui", "--host", "0.0.0.0", "--port", port, "--no-browser"]
     assert SERVICES["ui"]["volumes"] == ["data:/data:ro"]
 
 
-def test_agents_are_told_where_the_endpoint_listens() -> None:
+def test_compose_agents_know_endpoint_address() -> None:
     url = make_url(SERVICES["agents"]["environment"]["AGENTRL_ENDPOINT_URL"])
     assert SERVICES["endpoint"]["environment"]["AGENTRL_ENDPOINT_URL"] == str(url)
     assert SERVICES["endpoint"]["command"][3:] == ["--host", "0.0.0.0", "--port", str(url.port)]
     assert SERVICES[str(url.host)]["networks"] == ["default", "inside"]
 
 
-def test_a_rollout_worker_serves_agents_where_the_endpoint_s_container_reaches_it() -> None:
+def test_compose_rollout_worker_is_reachable_by_endpoint() -> None:
     assert SERVICES["rollout"]["environment"]["AGENTRL_SAMPLER_HOST"] == "auto"
     assert set(SERVICES["rollout"]["networks"]) & set(SERVICES["endpoint"]["networks"])
 
@@ -186,25 +186,25 @@ def shown(text: str) -> str:
     return re.sub(r"\$\{\w+:-(.*?)\}", r"\1", text)
 
 
-def test_every_variable_set_is_a_setting() -> None:
+def test_compose_variables_are_all_settings() -> None:
     known = {f"AGENTRL_{name.upper()}" for name in Settings.model_fields}
     given = {name for service in OURS for name in SERVICES[service]["environment"] if name.startswith("AGENTRL_")}
     assert given | set(re.findall(r"\bAGENTRL_\w+", DOCKERFILE)) <= known
 
 
-def test_one_service_builds_the_image_that_all_use() -> None:
+def test_compose_builds_one_shared_image() -> None:
     assert {SERVICES[name]["image"] for name in OURS} == {"agentrl"}
     assert [name for name in SERVICES if "build" in SERVICES[name]] == ["control"]
     assert set(SERVICES["control"]["build"]["args"]) == set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
 
 
-def test_the_gpu_file_only_adds_to_services_that_exist() -> None:
+def test_compose_gpu_file_only_extends_existing_services() -> None:
     assert GPU["services"]["control"] == {"build": {"args": {"TORCH_INDEX": ""}}}
     assert {name for name in GPU["services"] if "deploy" in GPU["services"][name]} == {"rollout", "train"}
     assert set(GPU["services"]) <= set(SERVICES)
 
 
-def test_gpu_file_gives_rollout_and_train_the_card_that_their_variables_name() -> None:
+def test_compose_gpu_file_gives_rollout_and_train_their_card() -> None:
     devices = {name: GPU["services"][name]["deploy"]["resources"]["reservations"]["devices"] for name in ("rollout", "train")}
     assert {name: [shown(device["device_ids"][0]) for device in found] for name, found in devices.items()} == {
         "rollout": ["0"],
@@ -215,7 +215,7 @@ def test_gpu_file_gives_rollout_and_train_the_card_that_their_variables_name() -
         assert "count" not in device  # `count: 1` is the first card, for each service
 
 
-def test_monitoring_scrapes_each_worker_at_the_port_it_listens_at() -> None:
+def test_compose_monitoring_scrapes_each_worker_port() -> None:
     added = {name: service for name, service in MONITORING["services"].items() if name != "prometheus"}
     assert set(added) == set(OURS) - {"ui"}
     (port,) = {service["environment"]["AGENTRL_METRICS_PORT"] for service in added.values()}
@@ -226,7 +226,7 @@ def test_monitoring_scrapes_each_worker_at_the_port_it_listens_at() -> None:
     assert found == {(name,): port_of(where, [name]) for name in added}
 
 
-def test_prometheus_is_published_on_this_host_alone() -> None:
+def test_compose_publishes_prometheus_on_this_host_only() -> None:
     prometheus = MONITORING["services"]["prometheus"]
     assert [port.partition(":")[0] for port in prometheus["ports"]] == ["127.0.0.1"]
     assert "./prometheus.yml:/etc/prometheus/prometheus.yml:ro" in prometheus["volumes"]
@@ -238,7 +238,7 @@ def test_prometheus_is_published_on_this_host_alone() -> None:
     [STACK, GPU, MONITORING],
     ids=["docker-compose.yml", "docker-compose.gpu.yml", "docker-compose.monitoring.yml"],
 )
-def test_compose_v1_can_read_it_too(stack: dict[str, Any]) -> None:
+def test_compose_files_are_readable_by_v1(stack: dict[str, Any]) -> None:
     top = {key for key in stack if not key.startswith("x-")}
     assert top <= {"services", "networks", "volumes"}
     for service in stack["services"].values():

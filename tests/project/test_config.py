@@ -22,7 +22,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_without_anything_the_defaults_hold() -> None:
+def test_config_has_defaults() -> None:
     config, origins = resolve()
     assert config == RunConfig()
     assert (config.model.path, config.dataset.name, config.epochs) == ("Qwen/Qwen2.5-0.5B-Instruct", "gsm8k", 3)
@@ -30,7 +30,7 @@ def test_without_anything_the_defaults_hold() -> None:
     assert tuple(origins) == KEYS == tuple(config.flat())
 
 
-def test_assignments_beat_flags_beat_the_environment_beat_the_file_beat_defaults(file: Path) -> None:
+def test_config_precedence_is_assignment_flag_environment_file(file: Path) -> None:
     environ = {"AGENTRL_RUN_SEED": "6", "AGENTRL_RUN_ROLLOUT__GROUP_SIZE": "6", "AGENTRL_RUN_NAME": "six", "HOME": "/"}
     flags = {"rollout.group_size": 7, "name": "seven", "epochs": None}
     config, origins = resolve(file, flags, ("name=eight", "rollout.temperature = 0.5"), environ)
@@ -45,7 +45,7 @@ def test_assignments_beat_flags_beat_the_environment_beat_the_file_beat_defaults
     }
 
 
-def test_iterations_take_the_place_of_epochs_that_were_given_less_directly(file: Path) -> None:
+def test_config_iterations_replace_less_direct_epochs(file: Path) -> None:
     config, origins = resolve(file, {"iterations": 20})
     assert (config.epochs, config.iterations, origins["epochs"]) == (None, 20, "default")
     config, _ = resolve(file, {}, (), {"AGENTRL_RUN_ITERATIONS": "20"})
@@ -58,12 +58,12 @@ def test_iterations_take_the_place_of_epochs_that_were_given_less_directly(file:
 
 
 @pytest.mark.parametrize("assigned", [("epochs=2", "iterations=20"), ("epochs=null",)])
-def test_a_length_said_twice_or_not_at_all_is_refused(assigned: tuple[str, ...]) -> None:
+def test_config_length_twice_or_missing_is_refused(assigned: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="epochs and iterations exclude each other: pass one of them"):
         resolve(None, {}, assigned)
 
 
-def test_a_config_survives_its_own_flat_form() -> None:
+def test_config_survives_flat_form() -> None:
     config = build({"hooks": ["a:B"], "dataset.max_tasks": 3, "model.lora_r": 0})
     assert build(config.flat()) == config
 
@@ -82,7 +82,7 @@ def test_a_config_survives_its_own_flat_form() -> None:
         ("eval.max_samples", "eval.tasks"),
     ],
 )
-def test_an_unknown_key_gets_the_closest_one(key: str, suggestion: str, tmp_path: Path) -> None:
+def test_config_unknown_key_gets_nearest_one(key: str, suggestion: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text(f"{key}: 1\n")
     ways: list[dict[str, Any]] = [{"assignments": (f"{key}=1",)}, {"flags": {key: 1}}, {"file": path}]
@@ -91,7 +91,7 @@ def test_an_unknown_key_gets_the_closest_one(key: str, suggestion: str, tmp_path
             resolve(**way)
 
 
-def test_a_text_alone_is_one_of_several_and_nothing_is_none() -> None:
+def test_config_list_takes_single_text_and_empty() -> None:
     config, _ = resolve(assignments=("hooks=a:B", "source.runs=r", "source.groups=5", "rollout.stop=", "tools="))
     assert (config.hooks, config.source.runs, config.source.groups) == (("a:B",), ("r",), (5,))
     assert (config.rollout.stop, config.tools) == ((), ())
@@ -100,7 +100,7 @@ def test_a_text_alone_is_one_of_several_and_nothing_is_none() -> None:
             resolve(assignments=(wrong,))
 
 
-def test_an_unknown_key_of_the_environment_is_refused_too() -> None:
+def test_config_unknown_key_of_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Unknown option 'rollout.size' \(environment\)"):
         resolve(environ={"AGENTRL_RUN_ROLLOUT__SIZE": "1"})
 
@@ -130,7 +130,7 @@ def test_an_unknown_key_of_the_environment_is_refused_too() -> None:
         (f"name: {'x' * 2_000_000}", "is larger than 1048576 bytes"),
     ],
 )
-def test_a_file_that_is_no_config_is_one_sentence(text: str, why: str, tmp_path: Path) -> None:
+def test_config_file_that_is_invalid_is_one_sentence(text: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=why) as caught:
@@ -139,7 +139,7 @@ def test_a_file_that_is_no_config_is_one_sentence(text: str, why: str, tmp_path:
     assert len(str(caught.value)) < 600
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml': No such file"):
         resolve(tmp_path / "absent.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
@@ -156,12 +156,12 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         *("seed=" + "[" * 2000, "seed=" + "9" * 5000, "seed=0b" + "1" * 50_000),
     ],
 )
-def test_an_assignment_that_cannot_be_read_is_refused(assignment: str) -> None:
+def test_config_assignment_that_cannot_be_read_is_refused(assignment: str) -> None:
     with pytest.raises(ConfigError):
         resolve(assignments=(assignment,))
 
 
-def test_a_value_of_the_environment_that_is_no_yaml_is_refused() -> None:
+def test_config_environment_value_must_be_yaml() -> None:
     with pytest.raises(ConfigError, match="The value of 'AGENTRL_RUN_EPOCHS' is not YAML"):
         resolve(environ={"AGENTRL_RUN_EPOCHS": "["})
 
@@ -200,7 +200,7 @@ def test_a_value_of_the_environment_that_is_no_yaml_is_refused() -> None:
         {"model.attn_implementation": "flash_attention_2", "model.numerics": "exact"},
     ],
 )
-def test_values_that_do_not_fit_are_refused(values: dict[str, object]) -> None:
+def test_config_values_that_do_not_fit_are_refused(values: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="Invalid config"):
         build(values)
 
@@ -214,17 +214,17 @@ COUNTED = [
 
 
 @pytest.mark.parametrize("key", COUNTED)
-def test_a_whole_number_that_nothing_has_room_for_is_refused(key: str) -> None:
+def test_config_integer_too_large_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         resolve(assignments=(f"{key}=999999999999999999999999",))
 
 
-def test_every_wrong_value_is_named_at_once() -> None:
+def test_config_names_every_wrong_value_at_once() -> None:
     with pytest.raises(ConfigError, match=r"epochs: .*rollout.group_size: "):
         build({"epochs": 0, "rollout.group_size": 0})
 
 
-def test_a_config_is_frozen() -> None:
+def test_config_is_frozen() -> None:
     config = RunConfig()
     with pytest.raises(ValidationError):
         config.epochs = 4  # type: ignore[misc]
@@ -232,13 +232,13 @@ def test_a_config_is_frozen() -> None:
         config.rollout.group_size = 4  # type: ignore[misc]
 
 
-def test_every_key_is_described() -> None:
+def test_config_keys_are_all_described() -> None:
     assert set(DESCRIPTIONS) == set(KEYS)
     assert all(DESCRIPTIONS.values())
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "code", "search_qa"])
-def test_the_example_experiments_are_valid(name: str) -> None:
+def test_config_examples_are_valid(name: str) -> None:
     config, origins = resolve(CONFIGS / f"{name}_grpo.yaml")
     assert (config.dataset.name, config.algorithm.name) == (name, "grpo")
     assert origins["dataset.name"].endswith(f"{name}_grpo.yaml")
@@ -246,19 +246,19 @@ def test_the_example_experiments_are_valid(name: str) -> None:
 
 @pytest.mark.parametrize("key", ["update.learning_rate", "algorithm.kl_coef", "model.lora_alpha", "rollout.timeout_seconds"])
 @pytest.mark.parametrize("value", [".inf", ".nan"])
-def test_a_number_that_is_not_finite_is_refused(key: str, value: str) -> None:
+def test_config_non_finite_number_is_refused(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=key):
         resolve(assignments=(f"{key}={value}",))
 
 
-def test_a_key_that_is_written_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+def test_config_key_twice_in_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("epochs: 1\nrollout:\n  group_size: 2\n  group_size: 4\n")
     with pytest.raises(ConfigError, match="'group_size' is written twice"):
         resolve(file)
 
 
-def test_stop_strings_are_one_text_or_several_and_survive_being_stored() -> None:
+def test_config_stop_takes_one_or_several_texts_and_is_stored() -> None:
     for written, expected in (
         ("</answer>", ("</answer>",)),
         ('["\\n\\n", "Observation:"]', ("\n\n", "Observation:")),
@@ -269,7 +269,7 @@ def test_stop_strings_are_one_text_or_several_and_survive_being_stored() -> None
         assert build(config.flat()) == RunConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_older_names_of_keys_still_work_in_files_assignments_and_stored_configs(tmp_path: Path) -> None:
+def test_config_older_key_names_still_work(tmp_path: Path) -> None:
     older = {"dataset.max_samples": 3, "eval.every": 1, "eval.samples": 2}
     file = tmp_path / "older.yaml"
     file.write_text("dataset: {max_samples: 3}\neval: {every: 1, samples: 2}\n")
@@ -284,6 +284,6 @@ def test_older_names_of_keys_still_work_in_files_assignments_and_stored_configs(
         resolve(assignments=("eval.group_size=3", "eval.samples=2"))
 
 
-def test_a_section_that_is_named_as_a_key_gets_a_key_of_its_own() -> None:
+def test_config_section_used_as_key_suggests_its_key() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean 'dataset\.name'\?"):
         resolve(assignments=("dataset=code",))

@@ -88,7 +88,7 @@ RULES = Rules(
 )  # fmt: skip
 
 
-def test_every_rule_matches_something_in_the_documents() -> None:
+def test_document_block_rules_each_match() -> None:
     blocks = [block for page in PAGES for block in read_blocks(page)]
     commands = [command.text for block in blocks if block.language in ("sh", "console") for command in read_commands(block)]
     texts = [(ROOT / "quickstart.sh").read_text(), *(block.text for block in blocks), *commands]
@@ -147,7 +147,7 @@ def _write_traces(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_runs(reader: Reader, page: Path) -> None:
+def test_document_blocks_run(reader: Reader, page: Path) -> None:
     failures = reader.read(read_blocks(page))
     assert not failures, "\n\n".join(failures)
 
@@ -175,18 +175,18 @@ def read_text(shell: UserShell, text: str) -> list[str]:
     ],
     ids=["command", "script", "language", "text", "output", "run", "file", "unused file", "exit code"],
 )
-def test_reader_reports_a_block_that_fails(shell: UserShell, text: str, failure: str) -> None:
+def test_block_reader_reports_failed_block(shell: UserShell, text: str, failure: str) -> None:
     (reported,) = read_text(shell, text)
     assert failure in reported
 
 
 @pytest.mark.slow
-def test_reader_accepts_an_error_that_the_document_shows(shell: UserShell) -> None:
+def test_block_reader_accepts_error_shown_in_document(shell: UserShell) -> None:
     error = "agentrl: There is no run 'demo'.\n  List them with `agentrl runs`."
     assert read_text(shell, f"```console\n$ agentrl events demo\n{error}\n```\n") == []
 
 
 @pytest.mark.slow
-def test_reader_keeps_variables_and_files_for_the_next_block(shell: UserShell) -> None:
+def test_block_reader_keeps_variables_and_files(shell: UserShell) -> None:
     later = "```console\n$ cat word.txt; echo $WORD\none\ntwo\n```\n"
     assert read_text(shell, f"```sh\nexport WORD=two\necho one > word.txt\n```\n\n{later}") == []

@@ -30,16 +30,16 @@ def ticked(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
 
-def test_the_front_page_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST
 
 
-def test_the_front_page_leads_to_every_other_page() -> None:
+def test_readme_links_to_every_page() -> None:
     assert {(ROOT / link.partition("#")[0]).resolve() for link in links(ROOT / "README.md")} >= {*PAGES[1:], ROOT / "LICENSE"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page: Path) -> None:
+def test_document_links_lead_to_file_and_heading(page: Path) -> None:
     lost = []
     for link in links(page):
         if link.startswith("https://"):
@@ -52,13 +52,13 @@ def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_shown_exists(page: Path) -> None:
+def test_document_commands_exist(page: Path) -> None:
     asked = {word for line in shown(page) for word in re.findall(r"(?<!import )\bagentrl ([a-z]+)", line)}
     assert asked <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_target_of_make_shown_exists(page: Path) -> None:
+def test_document_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
     asked = {
         word for line in shown(page) for words in re.findall(r"\bmake((?: [a-z-]+\b(?!=))+)", line) for word in words.split()
@@ -66,13 +66,13 @@ def test_every_target_of_make_shown_exists(page: Path) -> None:
     assert asked <= targets
 
 
-def test_commands_and_targets_are_found_where_they_stand() -> None:
+def test_document_commands_and_targets_are_recognised() -> None:
     words = [line for page in PAGES for line in shown(page)]
     assert sum("agentrl " in line for line in words) > 80
     assert sum("make " in line for line in words) > 25
 
 
-def test_the_exit_codes_are_those_of_the_code() -> None:
+def test_document_exit_codes_are_those_of_code() -> None:
     raised: dict[int, set[str]] = {0: set(), 130: set()}
     for name, thing in vars(errors).items():
         if isinstance(thing, type) and issubclass(thing, Exception) and "exit_code" in vars(thing):
@@ -83,14 +83,14 @@ def test_the_exit_codes_are_those_of_the_code() -> None:
     assert {int(code) for code in re.findall(r"\b(\d+) ", main.__doc__)} == set(raised)
 
 
-def test_the_environment_variables_are_those_of_the_code() -> None:
+def test_document_environment_variables_are_those_of_code() -> None:
     table = rows(section(STABILITY, "## Environment variables"))
     told = {ticked(name)[0]: (ticked(default) or [""])[0] for name, default, _ in table}
     fields = Settings.model_fields.items()
     assert told == {f"AGENTRL_{name.upper()}": "" if field.default is None else str(field.default) for name, field in fields}
 
 
-def test_every_interface_of_a_plugin_is_told_and_exists() -> None:
+def test_document_plugin_interfaces_exist() -> None:
     table = rows(section(STABILITY, "## Plug-in interfaces"))
     assert {ticked(cells[0])[0] for cells in table} == {*KINDS, "hooks"}
     for path in re.findall(r"`([\w.]*workflow\.[\w.]+)`", section(STABILITY, "## Plug-in interfaces")):
@@ -98,19 +98,19 @@ def test_every_interface_of_a_plugin_is_told_and_exists() -> None:
         assert hasattr(import_module(module), name), path
 
 
-def test_the_keys_of_a_config_are_those_of_the_code() -> None:
+def test_document_config_keys_are_those_of_code() -> None:
     told = section(STABILITY, "## Config keys").split("Those of the run itself are")[1].split("A key that is not known")[0]
     assert sorted(ticked(told)) == sorted(RunConfig.model_fields)
 
 
-def test_the_rows_and_states_of_the_design_are_those_of_the_code() -> None:
+def test_document_rows_and_states_are_those_of_code() -> None:
     tables = section(DESIGN, "## The rows").split("| state |")
     assert sorted(name for cells in rows(tables[0]) for name in ticked(cells[0])) == sorted(schema.metadata.tables)
     told = {name: set(ticked(following)) for names, following in rows("| state |" + tables[1]) for name in ticked(names)}
     assert told == {name: set(following) for name, following in TRANSITIONS.items()}
 
 
-def test_what_runs_before_a_commit_is_what_lints() -> None:
+def test_pre_commit_runs_the_lint_tools() -> None:
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert repository["repo"] == "local"
     hooks = [hook["entry"].removesuffix(" --force-exclude") for hook in repository["hooks"]]
@@ -118,7 +118,7 @@ def test_what_runs_before_a_commit_is_what_lints() -> None:
     assert hooks == [f".venv/bin/{command.removesuffix(' .')}" for command in recipe]
 
 
-def test_the_workflow_runs_what_a_change_must_pass() -> None:
+def test_workflow_runs_required_checks() -> None:
     (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
     assert job["steps"][-1]["run"] == ".ci/run"
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")

@@ -8,7 +8,7 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.experiment import Experiment
 
 
-def test_a_part_is_found_when_it_is_asked_for_and_kept() -> None:
+def test_experiment_loads_parts_lazily_and_once() -> None:
     made = Experiment(build({"env": "math", "tools": "echo", "rollout.engine": "nowhere:engine"}))
     assert made.tools is made.tools
     assert made.tools.keys() == {"calculator", "echo"}
@@ -18,7 +18,7 @@ def test_a_part_is_found_when_it_is_asked_for_and_kept() -> None:
     assert (Experiment(build({})).env, Experiment(build({})).tools) == (Env(), {})
 
 
-def test_a_stored_experiment_scores_by_the_weights_of_its_rows() -> None:
+def test_experiment_stored_scores_with_its_weights() -> None:
     asked = Experiment(build({"env": "code", "rewards": {"length": 0.5}}))
     assert asked.weights == {**dict.fromkeys(asked.env.rewards, 0.0), "length": 0.5}
     assert asked.judges.keys() == {"tests_passed", "progress"}

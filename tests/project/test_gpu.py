@@ -116,7 +116,7 @@ def test_gpu_check_names_the_packages_that_a_part_lacks(tmp_path: Path, capsys: 
     assert "learn_smollm: not complete: missing packages: celery, gguf. Copy the folders" in capsys.readouterr().out
 
 
-def test_every_needed_package_has_a_version_among_the_facts() -> None:
+def test_gpu_check_knows_version_of_every_needed_package() -> None:
     known = {*machine.SHOWN, *machine.OTHERS}
     assert {package for spec in program.PARTS.values() for package in spec.needs} <= known
     assert {spec.call for spec in program.PARTS.values()} == {1, 2, 3}
@@ -124,7 +124,7 @@ def test_every_needed_package_has_a_version_among_the_facts() -> None:
         assert sum(spec.seconds for spec in program.PARTS.values() if spec.call == call) <= program.CALL_SECONDS
 
 
-def test_part_reports_a_failed_row_and_goes_on(tmp_path: Path) -> None:
+def test_gpu_part_reports_failed_row_and_continues(tmp_path: Path) -> None:
     def broken() -> dict[str, Any]:
         raise RuntimeError("the device\nis gone")
 
@@ -144,7 +144,7 @@ def test_part_reports_a_failed_row_and_goes_on(tmp_path: Path) -> None:
     assert "not complete: no" in text
 
 
-def test_unpack_installs_only_wheels_that_are_lacking(tmp_path: Path) -> None:
+def test_gpu_unpack_installs_only_missing_wheels(tmp_path: Path) -> None:
     folder = tmp_path / "gpu-1"
     folder.mkdir()
     for name, version in (("carried_along", "1.0"), ("pytest", pytest.__version__)):
@@ -158,7 +158,7 @@ def test_unpack_installs_only_wheels_that_are_lacking(tmp_path: Path) -> None:
     assert [file.name for file in site.glob("*.py")] == ["carried_along.py"]
 
 
-def test_stack_wheels_follow_from_pyproject() -> None:
+def test_gpu_stack_wheels_follow_from_pyproject() -> None:
     names = prepare.resolve(prepare.stack_requirements(), "3.12")
     declared = {Requirement(text).name for text in prepare.stack_requirements()}
     assert declared - prepare.MACHINE - prepare.UNUSED <= set(names)
@@ -167,7 +167,7 @@ def test_stack_wheels_follow_from_pyproject() -> None:
     assert "async-timeout" not in names  # of Python 3.11.2 and older
 
 
-def test_download_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_download_omits_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"pydantic": 2, "jinja2": 3, "pytest": 1, "packaging": 0}
 
     def download_one(folder: Path, requirement: str, python: str) -> Path | None:
@@ -184,7 +184,7 @@ def test_download_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pyte
     assert sorted(file.name.split("-")[0] for file in tmp_path.glob("*.whl")) == ["pydantic", "pytest"]
 
 
-def test_model_file_is_joined_only_if_it_is_whole(tmp_path: Path) -> None:
+def test_gpu_model_file_is_joined_only_if_complete(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(bytes(range(256)) * 5)
     carry(tmp_path, file)
@@ -201,7 +201,7 @@ def test_model_file_is_joined_only_if_it_is_whole(tmp_path: Path) -> None:
         model_file.join(tmp_path / "nothing", tmp_path / "joined")
 
 
-def test_memory_row_has_peaks_of_every_case() -> None:
+def test_gpu_memory_row_has_peaks_of_every_case() -> None:
     stage = {"gpu_mib": 900.0, "gpu_reserved_mib": 1000.0, "seconds": 1.0}
     value = {"stages": {"loading": stage, "sampling": stage, "update": stage | {"gpu_mib": 950.0}}, "context_mib": 400.0}
     for case in memory.CASES:
@@ -210,7 +210,7 @@ def test_memory_row_has_peaks_of_every_case() -> None:
         assert 0 < row["computed_mib"] < 2 * case.cap_mib
 
 
-def test_shape_is_made_once_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_shape_is_made_once_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Qwen2Config(vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     monkeypatch.setattr(shapes, "SHAPES", {"small": small})
     rows = part.Part("memory", tmp_path, MACHINE, 60, tmp_path)

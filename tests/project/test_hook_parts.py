@@ -45,7 +45,7 @@ class Returns(Sets):
 held = Sets(2.0)
 
 
-def test_a_hook_may_name_parts_or_set_a_reward_on_what_it_is_given() -> None:
+def test_hook_names_parts_or_sets_reward() -> None:
     assert parts_told(Parts(), EPISODE) == {"steps": 1.0}
     assert parts_told(Sets(), EPISODE) == {"reward": 2.0}
     assert parts_told(Returns(), EPISODE) == {"reward": 1}
@@ -53,7 +53,7 @@ def test_a_hook_may_name_parts_or_set_a_reward_on_what_it_is_given() -> None:
     assert parts_told(Hook(), EPISODE) == {}
 
 
-def test_a_hook_is_a_class_or_a_copy_of_an_object() -> None:
+def test_load_hooks_makes_class_or_copies_object() -> None:
     made, copied = load_hooks([f"{__name__}:Parts", f"{__name__}:held"])
     assert type(made) is Parts
     assert isinstance(copied, Sets)
@@ -61,7 +61,7 @@ def test_a_hook_is_a_class_or_a_copy_of_an_object() -> None:
     assert copied.reward == 2.0
 
 
-def test_the_hook_that_logs_says_what_happens(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_hook_logs_events(caplog: pytest.LogCaptureFixture) -> None:
     hook = LoggingHook()
     with caplog.at_level(logging.INFO, "agentrl.hook"):
         assert parts_told(hook, EPISODE) == {}

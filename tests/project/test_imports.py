@@ -38,7 +38,7 @@ FAST = (
 """What starts fast."""
 
 
-def test_what_starts_fast_loads_no_model_library() -> None:
+def test_fast_modules_import_no_model_library() -> None:
     """One process imports them all: if none is loaded at the end, no module of them loads one."""
     assert not loaded_by("\n".join(f"import {module}" for module in FAST)) & HEAVY
 
@@ -49,7 +49,7 @@ def test_commands_that_read_rows_load_no_config() -> None:
     assert not loaded_by("\n".join(f"import agentrl.cli.{module}" for module in modules)) & {"pydantic"}
 
 
-def test_a_tools_worker_with_every_plugin_loads_no_model_library() -> None:
+def test_tools_worker_imports_no_model_library_with_any_plugin() -> None:
     assert not loaded_by(f"import agentrl.workers.jobs.tool_call{PLUGINS}") & HEAVY
 
 

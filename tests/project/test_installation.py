@@ -87,7 +87,7 @@ def test_index_install_pattern_finds_bad_lines(line: str) -> None:
     assert INDEX_INSTALL.search(line)
 
 
-def test_no_text_installs_agentrl_from_an_index() -> None:
+def test_repository_never_installs_agentrl_from_an_index() -> None:
     """The name belongs to another project there."""
     command = ["git", "grep", "-IE", "(pip|pipx|uv|uvx|poetry) .*agentrl", "--", ":!tests/project/test_installation.py"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
@@ -133,11 +133,11 @@ def _written(folder: Path) -> list[str]:
     return [(folder / name).read_text() if (folder / name).exists() else "" for name in names]
 
 
-def test_files_are_those_of_the_address(tmp_path: Path) -> None:
+def test_address_files_are_current(tmp_path: Path) -> None:
     assert _written(_checkout(tmp_path, *hatch_build.read_settings(ROOT))) == _written(ROOT), "type: make address"
 
 
-def test_address_adds_badge_git_line_and_citation_and_takes_them_away(tmp_path: Path) -> None:
+def test_address_adds_and_removes_badge_git_line_and_citation(tmp_path: Path) -> None:
     without = _written(_checkout(tmp_path, "", []))
     assert "git+" not in "".join(without)
     page, tutorial, cff = _written(_checkout(tmp_path, "file:///srv/agentrl.git", ["A. Author"]))
@@ -218,7 +218,7 @@ ROADS: dict[str, Callable[[Path, Path], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("road", ROADS)
-def test_every_road_installs_every_module(road: str, clone: Path, tmp_path: Path) -> None:
+def test_install_by_every_route_has_every_module(road: str, clone: Path, tmp_path: Path) -> None:
     source, target = ROADS[road](clone, tmp_path), tmp_path / "target"
     _pip_install("--target", str(target), source)
     tracked = subprocess.run(
@@ -236,7 +236,7 @@ def test_editable_install_imports_the_checkout(clone: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_links_of_a_clone_list_the_folders(clone: Path) -> None:
+def test_clone_links_list_the_folders(clone: Path) -> None:
     for name in ("workflow", "workers", "cli", "migrations"):
         assert sorted(os.listdir(clone / name)) == sorted(os.listdir(clone / "agentrl" / name))
 

@@ -35,7 +35,7 @@ print(len([name for name in sys.modules if name.startswith("agentrl.")]) > 300)
 
 
 @pytest.mark.slow
-def test_each_module_is_loaded_once() -> None:
+def test_modules_are_loaded_once_each() -> None:
     done = run_in(ROOT, EVERYTHING)
     assert (done.stdout, done.stderr) == ("[]\nTrue\n", "")
 
@@ -46,14 +46,14 @@ def test_links_refuse_imports(link: str) -> None:
     assert done.stderr.endswith(f"ImportError: Import agentrl.{link} instead.\n")
 
 
-def test_the_links_lead_into_the_package() -> None:
+def test_links_lead_into_package() -> None:
     """What a person reads, breaks at and edits in `workflow/` is what runs."""
     assert {link: (ROOT / link).resolve() for link in LINKS} == {link: PRODUCT / link for link in LINKS}
     links = [file for file in PRODUCT.rglob("*") if file.is_symlink()]
     assert links == []
 
 
-def test_module_file_names_are_unique_outside_of_plugins_and_commands() -> None:
+def test_module_file_names_are_unique() -> None:
     """A command's file has the command's name, whatever else has it."""
     free = {PRODUCT / "cli", *(PRODUCT / "workflow" / kind for kind in KINDS)}
     count = Counter(file.name for file in PRODUCT.rglob("*.py") if file.parent not in free and not file.name.startswith("__"))
@@ -61,7 +61,7 @@ def test_module_file_names_are_unique_outside_of_plugins_and_commands() -> None:
 
 
 @pytest.mark.parametrize("package", LINKS)
-def test_a_users_package_comes_before_a_link(tmp_path: Path, package: str) -> None:
+def test_users_package_comes_before_link(tmp_path: Path, package: str) -> None:
     (tmp_path / package).mkdir()
     for file in ("__init__.py", "losses.py"):
         (tmp_path / package / file).write_text("OWN = 'theirs'")
@@ -76,7 +76,7 @@ def run_in(folder: Path, code: str, *options: str, **environment: str) -> "subpr
     return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False)
 
 
-def test_a_users_package_may_lie_beside_an_installed_agentrl(tmp_path: Path) -> None:
+def test_users_package_may_lie_beside_installed_agentrl(tmp_path: Path) -> None:
     copytree(PRODUCT, tmp_path / "agentrl", ignore=ignore_patterns("__pycache__"))
     (tmp_path / "workflow").mkdir()
     (tmp_path / "workflow" / "__init__.py").write_text("OWN = 'theirs'")

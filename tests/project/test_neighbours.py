@@ -85,7 +85,7 @@ def in_the_sandbox() -> Iterator[None]:
 
 @pytest.mark.parametrize("neighbours", [nobody, on_the_machine, in_the_sandbox])
 @pytest.mark.slow
-def test_eight_busy_loops_beside_eight_sessions_change_no_reward(
+def test_rewards_are_unchanged_by_busy_neighbours(
     box: None, neighbours: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tests_passed, "LIMITS", Limits(cpu_seconds=1.0))
@@ -95,7 +95,7 @@ def test_eight_busy_loops_beside_eight_sessions_change_no_reward(
     tests_passed._judged.cache_clear()  # judged by limits of this test's own
 
 
-def test_turns_are_taken_in_the_order_of_asking_also_where_somebody_asks_again_and_again() -> None:
+def test_fair_semaphore_serves_in_order_of_asking() -> None:
     turns, came = FairSemaphore(1), []
 
     def wait_in_line() -> None:
@@ -114,7 +114,7 @@ def test_turns_are_taken_in_the_order_of_asking_also_where_somebody_asks_again_a
     assert turns.running() == 0
 
 
-def test_who_stops_waiting_leaves_the_line() -> None:
+def test_fair_semaphore_removes_waiter_that_stops() -> None:
     turns = FairSemaphore(1)
     with turns.hold():
         turns._release(turns._enqueue())

@@ -69,7 +69,7 @@ def is_certain(parsed: Any) -> bool:
     return True
 
 
-def test_no_pattern_repeats_possessively_what_an_older_re_gets_wrong() -> None:
+def test_patterns_avoid_possessive_repeats_broken_in_older_re() -> None:
     seen = list(patterns())
     assert len(seen) > 50
     wrong = [
@@ -81,10 +81,10 @@ def test_no_pattern_repeats_possessively_what_an_older_re_gets_wrong() -> None:
 
 
 @pytest.mark.parametrize("pattern", [r"(?:[a-c]|(?<=c)x)++", r'(?:a|""?b)*+c', r"(?:a|b(?=c))?+"])
-def test_such_a_pattern_would_be_found(pattern: str) -> None:
+def test_patterns_check_finds_possessive_repeat(pattern: str) -> None:
     assert not all(map(is_certain, possessive_groups(_parser.parse(pattern))))
 
 
-def test_the_library_is_where_it_is_looked_for() -> None:
+def test_patterns_check_covers_the_library() -> None:
     rooms = {module.name for module in pkgutil.iter_modules(workflow.__path__)}
     assert set(ROOMS) <= rooms

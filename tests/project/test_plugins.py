@@ -16,14 +16,14 @@ from agentrl.workflow.trajectory import Episode, Message, Step, Task, ToolCall, 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_every_dataset_tool_reward_env_and_format_file_defines_what_it_is_named_after() -> None:
+def test_plugin_files_define_object_of_their_name() -> None:
     for kind in ("datasets", "tools", "rewards", "envs", "tool_formats"):
         assert names(kind)
         for name in names(kind):
             assert find(kind, name) is not None
 
 
-def test_a_wrong_name_gets_the_closest_one_or_the_list() -> None:
+def test_find_suggests_nearest_name_or_list() -> None:
     with pytest.raises(ConfigError, match=r"No tool is called 'calculater'\. Did you mean 'calculator'"):
         find("tools", "calculater")
     with pytest.raises(ConfigError, match=r"Known: .*numeric_answer"):
@@ -31,12 +31,12 @@ def test_a_wrong_name_gets_the_closest_one_or_the_list() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "..", "../secrets", "a.b", "calculator.py", "calc\x00", "__init__"])
-def test_a_name_is_never_a_path(name: str) -> None:
+def test_find_takes_no_name_as_path(name: str) -> None:
     with pytest.raises(ConfigError, match="No tool is called"):
         find("tools", name)
 
 
-def test_a_users_own_object_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_loads_users_object_from_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_plugins.py").write_text("def answer(episode):\n    return 42\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -44,7 +44,7 @@ def test_a_users_own_object_is_found_in_the_current_folder(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("path", ["no_such_module:x", "json:no_such_name", ":x", "json:", "..:x"])
-def test_a_path_that_leads_nowhere_is_one_sentence(path: str) -> None:
+def test_find_reports_path_that_leads_nowhere(path: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be found|is not a path"):
         find("rewards", path)
 
@@ -60,7 +60,7 @@ def test_a_path_that_leads_nowhere_is_one_sentence(path: str) -> None:
         ("thing = 1\n", "not callable but of type int"),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_named_with_its_line_and_error(
+def test_find_names_line_and_error_of_failed_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
 ) -> None:
     (tmp_path / "bad_file.py").write_text(text)
@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line_and_error(
         find("rewards", "bad_file:thing")
 
 
-def test_a_dropped_file_that_is_broken_or_lacks_its_object_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_names_plugin_file_broken_or_without_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lacking_one.py").write_text("")
     (tmp_path / "broken_one.py").write_text("import no_such_module\n")
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
@@ -81,25 +81,25 @@ def test_a_dropped_file_that_is_broken_or_lacks_its_object_is_named(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["datasets", "tools", "envs", "algorithms", "rewards", "tool_formats"])
-def test_an_object_of_the_wrong_kind_is_refused(kind: str) -> None:
+def test_find_refuses_object_of_wrong_kind(kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"'os:path' \({kind}\) is no.* of type module"):
         find(kind, "os:path")
 
 
 @pytest.mark.parametrize("path", ["x", "os:path", "agentrl.workflow.trajectory:Task", "no_module:x"])
-def test_a_hook_that_is_none_is_one_sentence(path: str) -> None:
+def test_load_hooks_refuses_what_is_no_hook(path: str) -> None:
     with pytest.raises(ConfigError, match=r"Pass package\.module:|not a class derived from Hook|not callable"):
         load_hooks([path])
 
 
-def test_hooks_are_made_from_their_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_hooks_makes_hooks_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_hooks.py").write_text("from agentrl.workflow.hooks import Hook\nclass Mine(Hook):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     [hook] = load_hooks(["my_hooks:Mine"])
     assert isinstance(hook, Hook)
 
 
-def test_the_math_env_opens_with_its_prompt_and_offers_the_calculator() -> None:
+def test_math_env_opens_with_prompt_and_offers_calculator() -> None:
     env = find("envs", "math")
     assert isinstance(env, Env)
     question = Message("user", "How many?")
@@ -114,7 +114,7 @@ def test_the_math_env_opens_with_its_prompt_and_offers_the_calculator() -> None:
     assert observed == (Message("tool", "2", name="calculator"),)
 
 
-def test_tools_data_rewards_and_envs_need_no_torch() -> None:
+def test_plugins_need_no_torch() -> None:
     code = (
         "import sys\nfrom agentrl.workflow.plugins import find, names\n"
         "for kind in ('datasets', 'tools', 'rewards', 'envs', 'tool_formats'):\n"

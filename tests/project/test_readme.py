@@ -15,7 +15,7 @@ from tests.project.documents import DOCS, ROOT, between, rows, section
 ARCHITECTURE = DOCS / "architecture.md"
 
 
-def test_six_queries_are_shown_and_run_on_both_databases(database: Database) -> None:
+def test_queries_document_runs_on_both_databases(database: Database) -> None:
     queries = between(DOCS / "queries.md", "queries", "sql")
     assert len(queries) == 6
     for query in queries:
@@ -85,12 +85,12 @@ def test_architecture_layers_are_those_of_the_contracts() -> None:
     assert block.splitlines() == expected
 
 
-def test_every_tool_format_is_in_the_table() -> None:
+def test_document_table_has_every_tool_format() -> None:
     table = section(DOCS / "tools-and-sandbox.md", "## How calls are written")
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(names("tool_formats"))
 
 
-def test_every_algorithm_is_in_the_table_with_its_curve() -> None:
+def test_document_table_has_every_algorithm_with_curve() -> None:
     table = section(DOCS / "algorithms.md", "# Algorithms and rewards")
     learned = section(DOCS / "measurements.md", "## Do the algorithms learn?")
     prompts = section(DOCS / "algorithms.md", "## Prompts that learn")

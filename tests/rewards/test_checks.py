@@ -130,7 +130,7 @@ def loaded(folder: Path, *rows: dict[str, Any]) -> list[Task]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.slow
-def test_the_reference_passes_all_of_its_tests_and_no_wrong_answer_does(box: None, tmp_path: Path, form: str) -> None:
+def test_program_tests_passes_reference_and_fails_wrong_answer(box: None, tmp_path: Path, form: str) -> None:
     (task,) = loaded(tmp_path, FORMS[form])
     assert earned(task.reference, task) == 1.0
     function = task.metadata["function"]
@@ -140,20 +140,20 @@ def test_the_reference_passes_all_of_its_tests_and_no_wrong_answer_does(box: Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forgery", WRONG)
-def test_no_answer_can_say_of_itself_that_a_program_of_tests_passed(box: None, tmp_path: Path, forgery: str) -> None:
+def test_program_tests_result_cannot_be_forged_by_answer(box: None, tmp_path: Path, forgery: str) -> None:
     (task,) = loaded(tmp_path, FORMS["a loop with random numbers"])
     assert "test" in task.metadata
     assert earned(WRONG[forgery].replace("add", "plus"), task) == 0.0
 
 
-def test_a_function_that_is_right_in_part_passes_those_tests_that_it_does(box: None, tmp_path: Path) -> None:
+def test_program_tests_pays_share_of_passed_tests(box: None, tmp_path: Path) -> None:
     (task,) = loaded(tmp_path, FORMS["a loop with random numbers"])
     assert earned("def plus(x, y): return 5", task) == 0.5, "the first; not one of the loop's, which are one"
     assert earned("def plus(x, y): return x + y if x < 900 else 0", task) == 0.5
     assert earned("def plus(x, y):\n    if x > 900: raise ValueError\n    return x + y", task) == 0.5
 
 
-def test_what_is_above_the_statement_in_which_the_tests_end_counts_and_no_more(box: None, tmp_path: Path) -> None:
+def test_program_tests_counts_code_above_its_last_statement(box: None, tmp_path: Path) -> None:
     test = (
         "    assert candidate(1) == 2\n    for n in range(5):\n        got = candidate(n)\n        assert got == n + 1\n"
         "    assert candidate(2) == 3"
@@ -163,7 +163,7 @@ def test_what_is_above_the_statement_in_which_the_tests_end_counts_and_no_more(b
     assert earned("def next_to(n):\n    if n == 3: raise ValueError\n    return n + 1", task) == pytest.approx(1 / 3)
 
 
-def test_an_assert_that_holds_whatever_the_function_gives_is_no_test(box: None, tmp_path: Path) -> None:
+def test_program_tests_ignores_asserts_that_always_hold(box: None, tmp_path: Path) -> None:
     loop = "    for n in range(2):\n        assert candidate(n) == n\n"
     caught = "    try:\n        candidate(5)\n    except Exception:\n        pass\n    assert True\n"
     test = f"{loop}    assert 1 + 1 == 2\n    assert same(1) == 1\n{caught}    x = candidate\n    assert x is not None"
@@ -173,7 +173,7 @@ def test_an_assert_that_holds_whatever_the_function_gives_is_no_test(box: None, 
     assert earned("def same(n): return 1", task) == 0.5, "two that speak of it"
 
 
-def test_calls_that_depend_on_what_came_before_are_made_in_turns_and_not_for_ever(box: None, tmp_path: Path) -> None:
+def test_program_tests_makes_dependent_calls_in_limited_rounds(box: None, tmp_path: Path) -> None:
     def nested(depth: int) -> Task:
         test = f"    assert {'candidate(' * depth}0{')' * depth} in ({depth}, {2 * depth})"
         (task,) = loaded(tmp_path, human("up", 'def up(n):\n    """n + 1"""\n', "    return n + 1\n", test))
@@ -186,7 +186,7 @@ def test_calls_that_depend_on_what_came_before_are_made_in_turns_and_not_for_eve
     assert earned("def up(n): return n + 2", nested(code_judge.MAX_ROUNDS + 1)) == 0.0, "but not for ever"
 
 
-def test_the_session_of_an_answer_sees_the_arguments_of_its_calls_and_nothing_that_is_expected() -> None:
+def test_program_tests_shows_answer_only_arguments() -> None:
     test = (
         "secret = [2]\ndef helper(x):\n    assert x != 77\n    return x\ndef check(candidate):\n    expected, one = [4242], 1\n"
         "    double = lambda x: 2 * x + one\n    assert candidate(double, [1]) == [3]\n"
@@ -212,14 +212,14 @@ OTHER_ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", OTHER_ARGUMENTS)
-def test_outcome_refuses_an_argument_that_its_source_does_not_make_again(name: str) -> None:
+def test_outcome_refuses_argument_its_source_does_not_repeat(name: str) -> None:
     head = "class Times:\n    def __init__(self, n): self.n = n\n    def __call__(self, x): return self.n * x\n"
     reference = "def mapped(change, items):\n    return [change(item) for item in items]"
     test = f"{head}def check(candidate):\n    {OTHER_ARGUMENTS[name]}"
     assert "they pass " in program_tests.outcome(reference, test, "mapped", [], final=False)["unjudged"]
 
 
-def test_a_program_of_tests_that_calls_too_often_or_never_ends_cannot_be_judged(box: None, tmp_path: Path) -> None:
+def test_program_tests_with_too_many_calls_is_refused(box: None, tmp_path: Path) -> None:
     for test in (
         f"    for n in range({program_tests.MAX_CALLS + 1}):\n        assert candidate(n) == n",
         "    while True: candidate(1)",
@@ -250,9 +250,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_run_over_tasks_whose_tests_cannot_all_be_judged_is_refused_with_their_ids(
-    box: None, tmp_path: Path, name: str
-) -> None:
+def test_submit_names_tasks_whose_tests_cannot_be_judged(box: None, tmp_path: Path, name: str) -> None:
     test, why = REFUSED[name]
     rows = [FORMS["variables"], human("same", 'def same(n):\n    """n"""\n', "    return n\n", test)]
     file = write(tmp_path / "own.jsonl", *rows)
@@ -262,7 +260,7 @@ def test_a_run_over_tasks_whose_tests_cannot_all_be_judged_is_refused_with_their
     assert "squares_of_odd" not in told.value.message
 
 
-def test_tests_that_need_what_nothing_defines_are_refused_as_the_file_is_read(tmp_path: Path) -> None:
+def test_program_tests_with_undefined_name_is_refused_at_load(tmp_path: Path) -> None:
     row = human("same", 'def same(n):\n    """n"""\n', "    return n\n", "    assert candidate(x) == helper(x)")
     none = human("other", 'def other(n):\n    """n"""\n', "    return n\n", "    assert True")
     with pytest.raises(DatasetError, match="2 malformed rows") as told:
@@ -271,7 +269,7 @@ def test_tests_that_need_what_nothing_defines_are_refused_as_the_file_is_read(tm
     assert "line 2: own/other: no test: assert f(...) == value" in told.value.message
 
 
-def test_a_row_is_known_by_its_own_name_and_two_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_task_rows_have_unique_names(tmp_path: Path) -> None:
     official = {**HUMAN_EVAL[0], "task_id": "HumanEval/0"}
     bare = {name: value for name, value in MBPP[1].items() if name != "task_id"}
     assert [task.key for task in loaded(tmp_path, official, MBPP[0], bare)] == ["HumanEval/0", "own/1", "own/line-3"]
@@ -283,12 +281,12 @@ def test_a_row_is_known_by_its_own_name_and_two_of_one_name_are_refused(tmp_path
             loaded(tmp_path, {**official, "task_id": wrong})
 
 
-def test_lines_are_ended_by_line_feeds_alone(tmp_path: Path) -> None:
+def test_program_tests_lines_end_by_line_feed_only(tmp_path: Path) -> None:
     (task,) = loaded(tmp_path, {**MBPP[0], "text": "one\u2028two\x85three"})
     assert "one\u2028two\x85three" in task.messages[0].content
 
 
-def test_a_task_of_an_older_run_is_judged_as_it_was(box: None) -> None:
+def test_stored_task_of_older_run_is_judged_the_same(box: None) -> None:
     """What is stored of a task, and asked of its judge, keeps its form."""
     cases = [
         '[{"$tuple": [1, 2]}, 3, "equal", 0.0]',

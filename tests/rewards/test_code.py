@@ -50,14 +50,14 @@ def box() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_split_of_code_tiny_is_the_same_every_time(split: str) -> None:
+def test_code_tiny_split_is_repeatable(split: str) -> None:
     tasks = list(islice(code_tiny.load(split), 200))
     assert len(tasks) == min(200, SPLITS[split])
     assert tasks[:20] == list(islice(code_tiny.load(split), 20))
     assert len({task.key for task in tasks}) == len(tasks)
 
 
-def test_no_question_of_code_tiny_that_counts_is_in_two_splits() -> None:
+def test_code_tiny_question_is_in_one_split() -> None:
     words = {split: [task.metadata["words"] for task in islice(code_tiny.load(split), 1000)] for split in SPLITS}
     counted = [*words["test"], *words["train"]]
     assert len(set(counted)) == len(counted) == SPLITS["test"] + SPLITS["train"]
@@ -66,7 +66,7 @@ def test_no_question_of_code_tiny_that_counts_is_in_two_splits() -> None:
         code_tiny.load("dev")
 
 
-def test_a_tiny_tasks_cases_are_what_its_reference_gives() -> None:
+def test_code_tiny_cases_equal_reference() -> None:
     for task in islice(code_tiny.load("test"), 60):
         body = task.reference.removeprefix("def f(x, y): return ")
         for case in [Case.of(text) for text in (*task.metadata["visible"], *task.metadata["hidden"])]:
@@ -74,7 +74,7 @@ def test_a_tiny_tasks_cases_are_what_its_reference_gives() -> None:
             assert case.passes(eval(body, {"x": x, "y": y}))  # noqa: S307 - our own expression of x, y and numbers
 
 
-def test_every_reference_of_code_tiny_earns_one_and_a_wrong_operator_less(box: None) -> None:
+def test_code_tiny_reference_earns_one_and_wrong_operator_less(box: None) -> None:
     for task in islice(code_tiny.load("train"), 8):
         said = (*task.messages, Message("assistant", task.reference))
         assert reward_of(code_tiny, episode_of(task, said)) == 1.0
@@ -82,7 +82,7 @@ def test_every_reference_of_code_tiny_earns_one_and_a_wrong_operator_less(box: N
     assert reward_of(code_tiny, answered(task, task.reference.replace(" + ", " - "))) < 1.0
 
 
-def test_the_teacher_of_code_tiny_is_right_about_half_the_time_and_its_tool_says_what_it_shows(box: None) -> None:
+def test_code_tiny_teacher_is_right_half_the_time(box: None) -> None:
     tasks = list(islice(code_tiny.load("warmup"), 400))
     assert code_tiny.demonstrations is not None
     said = list(code_tiny.demonstrations(tasks, 0))
@@ -110,7 +110,7 @@ def earned(code: str, task: Task = ADD) -> float:
     return score(answered(task, code), {"tests_passed": 1.0})["tests_passed"]
 
 
-def test_an_answer_earns_the_share_of_the_tests_that_it_passes(box: None) -> None:
+def test_tests_passed_pays_share_of_tests(box: None) -> None:
     assert earned("def add(a, b): return a + b") == 1.0
     assert earned("It is this:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.") == 1.0
     assert earned("def add(a, b): return 10") == pytest.approx(1 / 3)
@@ -120,13 +120,13 @@ def test_an_answer_earns_the_share_of_the_tests_that_it_passes(box: None) -> Non
 
 
 @pytest.mark.slow
-def test_a_test_that_takes_too_long_or_kills_its_process_fails_alone(box: None) -> None:
+def test_tests_passed_fails_only_slow_or_deadly_test(box: None) -> None:
     assert earned("def add(a, b):\n    while a == 5: pass\n    return a + b") == pytest.approx(2 / 3)
     assert earned("import os\ndef add(a, b):\n    if a == 5: os.abort()\n    return a + b") == pytest.approx(2 / 3)
 
 
 @pytest.mark.slow
-def test_a_function_that_never_ends_is_not_tried_for_ever(box: None) -> None:
+def test_tests_passed_stops_trying_endless_function(box: None) -> None:
     twice = Task("slow", (Message("user", "?"),), "", code_metadata("f", [Case((n,), n) for n in range(20)]))
     assert earned("def f(n):\n    while n > 10: pass\n    return n", twice) == pytest.approx(11 / 20)
 
@@ -184,7 +184,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_no_answer_can_say_of_itself_that_it_is_right(box: None, forgery: str) -> None:
+def test_tests_passed_pays_nothing_for_forgery(box: None, forgery: str) -> None:
     assert earned(FORGERIES[forgery]) == 0.0
 
 
@@ -234,13 +234,13 @@ def test_tests_passed_pays_values_of_any_type_but_no_forged_one(box: None, tmp_p
 @pytest.mark.parametrize(
     ("test", "truth"), [("assert f('ab')", 1.0), ("assert f('ba') is not None", 1.0), ("assert f('b')", 0.0)]
 )
-def test_tests_passed_asks_an_object_for_its_truth_inside(box: None, tmp_path: Path, test: str, truth: float) -> None:
+def test_tests_passed_evaluates_truth_of_object_inside(box: None, tmp_path: Path, test: str, truth: float) -> None:
     code = "import re\ndef f(x): return re.search('a', x)"
     task = mbpp_task(tmp_path, code, test)
     assert score(answered(task, code), {"tests_passed": 1.0})["tests_passed"] == truth
 
 
-def test_the_systems_failure_is_no_reward_of_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_passed_system_failure_is_no_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = sandbox() if sandbox.made else None
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("AGENTRL_SANDBOX", "bwrap")
@@ -261,13 +261,13 @@ def test_the_systems_failure_is_no_reward_of_zero(tmp_path: Path, monkeypatch: p
             made.close()
 
 
-def test_the_same_answer_to_another_task_is_judged_anew(box: None) -> None:
+def test_tests_passed_judges_same_answer_to_other_task_anew(box: None) -> None:
     other = Task("multiply", (Message("user", "?"),), "", code_metadata("add", [Case((2, 2), 4), Case((1, 2), 2)]))
     assert earned("def add(a, b): return a + b") == 1.0
     assert earned("def add(a, b): return a + b", other) == 0.5
 
 
-def test_siblings_that_give_one_answer_at_the_same_time_are_judged_once(box: None) -> None:
+def test_tests_passed_judges_equal_siblings_once(box: None) -> None:
     judge = find("rewards", "tests_passed")
     question = judge.asks(answered(ADD, "def add(a, b): return b + a  # by all of them"))
     with ThreadPoolExecutor(8) as siblings:
@@ -276,7 +276,7 @@ def test_siblings_that_give_one_answer_at_the_same_time_are_judged_once(box: Non
     assert len({verdict.cpu_seconds for verdict in verdicts}) == 1, "what one of them took is what was seen"
 
 
-def test_a_task_without_a_test_is_loud_and_a_turn_that_was_cut_off_did_not_answer() -> None:
+def test_tests_passed_needs_a_test_and_a_finished_turn() -> None:
     with pytest.raises(RewardError, match="has no hidden test"):
         earned("x", Task("t", (Message("user", "?"),), "", code_metadata("f", [])))
     cut = Episode(ADD, status="done", stop_reason="max_tokens")
@@ -293,7 +293,7 @@ def trying(*codes: str) -> Episode:
 SHOWN = replace(ADD, metadata=code_metadata("add", [Case((5, 5), 10)], visible=[Case((1, 2), 3), Case((2, 2), 4)]))
 
 
-def test_a_program_that_raises_the_share_of_the_visible_tests_earns_its_step_the_rise(box: None) -> None:
+def test_progress_pays_step_for_rise_of_visible_tests(box: None) -> None:
     judge = find("rewards", "progress")
     half, whole = "def add(a, b): return 3", "def add(a, b): return a + b\nprint(add(1, 2))"
     tried = trying("print(1)", half, "add(", whole, half)
@@ -305,12 +305,12 @@ def test_a_program_that_raises_the_share_of_the_visible_tests_earns_its_step_the
     assert score(replace(tried, task=ADD), {"progress": 1.0}) == {"progress": (0.0,) * 6}
 
 
-def test_no_more_than_the_first_programs_of_an_episode_are_judged() -> None:
+def test_progress_judges_only_first_programs() -> None:
     tried = trying(*(f"print({number})" for number in range(MAX_TRIED + 2)))
     assert [len(step) for step in find("rewards", "progress").asks(tried)["tried"]] == [1] * MAX_TRIED + [0, 0, 0]
 
 
-def test_programs_tried_out_share_one_budget_of_processor_time(box: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_programs_share_cpu_budget(box: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "WHOLE_CPU_SECONDS", 0.5)
     judge = find("rewards", "progress")
     slow = "import time\nwhile time.process_time() < 0.6: pass\ndef add(a, b): return a + b"
@@ -323,7 +323,7 @@ def test_programs_tried_out_share_one_budget_of_processor_time(box: None, monkey
 SLEEPY = "import time\ndef add(a, b):\n    time.sleep(0.4)\n    return a + b  # sleepy"
 
 
-def test_once_an_answer_has_slept_for_too_long_its_other_tests_are_failed(box: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_passed_fails_rest_once_answer_slept_too_long(box: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tests_passed, "WHOLE_IDLE_SECONDS", 0.5)
     task = replace(ADD, metadata=code_metadata("add", [Case((n, 1), n + 1, "equal") for n in range(10)]))
     assert 0 < earned(SLEEPY, task) < 0.5
@@ -333,7 +333,7 @@ def test_once_an_answer_has_slept_for_too_long_its_other_tests_are_failed(box: N
     assert told.content == "[[0.0], [0.0], []]"
 
 
-def test_an_answer_that_waits_for_a_core_has_not_slept() -> None:
+def test_tests_passed_waiting_for_core_is_not_sleep() -> None:
     budget = tests_passed.Budget(10.0)
     budget.pay(CodeResult("ok", "", 0, 1.0, 90.0, "bwrap", waited_seconds=80.0))
     assert not budget.spent
@@ -341,7 +341,7 @@ def test_an_answer_that_waits_for_a_core_has_not_slept() -> None:
     assert budget.spent
 
 
-def test_the_last_block_is_the_answer() -> None:
+def test_read_code_takes_last_block() -> None:
     assert read_code("```python\na = 1\n```\nbetter:\n```\na = 2\n```") == "a = 2"
     assert read_code(" a = 3\n") == "a = 3"
 
@@ -357,7 +357,7 @@ def test_the_last_block_is_the_answer() -> None:
         (None, False, False), ("1", 1, False), (2**70, 2**70, True), ([[1, (2,)]], [[1, (2,)]], True), (b"a", "a", False),
     ],
 )  # fmt: skip
-def test_exact_tells_types_apart(value: Any, found: Any, passes: bool) -> None:
+def test_case_rule_exact_distinguishes_types(value: Any, found: Any, passes: bool) -> None:
     assert Case.of(Case((), value).text).passes(found) is passes
 
 
@@ -377,7 +377,7 @@ def test_exact_tells_types_apart(value: Any, found: Any, passes: bool) -> None:
         ("def check(candidate):\n    assert candidate({'a': 1}) == {2}", Case(({"a": 1},), {2}, "equal")),
     ],
 )
-def test_an_assert_is_read_and_never_run(test: str, case: Case) -> None:
+def test_read_asserts_reads_without_running(test: str, case: Case) -> None:
     assert read_asserts(test, ("f", "candidate")) == ([case], 0)
 
 
@@ -389,11 +389,11 @@ def test_an_assert_is_read_and_never_run(test: str, case: Case) -> None:
      "assert f([0] * 10**9) == 1", "assert f(1 / 0) == 1", "assert f(2.0**5000) == 1", "assert f(1) is 256",
      "assert f([[0] * 999] * 999) == 1", "assert f(('a' * 9999,) * 999) == 1", "assert f(" + "-" * 500 + "x) == 1"],
 )  # fmt: skip
-def test_an_assert_of_another_form_is_counted(test: str) -> None:
+def test_read_asserts_counts_other_forms(test: str) -> None:
     assert read_asserts(test, ("f",)) == ([], 1)
 
 
-def test_what_operators_make_in_a_source_is_counted_together() -> None:
+def test_read_asserts_limits_size_made_by_operators() -> None:
     small = "assert f([0] * 999) == 1\n"
     assert len(read_asserts(small * 20, ("f",))[0]) == 20
     assert len(read_asserts(small * 2000, ("f",))[0]) < 100
@@ -401,7 +401,7 @@ def test_what_operators_make_in_a_source_is_counted_together() -> None:
 
 
 @pytest.mark.parametrize("keys", ["{%s}", "{%s: 0}"])
-def test_keys_of_one_hash_are_few(keys: str) -> None:
+def test_exact_json_limits_keys_of_equal_hash(keys: str) -> None:
     separator = ", " if ":" not in keys else ": 0, "
     same = separator.join(str(number * (2**61 - 1)) for number in range(5000))
     other = separator.join(map(str, range(5000)))
@@ -409,7 +409,7 @@ def test_keys_of_one_hash_are_few(keys: str) -> None:
     assert len(read_asserts(f"assert f({keys % other}) == 1", ("f",))[0]) == 1
 
 
-def test_equal_near_and_truth_are_pythons() -> None:
+def test_case_rules_equal_python() -> None:
     assert Case((), 240, "equal").passes(240.0)
     assert not Case((), (1, 2), "equal").passes([1, 2])
     assert Case((), 1.0, "near", 0.1).passes(1.05)
@@ -468,7 +468,7 @@ MBPP = [
         (MBPP, ["own/1", "own/2", "own/3"], [3, 1, 1], [1, 1, 1]),
     ],
 )
-def test_a_file_in_a_known_format_is_programming_tasks_whose_solutions_earn_one(
+def test_code_file_becomes_tasks_whose_solutions_earn_one(
     box: None, tmp_path: Path, rows: list[dict[str, Any]], keys: list[str], hidden: list[int], visible: list[int]
 ) -> None:
     loaded = load_tasks(DatasetConfig(name=str(write(tmp_path / "own.jsonl", *rows))))
@@ -481,7 +481,7 @@ def test_a_file_in_a_known_format_is_programming_tasks_whose_solutions_earn_one(
     assert all(json.loads(json.dumps(task.metadata)) == task.metadata for task in loaded.tasks)
 
 
-def test_the_model_sees_the_first_test_and_none_of_the_hidden_ones(tmp_path: Path) -> None:
+def test_code_task_shows_first_test_only(tmp_path: Path) -> None:
     task = load_tasks(DatasetConfig(name=str(write(tmp_path / "own.jsonl", *MBPP)))).tasks[0]
     (message,) = task.messages
     assert "assert plus(1, 2) == 3" in message.content
@@ -491,13 +491,13 @@ def test_the_model_sees_the_first_test_and_none_of_the_hidden_ones(tmp_path: Pat
     assert "candidate" not in message.content
 
 
-def test_what_stands_above_a_function_need_not_be_repeated(box: None, tmp_path: Path) -> None:
+def test_code_task_adds_what_stands_above_function(box: None, tmp_path: Path) -> None:
     tasks = load_tasks(DatasetConfig(name=str(write(tmp_path / "own.jsonl", *HUMAN_EVAL)))).tasks
     assert earned("def double_all(numbers: List[int]): return [n + n for n in numbers]", tasks[0]) == 1.0
     assert earned("def is_odd_length(text): return bool(helper(text) & 1)", tasks[2]) == 1.0
 
 
-def test_malformed_rows_are_all_told_and_left_out_where_asked(tmp_path: Path) -> None:
+def test_code_file_names_malformed_rows_and_skips_on_request(tmp_path: Path) -> None:
     bad: list[Any] = [
         MBPP[0], b"{", {**MBPP[0], "test_list": []}, {**MBPP[0], "test_list": [1]}, {**MBPP[0], "code": "def ("},
         {**MBPP[0], "code": "x = 1"}, {**MBPP[0], "test_list": ["assert plus(x) == 1"], "challenge_test_list": []},
@@ -519,7 +519,7 @@ def test_malformed_rows_are_all_told_and_left_out_where_asked(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["code", "code_tiny"])
-def test_the_envs_offer_python_and_reward_passed_tests(name: str) -> None:
+def test_code_envs_offer_python_and_reward_tests(name: str) -> None:
     found = find("envs", name)
     assert list(found.toolset()) == ["python"]
     assert found.rewards["tests_passed"] == 1.0

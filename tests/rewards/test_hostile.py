@@ -139,7 +139,7 @@ def refused(name: str, asked: Episode) -> None:
 
 
 @pytest.mark.parametrize(("name", "texts"), PARTS)
-def test_hostile_answers_are_wrong_and_their_episodes_are_scored(
+def test_reward_of_hostile_answer_is_wrong_but_scored(
     sandboxed: Callable[[str], Reward], name: str, texts: tuple[str, ...]
 ) -> None:
     reward = sandboxed(name)
@@ -159,7 +159,7 @@ OF_REFERENCES = [
 
 @pytest.mark.parametrize(("name", "texts"), OF_REFERENCES)
 @pytest.mark.slow
-def test_hostile_references_are_refused_by_name_or_compared(
+def test_reward_of_hostile_reference_is_refused_or_compared(
     sandboxed: Callable[[str], Reward], name: str, texts: tuple[str, ...]
 ) -> None:
     sandboxed(name)
@@ -171,8 +171,6 @@ def test_hostile_references_are_refused_by_name_or_compared(
 
 @pytest.mark.parametrize("name", READ_NO_REFERENCE)
 @pytest.mark.parametrize("answer", ["72", "def f(n): return 1", "<think>no</think>"])
-def test_a_reward_that_reads_no_reference_gives_the_same_for_another(
-    sandboxed: Callable[[str], Reward], name: str, answer: str
-) -> None:
+def test_reward_without_reference_ignores_it(sandboxed: Callable[[str], Reward], name: str, answer: str) -> None:
     sandboxed(name)
     assert len({scored(name, finished(name, answer, reference)) for reference in ("72", "def f(n): return 1", answer, "")}) == 1

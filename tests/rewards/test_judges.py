@@ -96,9 +96,7 @@ def found(db: Database) -> list[Episode]:
 # --- the rows -----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_episode_that_is_over_waits_for_its_judge_and_the_model_knows_nothing_of_it(
-    database: Database, in_memory: None
-) -> None:
+def test_finished_episode_waits_for_judge_hidden_from_model(database: Database, in_memory: None) -> None:
     worker = Worker(database, group_of(database), [ASK, ASK, ANSWER, ANSWER]).takes(2)
     assert [schema["function"]["name"] for schema in worker.driver.schemas] == ["calculator"]
     say(database, ToolResult("42"), "call")
@@ -120,15 +118,13 @@ def test_an_episode_that_is_over_waits_for_its_judge_and_the_model_knows_nothing
     assert value(database, "SELECT sum(tool_calls) FROM v_episodes") == 2
 
 
-def test_a_judge_that_knows_the_number_without_running_anything_is_not_asked(sqlite: Database, in_memory: None) -> None:
+def test_judge_with_known_score_is_not_called(sqlite: Database, in_memory: None) -> None:
     Worker(sqlite, group_of(sqlite), [chat().turn(Message("assistant", ""))] * 2).takes(2)
     assert values(sqlite, "SELECT reward FROM episodes") == [0.0, 0.0]
     assert values(sqlite, "SELECT id FROM tool_calls") == []
 
 
-def test_who_goes_on_with_an_episode_that_is_over_asks_nothing_twice_and_hears_what_was_said(
-    database: Database, in_memory: None
-) -> None:
+def test_judge_result_is_reused_by_next_worker(database: Database, in_memory: None) -> None:
     seen: dict[Any, Any] = {}
     group = group_of(database, tasks=2)
     Worker(database, group, [ANSWER] * 2).takes(2)  # it asks, and dies
@@ -148,7 +144,7 @@ def test_who_goes_on_with_an_episode_that_is_over_asks_nothing_twice_and_hears_w
     check_promises(database, seen)
 
 
-def test_a_worker_that_is_no_longer_the_groups_asks_no_judge(sqlite: Database, in_memory: None) -> None:
+def test_judge_is_not_called_by_worker_that_lost_group(sqlite: Database, in_memory: None) -> None:
     group = group_of(sqlite)
     zombie = Worker(sqlite, group, [ANSWER] * 2)
     events = [zombie.driver.inbox.get(timeout=60) for _ in range(2)]
@@ -160,7 +156,7 @@ def test_a_worker_that_is_no_longer_the_groups_asks_no_judge(sqlite: Database, i
     assert heir.driver.is_live
 
 
-def test_a_judge_that_nobody_answers_is_asked_again_a_few_times_and_then_the_attempt_fails(
+def test_judge_without_answer_is_called_again_then_fails_attempt(
     sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
@@ -176,9 +172,7 @@ def test_a_judge_that_nobody_answers_is_asked_again_a_few_times_and_then_the_att
 @pytest.mark.parametrize(
     "told", [ToolResult("length raised ValueError: 41", "tool_crash"), ToolResult("many"), ToolResult("nan")]
 )
-def test_a_judge_that_raises_or_gives_no_number_fails_its_episode_loudly(
-    sqlite: Database, in_memory: None, told: ToolResult
-) -> None:
+def test_judge_exception_or_non_number_fails_episode(sqlite: Database, in_memory: None, told: ToolResult) -> None:
     worker = Worker(sqlite, group_of(sqlite), [ANSWER] * 2).takes(2)
     say(sqlite, told)
     worker.driver.poll_calls()
@@ -188,13 +182,13 @@ def test_a_judge_that_raises_or_gives_no_number_fails_its_episode_loudly(
     assert value(sqlite, "SELECT min(error_class) FROM episodes") == "RewardError"
 
 
-def test_a_judge_that_cannot_be_asked_fails_its_episode_loudly(sqlite: Database, in_memory: None) -> None:
+def test_judge_that_cannot_be_called_fails_episode(sqlite: Database, in_memory: None) -> None:
     Worker(sqlite, group_of(sqlite, "unaskable"), [ANSWER] * 2).takes(2)
     assert {(episode.status, "KeyError: 'nothing'" in episode.error) for episode in found(sqlite)} == {("failed", True)}
     assert values(sqlite, "SELECT id FROM tool_calls") == []
 
 
-def test_a_judge_whose_name_no_row_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_with_too_long_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "j" * 125
     (tmp_path / f"{name}.py").write_text(f"from {HERE} import length\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -235,7 +229,7 @@ def drive(driver: GroupRollout, ended: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_judging_whose_worker_is_killed_is_done_again_by_the_next_and_counts_once(
+def test_judge_call_of_killed_worker_is_repeated_and_counts_once(
     stack: Stack, box: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = submission(tasks=1)
@@ -271,7 +265,7 @@ def _asked_about(stack: Stack, episode: int) -> None:
         assert (document["same"], report[count]) == (True, 1 if what == "tools" else 3)
 
 
-def test_where_nothing_holds_code_no_old_answer_is_judged_anew(
+def test_judge_without_sandbox_repeats_no_old_answer(
     own_database: Database, box: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = submission(tasks=1)

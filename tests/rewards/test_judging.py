@@ -66,7 +66,7 @@ def anew() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_value_is_wrong_and_those_beside_it_are_judged(name: str) -> None:
+def test_code_judge_fails_only_hostile_value(name: str) -> None:
     pairs = [(case.text, HOSTILE[name]) for case in CASES]
     expected = [False] * 4 + [name == "a number beyond any float", False]
     assert code_judge.passed([(CASES[0].text, "1.45"), *pairs, (CASES[1].text, "7")]) == [True, *expected, True]
@@ -74,7 +74,7 @@ def test_a_hostile_value_is_wrong_and_those_beside_it_are_judged(name: str) -> N
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.slow
-def test_a_hostile_value_on_the_other_side_is_compared_too(name: str) -> None:
+def test_code_judge_compares_hostile_expected_value(name: str) -> None:
     """What a dataset expects, where it is plain data at all."""
     try:
         value = exact_json.decode(HOSTILE[name])
@@ -87,7 +87,7 @@ def test_a_hostile_value_on_the_other_side_is_compared_too(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOO_MUCH)
-def test_a_value_that_takes_too_long_to_build_fails_its_test_and_this_process_goes_on(name: str) -> None:
+def test_code_judge_fails_value_slow_to_build(name: str) -> None:
     """It took the worker's own lock for 21 s."""
     began = time.process_time()
     pairs = [(CASES[0].text, "1.5"), (CASES[2].text, TOO_MUCH[name]), (CASES[1].text, "7")]
@@ -96,7 +96,7 @@ def test_a_value_that_takes_too_long_to_build_fails_its_test_and_this_process_go
 
 
 @pytest.mark.slow
-def test_all_values_of_a_function_share_one_budget_of_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_judge_values_share_cpu_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[CodeResult] = []
     ask = code_judge.asked
     monkeypatch.setattr(code_judge, "asked", lambda function, args: results.append(ask(function, args)) or results[-1])
@@ -108,37 +108,37 @@ def test_all_values_of_a_function_share_one_budget_of_processor_time(monkeypatch
     assert sum(result.cpu_seconds for result in results) < 3.0 + 2 * code_judge.LIMITS.cpu_seconds
 
 
-def test_a_judge_that_was_lost_is_replaced_and_the_value_judged() -> None:
+def test_code_judge_lost_is_replaced() -> None:
     assert code_judge.passed([(CASES[1].text, "7")]) == [True]
     sandbox().close()  # all processes of its sessions end
     sandbox.forget()
     assert code_judge.passed([(CASES[1].text, "7")]) == [True]
 
 
-def test_a_judge_that_is_lost_whenever_it_is_asked_is_the_systems_failure(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_judge_lost_every_time_is_system_failure(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_judge, "_source", lambda module: "import os\ndef verdicts(pairs): os.kill(os.getppid(), 9)")
     with pytest.raises(InfraError, match="failed a judge"):
         code_judge.passed([(CASES[1].text, "7")])
 
 
-def test_a_judge_that_does_not_come_up_is_the_systems_failure(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_judge_start_failure_is_system_failure(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_judge, "_source", lambda module: "raise SystemExit(1)")
     with pytest.raises(InfraError, match="did not start"):
         code_judge.passed([(CASES[1].text, "7")])
 
 
-def test_values_are_judged_side_by_side_in_no_more_sessions_than_cores() -> None:
+def test_code_judge_runs_at_most_one_session_per_core() -> None:
     pairs = [(CASES[1].text, str(number)) for number in range(16)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda pair: code_judge.passed([pair])[0], pairs)) == [number == 7 for number in range(16)]
     assert code_judge.judges.idle == (os.cpu_count() or 1)
 
 
-def test_exact_json_writes_only_the_truth_value_of_an_endless_iterator() -> None:
+def test_exact_json_writes_truth_of_endless_iterator() -> None:
     assert exact_json.encode(count()) == '{"$object": true}'
     assert list(exact_json.decode(exact_json.encode(iter([1, (2,)])))) == [1, (2,)]
 
 
-def test_nothing_to_judge_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_judge_without_values_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_judge, "asked", None)
     assert code_judge.passed([]) == []

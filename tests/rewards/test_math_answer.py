@@ -48,7 +48,7 @@ def right(answer: str, reference: str) -> float:
         ("The final answer is $\\frac{2}{4}$. I hope it is correct.", "0.5"), ("24", "48/2 = <<48/2=24>>24\n#### 24"),
     ],
 )  # fmt: skip
-def test_what_is_mathematically_the_reference_is_right(held: None, answer: str, reference: str) -> None:
+def test_math_answer_accepts_equivalent_answer(held: None, answer: str, reference: str) -> None:
     assert right(answer, reference) == 1.0
 
 
@@ -56,14 +56,12 @@ def test_what_is_mathematically_the_reference_is_right(held: None, answer: str, 
     ("answer", "reference"),
     [("", "72"), ("no idea", "72"), ("#### 71", "72"), ("$(1, 2)$", "$(1, 2]$"), ("$x + 2$", "x + 1"), ("72 #### ", "72")],
 )
-def test_what_is_not_is_wrong(held: None, answer: str, reference: str) -> None:
+def test_math_answer_rejects_other_answer(held: None, answer: str, reference: str) -> None:
     assert right(answer, reference) == 0.0
 
 
 @pytest.mark.parametrize("answer", ["$9^{9^{9^{9}}}$", "(" * 3000, "\\frac{" * 2000, "$\\sqrt" * 2000, "\x00\udcff"])
-def test_no_text_that_it_cannot_get_through_is_anything_but_wrong(
-    held: None, answer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_math_answer_rejects_text_it_cannot_process(held: None, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_answer, "LIMITS", Limits(cpu_seconds=1.0))
     math_answer._warm.forget()
     assert right(answer, "72") == 0.0
@@ -71,18 +69,18 @@ def test_no_text_that_it_cannot_get_through_is_anything_but_wrong(
     math_answer._warm.forget()
 
 
-def test_only_an_answer_is_judged(held: None) -> None:
+def test_math_answer_judges_only_finished_answer(held: None) -> None:
     judge = find("rewards", "math_answer")
     assert judge.asks(replace(episode(turn("72")), stop_reason="max_tokens")) == 0.0
     assert judge.asks(episode(turn("72"))) == {"reference": "72", "answer": "72"}
 
 
-def test_a_reference_that_holds_no_mathematics_is_loud(held: None) -> None:
+def test_math_answer_reference_without_mathematics_is_error(held: None) -> None:
     with pytest.raises(RewardError, match="holds no mathematics"):
         right("72", " ")
 
 
-def test_a_tools_worker_tells_the_verdict_and_what_the_sandbox_saw(held: None) -> None:
+def test_math_answer_reports_verdict_and_sandbox(held: None) -> None:
     judge = find("rewards", "math_answer")
     told = run_tool(judge, CallWork(1, "math", "math_answer", {"reference": "1/2", "answer": "0.5"}, "none", kind="grade"))
     assert (judge.reads(told.content), told.error_class) == (1.0, None)
@@ -90,7 +88,7 @@ def test_a_tools_worker_tells_the_verdict_and_what_the_sandbox_saw(held: None) -
     assert (told.exit.sandbox, told.exit.status) == (sandbox().kind, "ok")
 
 
-def test_answers_are_judged_side_by_side_in_no_more_sessions_than_cores(held: None) -> None:
+def test_math_answer_runs_at_most_one_session_per_core(held: None) -> None:
     before = math_answer._warm.idle
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda number: right(f"#### {number}/4", "1/4"), range(8)))
@@ -98,7 +96,7 @@ def test_answers_are_judged_side_by_side_in_no_more_sessions_than_cores(held: No
     assert math_answer._warm.idle == before == (os.cpu_count() or 1)
 
 
-def test_a_call_that_is_not_kept_leaves_the_state_as_it_was(held: None) -> None:
+def test_session_call_not_kept_restores_state(held: None) -> None:
     session = sandbox().session()
     assert isinstance(session, CellSession)
     leaves = "if os.fork() == 0:\n        time.sleep(1000)\n"
@@ -114,7 +112,7 @@ def test_a_call_that_is_not_kept_leaves_the_state_as_it_was(held: None) -> None:
     session.close()
 
 
-def test_what_a_session_may_read_beside_is_read_only_there(held: None, short_folder: Path) -> None:
+def test_session_extra_folder_is_readable_only_there(held: None, short_folder: Path) -> None:
     folder = str(short_folder)  # in /tmp, of which the sandbox has its own
     short_folder.chmod(0o755)
     file = f"{folder}/words.txt"
@@ -129,14 +127,14 @@ def test_what_a_session_may_read_beside_is_read_only_there(held: None, short_fol
     plain.close()
 
 
-def test_without_the_packages_a_run_is_refused_with_what_to_install(held: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_answer_without_packages_says_what_to_install(held: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_answer, "PACKAGES", ("no_such_package",))
     math_answer._warm.forget()
     with pytest.raises(ConfigError, match=r"pip install .*\[math\]"):
         find("rewards", "math_answer").check()
 
 
-def test_where_the_sandbox_cannot_load_them_it_says_so(held: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_answer_reports_packages_sandbox_cannot_load(held: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing() -> tuple[Any, ...]:
         return ()
 

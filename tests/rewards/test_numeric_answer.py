@@ -53,7 +53,7 @@ MARKED = ROADS[3:]
 
 
 @pytest.mark.parametrize(("number", "form"), [(number, form) for number, forms in NUMBERS.items() for form in forms])
-def test_a_form_of_writing_is_its_number_in_a_text_after_the_mark_and_in_a_box(number: str, form: str) -> None:
+def test_read_answer_reads_each_form_in_each_place(number: str, form: str) -> None:
     for road in ROADS:
         if not ("\n" in form and "#### {}\n" in road):
             assert read_answer(road.format(form)) == Decimal(number), road
@@ -61,7 +61,7 @@ def test_a_form_of_writing_is_its_number_in_a_text_after_the_mark_and_in_a_box(n
 
 
 @pytest.mark.parametrize("form", NOTHING)
-def test_what_is_no_number_or_only_holds_one_is_no_answer(form: str) -> None:
+def test_read_answer_takes_no_text_that_only_contains_number(form: str) -> None:
     for road in ROADS:
         if form.strip() or road in MARKED:
             read = read_answer(road.format(form))
@@ -69,7 +69,7 @@ def test_what_is_no_number_or_only_holds_one_is_no_answer(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", BEGINNINGS)
-def test_after_the_mark_and_in_a_box_a_number_is_not_the_beginning_of_something_longer(form: str) -> None:
+def test_read_answer_after_mark_rejects_longer_text(form: str) -> None:
     for road in MARKED:
         assert read_answer(road.format(form)) is None, road
     assert read_answer(form) is not None
@@ -90,7 +90,7 @@ def test_after_the_mark_and_in_a_box_a_number_is_not_the_beginning_of_something_
         ("18 on the way to v2", None), ("18 x^2", None), ("1. First\n2. Second\n\n18", "18"), ("Step 1. 18", "18"),
     ],
 )  # fmt: skip
-def test_these_texts_give_these_answers(text: str, number: str | None) -> None:
+def test_read_answer_examples(text: str, number: str | None) -> None:
     assert read_answer(text) == (None if number is None else Decimal(number))
 
 
@@ -106,14 +106,14 @@ def test_numeric_answer_refuses_references_not_of_one_number(reference: str) -> 
         numeric("7", reference)
 
 
-def test_the_last_word_with_a_digit_is_the_answer_or_there_is_none() -> None:
+def test_read_answer_takes_last_word_with_digit_or_none() -> None:
     for form in NOTHING:
         if any(map(str.isdecimal, form)):
             assert read_answer(f"It is 18.\nOr {form}") is None, form
 
 
 @given(st.integers(-(10**30), 10**30), st.integers(0, 6), st.sampled_from(["{}", "#### {}", "\\boxed{{{}}}", "so {}."]))
-def test_a_number_with_decimals_and_grouped_is_read_back(number: int, places: int, shape: str) -> None:
+def test_read_answer_reads_decimals_and_groups_back(number: int, places: int, shape: str) -> None:
     value = Fraction(number, 10**places)
     whole, rest = divmod(abs(number), 10**places)
     decimals = f".{rest:0{places}}" if places else ""
@@ -127,13 +127,13 @@ PARTS = [*"0123456789.,:' -+$%*/^\\{}()[]ex#\n\u00a0\u20ac\u0662", "####", "\\bo
 
 
 @given(st.lists(st.sampled_from(PARTS)))
-def test_no_text_breaks_the_reading(parts: list[str]) -> None:
+def test_read_answer_accepts_any_text(parts: list[str]) -> None:
     text = "".join(parts)
     read = read_answer(text)
     assert read is None or read.is_finite()
 
 
-def test_every_published_reference_and_solution_is_read_as_it_is_written(published_gsm8k: Path) -> None:
+def test_read_answer_reads_published_gsm8k(published_gsm8k: Path) -> None:
     lines = [line for split in ("train", "test") for line in (published_gsm8k / f"{split}.jsonl").read_text().splitlines()]
     for row in map(json.loads, lines):
         written = row["answer"].rpartition("####")[2].strip()
@@ -153,7 +153,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_values_on_either_side_are_compared_exactly_and_soon(text: str) -> None:
+def test_numeric_answer_compares_hostile_values_exactly_and_fast(text: str) -> None:
     began = time.process_time()
     for road in ("{}", "#### {}", "\\boxed{{{}}}"):
         assert numeric(road.format(text)) == 0.0
@@ -165,7 +165,7 @@ def test_hostile_values_on_either_side_are_compared_exactly_and_soon(text: str) 
     assert time.process_time() - began < 6  # of a tenth of a second or so: nothing is quadratic
 
 
-def test_numbers_of_any_length_differ_by_their_last_digit() -> None:
+def test_numeric_answer_compares_long_numbers_to_last_digit() -> None:
     most = "9" * LONG
     assert numeric(f"#### {most}", reference=most) == 1.0
     assert numeric(f"#### {most[:-1]}8", reference=most) == 0.0
@@ -175,5 +175,5 @@ def test_numbers_of_any_length_differ_by_their_last_digit() -> None:
 
 
 @given(st.text(max_size=40), st.integers(-999, 999))
-def test_whatever_a_model_says_before_the_mark_changes_nothing(text: str, number: int) -> None:
+def test_read_answer_ignores_text_before_mark(text: str, number: int) -> None:
     assert read_answer(f"{text}\n#### {number}") == number

@@ -28,7 +28,7 @@ def tasks(*references: str) -> list[Task]:
     return [Task(f"t/{number}", (Message("user", "?"),), reference) for number, reference in enumerate(references)]
 
 
-def test_reference_problems_names_the_rows_that_cannot_be_scored() -> None:
+def test_reference_problems_names_unscorable_rows() -> None:
     problems = reference_problems(tasks("72", "x > 5", "1,250", "19, 46 and 82"), ["numeric_answer"])
     assert [problem.partition(": ")[0] for problem in problems] == ["t/1", "t/3"]
     assert "numeric_answer: the reference 'x > 5' of task 't/1' is not one number" in problems[0]
@@ -40,7 +40,7 @@ def test_reference_problems_finds_a_wrong_solution(box: None) -> None:
     assert reference_problems([task, wrong], ["tests_passed"]) == [f"{task.key}: tests_passed: its own reference earns 0"]
 
 
-def test_reference_problems_accepts_a_solution_whose_docstring_holds_a_code_block(box: None, tmp_path: Path) -> None:
+def test_reference_problems_accepts_docstring_with_code_block(box: None, tmp_path: Path) -> None:
     row = human(
         "same", 'def same(n):\n    """n\n\n    ```python\n    same(1) == 2\n    ```\n    """\n', "    return n\n",
         "    assert candidate(1) == 1",
@@ -49,7 +49,7 @@ def test_reference_problems_accepts_a_solution_whose_docstring_holds_a_code_bloc
     assert reference_problems(loaded, ["tests_passed"]) == []
 
 
-def test_reference_problems_accepts_a_task_of_which_one_alias_is_right() -> None:
+def test_reference_problems_accepts_one_right_alias() -> None:
     (several,) = tasks("Paris,\nthe capital")
     aliased = replace(several, metadata={"aliases": ["Paris"]})
     assert reference_problems([aliased], ["text_answer"]) == []
@@ -75,7 +75,7 @@ def test_submit_refuses_a_sampled_row_that_cannot_be_scored(tmp_path: Path) -> N
         prepare(None, build({"dataset.name": str(file), "model.path": str(tmp_path)}))
 
 
-def test_submit_accepts_references_that_only_a_reward_of_weight_zero_cannot_read(tmp_path: Path) -> None:
+def test_submit_accepts_references_unread_by_zero_weight_reward(tmp_path: Path) -> None:
     file = write(tmp_path / "own.jsonl", {"question": "The capital of France?", "answer": "Paris"})
     asked = {"dataset.name": str(file), "model.path": str(tiny_random(tmp_path / "model"))}
     with pytest.raises(DatasetError, match="is not one number"):
@@ -83,7 +83,7 @@ def test_submit_accepts_references_that_only_a_reward_of_weight_zero_cannot_read
     assert prepare(None, build(asked | {"rewards": {"text_answer": 1.0}})).experiment.weights["numeric_answer"] == 0.0
 
 
-def test_submit_says_that_a_tiny_model_knows_one_env(tmp_path: Path, home: Path) -> None:
+def test_submit_warns_that_tiny_model_knows_one_env(tmp_path: Path, home: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     (folder / "training.json").write_text('{"stage": "sft", "base": "tiny", "env": "arithmetic"}')
     asked = {"dataset.name": "qa", "model.path": str(folder)}

@@ -48,7 +48,7 @@ def numeric(answer: str, reference: str = "72") -> float:
         "72", "It is 72.", "48 + 24 = 72", "**Answer**: $72", "100-72", "(1)72",
     ],
 )  # fmt: skip
-def test_these_say_72(text: str) -> None:
+def test_numeric_answer_accepts_these_forms(text: str) -> None:
     assert numeric(text) == 1.0
 
 
@@ -60,11 +60,11 @@ def test_these_say_72(text: str) -> None:
         "#### seventy-two 72", "\\boxed{}72", "\\boxed{71}72", "#### " + "7" * 5000, "7" * 100_000, "#### \u0667\u0662",
     ],
 )  # fmt: skip
-def test_these_do_not_say_72(text: str) -> None:
+def test_numeric_answer_rejects_these_forms(text: str) -> None:
     assert numeric(text) == 0.0
 
 
-def test_score_episode_leaves_out_an_uncounted_reward_of_the_env_that_cannot_read_the_reference() -> None:
+def test_score_episode_skips_uncounted_reward_that_cannot_score() -> None:
     answer, env = episode(turn("Paris"), reference="Paris"), Env(rewards={"numeric_answer": 1.0})
     assert score_episode(env, answer, {"numeric_answer": 0.0, "text_answer": 1.0}) == {"text_answer": 1.0}
     for weights in ({"numeric_answer": 0.5, "text_answer": 1.0}, {"numeric_answer": 0.0}):
@@ -77,23 +77,23 @@ def test_score_episode_leaves_out_an_uncounted_reward_of_the_env_that_cannot_rea
     [("#### 1,200", "1200"), ("1200", "1,200"), ("#### -$5", "-5"), ("#### $-5", "-5"), ("#### \u22125", "-5"),
      ("#### .5", "0.50"), ("0.1", "$0.10"), ("#### 1,234,567.25", "1234567.25"), ("24", "48/2 = <<48/2=24>>24\n#### 24")],
 )  # fmt: skip
-def test_numbers_are_compared_exactly_however_they_are_written(text: str, reference: str) -> None:
+def test_numeric_answer_compares_all_notations_exactly(text: str, reference: str) -> None:
     assert numeric(text, reference) == 1.0
 
 
 @given(
     st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "#### {}", "#### {:,}.", "so \\boxed{{{}}}", "It is {:,}."])
 )
-def test_any_whole_number_is_read_back(number: int, shape: str) -> None:
+def test_numeric_answer_reads_any_integer_back(number: int, shape: str) -> None:
     assert read_answer(shape.format(number)) == Fraction(number)
 
 
 @given(st.text())
-def test_no_text_of_the_model_breaks_the_reward(text: str) -> None:
+def test_numeric_answer_scores_any_text(text: str) -> None:
     assert numeric(text) in (0.0, 1.0)
 
 
-def test_only_a_last_turn_that_ended_by_itself_and_called_nothing_is_an_answer() -> None:
+def test_numeric_answer_needs_final_turn_without_calls() -> None:
     numeric_answer = find("rewards", "numeric_answer")
     assert numeric_answer(episode(turn("", CALL), turn("#### 72"))) == 1.0
     assert numeric_answer(episode(turn("#### 72", CALL))) == 0.0
@@ -102,13 +102,13 @@ def test_only_a_last_turn_that_ended_by_itself_and_called_nothing_is_an_answer()
     assert numeric_answer(episode()) == 0.0
 
 
-def test_a_reference_without_a_number_fails_the_episode_loudly() -> None:
+def test_numeric_answer_reference_without_number_is_error() -> None:
     with pytest.raises(RewardError, match="is not one number"):
         numeric("#### 1", reference="Paris")
 
 
 @pytest.mark.parametrize("text", ["#### 72", "so\n\n#### 1,200", "72", "-7.5", "$5", "50%", "  ####   $1,000.50 "])
-def test_a_final_turn_in_the_asked_form_is_well_formed(text: str) -> None:
+def test_format_reward_accepts_asked_form(text: str) -> None:
     assert find("rewards", "format")(episode(turn(text))) == 1.0
 
 
@@ -116,11 +116,11 @@ def test_a_final_turn_in_the_asked_form_is_well_formed(text: str) -> None:
     "text",
     ["", "It is 72.", "#### 72 clips", "#### 72\nBye", "so #### 72", "####", "#### 1,00", "<think>5 #### 72", "</think>72"],
 )
-def test_a_final_turn_in_another_form_is_not(text: str) -> None:
+def test_format_reward_rejects_other_form(text: str) -> None:
     assert find("rewards", "format")(episode(turn(text))) == 0.0
 
 
-def test_format_is_the_share_of_well_formed_turns() -> None:
+def test_format_reward_is_share_of_well_formed_turns() -> None:
     form = find("rewards", "format")
     assert form(episode()) == 0.0
     assert form(episode(turn("a", CALL), turn("#### 72"))) == 1.0
@@ -130,11 +130,11 @@ def test_format_is_the_share_of_well_formed_turns() -> None:
 
 
 @given(st.lists(st.builds(turn, st.text(), finish=st.sampled_from(["stop", "length"])), max_size=4))
-def test_format_is_always_a_share(turns: list[Step]) -> None:
+def test_format_reward_is_always_a_share(turns: list[Step]) -> None:
     assert 0.0 <= find("rewards", "format")(episode(*turns)) <= 1.0
 
 
-def test_the_scalar_is_the_weighted_sum_and_a_hooks_part_counts_one() -> None:
+def test_total_reward_is_weighted_sum_with_hook_part_at_one() -> None:
     assert total_reward({"numeric_answer": 1.0, "format": 0.5, "bonus": 0.25}, {"numeric_answer": 1.0, "format": 0.0}) == 1.25
 
 
@@ -158,7 +158,7 @@ def user_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_reward_that_raises_or_is_no_number_fails_the_episode(user_rewards: Path) -> None:
+def test_reward_exception_or_non_number_fails_episode(user_rewards: Path) -> None:
     with pytest.raises(RewardError, match="'user_rewards:broken' raised ZeroDivisionError"):
         score(episode(), {"user_rewards:broken": 1.0})
     with pytest.raises(RewardError, match="returned nan"):
@@ -177,7 +177,7 @@ def test_a_reward_that_raises_or_is_no_number_fails_the_episode(user_rewards: Pa
         (-1e200, "returned -1e[+]200; the largest"),
     ],
 )
-def test_a_reward_by_step_has_a_finite_number_for_each_or_fails_the_episode(
+def test_step_reward_needs_finite_number_for_each_step(
     given: Any, why: str, user_rewards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("user_rewards.half", lambda episode: given)
@@ -185,12 +185,12 @@ def test_a_reward_by_step_has_a_finite_number_for_each_or_fails_the_episode(
         score(episode(turn("", CALL), turn("1")), {"user_rewards:half": 1.0})
 
 
-def test_parts_whose_weighted_sum_is_too_large_fail_the_episode() -> None:
+def test_reward_sum_too_large_fails_episode() -> None:
     with pytest.raises(RewardError, match=r"the weighted sum of the reward parts is 2e\+30; the largest"):
         total_reward({"numeric_answer": 1.0}, {"numeric_answer": 2e30})
 
 
-def test_a_reward_by_step_is_its_sum_and_each_step_earns_its_own() -> None:
+def test_step_reward_total_is_sum_and_each_step_earns_own() -> None:
     parts = {"whole": 2.0, "steps": (0.25, 0.5), "others": (1.0, 0.0)}
     weights = {"steps": 2.0, "others": 0.0}
     told = assign_rewards(episode(turn("", CALL), turn("1")), parts, weights)
@@ -198,7 +198,7 @@ def test_a_reward_by_step_is_its_sum_and_each_step_earns_its_own() -> None:
     assert (told.rewards, told.reward) == ({"whole": 2.0, "steps": 0.75, "others": 1.0}, 3.5)
 
 
-def test_a_reward_by_step_of_an_episode_without_a_step_is_nothing() -> None:
+def test_step_reward_of_episode_without_steps_is_zero() -> None:
     assert score(replace(episode(), limits=RolloutConfig()), {"length": 1.0}) == {"length": 0.0}
 
 
@@ -209,13 +209,13 @@ def tokens(*counts: int, cut: bool = False) -> Episode:
     return replace(made, steps=(*made.steps[:-1], last), limits=RolloutConfig(max_new_tokens=100, max_steps=4))
 
 
-def test_a_turn_is_punished_as_dapo_does_in_the_last_fifth_of_what_it_may_have() -> None:
+def test_overlong_punishes_last_fifth_like_dapo() -> None:
     overlong = find("rewards", "overlong")
     assert overlong(tokens(0, 80, 81, 90, 99, 100)) == pytest.approx((0.0, 0.0, -0.05, -0.5, -0.95, -1.0))
     assert overlong(tokens(100, 30, cut=True)) == (-1.0, -1.0)  # no matter what cut it
 
 
-def test_overlong_within_limits_of_ones_own_needs_no_run() -> None:
+def test_overlong_with_own_limits_needs_no_run() -> None:
     punished = within(max_tokens=10, cache=4)
     assert punished(replace(tokens(6, 7, 8, 10, 11), limits=None)) == (0.0, -0.25, -0.5, -1.0, -1.0)
     for most, cache in ((10, 0), (10, 11)):
@@ -223,18 +223,18 @@ def test_overlong_within_limits_of_ones_own_needs_no_run() -> None:
             within(most, cache)
 
 
-def test_length_costs_each_step_its_share_of_all_that_the_run_allows() -> None:
+def test_length_costs_each_step_its_share_of_limit() -> None:
     assert score(tokens(100, 40, 0), {"length": 0.1}) == {"length": (-0.25, -0.1, 0.0)}
     assert part_sum(score(tokens(100, 100, 100, 100), {"length": 0.1})["length"]) == -1.0
 
 
 @pytest.mark.parametrize("name", ["length", "overlong"])
-def test_what_a_runs_limits_decide_fails_loudly_where_there_is_no_run(name: str) -> None:
+def test_reward_that_needs_run_limits_fails_without_run(name: str) -> None:
     with pytest.raises(RewardError, match="has no run"):
         score(episode(turn("72")), {name: 1.0})
 
 
-def test_a_turn_that_nobody_was_sent_is_told_to_no_reward_and_earns_nothing() -> None:
+def test_reward_ignores_undelivered_turn() -> None:
     cut, whole = replace(tokens(3).steps[0], index=0, delivered=False, parent=ROOT), tokens(5).steps[0]
     again = replace(whole, index=1, chain=1, parent=ROOT)
     broken = replace(tokens(5), steps=(cut, again))
@@ -243,7 +243,7 @@ def test_a_turn_that_nobody_was_sent_is_told_to_no_reward_and_earns_nothing() ->
     assert parts == {"length": (0.0, *calm["length"]), "format": calm["format"]}  # type: ignore[misc]
 
 
-def test_tool_use_is_the_share_of_calls_that_their_tools_answered() -> None:
+def test_tool_use_is_share_of_answered_calls() -> None:
     tool_use = find("rewards", "tool_use")
     good, bad = ToolResult("2"), ToolResult("no", "tool_error")
     assert tool_use(episode(turn("72"))) == 0.0
@@ -253,9 +253,7 @@ def test_tool_use_is_the_share_of_calls_that_their_tools_answered() -> None:
     assert tool_use(episode(both, turn("", UNREADABLE), stop="parse_error")) == pytest.approx(1 / 3)  # it was never run
 
 
-def test_what_a_users_file_makes_of_a_shipped_reward_is_hashed_with_that_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_hash_covers_file_that_customises_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     hashes = set()
     for most in (10, 200):
@@ -287,7 +285,7 @@ def test_code_hash_ignores_comments_and_docstrings(
     assert (hashes[0] == hashes[1]) is same
 
 
-def test_the_code_hash_changes_with_the_weights_and_the_code() -> None:
+def test_code_hash_changes_with_weights_and_code() -> None:
     first = code_hash({"numeric_answer": 1.0})
     assert first == code_hash({"numeric_answer": 1.0})
     assert len({first, code_hash({"numeric_answer": 0.5}), code_hash({"format": 1.0})}) == 3

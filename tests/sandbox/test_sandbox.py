@@ -49,7 +49,7 @@ def session() -> Iterator[Session]:
 # Programs from nothing.
 
 
-def test_a_program_is_run_as_an_interpreter_would_run_it(sandbox: Boxed) -> None:
+def test_sandbox_runs_program_like_interpreter(sandbox: Boxed) -> None:
     code = "import sys, threading, atexit\natexit.register(print, 'last')\n"
     code += "threading.Timer(0.05, print, ['thread']).start()\nprint(input(), __name__)\nprint('err', file=sys.stderr)"
     result = sandbox.run(code, "typed\n")
@@ -59,12 +59,12 @@ def test_a_program_is_run_as_an_interpreter_would_run_it(sandbox: Boxed) -> None
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit()", 0), ("sys.exit(3)", 3), ("sys.exit('no')", 1), ("raise KeyError", 1)])
-def test_a_program_ends_with_its_own_exit_code(sandbox: Boxed, end: str, code: int) -> None:
+def test_sandbox_reports_exit_code_of_program(sandbox: Boxed, end: str, code: int) -> None:
     result = sandbox.run(f"import sys\n{end}")
     assert (result.exit_code, result.status) == (code, "error" if code else "ok")
 
 
-def test_an_error_shows_the_programs_lines_and_none_of_ours(sandbox: Boxed) -> None:
+def test_sandbox_traceback_shows_only_program_lines(sandbox: Boxed) -> None:
     said = sandbox.run("def f():\n    return 1 / 0\nf()").output
     assert "return 1 / 0" in said
     assert "ZeroDivisionError" in said
@@ -72,35 +72,35 @@ def test_an_error_shows_the_programs_lines_and_none_of_ours(sandbox: Boxed) -> N
     assert 'File "<code>", line 1\n' in sandbox.run("def f(:").output
 
 
-def test_nothing_of_a_program_is_left_for_the_next(sandbox: Boxed) -> None:
+def test_sandbox_keeps_nothing_of_last_program(sandbox: Boxed) -> None:
     sandbox.run("import builtins, math\nbuiltins.left = math.pi = 3\nopen('/tmp/left', 'w').close()\nx = 1")
     said = sandbox.run("import os, math\nprint(os.listdir('/tmp'), 'left' in dir(__builtins__), 'x' in globals(), math.pi > 3)")
     assert said.output == "[] False False True\n"
 
 
-def test_the_limits_of_one_program_are_not_those_of_the_next(sandbox: Boxed) -> None:
+def test_sandbox_limits_are_of_one_program(sandbox: Boxed) -> None:
     full = "n = 0\ntry:\n  f = open('/tmp/x', 'wb', 0)\n  while True: n += f.write(b'x' * 4096)\nexcept OSError: print(n)"
     sizes = [int(sandbox.run(full, limits=Limits(tmp_bytes=size)).output) for size in (1 << 20, 3 << 20)]
     assert sizes[0] < sizes[1]
 
 
-def test_a_program_that_forks_ends_with_its_first_process(sandbox: Boxed) -> None:
+def test_sandbox_program_ends_with_its_first_process(sandbox: Boxed) -> None:
     forks = "import os\npid = os.fork()\nif pid: os.waitpid(pid, 0)\nprint('parent' if pid else 'child')\n"
     result = sandbox.run(f"{forks}raise SystemExit(3 if pid else 4)")
     assert (result.output, result.exit_code) == ("child\nparent\n", 3)
 
 
-def test_a_set_prints_the_same_each_time(sandbox: Boxed) -> None:
+def test_sandbox_set_order_is_fixed(sandbox: Boxed) -> None:
     assert len({sandbox.run("print({'a', 'b', 'c', 'd', 'e'})").output for _ in range(3)}) == 1
 
 
-def test_many_threads_ask_at_once(sandbox: Boxed) -> None:
+def test_sandbox_serves_many_threads(sandbox: Boxed) -> None:
     with ThreadPoolExecutor(8) as pool:
         said = [result.output for result in pool.map(lambda number: sandbox.run(f"print({number})"), range(24))]
     assert said == [f"{number}\n" for number in range(24)]
 
 
-def test_close_ends_idle_and_open_ones_and_may_be_said_twice() -> None:
+def test_sandbox_close_ends_all_sessions_and_is_repeatable() -> None:
     with boxed("warm") as sandbox:
         sandbox.run("print(1)")
         session = sandbox.session()
@@ -113,7 +113,7 @@ def test_close_ends_idle_and_open_ones_and_may_be_said_twice() -> None:
 # The clock.
 
 
-def test_the_clocks_limit_grows_with_those_who_want_the_cores() -> None:
+def test_wall_limit_grows_with_crowd_on_cores() -> None:
     cores = os.cpu_count() or 1
     assert Limits(cpu_seconds=10).wall(1) == 45
     assert Limits(cpu_seconds=10).wall(8 * cores) == 105
@@ -121,13 +121,13 @@ def test_the_clocks_limit_grows_with_those_who_want_the_cores() -> None:
     assert Limits(cpu_seconds=10, wall_seconds=2).wall(4 * cores) == 2
 
 
-def test_a_program_that_sleeps_ends_before_its_call_is_given_up_however_busy_the_machine_is() -> None:
+def test_sleeping_program_ends_before_its_call_times_out() -> None:
     """Else it would be the system's failure, tried again and again, and not the program's."""
     crowd = CROWD_PER_CORE * (os.cpu_count() or 1)
     assert python.limits.wall(crowd) <= python.timeout_seconds - 5
 
 
-def test_neighbours_that_compute_change_no_status() -> None:
+def test_sandbox_status_is_unchanged_by_busy_neighbours() -> None:
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     try:
         with boxed("warm") as sandbox, ThreadPoolExecutor(4) as pool:
@@ -144,7 +144,7 @@ SLEEPS = "import time\nwhile time.process_time() < {}: pass\ntime.sleep(999)"
 
 
 @pytest.mark.parametrize("burnt", [0, 0.3])
-def test_a_program_that_sleeps_is_ended_for_it_and_not_for_the_system_whatever_it_did_before(burnt: float) -> None:
+def test_sleeping_program_is_timeout_and_not_starved(burnt: float) -> None:
     limits = Limits(cpu_seconds=1, wall_seconds=99, asleep_seconds=0.5)
     with boxed("warm") as sandbox:
         assert sandbox.run(SLEEPS.format(burnt), limits=limits).status == "timeout_wall"
@@ -153,7 +153,7 @@ def test_a_program_that_sleeps_is_ended_for_it_and_not_for_the_system_whatever_i
         assert session.run("1").output == "1\n"
 
 
-def test_a_program_that_is_kept_from_its_core_is_starved() -> None:
+def test_starved_program_is_reported_as_starved() -> None:
     spin = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(spin, start_new_session=True) for _ in range(8 * (os.cpu_count() or 1))]
     try:
@@ -167,14 +167,14 @@ def test_a_program_that_is_kept_from_its_core_is_starved() -> None:
             process.wait()
 
 
-def test_what_threads_of_a_program_wait_for_one_another_is_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_threads_of_program_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = iter([{"a": 1, "b": 2}, {"a": 3, "b": 3, "c": 1}, {"c": 1}, {"c": 2}])
     monkeypatch.setattr(proc, "_waits", lambda process: ((name, int(wait * 1e9)) for name, wait in next(seen).items()))
     waits = proc.Waits()
     assert [waits.look([1]) for _ in range(4)] == [2, 4, 4, 5]
 
 
-def test_a_status_is_what_the_kernel_counted() -> None:
+def test_status_follows_kernel_counters() -> None:
     limits, nothing = Limits(cpu_seconds=1), CgroupEvents()
     assert limits_watch.status(limits, None, 0, 0.1, nothing) == "ok"
     assert limits_watch.status(limits, None, 1, 0.1, nothing) == "error"
@@ -191,7 +191,7 @@ def test_a_status_is_what_the_kernel_counted() -> None:
 # Sessions.
 
 
-def test_a_sessions_names_last_and_its_last_line_is_printed(session: Session) -> None:
+def test_session_keeps_names_and_prints_last_expression(session: Session) -> None:
     assert session.run("import math\nx = [1]").output == ""
     assert session.run("x.append(2)\nx").output == "[1, 2]\n"
     assert session.run("print(x)\nmath.floor(2.5)").output == "[1, 2]\n2\n"
@@ -207,34 +207,34 @@ def impatient() -> Iterator[None]:
     socket.setdefaulttimeout(None)
 
 
-def test_a_session_waits_although_the_process_gives_its_sockets_a_timeout(impatient: None, session: Session) -> None:
+def test_session_works_with_default_socket_timeout(impatient: None, session: Session) -> None:
     time.sleep(0.1)
     assert session.run("import time; time.sleep(0.1)\n1").output == "1\n"
 
 
-def test_a_program_runs_although_the_process_gives_its_sockets_a_timeout(impatient: None, sandbox: Boxed) -> None:
+def test_sandbox_works_with_default_socket_timeout(impatient: None, sandbox: Boxed) -> None:
     assert sandbox.run("import time; time.sleep(0.1); print(1)").output == "1\n"
 
 
-def test_what_cannot_be_compiled_shows_none_of_our_lines(session: Session) -> None:
+def test_session_syntax_error_shows_only_cell(session: Session) -> None:
     said = session.run("x = (").output
     assert "<cell 1>" in said
     assert "SyntaxError" in said
     assert "Traceback" not in said
 
 
-def test_an_error_in_an_earlier_cell_s_function_shows_where(session: Session) -> None:
+def test_session_traceback_names_earlier_cell(session: Session) -> None:
     session.run("def half(x): return 1 / x")
     said = session.run("half(0)").output
     assert said.index("<cell 2>") < said.index('"<cell 1>", line 1, in half')
 
 
-def test_a_cell_that_takes_its_own_output_away_is_no_error_of_the_next(session: Session) -> None:
+def test_session_output_is_restored_after_each_cell(session: Session) -> None:
     assert session.run("import sys; sys.stdout = None; x = 1").status == "ok"
     assert session.run("sys.stdout = sys.__stdout__; x").output == "1\n"
 
 
-def test_an_exception_ends_the_cell_and_keeps_what_it_did(session: Session) -> None:
+def test_session_exception_ends_cell_and_keeps_names(session: Session) -> None:
     result = session.run("x = 1\nraise ValueError('no')")
     assert (result.status, result.exit_code) == ("error", 1)
     assert 'File "<cell 1>", line 2' in result.output
@@ -244,7 +244,7 @@ def test_an_exception_ends_the_cell_and_keeps_what_it_did(session: Session) -> N
     assert session.run("x").output == "1\n"
 
 
-def test_the_same_cells_draw_the_same_in_another_session() -> None:
+def test_session_draws_are_repeatable() -> None:
     cells = ["import random\nrandom.random()", "random.random()", "import os; os.abort()", "random.random()", "{'a', 'b', 'c'}"]
     with boxed("cold") as sandbox:
         said, again = [[session.run(cell).output for cell in cells] for session in (sandbox.session(), sandbox.session())]
@@ -252,7 +252,7 @@ def test_the_same_cells_draw_the_same_in_another_session() -> None:
     assert said == again
 
 
-def test_programs_draw_differently(sandbox: Boxed) -> None:
+def test_sandbox_programs_draw_differently(sandbox: Boxed) -> None:
     assert len({sandbox.run("import random\nprint(random.random())").output for _ in range(3)}) == 3
 
 
@@ -268,7 +268,7 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("name", DEATHS)
-def test_a_cell_that_dies_leaves_the_state_as_before_it(session: Session, name: str) -> None:
+def test_session_state_is_restored_after_cell_death(session: Session, name: str) -> None:
     code, status = DEATHS[name]
     session.run("x = 1")
     assert session.run(code, Limits(cpu_seconds=1)).status == status
@@ -289,7 +289,7 @@ ctypes.CDLL(None).syscall(60, 0)
 """
 
 
-def test_a_speaker_whose_first_thread_has_ended_is_known_at_once_to_be_no_state(session: Session) -> None:
+def test_session_detects_checkpoint_without_first_thread(session: Session) -> None:
     before = time.process_time()
     assert session.run(WITHOUT_ITS_FIRST_THREAD).status == "killed"
     assert time.process_time() - before < 1
@@ -308,24 +308,24 @@ def keeps_nothing_of_what_passed_its_limit(session: Session) -> None:
     assert session.run("x").output == "3\n"
 
 
-def test_a_cell_that_ends_as_it_passes_its_limit_leaves_the_state_as_before_it(session: Session) -> None:
+def test_session_state_is_restored_if_cell_ends_at_limit(session: Session) -> None:
     keeps_nothing_of_what_passed_its_limit(session)
 
 
-def test_a_cell_that_sleeps_ends_at_the_clocks_limit(session: Session) -> None:
+def test_session_sleeping_cell_ends_at_wall_limit(session: Session) -> None:
     session.run("x = 1")
     sleeps = "x = 2\nimport time; time.sleep(99)"
     assert result_with_a_core(lambda: session.run(sleeps, Limits(wall_seconds=0.5))).status == "timeout_wall"
     assert session.run("x").output == "1\n"
 
 
-def test_a_sessions_budget_is_each_cells(session: Session) -> None:
+def test_session_budget_is_of_each_cell(session: Session) -> None:
     spin = "import time\nend = time.process_time() + 0.6\nwhile time.process_time() < end: pass"
     for _ in range(4):
         assert session.run(spin, Limits(cpu_seconds=1)).status == "ok"
 
 
-def test_a_cells_budget_cannot_be_raised_above_its_sessions(session: Session) -> None:
+def test_session_cell_cannot_raise_its_budget(session: Session) -> None:
     raises = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, ({0}, {0}))"
     most = "resource.getrlimit(resource.RLIMIT_CPU)[1]"
     for _ in range(2):
@@ -336,7 +336,7 @@ def test_a_cells_budget_cannot_be_raised_above_its_sessions(session: Session) ->
 
 
 @pytest.mark.slow
-def test_a_state_that_has_little_time_left_hands_on_to_one_whose_time_begins_anew() -> None:
+def test_session_state_hands_over_before_cpu_time_runs_out() -> None:
     spin = "import time\nend = time.process_time() + 0.8\nwhile time.process_time() < end: pass"
     with boxed("cold") as sandbox:
         session = sandbox.session(Limits(cpu_seconds=1))
@@ -347,7 +347,7 @@ def test_a_state_that_has_little_time_left_hands_on_to_one_whose_time_begins_ane
             assert session.call("used", [], keeps=False).status == "ok"
 
 
-def test_output_of_what_a_cell_left_is_not_the_next_cells(session: Session) -> None:
+def test_session_output_of_leftovers_is_not_of_next_cell(session: Session) -> None:
     prints = "def prints():\n  while True: print('left')"
     for _ in range(5):
         session.run(f"import threading\n{prints}\nthreading.Thread(target=prints, daemon=True).start()")
@@ -398,24 +398,24 @@ def forks_once(session: Session) -> None:
         assert session.call("forks", []).value == "true"
 
 
-def test_a_cell_that_forks_ends_once(session: Session) -> None:
+def test_session_cell_that_forks_ends_once(session: Session) -> None:
     forks_once(session)
 
 
-def test_what_a_cell_forked_ends_with_a_cell_that_dies(session: Session) -> None:
+def test_session_forks_end_with_dead_cell(session: Session) -> None:
     session.run("import os, time\nn = 1")
     assert session.run("if os.fork(): os.abort()\ntime.sleep(999)").status == "killed"
     assert session.run("n").output == "1\n"
 
 
 @pytest.mark.parametrize("name", KILLS)
-def test_a_session_that_destroys_itself_ends_as_killed(session: Session, name: str) -> None:
+def test_session_that_destroys_itself_is_killed(session: Session, name: str) -> None:
     assert session.run(KILLS[name], Limits(cpu_seconds=2, wall_seconds=20)).status == "killed"
     after = session.run("1")
     assert (after.status, after.value) == ("killed", "")
 
 
-def test_a_cell_that_kills_everybody_else_goes_on_alone(session: Session) -> None:
+def test_session_cell_survives_killing_everyone_else(session: Session) -> None:
     for number in range(3):
         assert session.run(f"x = {number}\n{EVERYBODY}").status == "ok"
         assert session.run("x").output == f"{number}\n"
@@ -424,7 +424,7 @@ def test_a_cell_that_kills_everybody_else_goes_on_alone(session: Session) -> Non
 # Calls.
 
 
-def test_a_call_takes_and_gives_plain_data(session: Session) -> None:
+def test_session_call_takes_and_returns_plain_data(session: Session) -> None:
     session.run("def both(a, b):\n    return (a, [b, {'k': {1, 2}}], float('nan'), 10 ** 400)")
     result = session.call("both", [1, (2, None)])
     assert result.status == "ok"
@@ -434,7 +434,7 @@ def test_a_call_takes_and_gives_plain_data(session: Session) -> None:
     assert value[3] == 10**400
 
 
-def test_a_call_that_is_wrong_is_an_error_with_its_reason(session: Session) -> None:
+def test_session_call_error_has_reason(session: Session) -> None:
     session.run("def f(a): return a / 0")
     wrong = {"f": ([1], "ZeroDivisionError"), "g": ([], "'g' is not defined"), "print": (["x"], "'print' is not defined")}
     for function, (args, said) in wrong.items():
@@ -443,13 +443,13 @@ def test_a_call_that_is_wrong_is_an_error_with_its_reason(session: Session) -> N
         assert said in result.output
 
 
-def test_a_value_too_large_is_an_error_and_the_session_lives(session: Session) -> None:
+def test_session_survives_too_large_value(session: Session) -> None:
     session.run("def f(n): return 'x' * n")
     assert session.call("f", [2 << 20]).status == "error"
     assert len(session.call("f", [1 << 19]).value) == (1 << 19) + 2
 
 
-def test_a_cell_cannot_change_what_is_the_whole_sessions(session: Session) -> None:
+def test_session_cell_cannot_change_session_limits(session: Session) -> None:
     with pytest.raises(ConfigError, match="memory_bytes"):
         session.run("1", Limits(memory_bytes=1))
 
@@ -484,7 +484,7 @@ DIES = {
 
 
 @pytest.mark.parametrize("name", NO_PLAIN_DATA | DIES)
-def test_what_returns_no_plain_data_has_no_value(session: Session, name: str) -> None:
+def test_call_without_plain_data_has_no_value(session: Session, name: str) -> None:
     session.run((NO_PLAIN_DATA | DIES)[name])
     result = session.call("f", [])
     assert (result.status, result.value) == ("error" if name in NO_PLAIN_DATA else "killed", "")
@@ -492,7 +492,7 @@ def test_what_returns_no_plain_data_has_no_value(session: Session, name: str) ->
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-def test_call_writes_subclasses_as_bases_and_others_as_truth(session: Session, name: str) -> None:
+def test_call_value_of_subclass_is_base_and_of_others_truth(session: Session, name: str) -> None:
     code, text = CONVERTED[name]
     session.run(code)
     assert session.call("f", []).value == text
@@ -568,7 +568,7 @@ def hands_out_no_more_than_it_may(session: Session, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOO_LONG)
-def test_what_is_more_than_a_value_may_be_is_refused_outside(session: Session, name: str) -> None:
+def test_call_value_beyond_limits_is_refused_outside(session: Session, name: str) -> None:
     hands_out_no_more_than_it_may(session, name)
 
 
@@ -591,11 +591,11 @@ def uses_no_more_than_its_time(session: Session) -> None:
     assert session.run("x").output == "1\n"
 
 
-def test_a_cell_that_only_begins_to_say_that_it_has_ended_uses_no_more_than_its_time(session: Session) -> None:
+def test_session_cell_with_partial_end_message_times_out(session: Session) -> None:
     uses_no_more_than_its_time(session)
 
 
-def test_a_value_is_not_looked_into_where_it_is_handed_out(session: Session) -> None:
+def test_call_value_is_not_built_outside(session: Session) -> None:
     """To build this set takes half a minute: 40,000 numbers of one hash."""
     session.run(f"def f(): return [n * {2**61 - 1} for n in range(40_000)]")
     session.run("import json, sys\nplain = sys.modules['agentrl.workflow.sandbox.exact_json']")
@@ -607,7 +607,7 @@ def test_a_value_is_not_looked_into_where_it_is_handed_out(session: Session) -> 
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_forged_answer_is_never_more_than_data(session: Session, name: str) -> None:
+def test_call_value_forged_is_only_data(session: Session, name: str) -> None:
     """Who compares outside with an expected value that was never inside finds what the function could as well have returned."""
     session.run(FORGERIES[name])
     expected = "a value of which nothing inside has heard"
@@ -647,7 +647,7 @@ def types(value: Any) -> Any:
 
 
 @given(data)
-def test_plain_data_come_back_as_they_were(value: Any) -> None:
+def test_plain_data_is_read_back(value: Any) -> None:
     back = exact_json.decode(exact_json.encode(value))
     assert back == value
     assert str(types(back)) == str(types(value))
@@ -663,7 +663,7 @@ NO_TEXT = (
 
 
 @pytest.mark.parametrize("text", NO_TEXT)
-def test_text_that_is_no_plain_data_is_refused(text: str) -> None:
+def test_plain_data_reader_refuses_other_text(text: str) -> None:
     with pytest.raises(ValueError):
         exact_json.decode(text)
 
@@ -671,14 +671,14 @@ def test_text_that_is_no_plain_data_is_refused(text: str) -> None:
 # Finding one.
 
 
-def test_auto_finds_a_sandbox_that_holds() -> None:
+def test_auto_option_finds_working_sandbox() -> None:
     assert machine().kind == "bwrap"
     found = find_sandbox(SETTINGS)
     assert found.kind == "bwrap"
     found.close()
 
 
-def test_nothing_is_run_unconfined_unless_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_sandbox_runs_nothing_unconfined_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed") as caught:
         find_sandbox(Settings(sandbox="bwrap"))
@@ -687,7 +687,7 @@ def test_nothing_is_run_unconfined_unless_that_is_said(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_who_says_unsafe_gets_no_sandbox_and_is_told_in_each_result() -> None:
+def test_unsafe_option_has_no_sandbox_and_says_so() -> None:
     found = find_sandbox(Settings(sandbox="none-unsafe"))
     result = found.run("import os; print(os.getuid())")
     assert (result.kind, result.output) == ("unsafe", f"{os.getuid()}\n")
@@ -703,13 +703,13 @@ def test_who_says_unsafe_gets_no_sandbox_and_is_told_in_each_result() -> None:
     found.close()
 
 
-def test_an_interpreter_that_is_not_there_is_no_sandbox() -> None:
+def test_find_sandbox_refuses_missing_interpreter() -> None:
     machine()
     with pytest.raises(SandboxUnavailable):
         find_sandbox(Settings(sandbox="bwrap", sandbox_python="/nowhere/python3"))
 
 
-def test_a_sandbox_that_does_not_come_up_is_the_systems_fault() -> None:
+def test_sandbox_start_failure_is_system_failure() -> None:
     machine()
     profile = Profile(shutil.which("bwrap") or "", "/nowhere/python3")
     for nests in (False, True):
@@ -723,7 +723,7 @@ def test_a_sandbox_that_does_not_come_up_is_the_systems_fault() -> None:
     assert alive() == []
 
 
-def test_what_fails_on_our_side_is_no_fault_of_the_program(sandbox: Boxed) -> None:
+def test_sandbox_failure_on_our_side_is_system_failure(sandbox: Boxed) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
     try:
@@ -735,12 +735,12 @@ def test_what_fails_on_our_side_is_no_fault_of_the_program(sandbox: Boxed) -> No
 
 
 @pytest.mark.parametrize("text", ["", "5", "0-9", "9-5", "a-b", "1-2-3"])
-def test_a_range_of_users_that_is_none_is_refused(text: str) -> None:
+def test_uid_range_refuses_invalid_text(text: str) -> None:
     with pytest.raises(ConfigError, match="AGENTRL_SANDBOX_UIDS"):
         uid_pool.uid_range(text)
 
 
-def test_when_all_users_are_taken_that_is_said() -> None:
+def test_lease_uid_reports_that_all_are_taken() -> None:
     if os.geteuid() != 0:
         assert uid_pool.lease_uid(range(0)).uid is None
         return
@@ -755,7 +755,7 @@ def test_when_all_users_are_taken_that_is_said() -> None:
 # Control groups, where the kernel has the second version.
 
 
-def test_the_nearest_group_that_hands_its_controllers_on_is_taken(tmp_path: Path) -> None:
+def test_cgroup_parent_is_nearest_with_delegated_controllers(tmp_path: Path) -> None:
     leaf = tmp_path / "user" / "app" / "terminal"
     leaf.mkdir(parents=True)
     for folder, handed in ((leaf, ""), (leaf.parent, "cpu memory pids\n"), (leaf.parent.parent, "memory pids\n")):
@@ -767,7 +767,7 @@ def test_the_nearest_group_that_hands_its_controllers_on_is_taken(tmp_path: Path
     assert cgroups.parents(tmp_path, tmp_path / "self") == {}
 
 
-def test_the_second_versions_files_are_read_and_written(tmp_path: Path) -> None:
+def test_cgroup_v2_files_are_read_and_written(tmp_path: Path) -> None:
     for name in ("memory.max", "memory.swap.max", "pids.max"):
         (tmp_path / name).touch()
     (tmp_path / "memory.events").write_text("low 0\nmax 7\noom 2\noom_kill 1\n")
@@ -783,7 +783,7 @@ def test_the_second_versions_files_are_read_and_written(tmp_path: Path) -> None:
     assert group.joins == [str(tmp_path / "cgroup.procs")]
 
 
-def test_groups_of_processes_that_are_gone_are_swept() -> None:
+def test_cgroups_of_ended_processes_are_removed() -> None:
     if not (places := set(cgroups.parents().values())):
         forbidden("a control group")
     gone = subprocess.Popen(["true"])

@@ -98,7 +98,7 @@ IN_TIME = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_contained_and_leaves_nothing(sandbox: Boxed, name: str) -> None:
+def test_attack_is_contained_and_leaves_nothing(sandbox: Boxed, name: str) -> None:
     code, allowed = ATTACKS[name]
     if name in NEEDS_MEMORY and "memory" not in cgroups.parents():
         forbidden("a memory control group")
@@ -109,7 +109,7 @@ def test_an_attack_is_contained_and_leaves_nothing(sandbox: Boxed, name: str) ->
     assert sandbox.run("print(1)").output == "1\n"
 
 
-def test_a_program_whose_name_is_no_text_ends_by_itself_where_no_control_group_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_with_binary_name_ends_without_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "parents", dict)
     for mode in MODES:
         with boxed(mode) as sandbox:
@@ -117,7 +117,7 @@ def test_a_program_whose_name_is_no_text_ends_by_itself_where_no_control_group_c
 
 
 @pytest.mark.parametrize("name", IN_TIME)
-def test_what_only_takes_time_ends_at_the_clocks_limit(sandbox: Boxed, name: str) -> None:
+def test_slow_attack_ends_at_wall_limit(sandbox: Boxed, name: str) -> None:
     assert result_with_a_core(lambda: sandbox.run(IN_TIME[name], limits=SHORT)).status == "timeout_wall"
     assert alive() == []
 
@@ -130,16 +130,14 @@ def test_what_only_takes_time_ends_at_the_clocks_limit(sandbox: Boxed, name: str
     ],
 )
 @pytest.mark.slow
-def test_what_a_cell_leaves_ends_with_it_and_nothing_runs_until_the_next(
-    name: str, counted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_of_cell_end_with_it(name: str, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not counted:
         monkeypatch.setattr(cgroups, "parents", dict)
     with boxed("cold") as sandbox:
         leaves_nothing(sandbox, name)
 
 
-def test_a_fork_bomb_that_is_left_loses_each_time() -> None:
+def test_fork_bomb_left_by_cell_is_ended_each_time() -> None:
     with boxed("cold") as sandbox:
         session = sandbox.session(LEFTOVERS)
         for number in range(20):
@@ -150,7 +148,7 @@ def test_a_fork_bomb_that_is_left_loses_each_time() -> None:
         assert len(ours()) == OF_A_SESSION
 
 
-def test_tmp_is_full_at_its_size_and_empty_for_the_next(sandbox: Boxed) -> None:
+def test_sandbox_tmp_is_limited_and_empty_for_next_program(sandbox: Boxed) -> None:
     fill = "n = 0\ntry:\n  f = open('/tmp/x', 'wb', 0)\n  while True: n += f.write(b'x' * 4096)\nexcept OSError: print(n)"
     shared = fill.replace("/tmp", "/dev/shm")
     assert int(sandbox.run(fill, limits=LIMITS).output) <= 4 * MIB
@@ -158,12 +156,12 @@ def test_tmp_is_full_at_its_size_and_empty_for_the_next(sandbox: Boxed) -> None:
     assert sandbox.run("import os; print(os.listdir('/tmp'), os.listdir('/dev/shm'))").output == "[] []\n"
 
 
-def test_output_of_any_bytes_is_text(sandbox: Boxed) -> None:
+def test_sandbox_output_of_any_bytes_is_text(sandbox: Boxed) -> None:
     code = "import sys\nprint('\\ud800\\0'); sys.stdout.flush(); sys.stdout.buffer.write(b'\\xff\\x00'); print('é')"
     assert sandbox.run(code).output == "\\ud800\0\n\\xff\0é\n"
 
 
-def test_fifty_megabytes_of_input_are_read_or_left_unread(sandbox: Boxed) -> None:
+def test_sandbox_input_of_50_mb_is_read_or_left(sandbox: Boxed) -> None:
     much = "x" * 50 * MIB
     roomy = Limits(memory_bytes=1024 * MIB)
     assert sandbox.run("import sys; print(len(sys.stdin.read()))", much, roomy).output == f"{len(much)}\n"
@@ -188,17 +186,17 @@ for verb, paths in {paths!r}.items():
 """
 
 
-def test_nothing_of_the_host_is_read_or_written(sandbox: Boxed) -> None:
+def test_host_files_are_neither_read_nor_written(sandbox: Boxed) -> None:
     assert sandbox.run(TRY_PATHS.format(paths=PATHS)).output == ""
 
 
-def test_the_first_process_of_a_warm_programs_namespace_cannot_be_written() -> None:
+def test_warm_namespace_first_process_is_not_writable() -> None:
     with boxed("warm") as sandbox:
         code = "import os\nfor part in ('mem', 'fd/1', 'fd/2'): print(os.open(f'/proc/1/{part}', os.O_RDWR))"
         assert "PermissionError" in sandbox.run(code).output
 
 
-def test_no_file_outside_of_tmp_can_be_made(sandbox: Boxed) -> None:
+def test_files_can_be_made_only_in_tmp(sandbox: Boxed) -> None:
     code = """
 import os
 for folder, _, _ in os.walk("/"):
@@ -225,7 +223,7 @@ print(sorted(os.environ))
 """
 
 
-def test_no_secret_of_the_parents_environment_is_readable(sandbox: Boxed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_secrets_are_unreadable(sandbox: Boxed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_SECRET", SECRET)
     monkeypatch.setenv("HF_TOKEN", SECRET)
     said = sandbox.run(HUNT).output
@@ -256,14 +254,14 @@ def loopback_redis(tmp_path: Path) -> Iterator[int]:
     process.wait()
 
 
-def test_a_redis_on_loopback_cannot_be_reached(sandbox: Boxed, loopback_redis: int) -> None:
+def test_redis_on_loopback_is_unreachable(sandbox: Boxed, loopback_redis: int) -> None:
     code = "import socket\nsocket.create_connection(('127.0.0.1', {})).send(b'FLUSHALL')"
     result = sandbox.run(code.format(loopback_redis))
     assert result.status == "error"
     assert "PermissionError" in result.output
 
 
-def test_an_abstract_socket_of_the_host_cannot_be_reached(sandbox: Boxed) -> None:
+def test_host_abstract_socket_is_unreachable(sandbox: Boxed) -> None:
     name = f"\0agentrl-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(name)
@@ -288,12 +286,12 @@ def errno(number, *args):
 """
 
 
-def test_denied_system_calls_fail(sandbox: Boxed) -> None:
+def test_sandbox_denied_system_calls_fail(sandbox: Boxed) -> None:
     code = f"{CALL}\nprint([name for name, number in {numbers()!r}.items() if errno(number, 0, 0, 0, 0, 0) != 1])"
     assert sandbox.run(code).output == "[]\n"
 
 
-def test_no_namespace_can_be_made_with_clone(sandbox: Boxed) -> None:
+def test_clone_makes_no_namespace(sandbox: Boxed) -> None:
     clone, clone3 = (pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) for name in ("clone", "clone3"))
     code = (
         f"{CALL}\nprint([errno({clone}, flag | 17, 0, 0, 0, 0) for flag in {seccomp.NEW_NAMESPACES!r}], errno({clone3}, 0, 0))"
@@ -301,13 +299,13 @@ def test_no_namespace_can_be_made_with_clone(sandbox: Boxed) -> None:
     assert sandbox.run(code).output == f"{[1] * len(seccomp.NEW_NAMESPACES)} 38\n"
 
 
-def test_no_capability_is_left_and_none_can_be_gained(sandbox: Boxed) -> None:
+def test_capabilities_are_none_and_cannot_be_gained(sandbox: Boxed) -> None:
     said = sandbox.run("print(open('/proc/self/status').read())").output
     assert re.search(r"NoNewPrivs:\t1\n.*Seccomp:\t2\n", said, re.DOTALL)
     assert set(re.findall(r"Cap(?:Inh|Prm|Eff|Amb):\t(\w+)", said)) == {"0" * 16}
 
 
-def test_a_terminals_input_cannot_be_forged(sandbox: Boxed) -> None:
+def test_terminal_input_cannot_be_forged(sandbox: Boxed) -> None:
     code = f"import fcntl\nfcntl.ioctl(0, {seccomp.TIOCSTI}, b'x')"
     assert "PermissionError" in sandbox.run(code).output
 
@@ -315,7 +313,7 @@ def test_a_terminals_input_cannot_be_forged(sandbox: Boxed) -> None:
 # The four traps.
 
 
-def test_root_is_dropped_before_bwrap_begins(sandbox: Boxed) -> None:
+def test_sandbox_drops_root_before_bwrap(sandbox: Boxed) -> None:
     session = sandbox.session()
     assert len(alive()) >= 3  # the kernel's own word: as users of the range, or as this test's
     session.close()
@@ -323,7 +321,7 @@ def test_root_is_dropped_before_bwrap_begins(sandbox: Boxed) -> None:
     assert "PermissionError" in sandbox.run("open('/proc/sys/kernel/core_pattern', 'w')").output
 
 
-def test_bwraps_own_process_has_an_empty_environment(sandbox: Boxed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_bwrap_process_has_empty_environment(sandbox: Boxed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_SECRET", SECRET)
     session = sandbox.session()
     assert "PermissionError" in session.run("open('/proc/1/environ')").output
@@ -350,7 +348,7 @@ def environments() -> list[tuple[str, str]]:
     return found
 
 
-def test_a_sandbox_outlives_the_thread_that_asked_for_it(sandbox: Boxed) -> None:
+def test_sandbox_outlives_thread_that_made_it(sandbox: Boxed) -> None:
     made: list[object] = []
     thread = threading.Thread(target=lambda: made.extend([sandbox.session(), sandbox.run("print(1)")]))
     thread.start()
@@ -359,7 +357,7 @@ def test_a_sandbox_outlives_the_thread_that_asked_for_it(sandbox: Boxed) -> None
     assert session.run("1 + 1").output == "2\n"  # type: ignore[attr-defined]
 
 
-def test_the_number_of_processes_is_bounded_also_where_root_starts_them(sandbox: Boxed) -> None:
+def test_process_limit_holds_for_root(sandbox: Boxed) -> None:
     code = """
 import os, time
 n = 0
@@ -372,7 +370,7 @@ except OSError: print(n)
     assert 8 <= int(sandbox.run(code, limits=LIMITS).output) <= 16 + cgroups.SPARE_PROCESSES
 
 
-def test_each_of_two_at_once_has_its_own_user(sandbox: Boxed) -> None:
+def test_concurrent_sandboxes_have_their_own_users(sandbox: Boxed) -> None:
     if os.geteuid() != 0:
         forbidden("the right to change the user")
     code = "import os; print(os.getuid())"
@@ -383,7 +381,7 @@ def test_each_of_two_at_once_has_its_own_user(sandbox: Boxed) -> None:
     assert "0\n" not in users
 
 
-def test_nothing_survives_the_parents_own_end(tmp_path: Path) -> None:
+def test_sandbox_processes_end_with_parent(tmp_path: Path) -> None:
     code = """
 import os, sys, threading
 from tests.support.sandbox_fixtures import boxed

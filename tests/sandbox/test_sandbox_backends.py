@@ -156,9 +156,7 @@ def kept_session(sandbox: Sandbox, lasting: list[CellSession], request: pytest.F
         time.sleep(0.01)
 
 
-def test_a_keeper_that_ends_without_a_report_leaves_nothing_to_be_read(
-    landlock_sandbox: Boxed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervisor_without_report_leaves_no_open_file(landlock_sandbox: Boxed, monkeypatch: pytest.MonkeyPatch) -> None:
     def ready(file: int, seconds: float | None = None) -> bool:
         os.fstat(file)
         return seen(file, seconds)
@@ -185,7 +183,7 @@ MET = [(kind, name) for kind in KINDS for name in ATTACKS if kind != "docker" or
 
 
 @pytest.mark.parametrize(("sandbox", "name"), MET, indirect=["sandbox"])
-def test_an_attack_is_contained_and_leaves_nothing(sandbox: Sandbox, name: str) -> None:
+def test_backend_contains_attack_and_leaves_nothing(sandbox: Sandbox, name: str) -> None:
     code, allowed = ATTACKS[name]
     if isinstance(sandbox, Ordinary) and name == "thread bomb":
         allowed = {"pids", "error"}  # its address space may be full of stacks before the keeper looks
@@ -195,7 +193,7 @@ def test_an_attack_is_contained_and_leaves_nothing(sandbox: Sandbox, name: str) 
 
 
 @pytest.mark.parametrize("name", IN_TIME)
-def test_what_only_takes_time_ends_at_the_clocks_limit(sandbox: Sandbox, name: str) -> None:
+def test_backend_ends_slow_attack_at_wall_limit(sandbox: Sandbox, name: str) -> None:
     assert result_with_a_core(lambda: sandbox.run(IN_TIME[name], limits=SHORT)).status == "timeout_wall"
 
 
@@ -232,19 +230,19 @@ THEN_WAITS = "\nimport time\ntime.sleep(1000)"
 
 
 @pytest.mark.parametrize("name", FILLS)
-def test_its_own_folder_has_a_size(sandbox: Sandbox, name: str) -> None:
+def test_backend_folder_has_size_limit(sandbox: Sandbox, name: str) -> None:
     limits = Limits(cpu_seconds=20, wall_seconds=60, tmp_bytes=4 * MIB)
     assert sandbox.run(FILLS[name] + THEN_WAITS, limits=limits).status in ("error", "disk", "oom")
 
 
-def test_a_temporary_file_that_is_mapped_counts_once_under_landlock(landlocked: Sandbox) -> None:
+def test_landlock_counts_mapped_temporary_file_once(landlocked: Sandbox) -> None:
     half = "import mmap, tempfile, time\nf = tempfile.TemporaryFile()\nf.truncate(5 << 19)\nm = mmap.mmap(f.fileno(), 0)\n"
     fills = "m[:] = b'x' * len(m)\ntime.sleep(0.5)\nprint(len(m))"
     result = landlocked.run(half + fills, limits=Limits(tmp_bytes=4 * MIB))
     assert (result.status, result.output) == ("ok", f"{5 << 19}\n")
 
 
-def test_who_writes_too_much_under_landlock_is_told_so(landlocked: Sandbox) -> None:
+def test_landlock_reports_writing_too_much(landlocked: Sandbox) -> None:
     limits = Limits(cpu_seconds=20, wall_seconds=60, tmp_bytes=4 * MIB)
     result = landlocked.run(FILLS["many files"] + THEN_WAITS, limits=limits)
     assert result.status == "disk"
@@ -256,12 +254,12 @@ def test_who_writes_too_much_under_landlock_is_told_so(landlocked: Sandbox) -> N
         observation(result, limits)
 
 
-def test_output_of_any_bytes_is_text(sandbox: Sandbox) -> None:
+def test_backend_output_of_any_bytes_is_text(sandbox: Sandbox) -> None:
     code = "import sys\nprint('\\ud800\\0'); sys.stdout.flush(); sys.stdout.buffer.write(b'\\xff\\x00'); print('é')"
     assert sandbox.run(code).output == "\\ud800\0\n\\xff\0é\n"
 
 
-def test_megabytes_of_input_are_read_or_left_unread(sandbox: Sandbox) -> None:
+def test_backend_input_of_megabytes_is_read_or_left(sandbox: Sandbox) -> None:
     much = "x" * 50 * MIB
     roomy = Limits(memory_bytes=1024 * MIB)
     assert sandbox.run("import sys; print(len(sys.stdin.read()))", much, roomy).output == f"{len(much)}\n"
@@ -275,16 +273,16 @@ PATHS = {
 FILES_OF_THE_HOST = ("/etc/passwd", "/etc/shadow", "/etc/hostname", "/proc/kmsg", "/tmp", "/var/log", "/proc/self/environ")
 
 
-def test_nothing_of_the_host_is_read_or_written(sandbox: Sandbox) -> None:
+def test_backend_hides_host_files(sandbox: Sandbox) -> None:
     assert sandbox.run(TRY_PATHS.format(paths=PATHS)).output == ""
 
 
-def test_no_other_file_is_read_or_written_under_landlock(landlocked: Sandbox) -> None:
+def test_landlock_denies_other_files(landlocked: Sandbox) -> None:
     paths = {"read": FILES_OF_THE_HOST, "write": ("/tmp/x", "/dev/shm/x", "/var/tmp/x")}
     assert landlocked.run(TRY_PATHS.format(paths=paths)).output == ""
 
 
-def test_no_file_outside_of_its_folder_can_be_made(sandbox: Sandbox) -> None:
+def test_backend_makes_files_only_in_its_folder(sandbox: Sandbox) -> None:
     code = """
 import os
 ours = os.path.realpath(os.environ["HOME"])
@@ -298,7 +296,7 @@ for top in ("/usr", "/var", "/etc", "/opt", "/dev", "/"):
     assert sandbox.run(code).output == ""
 
 
-def test_no_secret_of_the_parents_environment_is_readable(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_hides_environment_secrets(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_SECRET", SECRET)
     monkeypatch.setenv("HF_TOKEN", SECRET)
     said = sandbox.run(HUNT.replace('os.listdir("/proc")', "[*map(str, range(9999))]")).output
@@ -315,7 +313,7 @@ else: print("reached")
 """
 
 
-def test_no_socket_of_the_host_is_reached(sandbox: Sandbox, short_folder: Path) -> None:
+def test_backend_reaches_no_host_socket(sandbox: Sandbox, short_folder: Path) -> None:
     short_folder.chmod(0o755)
     abstract, named, letters = f"\0agentrl-test-{os.getpid()}", str(short_folder / "s"), str(short_folder / "d")
     with (
@@ -356,12 +354,12 @@ def errno(number, *args):
 """
 
 
-def test_denied_system_calls_fail(sandbox: Sandbox) -> None:
+def test_backend_denied_system_calls_fail(sandbox: Sandbox) -> None:
     code = f"{CALL}\nprint([name for name, number in {numbers()!r}.items() if errno(number, 0, 0, 0, 0, 0) != 1])"
     assert sandbox.run(code).output == "[]\n"
 
 
-def test_it_is_not_root_and_cannot_become_root(sandbox: Sandbox) -> None:
+def test_backend_is_not_root_and_cannot_become_root(sandbox: Sandbox) -> None:
     code = "import os\nprint(0 in os.getresuid() + os.getresgid())\ntry: os.setuid(0)\nexcept PermissionError: print('refused')"
     assert sandbox.run(code).output == "False\nrefused\n"
 
@@ -387,7 +385,7 @@ tried("scheduling", os.sched_setscheduler, {other}, os.SCHED_OTHER, os.sched_par
 """
 
 
-def test_other_processes_of_the_same_user_are_not_touched(landlocked: Sandbox) -> None:
+def test_landlock_leaves_other_processes_of_user_alone(landlocked: Sandbox) -> None:
     user = UIDS[-1] if os.geteuid() == 0 and isinstance(landlocked, Ordinary) else None
     other = subprocess.Popen(["sleep", "1000"], user=user)
     try:
@@ -398,7 +396,7 @@ def test_other_processes_of_the_same_user_are_not_touched(landlocked: Sandbox) -
         other.wait()
 
 
-def test_files_of_the_same_user_keep_their_modes(ordinary_sandbox: Ordinary, short_folder: Path) -> None:
+def test_landlock_keeps_file_modes_of_same_user(ordinary_sandbox: Ordinary, short_folder: Path) -> None:
     file = short_folder / "mine"
     file.touch(mode=0o600)
     for path in (short_folder, file):
@@ -414,7 +412,7 @@ for name, *args in (("chmod", 0o777), ("chown", -1, -1), ("utime",), ("setxattr"
     assert file.stat() == before
 
 
-def test_the_folder_serves_as_a_tmp(landlocked: Sandbox) -> None:
+def test_backend_folder_serves_as_tmp(landlocked: Sandbox) -> None:
     code = """
 import os, tempfile, shutil
 with tempfile.TemporaryDirectory() as folder:
@@ -434,7 +432,7 @@ with tempfile.TemporaryDirectory() as folder:
 # Sessions.
 
 
-def test_a_sessions_names_and_files_last(kept_session: Session) -> None:
+def test_backend_session_keeps_names_and_files(kept_session: Session) -> None:
     assert kept_session.run("x = [1]\nopen('kept', 'w').write('k')\nNone").output == ""
     assert kept_session.run("x.append(open('kept').read())\nx").output == "[1, 'k']\n"
     assert kept_session.run("def both(a): return (a, x)").status == "ok"
@@ -444,7 +442,7 @@ def test_a_sessions_names_and_files_last(kept_session: Session) -> None:
 
 @pytest.mark.parametrize("name", DEATHS)
 @pytest.mark.slow
-def test_a_cell_that_dies_leaves_the_state_as_before_it(kept_session: Session, name: str) -> None:
+def test_backend_session_is_restored_after_cell_death(kept_session: Session, name: str) -> None:
     code, status = DEATHS[name]
     kept_session.run("x = 1")
     assert kept_session.run(code, Limits(cpu_seconds=1)).status == status
@@ -457,11 +455,11 @@ OF_A_CELL = [(kind, name) for kind in KINDS for name in (TELLING if kind == "lan
 
 @pytest.mark.parametrize(("sandbox", "name"), OF_A_CELL, indirect=["sandbox"])
 @pytest.mark.slow
-def test_what_a_cell_leaves_ends_with_it_and_nothing_runs_until_the_next(sandbox: Sandbox, name: str) -> None:
+def test_backend_ends_leftovers_of_cell(sandbox: Sandbox, name: str) -> None:
     leaves_nothing(sandbox, name)
 
 
-def test_a_cell_that_sleeps_with_daemons_ends_at_the_clocks_limit(kept_session: Session) -> None:
+def test_backend_sleeping_cell_with_daemons_ends_at_wall_limit(kept_session: Session) -> None:
     kept_session.run("x = 1")
     daemons = (
         "import os, time\nfor _ in range(5):\n  if os.fork() == 0: os.setsid(); os.fork(); time.sleep(999)\ntime.sleep(999)"
@@ -470,16 +468,16 @@ def test_a_cell_that_sleeps_with_daemons_ends_at_the_clocks_limit(kept_session: 
     assert kept_session.run("x").output == "1\n"
 
 
-def test_a_cell_that_ends_as_it_passes_its_limit_leaves_the_state_as_before_it(kept_session: Session) -> None:
+def test_backend_session_is_restored_if_cell_ends_at_limit(kept_session: Session) -> None:
     keeps_nothing_of_what_passed_its_limit(kept_session)
 
 
-def test_a_cell_that_forks_ends_once(kept_session: Session) -> None:
+def test_backend_cell_that_forks_ends_once(kept_session: Session) -> None:
     forks_once(kept_session)
 
 
 @pytest.mark.parametrize("name", KILLS | {"everybody": EVERYBODY})
-def test_a_session_that_destroys_itself_ends_as_killed(session: Session, name: str) -> None:
+def test_backend_session_that_destroys_itself_is_killed(session: Session, name: str) -> None:
     assert session.run((KILLS | {"everybody": EVERYBODY})[name], Limits(cpu_seconds=2, wall_seconds=20)).status in (
         "killed",
         "ok",
@@ -492,7 +490,7 @@ def test_a_session_that_destroys_itself_ends_as_killed(session: Session, name: s
 
 
 @pytest.mark.parametrize("name", NO_PLAIN_DATA)
-def test_what_returns_no_plain_data_has_no_value(kept_session: Session, name: str) -> None:
+def test_backend_call_without_plain_data_has_no_value(kept_session: Session, name: str) -> None:
     kept_session.run(NO_PLAIN_DATA[name])
     result = kept_session.call("f", [])
     assert (result.status, result.value) == ("error", "")
@@ -500,7 +498,7 @@ def test_what_returns_no_plain_data_has_no_value(kept_session: Session, name: st
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_forged_answer_is_never_more_than_data(session: Session, name: str) -> None:
+def test_backend_call_value_forged_is_only_data(session: Session, name: str) -> None:
     session.run(FORGERIES[name])
     result = session.call("f", [])
     assert result.status in ("ok", "error", "killed")
@@ -508,7 +506,7 @@ def test_a_forged_answer_is_never_more_than_data(session: Session, name: str) ->
 
 
 @pytest.mark.parametrize("name", list(TOO_LONG)[:2])
-def test_what_is_more_than_a_value_may_be_is_refused_outside(session: Session, name: str) -> None:
+def test_backend_call_value_beyond_limits_is_refused(session: Session, name: str) -> None:
     hands_out_no_more_than_it_may(session, name)
 
 
@@ -543,11 +541,11 @@ def held(made: str) -> None:
         time.sleep(0.01)
 
 
-def test_nothing_survives_the_parents_own_end_under_landlock(landlock_sandbox: Boxed) -> None:
+def test_landlock_processes_end_with_parent(landlock_sandbox: Boxed) -> None:
     held(f"Boxed(landlock.launch({PYTHON!r}, (), UIDS))")
 
 
-def test_nothing_survives_the_parents_own_end_in_a_container(docker_sandbox: Docker) -> None:
+def test_docker_processes_end_with_parent(docker_sandbox: Docker) -> None:
     held(f"Docker({docker_sandbox.image!r}, {docker_sandbox.user}, {docker_sandbox.command!r})")
 
 
@@ -566,16 +564,14 @@ print(check.state, check.found, check.todo, sep="|")
 """
 
 
-def test_doctor_says_which_sandbox_there_is_and_what_the_better_one_lacks(
-    landlock_sandbox: Boxed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_names_sandbox_and_what_a_better_one_lacks(landlock_sandbox: Boxed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     check = doctor._sandbox(SETTINGS)
     assert check.state == "ok"
     assert re.match(r"landlock runs /usr/\S*python3 3\.\d+\.\d+.*; bwrap: .*bubblewrap is not installed", check.found)
 
 
-def test_doctor_without_a_sandbox_says_what_refuses_and_what_to_install() -> None:
+def test_doctor_without_sandbox_says_what_to_install() -> None:
     ended = subprocess.run([sys.executable, "-c", DOCTOR_WITHOUT], cwd=ROOT, capture_output=True, text=True, check=True)
     state, found, todo = ended.stdout.split("|")
     assert state == "warn"
@@ -585,9 +581,7 @@ def test_doctor_without_a_sandbox_says_what_refuses_and_what_to_install() -> Non
 
 
 @pytest.mark.parametrize(("kind", "state"), [("bwrap", "fail"), ("docker", "fail"), ("none-unsafe", "warn")])
-def test_doctor_fails_where_the_sandbox_that_was_asked_for_is_not_there(
-    kind: str, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_fails_if_chosen_sandbox_is_missing(kind: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     check = doctor._sandbox(SETTINGS.model_copy(update={"sandbox": kind, "sandbox_image": ""}))
     assert (check.state, bool(check.todo)) == (state, True)
@@ -604,32 +598,32 @@ def test_landlock_does_not_hide_the_machines_name(landlocked: Sandbox) -> None:
     assert landlocked.run("import os; print(os.uname().nodename)").output == f"{os.uname().nodename}\n"
 
 
-def test_landlock_has_no_tmp_of_its_own_so_paths_below_tmp_are_refused(landlocked: Sandbox) -> None:
+def test_landlock_has_no_own_tmp_and_refuses_paths_in_tmp(landlocked: Sandbox) -> None:
     assert "PermissionError" in landlocked.run("open('/tmp/x', 'w')").output
 
 
-def test_landlock_has_no_shared_memory_so_locks_between_processes_are_refused(landlocked: Sandbox) -> None:
+def test_landlock_has_no_shared_memory_and_refuses_locks(landlocked: Sandbox) -> None:
     assert landlocked.run("import multiprocessing\nmultiprocessing.Lock()").status == "error"
 
 
-def test_landlock_as_an_ordinary_user_refuses_modes_in_its_own_folder_too(ordinary_sandbox: Ordinary) -> None:
+def test_landlock_refuses_modes_in_own_folder_without_root(ordinary_sandbox: Ordinary) -> None:
     assert "PermissionError" in ordinary_sandbox.run("import os\nopen('a', 'w')\nos.chmod('a', 0o700)").output
 
 
 # Where they are found.
 
 
-def test_landlock_is_found_where_it_is_asked_for(landlock_sandbox: Boxed) -> None:
+def test_landlock_option_finds_it(landlock_sandbox: Boxed) -> None:
     found = find_sandbox(SETTINGS.model_copy(update={"sandbox": "landlock"}))
     assert found.kind == found.run("print(1)").kind == "landlock"
 
 
-def test_landlock_is_taken_where_there_is_no_bubblewrap(landlock_sandbox: Boxed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_landlock_is_default_without_bubblewrap(landlock_sandbox: Boxed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert find_sandbox(SETTINGS).kind == "landlock"
 
 
-def test_a_kernel_without_landlock_is_told(landlock_sandbox: Boxed) -> None:
+def test_landlock_missing_from_kernel_is_reported(landlock_sandbox: Boxed) -> None:
     code = """
 import errno, pyseccomp
 from agentrl.workflow.errors import SandboxUnavailable
@@ -644,7 +638,7 @@ except SandboxUnavailable as error: print(error)
     assert re.search(r"needs Landlock's ABI 6 .*this kernel has 0.*Install bubblewrap", said)
 
 
-def test_docker_is_refused_without_an_image_a_command_or_the_image_there(docker_sandbox: Docker) -> None:
+def test_docker_needs_image_and_command(docker_sandbox: Docker) -> None:
     with pytest.raises(ConfigError, match="AGENTRL_SANDBOX_IMAGE names no image"):
         find_sandbox(Settings(sandbox="docker", sandbox_image=""))
     with pytest.raises(SandboxUnavailable, match="no docker command"):
@@ -653,20 +647,20 @@ def test_docker_is_refused_without_an_image_a_command_or_the_image_there(docker_
         check("no-such-image", docker_sandbox.command)
 
 
-def test_a_container_that_does_not_come_up_is_the_systems_fault(docker_sandbox: Docker) -> None:
+def test_docker_start_failure_is_system_failure(docker_sandbox: Docker) -> None:
     result = Docker("no-such-image", UIDS[-2], docker_sandbox.command).run("print(1)")
     assert result.status == "sandbox_fault"
     assert "no-such-image" in result.output
 
 
-def test_docker_is_found_where_it_is_asked_for(docker_sandbox: Docker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docker_option_finds_it(docker_sandbox: Docker, monkeypatch: pytest.MonkeyPatch) -> None:
     if len(docker_sandbox.command) > 1:
         monkeypatch.setenv("DOCKER_HOST", docker_sandbox.command[-1])
     found = find_sandbox(SETTINGS.model_copy(update={"sandbox": "docker", "sandbox_image": docker_sandbox.image}))
     assert found.kind == "docker"
 
 
-def test_the_keeper_refuses_to_work_where_signals_are_not_scoped() -> None:
+def test_landlock_supervisor_refuses_unscoped_signals() -> None:
     """It would otherwise end every process of the machine."""
     needs_landlock()
     code = f"{landlock.keeper_source().split('if __name__')[0]}\nenter_domain = lambda *args: None\nscope_signals()"

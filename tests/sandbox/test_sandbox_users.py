@@ -91,7 +91,7 @@ JUDGED = {
 }
 
 
-def test_every_judge_has_an_episode_here() -> None:
+def test_judges_are_all_tested_here() -> None:
     assert JUDGED.keys() == {name for name in names("rewards") if isinstance(find("rewards", name), Judge)}
 
 

@@ -79,7 +79,7 @@ def gain(chosen: Chosen) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["apo", "gepa"])
-def test_a_critic_that_reads_the_episodes_finds_what_helps_and_a_blind_one_does_not(name: str) -> None:
+def test_search_gains_from_informed_critic_only(name: str) -> None:
     informed = [gain(searched(name, ScriptedCritic("informed", seed), seed)[0]) for seed in range(5)]
     blind = [gain(searched(name, ScriptedCritic("blind", seed), seed)[0]) for seed in range(5)]
     assert informed == [3.0] * 5
@@ -88,7 +88,7 @@ def test_a_critic_that_reads_the_episodes_finds_what_helps_and_a_blind_one_does_
 
 
 @pytest.mark.parametrize("name", ["apo", "gepa"])
-def test_what_was_chosen_is_measured_beside_the_seed_on_tasks_that_no_choice_has_read(name: str) -> None:
+def test_search_measures_choice_beside_seed_on_unread_tasks(name: str) -> None:
     chosen, record = searched(name, ScriptedCritic())
     last = record[-6:]
     assert [each.group.task for each in last] == [*TASKS[9:], *TASKS[9:]]
@@ -96,7 +96,7 @@ def test_what_was_chosen_is_measured_beside_the_seed_on_tasks_that_no_choice_has
     assert not {each.group.task.key for each in record[:-6]} & {task.key for task in TASKS[9:]}
 
 
-def test_apo_keeps_within_its_rounds_and_gepa_within_its_episodes() -> None:
+def test_search_stays_within_rounds_or_episodes() -> None:
     _, record = searched("apo", ScriptedCritic("informed", 3))
     assert len(record) <= 3 + 4 * (2 * 2 + 8 * 3) + 6
     _, record = searched("gepa", ScriptedCritic("informed", 3))
@@ -112,7 +112,7 @@ print(json.dumps([[each.candidate["prompt"], each.group.task.key] for each in se
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["apo", "gepa"])
-def test_a_search_takes_the_same_way_in_every_process(name: str) -> None:
+def test_search_is_repeatable_in_every_process(name: str) -> None:
     ways = set()
     for hash_seed in ("1", "2"):
         command = [sys.executable, "-c", WAY, name]
@@ -137,25 +137,25 @@ NONSENSE = {
 
 @pytest.mark.parametrize("name", ["apo", "gepa"])
 @pytest.mark.parametrize("said", NONSENSE)
-def test_a_critic_that_answers_nonsense_changes_nothing(name: str, said: str) -> None:
+def test_search_ignores_nonsense_of_critic(name: str, said: str) -> None:
     chosen, record = searched(name, ScriptedCritic(NONSENSE[said]), options={**SMALL, "max_rollouts": 40})
     assert chosen.candidate == SEED
     assert all("{question}" in each.candidate["prompt"] for each in record)
 
 
-def test_an_edit_is_what_stands_between_the_tags() -> None:
+def test_edited_reads_text_between_tags() -> None:
     assert edited("So: <prompt>\nAdd {a}.\n</prompt> Done.") == "Add {a}."
     assert edited("</prompt>") == ""
 
 
-def test_tags_without_end_take_no_time() -> None:
+def test_edited_reads_unclosed_tags_in_linear_time() -> None:
     began = time.process_time()
     assert edited("<prompt>" * 12_500) == ""
     assert edited("<prompt>" * 6_000 + "</prompt>" * 5_000) != ""
     assert time.process_time() - began < 0.5
 
 
-def test_a_critic_whose_answer_drips_or_is_huge_is_given_up() -> None:
+def test_critic_answer_that_drips_or_is_huge_is_given_up() -> None:
     """Bytes that come now and then keep no search waiting for ever."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         settings = Settings(critic_url=f"http://127.0.0.1:{listening.getsockname()[1]}")
@@ -182,7 +182,7 @@ def test_a_critic_whose_answer_drips_or_is_huge_is_given_up() -> None:
             server.join()
 
 
-def test_a_search_that_goes_another_way_than_its_record_says_so() -> None:
+def test_search_that_leaves_its_record_says_so() -> None:
     _, record = searched("apo", ScriptedCritic())
     given = Given(Resources(SEED), Rollouts(SEED, record), TASKS[:6], TASKS[6:9], Heard(ScriptedCritic("blind")), options=SMALL)
     with pytest.raises(ConfigError, match="requested other rollouts than the first time"):
@@ -209,7 +209,7 @@ class Strange:
         """Never called."""
 
 
-def test_a_class_with_run_is_a_search() -> None:
+def test_searches_accepts_class_with_run() -> None:
     assert searches(OneEdit)
     assert searches(OneEdit())
     assert not searches(find("algorithms", "grpo"))
@@ -233,19 +233,19 @@ def test_a_class_with_run_is_a_search() -> None:
         ({"prompt": 7}, "it is of type int"),
     ],
 )
-def test_a_candidate_that_cannot_be_tried_is_refused(candidate: Any, said: str) -> None:
+def test_rollouts_refuse_invalid_candidate(candidate: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Rollouts(SEED, [])(candidate, TASKS)
 
 
-def test_too_many_groups_at_once_are_refused_and_none_need_no_rollout() -> None:
+def test_rollouts_limit_groups_and_need_none_for_no_tasks() -> None:
     rollouts = Rollouts(SEED, [])
     with pytest.raises(ValueError, match="4097 groups are more"):
         rollouts(SEED, [TASKS[0]] * 4097)
     assert rollouts(SEED, []) == []
 
 
-def test_the_score_is_the_mean_over_tasks_of_what_is_done() -> None:
+def test_rollouts_score_is_mean_over_tasks_of_done_episodes() -> None:
     done = Episode(TASKS[0], status="done", stop_reason="answered", reward=1.0)
     failed = Episode(TASKS[0], status="infra_error")
     groups = [
@@ -262,7 +262,7 @@ def test_the_score_is_the_mean_over_tasks_of_what_is_done() -> None:
 # texts
 
 
-def test_a_prompt_fills_its_places_and_nothing_else() -> None:
+def test_prompt_fills_only_its_placeholders() -> None:
     text = Prompt('{question} is {{json: {"a": 1}}} {other} {question.__class__} {0}')
     assert text.format(question="{other}") == '{other} is {{json: {"a": 1}}} {other} {question.__class__} {0}'
     with pytest.raises(ValueError, match="no placeholder for 'answer'"):
@@ -281,19 +281,19 @@ def test_a_prompt_fills_its_places_and_nothing_else() -> None:
         ({"prompt": ["x"]}, "it is of type list"),
     ],
 )
-def test_what_is_no_text_is_refused_by_the_config(values: Any, said: str) -> None:
+def test_config_refuses_resource_that_is_not_text(values: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read_resources(values)
     with pytest.raises(ConfigError, match="resources"):
         build({"resources": values})
 
 
-def test_a_text_may_gain_places_and_not_lose_one() -> None:
+def test_resource_edit_may_add_but_not_lose_placeholders() -> None:
     assert validation_error("{a} {b}", "{a}") == ""
     assert validation_error("{b}", "{a} {b} {c}") == "it lacks {a}, {c}"
 
 
-def test_an_episode_is_told_to_a_critic_in_bounds() -> None:
+def test_critic_reads_episode_within_bounds() -> None:
     call = ToolCall("calculator", {"expression": "1/0" * 10_000})
     message = Message("assistant", "x" * 100_000, tool_calls=(call,) * 50)
     results = (ToolResult("division by zero" * 1000, "tool_error"),) * 50
@@ -337,14 +337,14 @@ SETTLED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SETTLED)
-def test_an_option_that_a_search_does_not_read_is_refused(name: str) -> None:
+def test_search_refuses_option_that_it_ignores(name: str) -> None:
     values, said = SETTLED[name]
     with pytest.raises(ConfigError) as caught:
         resolve_search(build({"algorithm.name": "apo", **values}))
     assert said in str(caught.value)
 
 
-def test_a_gradient_reads_no_option_of_a_search_and_a_search_has_its_defaults() -> None:
+def test_search_options_have_defaults_and_suit_no_gradient() -> None:
     with pytest.raises(ConfigError, match=r"search.\* has no effect with grpo"):
         resolve_run(build({"search.group_size": 2}))
     made = resolve_search(build({"algorithm.name": "gepa", "search.group_size": 2}))
@@ -354,7 +354,7 @@ def test_a_gradient_reads_no_option_of_a_search_and_a_search_has_its_defaults() 
     assert resolve_run(RunConfig()).search == RunConfig().search
 
 
-def test_what_a_search_asks_for_is_told_with_how_it_came_about() -> None:
+def test_search_reports_requests_with_their_reasons() -> None:
     given = Given(Resources(SEED), Rollouts(SEED, []), TASKS[:6], TASKS[6:9], Heard(ScriptedCritic()), options=SMALL)
     found = go_on(search_function(find("algorithms", "apo")), given, TASKS[9:])
     assert isinstance(found, Request)

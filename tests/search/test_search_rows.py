@@ -57,7 +57,7 @@ def rolled_out(db: Database, work: IterationWork, rewards: tuple[float, ...]) ->
     return claim_training(db, work.id)
 
 
-def test_a_search_tries_texts_in_rounds_and_marks_what_it_chose(database: Database) -> None:
+def test_search_rows_record_rounds_and_mark_choice(database: Database) -> None:
     work = begun(database)
     search_rounds.add_round(database, work, planned(database, work, "choose", SEED, BETTER))
     with pytest.raises(Fenced):  # the claim ended with the round
@@ -84,7 +84,7 @@ def test_a_search_tries_texts_in_rounds_and_marks_what_it_chose(database: Databa
     )
 
 
-def test_the_same_task_is_drawn_otherwise_each_time(database: Database) -> None:
+def test_search_rows_of_repeated_task_have_other_draws(database: Database) -> None:
     work = begun(database)
     search_rounds.add_round(database, work, planned(database, work, "choose", SEED, BETTER))
     work = rolled_out(database, work, (0.0, 0.0))
@@ -93,7 +93,7 @@ def test_the_same_task_is_drawn_otherwise_each_time(database: Database) -> None:
     assert value(database, "SELECT episodes FROM iterations") == 6
 
 
-def test_a_critics_first_answer_stays(database: Database) -> None:
+def test_search_rows_keep_first_answer_of_critic(database: Database) -> None:
     work = begun(database)
     asked = [{"role": "user", "content": "Better?\0"}]
     said = [search_rounds.record_answer(database, work.run_id, "m", "k", asked, text, 0.5) for text in ("one\0", "two")]
@@ -104,7 +104,7 @@ def test_a_critics_first_answer_stays(database: Database) -> None:
     assert (row.model, row.answer, row.messages[0]["role"], row.seconds) == ("m", said[0], "user", 0.5)
 
 
-def test_a_run_that_trains_works_with_its_texts_and_a_fork_with_its_parents(database: Database) -> None:
+def test_run_uses_its_resources_and_fork_those_of_parent(database: Database) -> None:
     wanted = submission()
     group, other = start(database, replace(wanted, config={**wanted.config, "resources": SEED}))
     assert claim(database, group).resources == SEED
@@ -126,7 +126,7 @@ def test_a_run_that_trains_works_with_its_texts_and_a_fork_with_its_parents(data
     assert value(database, "SELECT count(*) FROM resources") == 2
 
 
-def test_a_run_without_texts_has_no_row_of_them(database: Database) -> None:
+def test_run_without_resources_has_no_rows_of_them(database: Database) -> None:
     group, *_ = start(database, submission())
     assert claim(database, group).resources == {}
     assert value(database, "SELECT count(*) FROM group_resources") == 0
@@ -141,7 +141,7 @@ def config_of(**values: Any) -> RunConfig:
     return build({"algorithm.name": "apo", "search.choose_tasks": 4, "search.held_out_tasks": 6, **values})
 
 
-def test_tasks_are_divided_and_none_has_two_roles() -> None:
+def test_divide_gives_each_task_one_role() -> None:
     found = divide(config_of(), TASKS)
     assert sorted(task.key for task in found.tasks) == sorted(task.key for task in TASKS)
     assert sorted(found.roles.values()) == ["choose"] * 4 + ["held_out"] * 6
@@ -150,7 +150,7 @@ def test_tasks_are_divided_and_none_has_two_roles() -> None:
     assert divide(config_of(**{"algorithm.name": "fast"}), TASKS).roles == {}
 
 
-def test_named_held_out_tasks_are_taken_from_the_others() -> None:
+def test_divide_takes_named_held_out_tasks_from_others() -> None:
     from agentrl.workflow.config import DatasetConfig
     from agentrl.workflow.datasets import load_tasks
 
@@ -173,7 +173,7 @@ def test_named_held_out_tasks_are_taken_from_the_others() -> None:
         ({"algorithm.name": "fast", "eval.every": 1}, 10, "fast has no evaluation"),
     ],
 )
-def test_too_few_tasks_are_refused(values: Any, tasks: int, said: str) -> None:
+def test_divide_refuses_too_few_tasks(values: Any, tasks: int, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         divide(config_of(**values), TASKS[:tasks])
     assert said in str(caught.value)

@@ -60,9 +60,7 @@ def way(stack: Stack, run: str) -> list[tuple[str, str, float | None]]:
     return values(stack.database, query, run=run)
 
 
-def test_a_search_that_is_killed_in_mid_beam_goes_on_and_comes_to_the_same(
-    stack: Stack, critic: ScriptedCritic, short_folder: Path
-) -> None:
+def test_search_run_resumes_identically_after_kill(stack: Stack, critic: ScriptedCritic, short_folder: Path) -> None:
     stack.agentrl("submit", "--config", config(short_folder, "calm"), "--wait")
     asked = list(critic.asked)
     critic.asked.clear()
@@ -98,9 +96,7 @@ COUNT = "SELECT count(*) FROM groups g JOIN runs r ON r.id = g.run_id WHERE r.na
 OPEN = "SELECT count(*) FROM groups g JOIN runs r ON r.id = g.run_id WHERE r.name = :run AND g.status IN ('planned', 'running')"
 
 
-def test_a_critic_that_does_not_answer_is_waited_for_and_loses_nothing(
-    stack: Stack, critic: ScriptedCritic, short_folder: Path
-) -> None:
+def test_search_run_waits_for_silent_critic(stack: Stack, critic: ScriptedCritic, short_folder: Path) -> None:
     url = stack.environment["AGENTRL_CRITIC_URL"]
     stack.environment["AGENTRL_CRITIC_URL"] = "http://127.0.0.1:9"
     stack.agentrl("down")
@@ -117,9 +113,7 @@ def test_a_critic_that_does_not_answer_is_waited_for_and_loses_nothing(
     assert critic.asked
 
 
-def test_gepa_and_fast_run_through_the_same_queues_and_the_built_in_loop_reads_its_texts(
-    stack: Stack, short_folder: Path
-) -> None:
+def test_search_runs_of_gepa_and_fast_use_same_queues(stack: Stack, short_folder: Path) -> None:
     searched = {
         "algorithm": {"name": "gepa"},
         "search": {**SEARCH, "max_rollouts": 60},
@@ -147,7 +141,7 @@ def test_gepa_and_fast_run_through_the_same_queues_and_the_built_in_loop_reads_i
     assert value(stack.database, kept) == 4, "a fork's episodes are its own run's"
 
 
-def test_a_critic_whose_answers_are_no_edits_is_told_of(stack: Stack, critic: ScriptedCritic, short_folder: Path) -> None:
+def test_search_run_reports_critic_without_edits(stack: Stack, critic: ScriptedCritic, short_folder: Path) -> None:
     import subprocess
     import sys
 
@@ -171,7 +165,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_a_search_that_cannot_be_is_refused_before_anything_is_written(stack: Stack, short_folder: Path) -> None:
+def test_search_run_refused_writes_nothing(stack: Stack, short_folder: Path) -> None:
     import subprocess
     import sys
 

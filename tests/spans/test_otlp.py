@@ -42,7 +42,7 @@ def made() -> tuple[bytes, Any]:
     return encode_spans(spans).SerializePartialToString(), spans
 
 
-def test_protobuf_of_the_real_exporter_is_read_as_it_was_meant() -> None:
+def test_decode_reads_protobuf_of_real_exporter() -> None:
     body, spans = made()
     inner, outer = sorted(decode(body, PROTOBUF), key=lambda span: span.name)
     assert outer.attributes == {"a": 1, "b": [1.5, -2.5], "c": True, "d": "é", "e": -(2**63)}
@@ -68,7 +68,7 @@ def as_json(**changes: Any) -> bytes:
     return json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}).encode()
 
 
-def test_json_is_read_as_it_was_meant() -> None:
+def test_decode_reads_json() -> None:
     values = [
         {"key": "whole", "value": {"intValue": "-3"}},
         {"key": "list", "value": {"arrayValue": {"values": [{"stringValue": "x"}, {"boolValue": False}]}}},
@@ -160,7 +160,7 @@ def hostile_export(name: str) -> tuple[bytes, str, str]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_no_export_is_refused_in_a_sentence(name: str) -> None:
+def test_decode_refuses_invalid_export_in_a_sentence(name: str) -> None:
     with pytest.raises(OtlpError) as caught:
         decode(*hostile_export(name))
     assert 0 < len(str(caught.value)) < 300
@@ -173,7 +173,7 @@ def of_one_resource(name: str, value: str, spans: int) -> bytes:
     return json.dumps({"resourceSpans": [{"resource": told, "scopeSpans": [{"spans": made}]}]}).encode()
 
 
-def test_what_a_resource_says_at_length_is_not_read_again_for_each_of_its_spans() -> None:
+def test_read_export_reads_long_resource_once() -> None:
     began = time.process_time()
     found = read_export(of_one_resource("rollout_id", "1" * 8_000_000 + "x", 2000), JSON, "", "5")
     assert (sum(json.loads(part)["annotations"] != [] for part in found.parts), found.rejected) == (20, 0)
@@ -181,7 +181,7 @@ def test_what_a_resource_says_at_length_is_not_read_again_for_each_of_its_spans(
 
 
 @pytest.mark.parametrize("name", ["lists in lists", "one list", "one object", "a text of escapes"])
-def test_a_small_export_of_much_takes_little_memory(name: str) -> None:
+def test_decode_of_small_export_takes_little_memory(name: str) -> None:
     many = POSTED.bytes // 2
     lists = b",".join([b"[]"] * (many // 3))
     held = b'{"key": "agentlightning.object.json", "value": {"stringValue": "[%s]"}}' % lists
@@ -202,7 +202,7 @@ def test_a_small_export_of_much_takes_little_memory(name: str) -> None:
 
 
 @given(st.binary(max_size=300), st.sampled_from([PROTOBUF, JSON]), st.sampled_from(["", "gzip"]))
-def test_whatever_comes_is_read_or_refused(body: bytes, kind: str, encoding: str) -> None:
+def test_decode_reads_or_refuses_any_body(body: bytes, kind: str, encoding: str) -> None:
     with contextlib.suppress(OtlpError):
         assert all(isinstance(span, Span) for span in decode(body, kind, encoding))
 
@@ -218,13 +218,13 @@ VALUES = st.dictionaries(NAMES, TREES, max_size=2)
 
 
 @given(st.dictionaries(NAMES, TREES, max_size=4), st.lists(st.builds(lambda v: {"key": "k", "value": v}, VALUES), max_size=3))
-def test_whatever_a_span_of_json_has_is_read_or_refused(changes: dict[str, Any], attributes: list[Any]) -> None:
+def test_read_export_reads_or_refuses_any_json_span(changes: dict[str, Any], attributes: list[Any]) -> None:
     with contextlib.suppress(OtlpError):
         read_export(as_json(attributes=attributes, **changes), JSON, "", "5")
 
 
 @given(st.integers(0, 400), st.integers(0, 255))
-def test_an_export_with_a_wrong_byte_is_read_or_refused(place: int, byte: int) -> None:
+def test_decode_reads_or_refuses_corrupted_export(place: int, byte: int) -> None:
     body = bytearray(BODY)
     body[place % len(body)] = byte
     with contextlib.suppress(OtlpError):
@@ -243,7 +243,7 @@ def span(name: str, **attributes: Any) -> Span:
     )
 
 
-def test_agent_lightnings_spans_are_the_annotations_that_they_stand_for() -> None:
+def test_annotations_of_span_maps_agent_lightning() -> None:
     rewards = {
         "agentlightning.reward.0.name": "exact",
         "agentlightning.reward.0.value": 0.5,
@@ -264,7 +264,7 @@ def test_agent_lightnings_spans_are_the_annotations_that_they_stand_for() -> Non
     assert (error.kind, error.name, error.data) == ("exception", "KeyError", {"type": "KeyError", "message": "k"})
 
 
-def test_any_other_span_is_kept_as_one_with_the_name_that_the_conventions_give() -> None:
+def test_annotations_of_span_keeps_other_spans_by_convention() -> None:
     (call,) = annotations_of_span(
         span("execute_tool x", gen_ai__operation__name="execute_tool", gen_ai__tool__name="calculator")
     )
@@ -284,12 +284,12 @@ def test_any_other_span_is_kept_as_one_with_the_name_that_the_conventions_give()
         span("big", text="x" * 100_000),
     ],
 )
-def test_a_span_that_cannot_be_kept_is_refused_alone(wrong: Span) -> None:
+def test_annotations_of_span_refuses_only_invalid_span(wrong: Span) -> None:
     with pytest.raises(ValueError, match=r"reward|bytes"):
         annotations_of_span(wrong)
 
 
-def test_an_exporter_is_answered_in_its_own_form() -> None:
+def test_answer_has_form_of_exporter() -> None:
     assert answer(PROTOBUF, 0, "") == b""
     read = ExportTraceServiceResponse.FromString(answer(PROTOBUF, 300, "too long"))
     assert (read.partial_success.rejected_spans, read.partial_success.error_message) == (300, "too long")

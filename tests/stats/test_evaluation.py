@@ -29,12 +29,12 @@ def group(*rewards: float | None) -> Group:
     return Group(task, tuple(Episode(task, number, status=s, reward=r) for number, (s, r) in enumerate(ends)))
 
 
-def test_errors_are_counted_apart_and_do_not_lower_the_mean() -> None:
+def test_evaluate_counts_errors_apart_from_mean() -> None:
     score = evaluate([group(1.0, None), group(0.0, 1.0), group(None)])
     assert (score.mean, score.episodes, score.errors) == (0.75, 3, 2)
 
 
-def test_the_interval_is_that_of_a_mean_of_independent_tasks() -> None:
+def test_evaluate_interval_is_of_mean_of_independent_tasks() -> None:
     score = evaluate([group(1.0)] * 60 + [group(-0.5)] * 40)
     margin = 1.984217 * 1.5 * math.sqrt(0.6 * 0.4 / 99)
     assert (score.low, score.high) == (pytest.approx(0.4 - margin), pytest.approx(0.4 + margin))
@@ -45,7 +45,7 @@ def test_the_interval_is_that_of_a_mean_of_independent_tasks() -> None:
     ("right", "tasks", "low", "high"),
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
-def test_the_interval_of_a_share_is_the_published_one(right: int, tasks: int, low: float, high: float) -> None:
+def test_evaluate_interval_of_share_equals_newcombe(right: int, tasks: int, low: float, high: float) -> None:
     """Newcombe 1998, Two-sided confidence intervals for the single proportion: comparison of seven methods, table I."""
     score = evaluate([group(1.0)] * right + [group(0.0)] * (tasks - right))
     assert (score.low, score.high) == (pytest.approx(low, abs=0.6e-4), pytest.approx(high, abs=0.6e-4))
@@ -54,7 +54,7 @@ def test_the_interval_of_a_share_is_the_published_one(right: int, tasks: int, lo
     assert (mirrored.low, mirrored.high) == (pytest.approx(1 - score.high), pytest.approx(1 - score.low))
 
 
-def test_two_of_four_is_a_share_between_0_and_1() -> None:
+def test_evaluate_two_of_four_is_a_share() -> None:
     score = evaluate([group(1.0), group(0.0), group(0.0), group(1.0)])
     assert (score.low, score.high) == (pytest.approx(0.15, abs=5e-4), pytest.approx(0.85, abs=5e-4))
 
@@ -68,7 +68,7 @@ def shares(tasks: Sequence[tuple[int, int]]) -> list[Group]:
 
 
 @given(st.lists(counts, min_size=1, max_size=30))
-def test_the_interval_of_a_share_holds_it_within_0_and_1_and_is_no_wider_than_that_of_its_tasks(
+def test_evaluate_interval_of_share_is_within_0_and_1(
     tasks: list[tuple[int, int]],
 ) -> None:
     score = evaluate(shares(tasks))
@@ -82,13 +82,13 @@ def test_the_interval_of_a_share_holds_it_within_0_and_1_and_is_no_wider_than_th
 
 
 @given(st.floats(0, 1), st.floats(1, 1e9), st.floats(1, 1e9))
-def test_wilsons_interval_narrows_with_the_trials(share: float, some: float, more: float) -> None:
+def test_evaluate_wilson_interval_narrows_with_trials(share: float, some: float, more: float) -> None:
     narrow, wide = wilson_interval(share, max(some, more)), wilson_interval(share, min(some, more))
     assert 0.0 <= wide[0] <= narrow[0] + 1e-12 <= share + 2e-12
     assert share - 2e-12 <= narrow[1] - 1e-12 <= wide[1] <= 1.0
 
 
-def test_episodes_that_are_as_alike_within_a_task_as_between_are_worth_more_trials_than_tasks() -> None:
+def test_effective_trials_exceed_tasks_if_episodes_vary_within() -> None:
     alike, unlike = [0.5, 0.25, 0.75, 0.5] * 25, [1.0, 0.0, 1.0, 0.0] * 25
     assert effective_trials(alike, [4] * 100) == 400
     assert effective_trials(unlike, [4] * 100) == 100
@@ -99,7 +99,7 @@ def test_episodes_that_are_as_alike_within_a_task_as_between_are_worth_more_tria
 
 
 @pytest.mark.parametrize("likeness", [0.0, 0.3, 1.0])
-def test_the_interval_of_a_share_holds_the_truth_nineteen_times_in_twenty(likeness: float) -> None:
+def test_evaluate_interval_of_share_covers_95_percent(likeness: float) -> None:
     draw, held, worlds = random.Random(1), 0, 2000
     for _ in range(worlds):
         tasks = []
@@ -111,13 +111,13 @@ def test_the_interval_of_a_share_holds_the_truth_nineteen_times_in_twenty(likene
     assert held / worlds > 0.93
 
 
-def test_the_interval_of_few_tasks_is_students() -> None:
+def test_evaluate_interval_of_few_tasks_is_students() -> None:
     slept = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]  # hours more: Student 1908, Illustration I
     mean, margin = interval(slept)
     assert (mean, margin) == (pytest.approx(0.75), pytest.approx(1.279780))
 
 
-def test_one_task_says_nothing_of_its_spread_and_tasks_that_are_alike_have_none() -> None:
+def test_evaluate_one_task_is_unbounded_and_equal_tasks_exact() -> None:
     score = evaluate([group(0.75, 0.25)])
     assert (score.low, score.mean, score.high) == (-math.inf, 0.5, math.inf)
     share = evaluate([group(1.0, 0.0)])
@@ -135,29 +135,29 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), PUBLISHED.items())
-def test_the_quantiles_of_t_are_the_published_ones(freedom: int, quantile: float) -> None:
+def test_student_quantile_equals_published_table(freedom: int, quantile: float) -> None:
     assert student_quantile(freedom) == pytest.approx(quantile, abs=0.6e-4)  # of it half a digit is their rounding
 
 
-def test_the_quantiles_of_t_fall_with_the_degrees_of_freedom() -> None:
+def test_student_quantile_falls_with_degrees_of_freedom() -> None:
     found = [student_quantile(freedom) for freedom in range(1, 3000)]
     assert all(more > fewer > 1.96 for more, fewer in pairwise(found))
 
 
-def test_many_episodes_of_one_task_are_not_many_tasks() -> None:
+def test_evaluate_many_episodes_of_one_task_are_one_task() -> None:
     once = evaluate([group(1.0), group(0.0)])
     often = evaluate([group(*[1.0] * 50), group(*[0.0] * 50)])
     assert (once.low, once.high) == (often.low, often.high)
 
 
-def test_without_one_finished_episode_there_is_no_mean() -> None:
+def test_evaluate_without_finished_episode_has_no_mean() -> None:
     score = evaluate([group(None)])
     assert math.isnan(score.mean)
     assert score.errors == 1
 
 
 @given(st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=4), min_size=1, max_size=20))
-def test_the_interval_holds_the_mean_and_the_order_of_tasks_changes_nothing(rewards: list[list[float]]) -> None:
+def test_evaluate_interval_holds_mean_in_any_order(rewards: list[list[float]]) -> None:
     groups = [group(*values) for values in rewards]
     score = evaluate(groups)
     assert score.low <= score.mean <= score.high
@@ -175,13 +175,13 @@ def numbered(*tasks: Sequence[float | None]) -> tuple[list[Group], set[int]]:
 
 
 @given(st.integers(1, 8), st.data())
-def test_pass_at_k_is_the_share_of_draws_of_k_that_hold_a_right_one(n: int, data: st.DataObject) -> None:
+def test_pass_at_k_is_share_of_draws_with_right_one(n: int, data: st.DataObject) -> None:
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     draws = list(combinations(range(n), k))
     assert pass_at(n, c, k) == pytest.approx(sum(min(draw) < c for draw in draws) / len(draws))
 
 
-def test_accuracy_is_pass_at_1_and_k_goes_up_to_the_size_of_the_group() -> None:
+def test_accuracy_is_pass_at_1_and_k_ends_at_group_size() -> None:
     groups, right = numbered([1.0, 0.5, 0.0, 0.0, 0.0, 0.0], [1.0] * 6, [0.0] * 6)
     score = evaluate(groups, right)
     assert score.accuracy == pytest.approx((1 / 6 + 1 + 0) / 3)
@@ -193,14 +193,14 @@ def test_accuracy_is_pass_at_1_and_k_goes_up_to_the_size_of_the_group() -> None:
     }
 
 
-def test_pass_at_k_is_over_the_tasks_that_have_k_done_episodes() -> None:
+def test_pass_at_k_counts_tasks_with_k_done_episodes() -> None:
     groups, right = numbered([1.0, None], [0.0, 1.0], [None, None])
     score = evaluate(groups, right)
     assert (score.tasks, score.errors) == (2, 3)
     assert score.pass_at == {1: pytest.approx(0.75), 2: 1.0}
 
 
-def test_where_nothing_tells_what_is_right_there_is_no_accuracy() -> None:
+def test_accuracy_is_missing_without_correctness() -> None:
     score = evaluate([group(1.0)])
     assert (score.accuracy, score.pass_at) == (None, {})
 
@@ -223,7 +223,7 @@ def test_where_nothing_tells_what_is_right_there_is_no_accuracy() -> None:
         ({}, {}, (), None),
     ],
 )  # fmt: skip
-def test_an_episode_is_right_where_what_says_so_is_at_its_full_value(
+def test_correctness_needs_full_value_of_correct_part(
     parts: dict[str, float], weights: dict[str, float], correct: tuple[str, ...], right: bool | None
 ) -> None:
     assert is_right(parts, weights, correct) is right
@@ -240,7 +240,5 @@ def test_an_episode_is_right_where_what_says_so_is_at_its_full_value(
         ({"numeric_answer": 1.0, "guessed": 0.5}, {"numeric_answer": 2.0}, True),
     ],
 )
-def test_a_part_that_the_env_gives_itself_says_so_where_no_weight_is_heavier(
-    parts: dict[str, float], weights: dict[str, float], right: bool
-) -> None:
+def test_correctness_takes_env_part_if_none_is_heavier(parts: dict[str, float], weights: dict[str, float], right: bool) -> None:
     assert is_right(parts, weights, (), {"guessed"}) is right

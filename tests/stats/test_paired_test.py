@@ -26,7 +26,7 @@ def enumerated_p_value(differences: list[float]) -> float:
 @given(st.lists(quarters | st.floats(-1, 1), min_size=1, max_size=8))
 @example([0.25, 1e-8])  # two worlds whose means differ by more than the tolerance, but not by much
 @example([0.25, 1e-10])  # two worlds whose means differ by less
-def test_sign_flip_is_the_share_of_worlds_at_least_as_far_from_zero(differences: list[float]) -> None:
+def test_sign_flip_equals_enumeration(differences: list[float]) -> None:
     p_value, method = sign_flip(differences)
     assert (p_value, method) == (pytest.approx(enumerated_p_value(differences)), "exact")
 
@@ -36,7 +36,7 @@ def test_sign_flip_counts_means_within_the_tolerance_as_equal(second: float, p_v
     assert sign_flip([0.25, second]) == (p_value, "exact")
 
 
-def test_ten_tasks_won_and_none_lost_is_the_sign_test() -> None:
+def test_sign_flip_of_ten_wins_equals_sign_test() -> None:
     found = compare_paired(dict.fromkeys(range(30), 0.0), {task: float(task < 10) for task in range(30)})
     assert (found.won, found.lost, found.tied) == (10, 0, 20)
     assert found.p_value == pytest.approx(2 / 2**10)
@@ -45,24 +45,24 @@ def test_ten_tasks_won_and_none_lost_is_the_sign_test() -> None:
     assert (found.low, found.high) == (pytest.approx(1 / 3 - margin), pytest.approx(1 / 3 + margin))
 
 
-def test_of_few_tasks_interval_and_p_value_agree_that_it_may_be_chance() -> None:
+def test_compare_paired_interval_agrees_with_p_value() -> None:
     found = compare_paired(dict.fromkeys(range(5), 0.0), dict(enumerate([0.0, 0.25, 0.25, 0.3125, 0.75])))
     assert (found.difference, found.p_value) == (0.3125, 0.125)
     assert found.low < 0.0 < found.high
 
 
-def test_the_difference_of_one_task_is_in_no_bounds() -> None:
+def test_compare_paired_of_one_task_has_no_bounds() -> None:
     found = compare_paired({1: 0.0}, {1: 1.0})
     assert (found.low, found.difference, found.high, found.p_value) == (-math.inf, 1.0, math.inf, 1.0)
 
 
-def test_a_thousand_tasks_of_zeros_and_ones_are_counted_and_not_drawn() -> None:
+def test_sign_flip_of_a_thousand_binary_tasks_is_exact() -> None:
     p_value, method = sign_flip([1.0] * 560 + [-1.0] * 440)
     assert method == "exact"
     assert p_value == pytest.approx(2 * sum(math.comb(1000, k) for k in range(560, 1001)) / 2**1000)
 
 
-def test_drawn_worlds_give_what_counted_ones_give_and_the_seed_repeats_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sign_flip_by_draws_approximates_exact_repeatably(monkeypatch: pytest.MonkeyPatch) -> None:
     differences = [(i % 7 - 2.5) / 5 for i in range(60)]
     exact, counted_all = sign_flip(differences)
     monkeypatch.setattr(module, "MAX_STEPS", 0)
@@ -74,7 +74,7 @@ def test_drawn_worlds_give_what_counted_ones_give_and_the_seed_repeats_them(monk
 
 
 @given(st.lists(st.tuples(quarters, quarters), min_size=1, max_size=12))
-def test_exchanging_the_two_changes_the_sign_and_nothing_else(pairs: list[tuple[float, float]]) -> None:
+def test_compare_paired_exchanged_changes_only_sign(pairs: list[tuple[float, float]]) -> None:
     a, b = (dict(enumerate(side)) for side in zip(*pairs, strict=True))
     forth, back = compare_paired(a, b), compare_paired(b, a)
     assert forth.difference == pytest.approx(-back.difference)
@@ -83,7 +83,7 @@ def test_exchanging_the_two_changes_the_sign_and_nothing_else(pairs: list[tuple[
     assert forth.low <= forth.difference <= forth.high
 
 
-def test_tasks_of_one_side_only_are_left_out_and_none_at_all_has_no_p_value() -> None:
+def test_compare_paired_ignores_unshared_tasks() -> None:
     found = compare_paired({1: 1.0, 2: 0.0}, {2: 0.0, 3: 1.0})
     assert (found.tasks, found.tied, found.p_value) == (1, 1, 1.0)
     assert math.isnan(compare_paired({1: 1.0}, {3: 1.0}).p_value)

@@ -27,7 +27,7 @@ def numbers(some: list[Candidate]) -> list[int]:
     return [one.id for one in some]
 
 
-def test_the_best_of_a_task_are_taken_over_all_of_its_groups_and_the_earlier_of_equals() -> None:
+def test_select_best_takes_best_of_all_groups_of_task() -> None:
     assert numbers(select_best(SOME)) == [1, 2, 3, 4, 5, 6]
     assert numbers(select_best(SOME, min_reward=0.5)) == [2, 3, 4, 5]
     assert numbers(select_best(SOME, limit=1)) == [2, 3]
@@ -35,7 +35,7 @@ def test_the_best_of_a_task_are_taken_over_all_of_its_groups_and_the_earlier_of_
     assert select_best(SOME, min_reward=2.0) == []
 
 
-def test_the_best_of_a_group_is_paired_with_its_worst() -> None:
+def test_select_pairs_joins_best_and_worst_of_group() -> None:
     assert [(a.id, b.id) for a, b in select_pairs(SOME)] == [(2, 1), (5, 6)]
     four = [replace(one, group=1) for one in SOME[:4]]
     assert [(a.id, b.id) for a, b in select_pairs(four, limit=5)] == [(2, 1)]  # the two in the middle are equal
@@ -44,7 +44,7 @@ def test_the_best_of_a_group_is_paired_with_its_worst() -> None:
 
 
 @given(candidates_of_any_kind, st.integers(1, 5))
-def test_pairs_are_of_one_group_the_better_first_and_no_episode_is_in_two(some: list[Candidate], most: int) -> None:
+def test_select_pairs_uses_each_episode_once_in_order(some: list[Candidate], most: int) -> None:
     found = select_pairs(some, most)
     assert all(a.group == b.group and a.reward > b.reward for a, b in found)
     assert len({one.id for pair in found for one in pair}) == 2 * len(found)
@@ -54,7 +54,7 @@ def test_pairs_are_of_one_group_the_better_first_and_no_episode_is_in_two(some: 
 
 
 @given(candidates_of_any_kind, st.integers(1, 5))
-def test_nothing_better_is_left_out_of_a_task(some: list[Candidate], most: int) -> None:
+def test_select_best_omits_nothing_better(some: list[Candidate], most: int) -> None:
     taken = select_best(some, limit=most)
     for task in {one.task for one in some}:
         inside = [one.reward for one in taken if one.task == task]
@@ -63,7 +63,7 @@ def test_nothing_better_is_left_out_of_a_task(some: list[Candidate], most: int) 
         assert min(inside) >= max(outside, default=-1.0)
 
 
-def test_finished_episodes_of_the_groups_are_candidates_and_come_back_whole(database: Database) -> None:
+def test_load_candidates_returns_complete_finished_episodes(database: Database) -> None:
     groups = start(database, submission())
     for number, group in enumerate(groups):
         work = claim(database, group)
@@ -83,7 +83,7 @@ def test_finished_episodes_of_the_groups_are_candidates_and_come_back_whole(data
     assert back[0].reward == 1.0
 
 
-def test_another_reward_set_chooses_by_its_own_rewards_and_leaves_out_what_it_did_not_score(database: Database) -> None:
+def test_load_candidates_uses_rewards_of_other_set(database: Database) -> None:
     (group,) = start(database, submission(tasks=1))
     work = claim(database, group)
     steps.commit_sampled(database, work.fence, [sampled(work, position) for position in range(2)])

@@ -33,7 +33,7 @@ def row(database: Database, columns: str = "status, worker, key_hash") -> Sequen
         return tuple(tx.execute(text(f"SELECT {columns} FROM agent_attempts ORDER BY attempt DESC")).first() or ())
 
 
-def test_a_claimed_agent_knows_its_task_and_not_the_reference(database: Database) -> None:
+def test_agent_claim_has_task_without_reference(database: Database) -> None:
     work, episode = opened(database)
     found = taken(database, episode)
     assert found is not None
@@ -42,21 +42,21 @@ def test_a_claimed_agent_knows_its_task_and_not_the_reference(database: Database
     assert agent_holds.find_key(database, HASH) == (episode, 0)
 
 
-def test_a_run_may_show_its_agent_the_reference(database: Database) -> None:
+def test_agent_claim_shows_reference_on_request(database: Database) -> None:
     work, episode = opened(database, agent={"name": "m:f", "show_reference": True})
     found = taken(database, episode)
     assert found is not None
     assert found.reference == work.task.reference
 
 
-def test_only_one_worker_has_an_agent(database: Database) -> None:
+def test_agent_attempt_has_one_worker(database: Database) -> None:
     _, episode = opened(database)
     assert taken(database, episode) is not None
     assert taken(database, episode, "b:2/y", key_hash="0" * 64) is None
     assert row(database)[1] == "a:1/x"
 
 
-def test_a_claim_whose_answer_was_lost_is_the_same_claim(database: Database) -> None:
+def test_agent_claim_repeated_is_the_same_claim(database: Database) -> None:
     _, episode = opened(database)
     first, again = taken(database, episode), taken(database, episode)
     assert first is not None
@@ -64,7 +64,7 @@ def test_a_claim_whose_answer_was_lost_is_the_same_claim(database: Database) -> 
     assert first.id == again.id
 
 
-def test_nobody_takes_an_attempt_that_is_not_the_current_one(database: Database) -> None:
+def test_agent_claim_refuses_attempt_that_is_not_current(database: Database) -> None:
     work, episode = opened(database)
     steps.restart_episode(database, work.fence, episode)
     assert taken(database, episode) is None
@@ -73,7 +73,7 @@ def test_nobody_takes_an_attempt_that_is_not_the_current_one(database: Database)
     assert taken(database, episode, attempt=1) is not None
 
 
-def test_a_lease_is_renewed_until_the_episode_begins_anew(database: Database) -> None:
+def test_agent_lease_is_renewed_until_episode_restarts(database: Database) -> None:
     work, episode = opened(database)
     found = taken(database, episode)
     assert found is not None
@@ -83,7 +83,7 @@ def test_a_lease_is_renewed_until_the_episode_begins_anew(database: Database) ->
     assert agent_attempts.extend_agents(database, claims, LEASE) == set()
 
 
-def test_the_first_end_counts_and_is_whatever_text_it_is(database: Database) -> None:
+def test_agent_end_counts_once_with_any_text(database: Database) -> None:
     _, episode = opened(database)
     found = taken(database, episode)
     assert found is not None
@@ -95,7 +95,7 @@ def test_the_first_end_counts_and_is_whatever_text_it_is(database: Database) -> 
     assert taken(database, episode) is None
 
 
-def test_an_agent_that_is_given_up_is_no_loss(database: Database) -> None:
+def test_agent_attempt_handed_back_is_no_loss(database: Database) -> None:
     work, episode = opened(database)
     found = taken(database, episode)
     assert found is not None

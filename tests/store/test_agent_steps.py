@@ -71,7 +71,7 @@ def commit(db: Database, work: GroupWork, *records: StepRecord) -> list[Step]:
     return agent_steps.commit_calls(db, work.fence, records)
 
 
-def test_a_call_that_continues_another_has_the_next_index_in_its_chain(database: Database) -> None:
+def test_agent_step_that_continues_has_next_index_in_chain(database: Database) -> None:
     work = begun(database)
     (first,) = commit(database, work, answer(work, "a", turn()))
     (second,) = commit(database, work, answer(work, "b", turn([Message("user", "and 6*8?")], parent=0)))
@@ -79,7 +79,7 @@ def test_a_call_that_continues_another_has_the_next_index_in_its_chain(database:
     assert stored(database, work) == (first, second)
 
 
-def test_a_call_that_is_committed_again_is_the_step_that_it_was(database: Database) -> None:
+def test_agent_step_committed_again_is_the_same_step(database: Database) -> None:
     work = begun(database)
     one = answer(work, "a", turn(calls=(MADE,)), (MADE,))
     (first,) = commit(database, work, one)
@@ -91,7 +91,7 @@ def test_a_call_that_is_committed_again_is_the_step_that_it_was(database: Databa
     assert values(database, "SELECT steps || '/' || tool_calls FROM episodes WHERE id = :e", e=work.episodes[0].id) == ["2/1"]
 
 
-def test_calls_that_are_committed_at_the_same_time_never_overwrite_one_another(database: Database) -> None:
+def test_agent_steps_committed_at_once_overwrite_nothing(database: Database) -> None:
     work = begun(database)
     (first,) = commit(database, work, answer(work, "first", turn()))
     with ThreadPoolExecutor(8) as pool:
@@ -103,7 +103,7 @@ def test_calls_that_are_committed_at_the_same_time_never_overwrite_one_another(d
     assert stored(database, work) == (first, *found)
 
 
-def test_choices_of_one_request_share_its_prompt(database: Database) -> None:
+def test_agent_step_choices_share_prompt(database: Database) -> None:
     work = begun(database)
     (first,) = commit(database, work, answer(work, "a", turn()))
     more = Message("user", "more")
@@ -119,7 +119,7 @@ def test_choices_of_one_request_share_its_prompt(database: Database) -> None:
     assert value(database, "SELECT prompt FROM steps WHERE number = 2") in ('[{"shared": 4}]', [{"shared": 4}])
 
 
-def test_what_a_new_chain_shares_with_another_is_stored_by_reference(database: Database) -> None:
+def test_agent_step_of_new_chain_references_shared_messages(database: Database) -> None:
     work = begun(database)
     long = Message("user", "x" * 5000)
     thought = Message("assistant", "so", "I think", (ToolCall("f", {"b": 1, "a": [1.5, None]}),))
@@ -133,7 +133,7 @@ def test_what_a_new_chain_shares_with_another_is_stored_by_reference(database: D
     assert sum(len(str(row)) for row in values(database, "SELECT prompt FROM steps WHERE number > 0")) < 500
 
 
-def test_the_agents_own_calls_are_never_sent_and_answered_by_what_a_request_shows(database: Database) -> None:
+def test_agent_tool_calls_are_answered_by_next_request(database: Database) -> None:
     work = begun(database)
     lost = CallRecord(ToolCall("", {}, "no JSON"), "none", ToolResult("no JSON", "parse_error"))
     calls = (MADE, MADE, lost)
@@ -150,7 +150,7 @@ def test_the_agents_own_calls_are_never_sent_and_answered_by_what_a_request_show
     assert values(database, "SELECT DISTINCT kind || status FROM tool_calls") == ["agentdone"]
 
 
-def test_calls_that_nobody_saw_the_results_of_end_unobserved_with_their_episode(database: Database) -> None:
+def test_agent_tool_calls_without_results_end_unobserved(database: Database) -> None:
     work = begun(database)
     commit(database, work, answer(work, "a", turn(calls=(MADE,)), (MADE,)))
     ended = Outcome(work.episodes[0].id, "done", "answered", 1.0, {"numeric_answer": 1.0}, "42", of_agent=True)
@@ -158,14 +158,14 @@ def test_calls_that_nobody_saw_the_results_of_end_unobserved_with_their_episode(
     assert values(database, "SELECT status FROM tool_calls") == ["unobserved"]
 
 
-def test_calls_of_a_group_that_the_system_fails_end_unobserved(database: Database) -> None:
+def test_agent_tool_calls_of_failed_group_end_unobserved(database: Database) -> None:
     work = begun(database)
     commit(database, work, answer(work, "a", turn(calls=(MADE,)), (MADE,)))
     assert rollout_claims.fail_attempt(database, work.fence, "InfraError", "the sampler is gone", max_attempts=1)
     assert values(database, "SELECT status FROM tool_calls") == ["unobserved"]
 
 
-def test_the_tools_and_template_options_of_requests_are_stored_once_with_their_keys_in_order(database: Database) -> None:
+def test_agent_step_tools_and_template_options_are_stored_once(database: Database) -> None:
     work = begun(database)
     brought: Mapping[str, Any] = {"tools": TOOLS, "template_options": {"enable_thinking": False}, "asked": {"temperature": 0.5}}
     commit(database, work, *(answer(work, f"r{n}", turn(), brought=brought) for n in range(3)), answer(work, "bare", turn()))
@@ -177,14 +177,14 @@ def test_the_tools_and_template_options_of_requests_are_stored_once_with_their_k
     assert requests[3] == StepRequest("bare", "hash of bare")
 
 
-def test_whether_a_step_was_delivered_can_be_said_later(database: Database) -> None:
+def test_agent_step_delivery_can_be_recorded_later(database: Database) -> None:
     work = begun(database)
     commit(database, work, answer(work, "a", turn(delivered=False)))
     agent_steps.mark_delivered(database, work.fence, {(work.episodes[0].id, 0): True})
     assert stored(database, work)[0].delivered
 
 
-def test_who_no_longer_holds_the_group_commits_no_call(database: Database) -> None:
+def test_agent_step_commit_is_fenced_without_the_group(database: Database) -> None:
     work = begun(database)
     claim(database, work.fence.group)
     with pytest.raises(Fenced):
@@ -193,7 +193,7 @@ def test_who_no_longer_holds_the_group_commits_no_call(database: Database) -> No
         assert tx.execute(text("SELECT count(*) FROM steps")).scalar_one() == 0
 
 
-def test_a_vacuum_keeps_what_agents_brought(database: Database) -> None:
+def test_vacuum_keeps_what_agents_sent(database: Database) -> None:
     work = begun(database)
     (step,) = commit(database, work, answer(work, "a", turn(), brought={"tools": TOOLS}))
     agent_holds.open_attempts(database, work.fence, [work.episodes[0].id])

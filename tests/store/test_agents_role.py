@@ -50,7 +50,7 @@ def login(postgres: Database) -> Iterator[Database]:
     found.close()
 
 
-def test_it_reads_tasks_and_writes_what_became_of_agents(postgres: Database, login: Database) -> None:
+def test_agents_login_reads_tasks_and_writes_ends(postgres: Database, login: Database) -> None:
     attempt(postgres)
     leases.publish_service(postgres, ENDPOINT, "http://127.0.0.1:1", 60.0)
     assert leases.service_holder(login, ENDPOINT) == "http://127.0.0.1:1"
@@ -59,7 +59,7 @@ def test_it_reads_tasks_and_writes_what_became_of_agents(postgres: Database, log
 
 
 @pytest.mark.parametrize("role", [AGENTS_ROLE, TOOLS_ROLE])
-def test_whether_a_run_has_an_agent_is_no_error_for_a_login_that_may_not_ask(postgres: Database, role: str) -> None:
+def test_some_run_has_agent_is_false_without_right_to_ask(postgres: Database, role: str) -> None:
     attempt(postgres)
     login = Database(postgres.url.set(username=role).render_as_string(hide_password=False))
     assert not some_run_has_agent(login)
@@ -67,12 +67,12 @@ def test_whether_a_run_has_an_agent_is_no_error_for_a_login_that_may_not_ask(pos
 
 
 @pytest.mark.parametrize("statement", REFUSED)
-def test_it_is_refused_whatever_else_there_is(login: Database, statement: str) -> None:
+def test_agents_login_is_refused_everything_else(login: Database, statement: str) -> None:
     with login.engine.connect() as connection, pytest.raises(AccessDenied, match=r"permission denied|must"):
         connection.execute(text(statement))
 
 
-def test_an_upgrade_gives_it_the_password_of_the_settings(postgres: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upgrade_sets_agents_password_of_settings(postgres: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_AGENTS_PASSWORD", "it's a \\ secret")
     settings.cache_clear()
     upgrade(postgres)

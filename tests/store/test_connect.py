@@ -31,7 +31,7 @@ def noted(database: Database) -> list[str]:
         return list(tx.execute(text("SELECT kind FROM events ORDER BY id")).scalars())
 
 
-def test_threads_write_everything_once_and_each_gets_its_own_answer(database: Database) -> None:
+def test_database_writes_of_threads_happen_once_with_own_results(database: Database) -> None:
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda number: database.write(lambda tx: note(tx, f"n{number}")), range(200)))
     assert answers == [f"n{number}" for number in range(200)]
@@ -44,7 +44,7 @@ def until_in_line(database: Database, threads: int) -> None:
         time.sleep(0.001)
 
 
-def test_one_that_raises_undoes_itself_alone(sqlite: Database) -> None:
+def test_database_write_that_raises_undoes_itself_alone(sqlite: Database) -> None:
     """The first holds the turn until the others wait in line, so that they are written together."""
     waiting = threading.Barrier(3)
 
@@ -69,7 +69,7 @@ def test_one_that_raises_undoes_itself_alone(sqlite: Database) -> None:
     assert noted(sqlite) == ["slow", "good"]
 
 
-def test_a_process_that_writes_at_the_same_time_is_waited_for(sqlite: Database) -> None:
+def test_database_write_waits_for_other_process(sqlite: Database) -> None:
     other = sqlite3.connect(str(sqlite.url.database), isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     threading.Timer(0.3, lambda: other.execute("COMMIT")).start()
@@ -77,7 +77,7 @@ def test_a_process_that_writes_at_the_same_time_is_waited_for(sqlite: Database) 
     other.close()
 
 
-def test_a_connection_that_postgres_closed_is_made_anew_and_the_work_done_once(postgres: Database) -> None:
+def test_database_reconnects_and_writes_once(postgres: Database) -> None:
     tries = []
 
     def work(tx: Connection) -> str:
@@ -90,7 +90,7 @@ def test_a_connection_that_postgres_closed_is_made_anew_and_the_work_done_once(p
     assert (len(tries), noted(postgres)) == (2, ["kept"])
 
 
-def test_a_database_that_stays_away_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_database_away_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "RETRY_SECONDS", 0.2)
     away = Database("postgresql://nobody:secret@127.0.0.1:1/none")
     with pytest.raises(ServiceError, match="does not answer") as caught:
@@ -98,7 +98,7 @@ def test_a_database_that_stays_away_is_said_in_one_sentence(monkeypatch: pytest.
     assert "secret" not in str(caught.value)
 
 
-def test_a_url_that_is_none_is_refused() -> None:
+def test_database_url_that_is_invalid_is_refused() -> None:
     with pytest.raises(ConfigError, match="not a database URL"):
         Database("not a url")
 
@@ -114,13 +114,13 @@ def test_a_url_that_is_none_is_refused() -> None:
         "postgresql://u:p@pw@h/n",
     ],
 )
-def test_a_url_of_no_file_and_no_postgres_is_refused_without_its_password(url: str) -> None:
+def test_database_url_unsupported_is_refused_without_password(url: str) -> None:
     with pytest.raises(ConfigError, match="AGENTRL_DATABASE_URL") as caught:
         Database(url)
     assert "pw" not in f"{caught.value} {caught.value.hint}"
 
 
-def test_a_file_that_is_no_database_and_a_folder_that_cannot_be_made_are_one_sentence(tmp_path: Path) -> None:
+def test_database_file_or_folder_invalid_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "text.db").write_text("This is no database, however long one reads in it.\n" * 100)
     for file in ("text.db", ""):
         with pytest.raises(ServiceError, match=r"cannot be used: (file is not a database|unable to open)"):
@@ -129,14 +129,14 @@ def test_a_file_that_is_no_database_and_a_folder_that_cannot_be_made_are_one_sen
         Database(f"sqlite:///{tmp_path / 'text.db' / 'below.db'}")
 
 
-def test_a_file_that_may_not_be_written_is_said_to_be_so(sqlite: Database) -> None:
+def test_database_file_that_is_readonly_is_named(sqlite: Database) -> None:
     event.listen(sqlite.engine, "connect", lambda driver, _: driver.execute("PRAGMA query_only = ON"))
     sqlite.close()
     with pytest.raises(ServiceError, match="cannot be used: attempt to write a readonly database"):
         sqlite.write(lambda tx: note(tx, "never"))
 
 
-def test_when_sqlite_undoes_everything_the_others_are_written_all_the_same(sqlite: Database) -> None:
+def test_database_writes_survive_full_rollback_by_sqlite(sqlite: Database) -> None:
     """A full disk undoes the whole transaction, not one savepoint: nobody may be told that what was undone is kept."""
     with sqlite.read() as tx:
         pages = int(tx.execute(text("PRAGMA page_count")).scalar_one())
@@ -161,7 +161,7 @@ def test_when_sqlite_undoes_everything_the_others_are_written_all_the_same(sqlit
     assert sorted(noted(sqlite)) == ["first", "second", "third"]
 
 
-def test_all_that_one_read_sees_is_of_one_state(database: Database) -> None:
+def test_database_read_sees_one_state(database: Database) -> None:
     with database.read() as tx:
         before = tx.execute(text("SELECT count(*) FROM events")).scalar_one()
         database.write(lambda writing: writing.execute(text("INSERT INTO events (kind) VALUES ('between')")))
@@ -170,7 +170,7 @@ def test_all_that_one_read_sees_is_of_one_state(database: Database) -> None:
         assert tx.execute(text("SELECT count(*) FROM events")).scalar_one() == before + 1
 
 
-def test_a_file_that_is_opened_again_keeps_the_locks_of_who_has_it(tmp_path: Path) -> None:
+def test_database_reopened_keeps_locks_of_its_user(tmp_path: Path) -> None:
     file = tmp_path / "a.db"
     with closing(open_database(f"sqlite:///{file}")) as first:
         first.ask(lambda tx: tx.execute(text("SELECT count(*) FROM runs")).scalar_one())

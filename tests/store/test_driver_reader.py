@@ -81,7 +81,7 @@ LISTS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def test_the_driver_alone_reads_what_the_whole_database_reads(data: Database, run: str) -> None:  # noqa: F811
+def test_driver_reader_reads_what_database_reads(data: Database, run: str) -> None:  # noqa: F811
     for name, query in LISTS.items():
         found = query(reader(data))
         assert repr(found) == repr(query(data)), name
@@ -143,7 +143,7 @@ def test_result_columns_of_a_type_have_a_declared_name(
 
 
 @pytest.mark.parametrize("data", ["postgres"], indirect=True)
-def test_a_moment_is_told_in_utc_wherever_the_server_stands(data: Database, run: str) -> None:  # noqa: F811
+def test_driver_reader_times_are_in_utc(data: Database, run: str) -> None:  # noqa: F811
     before = run_rows.describe_run(data, "by-hand")["created_at"]
     with data.engine.begin() as tx:
         tx.execute(text(f"ALTER DATABASE {data.url.database} SET timezone TO 'Asia/Tokyo'"))
@@ -153,7 +153,7 @@ def test_a_moment_is_told_in_utc_wherever_the_server_stands(data: Database, run:
         assert (told, told.tzinfo) == (before, UTC)
 
 
-def test_what_is_not_there_is_not_found_either_way(data: Database, run: str) -> None:  # noqa: F811
+def test_driver_reader_finds_no_missing_row(data: Database, run: str) -> None:  # noqa: F811
     for database in (data, reader(data)):
         with pytest.raises(NotFoundError, match="no run 'nobody'"):
             run_rows.describe_run(database, "nobody")
@@ -161,7 +161,7 @@ def test_what_is_not_there_is_not_found_either_way(data: Database, run: str) -> 
             episode_rows.find_episode(database, 99)
 
 
-def test_a_database_of_another_revision_is_left_to_the_whole_one_which_upgrades_it(tmp_path: Path) -> None:
+def test_driver_reader_leaves_old_revision_to_upgrade(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'old.db'}"
     old = open_database(url)
     downgrade(old, "0012")
@@ -180,7 +180,7 @@ def test_a_database_of_another_revision_is_left_to_the_whole_one_which_upgrades_
     assert run_rows.list_runs(Reader(url, lambda: pytest.fail("it is upgraded"))).rows == ()
 
 
-def test_a_read_is_part_of_the_transaction_that_it_is_given(data: Database, run: str) -> None:  # noqa: F811
+def test_read_is_part_of_given_transaction(data: Database, run: str) -> None:  # noqa: F811
     with data.engine.begin() as tx:
         tx.execute(text("UPDATE runs SET reason = 'seen inside'"))
         assert run_names.find_run(tx, "by-hand", "reason") == {"reason": "seen inside"}
@@ -190,7 +190,7 @@ def test_a_read_is_part_of_the_transaction_that_it_is_given(data: Database, run:
         assert source.ask(lambda tx: run_names.find_run(tx, "by-hand")) == run_names.find_run(data, "by-hand")
 
 
-def test_the_newest_revision_is_the_head_of_the_migrations() -> None:
+def test_driver_reader_newest_revision_is_migrations_head() -> None:
     script = ScriptDirectory(str(Path(str(migrations.__file__)).parent))
     assert newest_revision() == head() == script.get_current_head()
 
@@ -199,14 +199,14 @@ NAMES = st.text(alphabet="abcXYZ019_-./%20 @:?#&=[]é", min_size=1, max_size=12)
 
 
 @given(NAMES)
-def test_a_url_of_sqlite_that_is_read_here_means_what_sqlalchemy_reads(path: str) -> None:
+def test_driver_reader_parses_sqlite_url_like_sqlalchemy(path: str) -> None:
     url = f"sqlite:///{path}"
     found = sqlite_path(url)
     assert found is None or str(found) == str(Path(str(make_url(url).database)))
 
 
 @given(NAMES, NAMES, NAMES, st.sampled_from(["", "?host=/tmp/pg", "?host=%2Ftmp%2Fpg&port=7", "?sslmode=require"]))
-def test_a_url_of_postgres_that_is_read_here_means_what_sqlalchemy_reads(user: str, word: str, host: str, more: str) -> None:
+def test_driver_reader_parses_postgres_url_like_sqlalchemy(user: str, word: str, host: str, more: str) -> None:
     for url in (f"postgresql://{user}:{word}@{host}:5432/some{more}", f"postgresql+psycopg://{user}@{host}/some{more}"):
         parts = postgres_parts(url)
         if parts:
@@ -241,7 +241,7 @@ for command in sys.argv[1:]:
 """
 
 
-def test_a_command_that_looks_loads_neither_sqlalchemy_nor_a_broker(run: str) -> None:  # noqa: F811
+def test_reading_commands_load_neither_sqlalchemy_nor_broker(run: str) -> None:  # noqa: F811
     """One process runs them one after the other: what one loads is there after the others too."""
     answers = [json.loads(line) for line in _python([LOADED_AFTER_EACH, *READING]).splitlines()]
     assert [command for command, _, _ in answers] == READING
@@ -253,13 +253,13 @@ def test_a_command_that_looks_loads_neither_sqlalchemy_nor_a_broker(run: str) ->
         assert output.strip(), command
 
 
-def test_the_contract_on_what_the_command_line_imports_names_every_command() -> None:
+def test_import_contract_names_every_reading_command() -> None:
     contract = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert not [entry.where for entry in COMMANDS.values() if f'"{entry.where.partition(":")[0]}"' not in contract]
 
 
 @pytest.mark.parametrize("words", ["--help", "submit --help", "--version"])
-def test_help_loads_no_module_of_another_command(tmp_path: Path, words: str) -> None:
+def test_help_imports_only_its_command(tmp_path: Path, words: str) -> None:
     modules = _loaded(words.split(), AGENTRL_HOME=str(tmp_path / "home"))
     assert not HEAVY & modules
     own = {entry.where.partition(":")[0] for name, entry in COMMANDS.items() if name in words}

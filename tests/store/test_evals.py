@@ -112,7 +112,7 @@ def measure(db: Database, run: str, *rewards: float | None) -> None:
     train_commits.finish_eval(db, work, evaluate(work.groups, eval_results.find_right_episodes(db, work.id)))
 
 
-def test_the_first_every_nth_and_the_last_version_are_measured_on_the_same_tasks(database: Database) -> None:
+def test_eval_measures_first_every_nth_and_last_version(database: Database) -> None:
     planning.submit(database, measured(every=3, epochs=5))
     assert values(database, TRAINED) == [0]
     published = [train(database) for _ in range(5)]
@@ -128,13 +128,13 @@ def test_the_first_every_nth_and_the_last_version_are_measured_on_the_same_tasks
     assert [row["run"] for row in run_rows.list_runs(database).rows] == ["first"]
 
 
-def test_a_run_that_measures_nothing_plans_no_evaluation(database: Database) -> None:
+def test_eval_is_not_planned_without_every(database: Database) -> None:
     planning.submit(database, submission(tasks=1, epochs=2))
     assert train(database).measured_by == ()
     assert value(database, "SELECT count(*) FROM runs") == 1
 
 
-def test_an_evaluation_is_planned_by_the_commit_that_counts_and_once(database: Database) -> None:
+def test_eval_is_planned_once_by_counting_commit(database: Database) -> None:
     planning.submit(database, measured(every=1))
     (iteration,) = planning.open_iterations(database, 1)
     for group in planning.start_iteration(database, iteration):
@@ -150,7 +150,7 @@ def test_an_evaluation_is_planned_by_the_commit_that_counts_and_once(database: D
     assert values(database, TRAINED) == [0, 1]
 
 
-def test_training_goes_on_while_evaluations_lie_unplayed_and_they_are_sent_like_any_run(database: Database) -> None:
+def test_training_does_not_wait_for_evals(database: Database) -> None:
     planning.submit(database, measured(every=1, epochs=2))
     train(database)
     train(database)
@@ -160,7 +160,7 @@ def test_training_goes_on_while_evaluations_lie_unplayed_and_they_are_sent_like_
     assert control_reads.count_running_runs(database) == 3
 
 
-def test_a_database_that_was_downgraded_meanwhile_keeps_no_update_from_its_commit(database: Database) -> None:
+def test_update_commits_in_downgraded_database(database: Database) -> None:
     planning.submit(database, measured(every=1))
     with database.engine.begin() as tx:  # the columns are dropped with what is in them, and come back empty
         tx.execute(text("UPDATE runs SET measures_id = NULL, measures_version = NULL"))
@@ -175,14 +175,14 @@ def test_a_database_that_was_downgraded_meanwhile_keeps_no_update_from_its_commi
     assert find_run(database, "first")["status"] == "running"
 
 
-def test_a_name_that_is_taken_keeps_no_update_from_its_commit(database: Database) -> None:
+def test_update_commits_if_eval_name_is_taken(database: Database) -> None:
     planning.submit(database, submission("first-eval-1", seed=9))
     planning.submit(database, measured(every=1))
     train(database)
     assert values(database, "SELECT name FROM runs WHERE measures_version = 1") == ["first-eval-1-1"]
 
 
-def test_evaluations_pause_resume_and_are_cancelled_with_their_run(database: Database) -> None:
+def test_evals_pause_resume_and_cancel_with_their_run(database: Database) -> None:
     planning.submit(database, measured(every=1))
     planning.stop(database, "first", "paused")
     assert values(database, EXPECTED) == ["first-eval-0 paused"]
@@ -194,7 +194,7 @@ def test_evaluations_pause_resume_and_are_cancelled_with_their_run(database: Dat
     assert values(database, EXPECTED) == ["first-eval-0 done", "first-eval-1 cancelled"]
 
 
-def test_a_version_published_while_its_run_is_paused_is_measured_when_that_goes_on(database: Database) -> None:
+def test_eval_of_version_published_while_paused_waits_for_resume(database: Database) -> None:
     planning.submit(database, measured(every=1))
     (iteration,) = planning.open_iterations(database, 1)
     for group in planning.start_iteration(database, iteration):
@@ -207,7 +207,7 @@ def test_a_version_published_while_its_run_is_paused_is_measured_when_that_goes_
     assert len(evals.list_open_evals(database, 1)) == 2
 
 
-def test_the_evaluations_of_a_run_that_ends_while_it_is_paused_go_on(database: Database) -> None:
+def test_evals_continue_if_paused_run_ends(database: Database) -> None:
     planning.submit(database, measured(every=1, epochs=2))
     train(database)
     (iteration,) = planning.open_iterations(database, 1)
@@ -224,7 +224,7 @@ def test_the_evaluations_of_a_run_that_ends_while_it_is_paused_go_on(database: D
     assert control_reads.count_running_runs(database) == 0
 
 
-def test_an_evaluation_that_somebody_paused_alone_stays_so_when_its_run_ends(database: Database) -> None:
+def test_eval_paused_alone_stays_paused_when_run_ends(database: Database) -> None:
     planning.submit(database, measured(every=1, epochs=1))
     planning.stop(database, "first-eval-0", "paused")
     train(database)
@@ -232,7 +232,7 @@ def test_an_evaluation_that_somebody_paused_alone_stays_so_when_its_run_ends(dat
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_iteration_shows_how_the_version_that_it_sampled_with_did(database: Database, staleness: int) -> None:
+def test_iteration_shows_eval_of_its_sampling_version(database: Database, staleness: int) -> None:
     planning.submit(database, measured(every=1, epochs=3, max_staleness=staleness))
     for version in range(4):
         measure(database, f"first-eval-{version}", version / 4, version / 4)
@@ -248,7 +248,7 @@ def test_an_iteration_shows_how_the_version_that_it_sampled_with_did(database: D
     assert len(set(shown.values())) == 4
 
 
-def test_the_best_version_is_known_by_name_and_of_those_alike_it_is_the_first(database: Database) -> None:
+def test_best_version_has_name_and_is_first_of_equals(database: Database) -> None:
     planning.submit(database, measured(every=1))
     with pytest.raises(NotFoundError, match="No policy version of 'first' was evaluated yet"):
         find_stored_policy(database, "first", "best")
@@ -268,7 +268,7 @@ def test_the_best_version_is_known_by_name_and_of_those_alike_it_is_the_first(da
         find_stored_policy(database, "second", "best")
 
 
-def test_an_evaluation_of_which_most_episodes_failed_names_no_best_version(database: Database) -> None:
+def test_best_version_ignores_eval_with_mostly_failed_episodes(database: Database) -> None:
     planning.submit(database, measured(every=1, held_out=4))
     measure(database, "first-eval-0", 0.5, 0.5, 0.5, 0.5)
     train(database)
@@ -280,7 +280,7 @@ def test_an_evaluation_of_which_most_episodes_failed_names_no_best_version(datab
     ] == [(0, 0), (1, 6)]
 
 
-def test_what_is_right_is_read_from_the_heaviest_part_or_from_what_the_env_names(database: Database) -> None:
+def test_correctness_is_heaviest_part_or_named_by_env(database: Database) -> None:
     for name, manifest in (("by-weight", {}), ("by-name", {"right_by": {"correct": ["format"]}})):
         wanted = submission(name, kind="eval")
         work = ready(database, replace(wanted, manifest={**wanted.manifest, **manifest}))
@@ -300,9 +300,7 @@ half, guessing = Env(rewards={"numeric_answer": 0.5}), Guessing(rewards={"format
 @pytest.mark.parametrize(
     ("env", "parts"), [("math", "numeric_answer"), (f"{__name__}:half", "numeric_answer"), (f"{__name__}:guessing", "guessed")]
 )
-def test_what_a_run_adds_to_the_rewards_never_says_what_is_right(
-    home: Path, model: Path, database: Database, env: str, parts: str
-) -> None:
+def test_correctness_ignores_rewards_added_by_run(home: Path, model: Path, database: Database, env: str, parts: str) -> None:
     rewards = {"overlong": 2.0, "numeric_answer": 0.1}
     planning.submit(database, prepare(None, asked(model, env=env, rewards=rewards, rollout__group_size=2), "eval").submission)
     iteration, *_ = planning.open_iterations(database, 1)
@@ -323,7 +321,7 @@ heavy = Guessing(rewards={"numeric_answer": 2.0})
     ("env", "parts"),
     [("guessing", None), ("tied", None), ("named", "guessed"), ("half", "numeric_answer"), ("heavy", "numeric_answer")],
 )
-def test_what_a_run_s_hook_adds_never_says_what_is_right(
+def test_correctness_ignores_rewards_added_by_hook(
     home: Path, model: Path, database: Database, env: str, parts: str | None
 ) -> None:
     config = asked(model, env=f"{__name__}:{env}", hooks=("tests.support.parity_hook:Lucky",), rollout__group_size=2)
@@ -342,7 +340,7 @@ def test_what_a_run_s_hook_adds_never_says_what_is_right(
 
 
 @pytest.mark.parametrize("name", names("envs"))
-def test_a_shipped_env_names_which_of_its_rewards_say_what_is_right(name: str) -> None:
+def test_shipped_env_names_its_correctness_rewards(name: str) -> None:
     env: Env = find("envs", name)
     assert bool(env.correct) == bool(env.rewards)  # "plain" has none: the run brings them
     assert set(env.correct) <= env.rewards.keys()
@@ -366,7 +364,7 @@ def train_for_real(db: Database) -> Path:
     return Path(path)
 
 
-def test_gc_never_takes_the_best_checkpoint(database: Database, tmp_path: Path) -> None:
+def test_gc_never_removes_best_checkpoint(database: Database, tmp_path: Path) -> None:
     planning.submit(database, replace(measured(every=1, epochs=3), output_dir=str(tmp_path / "out")))
     made = [train_for_real(database) for _ in range(3)]
     for version, reward in enumerate([0.0, 1.0, 0.5, 0.5]):
@@ -386,7 +384,7 @@ def here(store_home: Path) -> Iterator[Database]:
     forget_process()
 
 
-def test_a_policy_is_named_by_its_checkpoints_folder(here: Database, tmp_path: Path) -> None:
+def test_policy_is_named_by_checkpoint_folder(here: Database, tmp_path: Path) -> None:
     planning.submit(here, replace(measured(every=1, epochs=2), output_dir=str(tmp_path / "out")))
     made = [train_for_real(here) for _ in range(2)]
     config, policy = find_policy(str(made[0]))
@@ -431,7 +429,7 @@ def test_compare_pairs_by_task_and_fits_80_columns(here: Database, capsys: pytes
     assert max(map(len, lines)) <= 80
 
 
-def test_compare_loads_neither_sqlalchemy_nor_a_broker(here: Database) -> None:
+def test_compare_loads_neither_sqlalchemy_nor_broker(here: Database) -> None:
     for name, reward in (("before", 0.0), ("after", 1.0)):
         evaluation(here, name, reward, reward)
     command = [sys.executable, "-c", LOADED, "compare", "before", "after"]
@@ -441,7 +439,7 @@ def test_compare_loads_neither_sqlalchemy_nor_a_broker(here: Database) -> None:
     assert not {"sqlalchemy", "celery", "redis", "torch", "numpy"} & set(modules.split())
 
 
-def test_compare_of_one_task_has_no_bounds_and_its_json_says_null(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_of_one_task_has_no_bounds_and_json_null(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation(here, "before", 0.0)
     evaluation(here, "after", 1.0)
     assert "  B - A  0.5  95% Student [-inf, inf]  p 1 (exact)" in said(capsys, "before", "after").splitlines()
@@ -450,7 +448,7 @@ def test_compare_of_one_task_has_no_bounds_and_its_json_says_null(here: Database
     assert document["interval_by"] == document["accuracy"]["interval_by"] == "Student"
 
 
-def test_compare_takes_policies_and_means_their_newest_evaluations(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_resolves_policies_to_newest_evals(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     planning.submit(here, measured(every=1, epochs=2))
     train(here)
     train(here)
@@ -461,9 +459,7 @@ def test_compare_takes_policies_and_means_their_newest_evaluations(here: Databas
     assert "B - A  0.5 " in said(capsys, "first@0", "first")
 
 
-def test_of_the_same_weights_two_evaluations_are_compared_and_one_is_not_with_itself(
-    here: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_accepts_two_evals_of_same_weights_but_not_one(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation(here, "older", 1.0, 0.0)
     for run in ("one", "other"):
         planning.submit(here, replace(submission(run), policy=replace(submission(run).policy, base_hash="hash")))
@@ -483,9 +479,7 @@ def remarks(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_compare_goes_back_to_the_newest_evaluations_of_the_same_tasks_and_says_from_when(
-    here: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_falls_back_to_newest_evals_of_same_tasks(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     for name, base in (("one-old", "one"), ("other-old", "other"), ("one-older", "one")):
         evaluation(here, name, 1.0, 0.0, base=base)
     evaluation(here, "other-new", 1.0, base="other")
@@ -507,9 +501,7 @@ def test_compare_goes_back_to_the_newest_evaluations_of_the_same_tasks_and_says_
     assert remarks(capsys, "one-old", "other-old") == []
 
 
-def test_compare_takes_a_runs_own_evaluations_whatever_other_runs_measure_later(
-    here: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_prefers_evals_of_the_run_itself(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     planning.submit(here, measured(every=1, epochs=1))
     train(here)
     measure(here, "first-eval-0", 0.0, 0.0)
@@ -536,9 +528,7 @@ def test_compare_prefers_the_same_rewards_to_newer_ones(here: Database, capsys: 
     assert remark.startswith("Their newest evaluations differ in rewards; compared are the newest that agree: one-alike of ")
 
 
-def test_compare_does_not_take_an_evaluation_by_other_limits_for_the_same(
-    here: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_rejects_eval_with_other_limits(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     by_hand = {"agentrl": "0", "id": "x", "of": ""}
     evaluation(here, "one-alike", 1.0, 0.0, base="one", manifest=by_hand)
     evaluation(here, "other", 1.0, 1.0, base="other", manifest=by_hand)
@@ -554,7 +544,7 @@ def test_compare_does_not_take_an_evaluation_by_other_limits_for_the_same(
     assert any("rollout.max_new_tokens" in remark for remark in remarks(capsys, "one-short", "other-named"))
 
 
-def test_an_evaluations_limits_and_env_are_those_asked_for(home: Path, model: Path) -> None:
+def test_eval_has_limits_and_env_of_options(home: Path, model: Path) -> None:
     limits = {"max_new_tokens": 9, "max_steps": 2, "top_k": 1, "group_size": 1}
     config, _ = eval_run_of(str(model), "arithmetic", "test", 3, limits, "qa")
     stored = prepare(None, config, "eval").submission.config
@@ -569,7 +559,7 @@ def test_an_evaluations_limits_and_env_are_those_asked_for(home: Path, model: Pa
         prepare(None, nowhere, "eval")
 
 
-def test_eval_config_keeps_the_runs_env_and_rewards_for_another_dataset_unless_named(home: Path, model: Path) -> None:
+def test_eval_config_keeps_env_and_rewards_for_other_dataset(home: Path, model: Path) -> None:
     asked = {"model.path": str(model), "dataset.name": "arithmetic", "env": "plain", "rewards": {"length": 0.5}}
     config = build(asked)
     other = eval_config(config, "qa", None, 2, {})
@@ -578,9 +568,7 @@ def test_eval_config_keeps_the_runs_env_and_rewards_for_another_dataset_unless_n
     assert (named.env, named.rewards) == ("qa", {"text_answer": 1.0})
 
 
-def test_of_different_rewards_compare_gives_no_difference_but_what_is_right(
-    here: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_with_other_rewards_compares_only_correctness(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     tells = {"agentrl": "0", "id": "x", "right_by": {"correct": ["numeric_answer"], "weights": {}, "gives": False}}
     evaluation(here, "one", 1.0, 0.0, 0.0, manifest=tells)
     more = {"numeric_answer": 5.0, "brevity": 0.5}
@@ -598,7 +586,7 @@ def test_of_different_rewards_compare_gives_no_difference_but_what_is_right(
     assert document["b"]["rewards"] == more
 
 
-def test_accuracies_that_different_parts_tell_are_not_compared(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_omits_accuracies_of_different_parts(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation(here, "one", 1.0, 0.0)
     evaluation(here, "other", 1.0, 1.0, base="other", weights={"numeric_answer": 1.0, "format": 2.0}, code_hash="new")
     document = json.loads(said(capsys, "one", "other", "--json"))
@@ -606,7 +594,7 @@ def test_accuracies_that_different_parts_tell_are_not_compared(here: Database, c
     assert remarks(capsys, "one", "other")[-1] == ("Accuracies are not compared: they come from different reward parts.")
 
 
-def test_only_of_the_same_rewards_other_code_is_told(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_reports_other_code_of_same_rewards(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation(here, "one", 1.0, 0.0)
     evaluation(here, "other", 1.0, 1.0, base="other", code_hash="mended")
     assert remarks(capsys, "one", "other") == [
@@ -618,9 +606,7 @@ def test_only_of_the_same_rewards_other_code_is_told(here: Database, capsys: pyt
     assert remarks(capsys, "one", "watched") == []
 
 
-def test_compare_knows_the_tiny_model_by_the_dataset_that_was_measured_on(
-    here: Database, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_finds_tiny_model_by_measured_dataset(here: Database, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = settings().models_dir / "tiny-arithmetic"
     tiny_random(made)
     arithmetic = build({"dataset.name": "arithmetic", "env": "math"}).model_dump(mode="json")
@@ -636,13 +622,13 @@ def test_compare_knows_the_tiny_model_by_the_dataset_that_was_measured_on(
     assert "agentrl runs" in said(capsys, "tiny", "nope", code=5)
 
 
-def test_compare_says_where_to_measure_what_was_not_measured_yet(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_says_how_to_measure_missing_eval(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     evaluation(here, "one", 1.0, 0.0)
     told = said(capsys, "tiny", "one", code=5).splitlines()
     assert told[1].strip() == "agentrl eval --policy tiny --dataset gsm8k --split train -n 2"
 
 
-def test_compare_says_by_what_the_two_were_sampled_otherwise(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_names_differing_sampling_options(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"rollout.temperature": 0.5, "rollout.max_steps": 8, "rollout.tasks_per_iteration": 2, "env": "arithmetic"}
     evaluation(here, "one", 1.0, 0.0)
     evaluation(here, "other", 1.0, 1.0, base="other", config=build(asked).model_dump(mode="json"))
@@ -666,7 +652,7 @@ def test_compare_says_by_what_the_two_were_sampled_otherwise(here: Database, cap
         (["one", "one", "--dataset", "code"], 5, "'one' has no finished evaluation --dataset code."),
     ],
 )
-def test_what_cannot_be_compared_is_refused_with_what_to_type(
+def test_compare_refusal_says_what_to_type(
     here: Database, capsys: pytest.CaptureFixture[str], words: list[str], code: int, sentence: str
 ) -> None:
     evaluation(here, "one", 1.0, 0.0)
@@ -686,7 +672,7 @@ def test_what_cannot_be_compared_is_refused_with_what_to_type(
 
 
 @pytest.mark.parametrize("key", ["split", "dataset", "tasks", "group_size"])
-def test_an_option_of_evaluations_is_refused_where_none_is_made(key: str) -> None:
+def test_eval_option_without_every_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} has no effect without eval.every"):
         build({f"eval.{key}": 7 if key in ("tasks", "group_size") else "other"})
 
@@ -702,7 +688,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_random(tmp_path_factory.mktemp("model") / "random")
 
 
-def test_a_submission_names_the_held_out_tasks_and_an_evaluation_trains_by_no_option(home: Path, model: Path) -> None:
+def test_submit_names_held_out_tasks_and_options_of_evals(home: Path, model: Path) -> None:
     prepared = prepare(None, asked(model, eval__every=2, eval__tasks=6, eval__samples=3, rollout__max_staleness=1))
     evaluation = prepared.submission.evaluation
     assert evaluation is not None
@@ -714,12 +700,12 @@ def test_a_submission_names_the_held_out_tasks_and_an_evaluation_trains_by_no_op
     assert prepare(None, asked(model)).submission.evaluation is None
 
 
-def test_tasks_that_are_measured_and_trained_on_are_told(home: Path, model: Path) -> None:
+def test_submit_reports_tasks_both_trained_and_held_out(home: Path, model: Path) -> None:
     (remark,) = prepare(None, asked(model, eval__every=1, eval__split="train", eval__tasks=6)).remarks
     assert remark.startswith("4 of the 6 held-out tasks are training tasks too")
 
 
-def test_held_out_tasks_that_are_not_there_are_refused_before_anything_is_written(home: Path, model: Path) -> None:
+def test_submit_refuses_missing_held_out_tasks_before_writing(home: Path, model: Path) -> None:
     with pytest.raises(DatasetError, match="validation"):
         prepare(None, asked(model, eval__every=1, eval__split="validation"))
 
@@ -728,7 +714,7 @@ def test_held_out_tasks_that_are_not_there_are_refused_before_anything_is_writte
 
 
 @pytest.mark.slow
-def test_a_run_measures_itself_through_a_kill_and_its_best_version_is_a_policy(stack: ForkedStack, model: Path) -> None:
+def test_run_with_evals_survives_kill_and_names_best_version(stack: ForkedStack, model: Path) -> None:
     words = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", "--eval-every", "1", "-s", "eval.tasks=6")
     run = stack.agentrl(
         "submit", *words, *SMALL, "-s", "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:InEvaluation]"
@@ -772,7 +758,7 @@ def test_a_run_measures_itself_through_a_kill_and_its_best_version_is_a_policy(s
 
 
 @pytest.mark.slow
-def test_a_run_that_measures_itself_learns_bit_for_bit_what_it_learns_unmeasured(stack: ForkedStack, model: Path) -> None:
+def test_run_with_evals_learns_identically_to_run_without(stack: ForkedStack, model: Path) -> None:
     words = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", "-s", "model.numerics=exact", *SMALL)
     measuring = ("--eval-every", "1", "-s", "eval.tasks=4")
     stack.agentrl("submit", *words, "--name", "measured", *measuring, "--wait")

@@ -47,7 +47,7 @@ def done(db: Database, wanted: Submission) -> None:
     assert run_names.find_run(db, "first")["status"] == "done"
 
 
-def test_a_run_that_is_done_goes_on_with_its_newest_policy(database: Database) -> None:
+def test_extend_continues_finished_run_with_newest_policy(database: Database) -> None:
     done(database, submission(tasks=3, epochs=1))
     assert extend(database, "first", "a", epochs=2)["iterations"] == 2
     row = run_names.find_run(database, "first")
@@ -61,7 +61,7 @@ def test_a_run_that_is_done_goes_on_with_its_newest_policy(database: Database) -
     assert event_rows.list_events(database, event_rows.EventFilter("first")).rows[-2]["detail"] == "2 -> 6 iterations"
 
 
-def test_a_run_that_goes_on_is_longer_and_has_nothing_planned_twice(database: Database) -> None:
+def test_extend_lengthens_running_run_without_duplicate_plans(database: Database) -> None:
     planning.submit(database, submission(tasks=3, epochs=1))
     extend(database, "first", "a", iterations=2)
     assert values(database, PLANNED) == ["0 0 0"]
@@ -74,9 +74,7 @@ def test_a_run_that_goes_on_is_longer_and_has_nothing_planned_twice(database: Da
 
 
 @pytest.mark.parametrize(("committed", "planned"), [(0, ["0 0 0", "1 1 0"]), (2, ["0 0 0", "1 1 0", "2 2 1", "3 3 2"])])
-def test_what_is_sampled_ahead_is_planned_with_the_version_that_it_would_have_had(
-    database: Database, committed: int, planned: list[str]
-) -> None:
+def test_extend_plans_overlapping_iterations_with_right_version(database: Database, committed: int, planned: list[str]) -> None:
     planning.submit(database, submission(tasks=1, epochs=2, max_staleness=1))
     for _ in range(committed):
         trained(database)
@@ -84,7 +82,7 @@ def test_what_is_sampled_ahead_is_planned_with_the_version_that_it_would_have_ha
     assert values(database, PLANNED) == planned
 
 
-def test_of_twenty_that_extend_a_run_at_once_each_adds_once_and_the_next_iteration_is_planned_once(database: Database) -> None:
+def test_extend_concurrently_adds_each_once(database: Database) -> None:
     done(database, submission())
     with ThreadPoolExecutor(20) as pool:
         list(pool.map(lambda n: extend(database, "first", f"{n // 2}", iterations=1), range(20)))
@@ -92,7 +90,7 @@ def test_of_twenty_that_extend_a_run_at_once_each_adds_once_and_the_next_iterati
     assert values(database, PLANNED) == ["0 0 0", "1 1 1"]
 
 
-def test_a_run_that_is_extended_while_its_last_update_is_committed_goes_on(database: Database) -> None:
+def test_extend_during_last_commit_continues_run(database: Database) -> None:
     work = ready(database, submission())
     with ThreadPoolExecutor(2) as pool:
         longer = pool.submit(extend, database, "first", "a", iterations=1)
@@ -102,7 +100,7 @@ def test_a_run_that_is_extended_while_its_last_update_is_committed_goes_on(datab
     assert values(database, PLANNED) == ["0 0 0", "1 1 1"]
 
 
-def test_a_paused_or_failed_run_that_is_extended_is_resumed(database: Database) -> None:
+def test_extend_resumes_paused_or_failed_run(database: Database) -> None:
     planning.submit(database, submission())
     planning.stop(database, "first", "paused", "by hand")
     extend(database, "first", "a", iterations=1)
@@ -113,7 +111,7 @@ def test_a_paused_or_failed_run_that_is_extended_is_resumed(database: Database) 
     assert (row["status"], row["reason"], row["iterations"]) == ("running", "", 3)
 
 
-def test_a_run_that_is_done_leaves_that_status_only_to_be_longer(database: Database) -> None:
+def test_finished_run_changes_status_only_to_be_extended(database: Database) -> None:
     done(database, submission())
     with pytest.raises(Exception, match="keeps its status"), database.engine.begin() as tx:
         tx.execute(text("UPDATE runs SET status = 'running'"))
@@ -153,7 +151,7 @@ def _collected(db: Database) -> None:
         (lambda db: planning.submit(db, submission(kind="eval")), StateError, "does not train"),
     ],
 )
-def test_a_run_that_cannot_be_longer_is_left_as_it_is(
+def test_extend_refusal_changes_nothing(
     database: Database, made: Callable[[Database], None], error: type[AgentRLError], said: str
 ) -> None:
     made(database)
@@ -164,7 +162,7 @@ def test_a_run_that_cannot_be_longer_is_left_as_it_is(
     assert run_names.find_run(database, "first") == before
 
 
-def test_a_run_on_stored_episodes_cannot_be_longer(database: Database) -> None:
+def test_extend_refuses_run_on_stored_episodes(database: Database) -> None:
     done(database, submission())
     stored = replace(submission("second"), tasks=(), groups=values(database, "SELECT id FROM groups"))
     planning.submit(database, stored)
@@ -172,7 +170,7 @@ def test_a_run_on_stored_episodes_cannot_be_longer(database: Database) -> None:
         extend(database, "second", "a", iterations=1)
 
 
-def test_submitting_a_run_again_with_another_length_says_how_it_is_extended(database: Database) -> None:
+def test_submit_with_other_length_explains_extend(database: Database) -> None:
     planning.submit(database, submission())
     with pytest.raises(ConflictError, match="another length: 1 iterations") as raised:
         planning.submit(database, submission(epochs=2))
@@ -181,7 +179,7 @@ def test_submitting_a_run_again_with_another_length_says_how_it_is_extended(data
     assert not planning.submit(database, submission(epochs=2)).created
 
 
-def test_gc_leaves_what_a_longer_run_samples_with(database: Database) -> None:
+def test_gc_keeps_checkpoint_of_extended_run(database: Database) -> None:
     done(database, submission(tasks=1, epochs=4, max_staleness=1))
     kept = retention.collect(database, 1, [f"v{version}" for version in range(1, 5)], keep_last=1)
     assert set(kept.named) == {"v3", "v4"}
@@ -237,7 +235,7 @@ def worker(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_extended_twice_is_the_run_that_was_planned_so_long_bit_for_bit(
+def test_run_extended_twice_equals_run_planned_that_long(
     worker: Database, model: Path, tmp_path: Path, migrated_file: Path
 ) -> None:
     submitted(worker, model, iterations=1)
@@ -258,7 +256,7 @@ def test_a_run_that_was_extended_twice_is_the_run_that_was_planned_so_long_bit_f
 
 
 @pytest.mark.slow
-def test_a_run_that_drops_checkpoints_is_extended_to_the_same(
+def test_run_extended_equals_planned_if_checkpoints_are_dropped(
     worker: Database, model: Path, tmp_path: Path, migrated_file: Path
 ) -> None:
     submitted(worker, model, iterations=3, **{"update.save_every": 100})

@@ -80,7 +80,7 @@ def forked(stack: Stack, *options: str) -> tuple[str, list[Episode]]:
     return name, [episode_of(stack, row["id"]) for row in rows]
 
 
-def test_forks_share_their_parents_first_steps_and_sample_the_others_anew(stack: Stack) -> None:
+def test_fork_shares_first_steps_and_samples_the_rest(stack: Stack) -> None:
     parent = episode_of(stack, two_steps(stack))
     before = select(stack, "SELECT count(*) AS steps FROM steps WHERE episode_id = :id", id=parent.id)
     name, children = forked(stack, str(parent.id), "--step", "1", "-n", "4")
@@ -96,7 +96,7 @@ def test_forks_share_their_parents_first_steps_and_sample_the_others_anew(stack:
     assert select(stack, "SELECT kind, status FROM v_groups WHERE run = :run", run=name) == [{"kind": "fork", "status": "done"}]
 
 
-def test_the_part_that_a_fork_has_from_its_parent_does_not_train(stack: Stack) -> None:
+def test_fork_prefix_does_not_train(stack: Stack) -> None:
     parent = episode_of(stack, two_steps(stack))
     _, (child,) = forked(stack, str(parent.id), "--step", "1", "-n", "1")
     (row,) = rows_of([child])
@@ -106,7 +106,7 @@ def test_the_part_that_a_fork_has_from_its_parent_does_not_train(stack: Stack) -
     assert not any(row.loss_mask[: len(first.prompt_ids) + len(first.sampled_ids)])
 
 
-def test_a_second_fork_of_the_same_step_draws_other_tokens(stack: Stack) -> None:
+def test_fork_of_same_step_again_draws_other_tokens(stack: Stack) -> None:
     parent = str(two_steps(stack))
     _, some = forked(stack, parent, "--step", "0", "-n", "2")
     _, others = forked(stack, parent, "--step", "0", "-n", "2")
@@ -114,7 +114,7 @@ def test_a_second_fork_of_the_same_step_draws_other_tokens(stack: Stack) -> None
     assert len({child.steps[0].sampled_ids for child in (*some, *others)}) > 1
 
 
-def test_a_fork_samples_with_the_policy_of_its_step_unless_another_is_named(stack: Stack) -> None:
+def test_fork_samples_with_policy_of_its_step_by_default(stack: Stack) -> None:
     late = "SELECT max(id) AS id FROM v_episodes WHERE run = :run AND steps = 2 AND iteration = 2"
     parent = str(select(stack, late, run=RUN)[0]["id"])
     _, (child,) = forked(stack, parent, "--step", "1", "-n", "1")
@@ -124,7 +124,7 @@ def test_a_fork_samples_with_the_policy_of_its_step_unless_another_is_named(stac
     assert other.steps[0].policy_version == 1
 
 
-def test_an_edited_message_is_what_the_forks_read(stack: Stack) -> None:
+def test_fork_reads_edited_message(stack: Stack) -> None:
     parent = episode_of(stack, two_steps(stack))
     _, children = forked(stack, str(parent.id), "--step", "1", "-n", "2", "--edit-message", "7")
     assert [message.content for message in parent.steps[1].prompt[1:]] == [QUESTION.content], (
@@ -141,7 +141,7 @@ def test_an_edited_message_is_what_the_forks_read(stack: Stack) -> None:
     assert len(json.loads(stack.agentrl("replay", str(children[0].id), "--json"))["steps"]) == 2
 
 
-def test_a_fork_of_a_fork_reads_through_both(stack: Stack) -> None:
+def test_fork_of_fork_reads_through_both(stack: Stack) -> None:
     parent = episode_of(stack, two_steps(stack))
     _, (child,) = forked(stack, str(parent.id), "--step", "1", "-n", "1")
     _, (grandchild,) = forked(stack, str(child.id), "--step", "1", "-n", "1")
@@ -149,7 +149,7 @@ def test_a_fork_of_a_fork_reads_through_both(stack: Stack) -> None:
     assert grandchild.parent_id == child.id
 
 
-def test_what_cannot_be_forked_is_refused_with_the_reason(stack: Stack) -> None:
+def test_fork_refusal_gives_reason(stack: Stack) -> None:
     parent = two_steps(stack)
     for request, refusal in (
         (ForkRequest(999999, 0, 1), NotFoundError),
@@ -164,14 +164,14 @@ def test_what_cannot_be_forked_is_refused_with_the_reason(stack: Stack) -> None:
     stack.agentrl("fork", str(parent), "--step", "0", "-n", "2", "--name", RUN, code=3)
 
 
-def test_more_groups_than_a_database_takes_values_can_be_trained_on(database: Database) -> None:
+def test_stored_groups_may_exceed_bind_limit_of_database(database: Database) -> None:
     start(database, submission())
     groups = range(1, 40_000)
     assert find_episode_counted_twice(database, groups) is None
     assert load_stored_run(database, find_run(database, "first")["id"], groups, "default", 2).planned == len(groups)
 
 
-def test_the_groups_of_forks_train_with_the_parent_as_a_sibling_and_no_rollout(stack: Stack) -> None:
+def test_stored_fork_groups_train_with_parent_as_sibling(stack: Stack) -> None:
     parent = episode_of(stack, two_steps(stack))
     name, children = forked(stack, str(parent.id), "--step", "1", "-n", "3", "--with-parent")
     stand_in = children[-1]
@@ -202,7 +202,7 @@ def broken(episode: Episode) -> float:
     raise ValueError("no idea")
 
 
-def test_new_rewards_stand_beside_the_old_and_train_without_a_rollout(stack: Stack) -> None:
+def test_rescored_rewards_stand_beside_old_and_train(stack: Stack) -> None:
     old = select(stack, "SELECT id, reward FROM v_episodes WHERE run = :run ORDER BY id", run=RUN)
     said = json.loads(
         stack.agentrl("rescore", RUN, "--reward", "tests.store.test_forks:shorter=2", "--name", "short", "--json")
@@ -235,7 +235,7 @@ def test_new_rewards_stand_beside_the_old_and_train_without_a_rollout(stack: Sta
     assert len(select(stack, "SELECT id FROM v_updates WHERE run = :run", run=trained)) == 1
 
 
-def test_a_model_is_made_of_a_runs_best_episodes_or_of_pairs_of_them_and_can_be_trained_on(stack: Stack) -> None:
+def test_sft_and_dpo_models_of_a_run_can_be_trained(stack: Stack) -> None:
     best = json.loads(stack.agentrl("sft", "--from-episodes", RUN, "--best", "1", "--steps", "2", "--json"))
     assert (best["examples"], best["of"]) == (4, 8)
     paired = json.loads(stack.agentrl("dpo", "--from-episodes", RUN, "--steps", "4", "--reference", "sampler", "--json"))
@@ -249,7 +249,7 @@ def test_a_model_is_made_of_a_runs_best_episodes_or_of_pairs_of_them_and_can_be_
     assert select(stack, "SELECT DISTINCT stage FROM consumptions") == [{"stage": "train"}]
 
 
-def test_a_reward_that_raises_writes_nothing_and_one_of_the_same_name_is_refused(stack: Stack) -> None:
+def test_rescore_with_exception_or_taken_name_writes_nothing(stack: Stack) -> None:
     with pytest.raises(RewardError, match="no idea"):
         rescore(stack.database, RUN, ["tests.store.test_forks:broken"], None)
     assert select(stack, "SELECT id FROM reward_sets WHERE name = 'broken'") == []
@@ -263,7 +263,7 @@ def test_a_reward_that_raises_writes_nothing_and_one_of_the_same_name_is_refused
             rescore(stack.database, RUN, [wrong], None)
 
 
-def test_a_critic_s_options_are_chosen_anew_for_stored_episodes(own_database: Database, home: Path) -> None:
+def test_critic_options_can_change_for_stored_episodes(own_database: Database, home: Path) -> None:
     work = ready(own_database, submission())
     train_commits.commit_update(own_database, work, update_of(work), 3)
 
@@ -277,7 +277,7 @@ def test_a_critic_s_options_are_chosen_anew_for_stored_episodes(own_database: Da
     assert [critic_of(), critic_of(**ppo)] == [CriticConfig(), CriticConfig()], "not that of who made the episodes"
 
 
-def test_what_was_decided_at_the_rollout_cannot_be_chosen_for_stored_episodes(stack: Stack) -> None:
+def test_rollout_options_cannot_change_for_stored_episodes(stack: Stack) -> None:
     stored = {"source.runs": [RUN]}
     for flags, refusal in (
         (stored | {"rollout.temperature": 0.5}, ConfigError),
@@ -291,7 +291,7 @@ def test_what_was_decided_at_the_rollout_cannot_be_chosen_for_stored_episodes(st
     stack.agentrl("submit", "--dataset", "arithmetic", "--reward-set", "short", code=2)
 
 
-def test_the_ledger_tells_what_became_of_an_episode_and_sums_to_what_was_planned(stack: Stack) -> None:
+def test_ledger_explains_each_episode_and_sums_to_plan(stack: Stack) -> None:
     chosen = two_steps(stack)
     told = json.loads(stack.agentrl("why", str(chosen), "--json"))
     assert told["fate"] == "trained"
@@ -305,7 +305,7 @@ def test_the_ledger_tells_what_became_of_an_episode_and_sums_to_what_was_planned
     stack.agentrl("why", "999999", code=5)
 
 
-def test_a_worker_refuses_a_group_whose_rewards_were_edited_since_it_read_them(
+def test_worker_refuses_group_if_reward_file_was_edited(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, weights = tmp_path / "edited_since.py", {"edited_since:mine": 1.0}
@@ -325,7 +325,7 @@ def test_a_worker_refuses_a_group_whose_rewards_were_edited_since_it_read_them(
         worker._check_code(later, made)
 
 
-def test_a_reward_that_was_edited_is_not_scored_by_workers_that_hold_the_older_code(
+def test_worker_with_older_reward_code_does_not_score(
     short_folder: Path, world_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = short_folder / "own"

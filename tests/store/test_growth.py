@@ -86,7 +86,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> Seen:
     return lambda shape, counted=False: made(tuple(shape.items()), counted)
 
 
-def test_a_page_of_episodes_is_the_part_of_the_view_that_meets_the_filters(grown: tuple[Database, list[Run]]) -> None:
+def test_episodes_page_equals_filtered_view(grown: tuple[Database, list[Run]]) -> None:
     database, _ = grown
     everything = list_large(database, {}, size=ALL)
     with database.read() as tx:
@@ -109,7 +109,7 @@ def meets(row: EpisodeRow, name: str, value: Any) -> bool:
     return bool(row[name] >= value if name == "tool_errors" else row[name] == value)
 
 
-def test_every_view_of_a_grown_database_shows_its_runs(grown: tuple[Database, list[Run]]) -> None:
+def test_views_of_grown_database_show_its_runs(grown: tuple[Database, list[Run]]) -> None:
     database, runs = grown
     of_runs = [reads.pages_of(run) | reads.lists(run) for run in runs]
     views = {name: read for found in of_runs for name, read in found.items() if ": v_" in name}
@@ -117,7 +117,7 @@ def test_every_view_of_a_grown_database_shows_its_runs(grown: tuple[Database, li
     assert [name for name, read in views.items() if not read(database)] == []
 
 
-def test_a_page_costs_the_same_in_a_run_of_four_times_the_iterations(seen: Seen) -> None:
+def test_page_cost_is_independent_of_run_length(seen: Seen) -> None:
     small, large = (
         work(
             database, reads.pages(1) | reads.pages(PER_ITERATION + 1) | reads.pages_of(run) | reads.loads(run) | filled_pages()
@@ -128,7 +128,7 @@ def test_a_page_costs_the_same_in_a_run_of_four_times_the_iterations(seen: Seen)
 
 
 @pytest.mark.parametrize("view", ["v_steps", "v_tool_calls", "v_rewards"])
-def test_somebodys_analyze_moves_no_page_of_what_carries_its_runs_name(seen: Seen, view: str) -> None:
+def test_page_cost_is_unchanged_by_analyze(seen: Seen, view: str) -> None:
     small, large = (
         work(database, {name: read for name, read in (reads.whole_database() | reads.pages_of(run)).items() if view in name})
         for database, (run, *_) in (seen({"mine": size, "live": 2}, counted=True) for size in (5, 5 * TIMES))
@@ -143,7 +143,7 @@ def filled_pages() -> dict[str, reads.Read]:
     return {what: read for what, read in reads.whole_database().items() if not what.removesuffix(", newest").endswith(listed)}
 
 
-def test_what_counts_over_a_run_costs_as_much_more_as_the_run_is_longer(seen: Seen) -> None:
+def test_run_sums_cost_grows_linearly_with_run(seen: Seen) -> None:
     small, large = (
         work(database, reads.lists(run) | reads.sums(run))
         for database, (run, *_) in (seen({"mine": size, "live": 2}) for size in (5, 5 * TIMES))
@@ -152,7 +152,7 @@ def test_what_counts_over_a_run_costs_as_much_more_as_the_run_is_longer(seen: Se
     assert large["why"] > 2 * small["why"]  # it counts, and what it counts
 
 
-def test_nothing_that_is_read_of_a_run_feels_the_other_runs(seen: Seen) -> None:
+def test_run_reads_cost_nothing_for_other_runs(seen: Seen) -> None:
     few, many = (
         work(database, reads.pages(1) | reads.pages_of(run) | reads.loads(run) | reads.lists(run) | of_the_run_alone(run))
         for database, (run, *_) in (seen({"mine": 5, "other": size, "live": 2}) for size in (2, 30))
@@ -181,7 +181,7 @@ def work(database: Database, wanted: Mapping[str, reads.Read]) -> dict[str, int]
     return found
 
 
-def test_nothing_that_is_read_reads_a_growing_table_whole_or_shows_a_blob(seen: Seen) -> None:
+def test_reads_scan_no_growing_table_and_show_no_blob(seen: Seen) -> None:
     database, runs = seen(SMALL)
     wanted = reads.reads(runs, 1000)
     for run in runs:
@@ -224,7 +224,7 @@ def aliased(name: str, queries: list[tuple[str, object]]) -> str:
     return found.pop() if found else name
 
 
-def test_a_runs_newest_rows_are_one_range_of_an_index_on_postgres(postgres: Database) -> None:
+def test_newest_rows_of_run_are_one_index_range_on_postgres(postgres: Database) -> None:
     with postgres.engine.begin() as tx:
         synthetic.fill(tx, {name: TIMES * iterations for name, iterations in SMALL.items()})
     analyse(postgres)
@@ -234,7 +234,7 @@ def test_a_runs_newest_rows_are_one_range_of_an_index_on_postgres(postgres: Data
             assert index in "\n".join(tx.execute(text(query)).scalars()), view
 
 
-def test_a_prepared_statement_fails_as_any_other_does(database: Database) -> None:
+def test_prepared_statement_raises_like_any_other(database: Database) -> None:
     twice = PreparedStatement(schema.events.insert().inline())
     with pytest.raises(IntegrityError), database.engine.begin() as tx:
         twice.run(tx, {"id": 1, "kind": "first"}, {"id": 1, "kind": "second"})
@@ -242,14 +242,14 @@ def test_a_prepared_statement_fails_as_any_other_does(database: Database) -> Non
         assert tx.execute(text("SELECT count(*) FROM events")).scalar_one() == 0
 
 
-def test_steps_and_calls_carry_the_name_of_their_run(database: Database) -> None:
+def test_step_and_call_rows_have_name_of_run(database: Database) -> None:
     work = claim(database, start(database, submission())[0])
     steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,)), sampled(work, 1)])
     with database.read() as tx:
         assert tx.execute(text("SELECT run FROM steps UNION ALL SELECT run FROM tool_calls")).scalars().all() == ["first"] * 3
 
 
-def test_the_benchmarks_databases_fill_whatever_a_run_fills(sqlite: Database, seen: Seen) -> None:
+def test_synthetic_database_fills_what_a_run_fills(sqlite: Database, seen: Seen) -> None:
     second = ready(sqlite, submission(tasks=4))
     train_commits.commit_update(sqlite, second, update_of(second, dropped={0: "too few"}), 3)
     with_call = claim(sqlite, groups_of(sqlite)[0])
@@ -304,7 +304,7 @@ def test_vacuum_writes_no_statistics_into_sqlite(database: Database) -> None:
 # `why` of a long run
 
 
-def test_why_shows_the_iterations_about_the_episodes_and_the_sum_of_all(
+def test_why_command_shows_iterations_of_episodes_and_total(
     home: Path, seen: Seen, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database, _ = seen({"mine": 20, "live": 2})

@@ -40,7 +40,7 @@ def _named_after(wanted: Submission, model: str) -> Submission:
     return replace(wanted, config={**config, "model": {**config["model"], "path": model}})
 
 
-def test_every_run_stands_under_what_it_comes_from(database: Database) -> None:
+def test_run_tree_places_each_run_under_its_sources(database: Database) -> None:
     curriculum(database)
     found = {each.row["run"]: [(source.run, source.what) for source in each.sources] for each in load_family(database, 50)}
     assert found == {
@@ -55,13 +55,13 @@ def test_every_run_stands_under_what_it_comes_from(database: Database) -> None:
     assert [each.row["run"] for each in load_family(database, 2)] == ["first", "on", "merged", "stranger"]
 
 
-def test_a_run_that_names_itself_or_nobody_as_its_model_comes_from_none(database: Database) -> None:
+def test_run_tree_ignores_self_and_unknown_models(database: Database) -> None:
     planning.submit(database, _named_after(submission("loop"), "loop@1"))
     planning.submit(database, _named_after(submission("odd"), "nobody@1"))
     assert [each.sources for each in load_family(database, 50)] == [(), ()]
 
 
-def test_the_tree_fits_80_columns_and_is_whole_in_json(own_database: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_tree_fits_80_columns_and_is_complete_in_json(own_database: Database, capsys: pytest.CaptureFixture[str]) -> None:
     curriculum(own_database)
     long = "a" * 64
     with own_database.engine.begin() as tx:
@@ -85,6 +85,6 @@ def test_the_tree_fits_80_columns_and_is_whole_in_json(own_database: Database, c
     assert build({"name": long}).name == long
 
 
-def test_without_a_run_there_is_no_tree(home: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_tree_without_runs_is_empty(home: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--tree"]) == 0
     assert "There is no run yet" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_devices_lost_without_progress_fail_the_run(database: Database, progress
     assert (f"failed {MAX_DEVICE_LOSSES} times" in reason and REASON in reason) is not progress
 
 
-def test_a_worker_on_the_cpu_says_so_if_the_runs_device_failed(database: Database) -> None:
+def test_cpu_worker_reports_that_device_of_run_failed(database: Database) -> None:
     first, _ = start(database, submission())
     assert record_cpu_after_loss(database, 1, "host:7") == ""
     assert values(database, "SELECT count(*) FROM events WHERE kind = 'on_cpu'") == [0]

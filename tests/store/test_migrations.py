@@ -18,14 +18,14 @@ from agentrl.workflow.tables.views import VIEWS
 UPGRADE = "import sys; from agentrl.workflow.store import connect, migrate; migrate.upgrade(connect.Database(sys.argv[1]))"
 
 
-def test_the_migrations_make_what_the_rows_declare(database: Database) -> None:
+def test_migrations_make_declared_tables(database: Database) -> None:
     with database.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, schema.metadata) == []
     assert current(database) == head()
 
 
-def test_every_check_constraint_is_in_the_database(database: Database) -> None:
+def test_migrations_make_every_check_constraint(database: Database) -> None:
     declared = {
         (table.name, str(constraint.name))
         for table in schema.metadata.tables.values()
@@ -38,7 +38,7 @@ def test_every_check_constraint_is_in_the_database(database: Database) -> None:
     assert declared
 
 
-def test_every_view_and_trigger_is_in_the_database(database: Database) -> None:
+def test_migrations_make_every_view_and_trigger(database: Database) -> None:
     assert set(inspect(database.engine).get_view_names()) == set(VIEWS)
     query = "SELECT name FROM sqlite_master WHERE type = 'trigger'" if database.is_sqlite else "SELECT tgname FROM pg_trigger"
     with database.read() as tx:
@@ -47,7 +47,7 @@ def test_every_view_and_trigger_is_in_the_database(database: Database) -> None:
 
 
 @pytest.mark.slow
-def test_a_downgrade_to_base_leaves_nothing_and_can_be_upgraded_again(database: Database) -> None:
+def test_downgrade_to_base_leaves_nothing_and_can_be_undone(database: Database) -> None:
     downgrade(database, "base")
     found = inspect(database.engine)
     assert found.get_view_names() == []
@@ -57,7 +57,7 @@ def test_a_downgrade_to_base_leaves_nothing_and_can_be_upgraded_again(database: 
     assert current(database) == head()
 
 
-def test_an_upgrade_of_an_up_to_date_database_keeps_its_rows(database: Database) -> None:
+def test_upgrade_of_current_database_keeps_rows(database: Database) -> None:
     with database.engine.begin() as tx:
         tx.execute(schema.events.insert().values(kind="kept"))
     upgrade(database)
@@ -75,7 +75,7 @@ def empty_url(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_six_processes_may_upgrade_at_once(empty_url: str) -> None:
+def test_upgrade_by_six_processes_at_once_succeeds(empty_url: str) -> None:
     started = [subprocess.Popen([sys.executable, "-c", UPGRADE, empty_url], stderr=subprocess.PIPE) for _ in range(6)]
     ended = [(process.communicate()[1], process.returncode) for process in started]
     assert [code for _, code in ended] == [0] * 6, ended
@@ -84,14 +84,12 @@ def test_six_processes_may_upgrade_at_once(empty_url: str) -> None:
     database.close()
 
 
-def test_sqlite_is_upgraded_by_whoever_opens_it(sqlite: Database) -> None:
+def test_upgrade_of_sqlite_happens_on_open(sqlite: Database) -> None:
     assert current(sqlite) == head()
 
 
 @pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
-def test_a_postgres_that_cannot_keep_every_text_is_refused_with_the_command_to_type(
-    postgres_server: Engine, encoding: str
-) -> None:
+def test_postgres_with_narrow_encoding_is_refused_with_command(postgres_server: Engine, encoding: str) -> None:
     with postgres_server.connect() as connection:
         connection.execute(text("DROP DATABASE IF EXISTS narrow"))
         connection.execute(text(f"CREATE DATABASE narrow ENCODING '{encoding}' LOCALE 'C' TEMPLATE template0"))
@@ -102,12 +100,12 @@ def test_a_postgres_that_cannot_keep_every_text_is_refused_with_the_command_to_t
         open_database(url)
 
 
-def test_a_postgres_that_was_not_migrated_is_refused_with_the_command_to_type(empty_postgres: str) -> None:
+def test_postgres_without_migrations_is_refused_with_command(empty_postgres: str) -> None:
     with pytest.raises(ServiceError, match="agentrl db upgrade"):
         open_database(empty_postgres)
 
 
-def test_the_reader_role_may_select_from_views_and_not_write(postgres: Database) -> None:
+def test_reader_role_selects_from_views_only(postgres: Database) -> None:
     reader = create_engine(postgres.url.set(username="agentrl_reader"))
     with reader.connect() as connection:
         for name in [*schema.TABLES_FOR_READERS, *VIEWS]:
@@ -119,7 +117,7 @@ def test_the_reader_role_may_select_from_views_and_not_write(postgres: Database)
     reader.dispose()
 
 
-def test_a_database_of_a_newer_agentrl_is_left_alone(database: Database) -> None:
+def test_database_of_newer_agentrl_is_left_alone(database: Database) -> None:
     with database.engine.begin() as tx:
         tx.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(ServiceError, match=f"newer agentrl .* 9999; known here: {head()}"):
@@ -127,7 +125,7 @@ def test_a_database_of_a_newer_agentrl_is_left_alone(database: Database) -> None
     assert current(database) == "9999"
 
 
-def test_database_older_than_the_first_migration_names_the_commit_that_upgrades_it(database: Database) -> None:
+def test_database_before_first_migration_names_commit_to_use(database: Database) -> None:
     with database.engine.begin() as tx:
         tx.execute(text("UPDATE alembic_version SET version_num = '0011'"))
     refusal = r"is at revision 0011, and this agentrl upgrades from 0012 on"

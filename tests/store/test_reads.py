@@ -98,7 +98,7 @@ def test_annotations_are_listed_by_run_episode_kind_and_name(grown: Database) ->
     assert not list_annotations(grown, AnnotationFilter("large", kind="message")).rows
 
 
-def test_a_row_has_the_columns_of_its_view_in_their_order(database: Database) -> None:
+def test_row_has_columns_of_its_view_in_order(database: Database) -> None:
     kinds = {kind.VIEW: kind for kind in ViewRow.__subclasses__()}
     assert kinds.keys() == {*VIEWS, "events"}
     with database.read() as tx:
@@ -106,7 +106,7 @@ def test_a_row_has_the_columns_of_its_view_in_their_order(database: Database) ->
     assert {view: list(kind.COLUMNS) for view, kind in kinds.items()} == shown
 
 
-def test_a_row_has_values_of_the_declared_types(grown: Database) -> None:
+def test_row_has_values_of_declared_types(grown: Database) -> None:
     driver = Reader(grown.url.render_as_string(hide_password=False), lambda: pytest.fail("the driver suffices"))
     for db in (grown, driver):
         for view, kind in VIEWS.items():
@@ -115,7 +115,7 @@ def test_a_row_has_values_of_the_declared_types(grown: Database) -> None:
             TypeAdapter(list[kind]).validate_python([dict(row) for row in rows], strict=True)  # type: ignore[valid-type]
 
 
-def test_a_row_is_frozen_and_is_a_mapping_of_its_columns(database: Database) -> None:
+def test_row_is_frozen_mapping_of_its_columns(database: Database) -> None:
     start(database, submission())
     row = run_rows.describe_run(database, "first")
     assert (row.run, row["run"], row.get("nothing"), len(row)) == ("first", "first", None, 22)
@@ -135,7 +135,7 @@ def test_a_row_is_frozen_and_is_a_mapping_of_its_columns(database: Database) -> 
 # pages
 
 
-def test_the_pages_of_a_list_in_any_order_have_each_row_once_in_the_order_of_the_whole(grown: Database) -> None:
+def test_pages_in_any_order_make_up_the_list(grown: Database) -> None:
     for name, (list_page, chosen) in LISTS.items():
         for word in ORDERS.get(name, {}):
             for sort in (word, f"-{word}"):
@@ -149,7 +149,7 @@ def test_the_pages_of_a_list_in_any_order_have_each_row_once_in_the_order_of_the
         assert len(whole.rows) < 4 or len(parts) in (4, 5, 6, 7), name
 
 
-def test_pages_have_every_row_of_the_beginning_once_while_others_are_added(database: Database) -> None:
+def test_pages_hold_each_initial_row_once_during_inserts(database: Database) -> None:
     for number in range(6):
         start(database, submission(f"run-{number}", tasks=4))
     seen: dict[str, list[int]] = {}
@@ -169,14 +169,14 @@ def test_pages_have_every_row_of_the_beginning_once_while_others_are_added(datab
         assert {1, 2, 3, 4, 5, 6} <= set(found)
 
 
-def test_a_page_ends_where_the_list_does(database: Database) -> None:
+def test_page_ends_with_the_list(database: Database) -> None:
     start(database, submission(tasks=4))  # 4 episodes of the first iteration
     assert [len(page.rows) for page in pages(list_episodes, database, EpisodeFilter("first"), Paging(2))] == [2, 2]
     assert list_episodes(database, EpisodeFilter("first", status="done")) == Page(())
     assert len(list_episodes(database, EpisodeFilter("first"), Paging(3, offset=2)).rows) == 2
 
 
-def test_a_reader_of_the_driver_alone_gives_the_same_pages(grown: Database) -> None:
+def test_driver_reader_gives_the_same_pages(grown: Database) -> None:
     reader = Reader(grown.url.render_as_string(hide_password=False), lambda: pytest.fail("the driver suffices"))
     for name, (list_page, chosen) in LISTS.items():
         assert list_page(reader, chosen, Paging(7)) == list_page(grown, chosen, Paging(7)), name
@@ -185,7 +185,7 @@ def test_a_reader_of_the_driver_alone_gives_the_same_pages(grown: Database) -> N
 # filters
 
 
-def test_filters_leave_the_rows_that_meet_all_of_them(grown: Database) -> None:
+def test_list_filters_keep_rows_that_meet_all(grown: Database) -> None:
     def check(list_page: Callable[..., Page[Any]], base: Any, meets: Callable[[Any], object], **asked: Any) -> None:
         everything = list_page(grown, base, Paging(MAX_SIZE)).rows
         met = tuple(row for row in everything if meets(row))
@@ -211,21 +211,21 @@ def test_filters_leave_the_rows_that_meet_all_of_them(grown: Database) -> None:
 
 
 @pytest.mark.parametrize("word", ["%", "_", "!", "\\", "100%", "a'b", ":run", "\0", "\ud800", "x" * 5000])
-def test_what_a_text_filter_is_given_is_text(database: Database, word: str) -> None:
+def test_text_filter_is_literal(database: Database, word: str) -> None:
     start(database, submission("plain"))
     assert list_runs(database, RunFilter(text=word)).rows == ()
     assert list_episodes(database, EpisodeFilter("plain", text=word, task=word, status=word)).rows == ()
 
 
 @pytest.mark.parametrize("number", [2**63, -(2**63), 10**30])
-def test_a_number_that_no_database_takes_meets_no_row(database: Database, number: int) -> None:
+def test_number_filter_out_of_range_matches_nothing(database: Database, number: int) -> None:
     start(database, submission())
     assert list_episodes(database, EpisodeFilter("first", iteration=number, group=number)).rows == ()
     assert list_annotations(database, AnnotationFilter(episode=number)).rows == ()
     assert ledger.list_fates(database, "first", number) == []
 
 
-def test_a_run_is_named_by_its_name_or_number_and_must_be_there(database: Database) -> None:
+def test_run_filter_takes_name_or_number_of_existing_run(database: Database) -> None:
     start(database, submission())
     assert list_episodes(database, EpisodeFilter("1")) == list_episodes(database, EpisodeFilter("first"))
     for name, (list_page, chosen) in LISTS.items():
@@ -238,7 +238,7 @@ def test_a_run_is_named_by_its_name_or_number_and_must_be_there(database: Databa
 # what may have changed
 
 
-def test_what_changed_since_a_cursor_is_told_and_what_is_over_is_not(database: Database) -> None:
+def test_changed_since_cursor_omits_finished_rows(database: Database) -> None:
     def changed(since: str) -> tuple[list[int], list[int], list[int]]:
         return (
             [row.iteration for row in list_iterations(database, IterationFilter("first", since=since)).rows],
@@ -262,7 +262,7 @@ def test_what_changed_since_a_cursor_is_told_and_what_is_over_is_not(database: D
     assert changed(changes.mark_changes(database, "first")) == ([], [], [])
 
 
-def test_no_event_is_missed_that_is_committed_after_one_of_a_greater_number(postgres: Database) -> None:
+def test_events_cursor_misses_no_late_commit(postgres: Database) -> None:
     start(postgres, submission())
     with postgres.engine.begin() as late:
         planning.log(late, 1, "late")
@@ -280,7 +280,7 @@ def test_no_event_is_missed_that_is_committed_after_one_of_a_greater_number(post
 # open work, fates
 
 
-def test_what_is_open_says_who_holds_it_and_what_waits(database: Database) -> None:
+def test_open_work_shows_holder_and_waiting_calls(database: Database) -> None:
     groups = start(database, submission())
     work = claim(database, groups[0])
     ((call,),) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,))])
@@ -293,7 +293,7 @@ def test_what_is_open_says_who_holds_it_and_what_waits(database: Database) -> No
     assert len(open_work.list_open_work(database, limit=1)) == 1
 
 
-def test_the_fates_of_an_iteration_are_the_ledgers(grown: Database) -> None:
+def test_list_fates_agrees_with_ledger(grown: Database) -> None:
     fates = ledger.list_fates(grown, "large", 2)
     counted = {row["iteration"]: row for row in ledger.count_fates(grown, "large")}[2]
     assert {fate: sum(row.fate == fate for row in fates) for fate in ledger.FATES} == {
@@ -316,7 +316,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("cursor", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_cursor_gets_one_sentence(database: Database, cursor: str) -> None:
+def test_cursor_that_is_hostile_gets_one_sentence(database: Database, cursor: str) -> None:
     start(database, submission())
     for name, (list_page, chosen) in LISTS.items():
         asked = replace(chosen, run="first") if hasattr(chosen, "run") else chosen  # type: ignore[type-var]
@@ -325,7 +325,7 @@ def test_a_hostile_cursor_gets_one_sentence(database: Database, cursor: str) -> 
             refused(lambda list_page=list_page, asked=asked: list_page(database, replace(asked, since=cursor)))
 
 
-def test_a_cursor_is_refused_from_however_deep_it_is_read() -> None:
+def test_cursor_is_refused_at_any_recursion_depth() -> None:
     def decode(frames: int) -> object:
         return decode(frames - 1) if frames else decode_cursor(urlsafe_b64encode(b"[" * 740).decode(), "runs")
 
@@ -339,7 +339,7 @@ def refused(read: Callable[[], object]) -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_a_cursor_is_refused_by_another_list_filter_order_and_run(grown: Database) -> None:
+def test_cursor_is_refused_by_other_list_filter_order_or_run(grown: Database) -> None:
     chosen = EpisodeFilter("large")
     cursor = list_episodes(grown, chosen, Paging(2, sort="reward")).next
     assert list_episodes(grown, chosen, Paging(9, cursor, sort="reward")).rows
@@ -356,7 +356,7 @@ VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | s
 
 
 @given(at=VALUES, last=VALUES, sort=st.sampled_from(["run", "reward", "id"]))
-def test_a_cursor_made_by_hand_is_a_place_or_is_refused(two_runs: Database, at: object, last: object, sort: str) -> None:
+def test_cursor_made_by_hand_is_valid_or_refused(two_runs: Database, at: object, last: object, sort: str) -> None:
     real = list_runs(two_runs, RunFilter(), Paging(1, sort=sort)).next
     digest, *_ = json.loads(urlsafe_b64decode(real + "=="))
     with suppress(ConfigError):
@@ -377,7 +377,7 @@ def two_runs(postgres_server: Any, migrated_name: str) -> Iterator[Database]:
 @pytest.mark.parametrize(
     "paging", [Paging(0), Paging(-1), Paging(MAX_SIZE + 1), Paging(offset=-1), Paging(offset=2**63), Paging(sort="x")]
 )
-def test_a_page_out_of_bounds_or_in_no_order_of_the_list_is_refused(sqlite: Database, paging: Paging) -> None:
+def test_paging_refuses_size_or_order_of_no_list(sqlite: Database, paging: Paging) -> None:
     start(sqlite, submission())
     with pytest.raises(ConfigError):
         list_episodes(sqlite, EpisodeFilter("first"), paging)

@@ -91,7 +91,7 @@ def test_reads_work_on_an_older_store(older: Database, capsys: pytest.CaptureFix
         assert shown.strip(), words
 
 
-def test_older_runs_are_refused_with_the_commit_that_can(older: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_of_older_run_names_commit_to_use(older: Database, capsys: pytest.CaptureFixture[str]) -> None:
     before = values(older, "SELECT count(*) FROM events")
     for verb, words in (
         ("resume", ("resume", "broken-off")),

@@ -49,7 +49,7 @@ def rows(database: Database, query: str) -> Sequence[Any]:
         return [tuple(row) for row in tx.execute(text(query))]
 
 
-def test_a_client_gets_an_episode_which_the_endpoint_finds_by_its_key(database: Database) -> None:
+def test_served_client_gets_episode_found_by_key(database: Database) -> None:
     run = served(database)
     first, second = opened(database, run, "a" * 64, "one"), opened(database, run, "b" * 64, "two")
     query = "SELECT e.id, e.sample, t.key FROM episodes e JOIN tasks t ON t.id = e.task_id ORDER BY e.id"
@@ -72,7 +72,7 @@ def test_served_episode_clock_is_the_time_of_its_first_claim(database: Database)
     assert again.clock == early.clock == find_origin(database, first.id).clock
 
 
-def test_two_sessions_of_one_name_are_two_samples_of_one_task(database: Database) -> None:
+def test_served_sessions_of_one_name_are_samples_of_one_task(database: Database) -> None:
     run = served(database)
     episodes = [opened(database, run, letter * 64) for letter in "ab"]
     assert rows(database, "SELECT count(DISTINCT task_id), count(DISTINCT sample) FROM episodes") == [(1, 2)]
@@ -81,20 +81,20 @@ def test_two_sessions_of_one_name_are_two_samples_of_one_task(database: Database
     assert len(keys) == 2
 
 
-def test_an_episode_whose_commit_was_not_heard_of_is_the_same_one(database: Database) -> None:
+def test_served_episode_opened_again_is_the_same(database: Database) -> None:
     run = served(database)
     assert opened(database, run) == opened(database, run)
     assert rows(database, "SELECT count(*) FROM episodes") == [(1,)]
 
 
-def test_workers_leave_a_served_run_alone(database: Database) -> None:
+def test_served_run_is_ignored_by_workers(database: Database) -> None:
     opened(database, served(database))
     assert control_reads.snapshot(database, LEASE).runs == ()
     assert control_reads.count_running_runs(database) == 0
     assert not endpoint_reads.some_run_has_agent(database)
 
 
-def test_a_served_run_neither_pauses_nor_resumes_and_can_be_cancelled(database: Database) -> None:
+def test_served_run_can_be_cancelled_but_not_paused_or_resumed(database: Database) -> None:
     run = served(database)
     episode = opened(database, run)
     with pytest.raises(StateError, match="cannot pause"):
@@ -109,14 +109,14 @@ def test_a_served_run_neither_pauses_nor_resumes_and_can_be_cancelled(database: 
     assert rows(database, "SELECT status FROM runs") == [("cancelled",)]
 
 
-def test_a_name_is_taken_once(database: Database) -> None:
+def test_served_run_name_is_unique(database: Database) -> None:
     submission = asked(database, name="mine")
     served_runs.open_run(database, submission, "host:1/a", LEASE)
     with pytest.raises(ConflictError):
         served_runs.open_run(database, asked(database, name="mine"), "host:2/b", LEASE)
 
 
-def test_a_run_that_is_closed_is_done_with_all_that_is_in_it(database: Database) -> None:
+def test_served_run_closed_ends_all_its_episodes(database: Database) -> None:
     run = served(database)
     ended(database, run, opened(database, run))
     open_one = opened(database, run, "b" * 64)
@@ -127,7 +127,7 @@ def test_a_run_that_is_closed_is_done_with_all_that_is_in_it(database: Database)
     assert rows(database, f"SELECT status FROM episodes WHERE id = {open_one.id}") == [("cancelled",)]
 
 
-def test_the_run_of_a_process_that_is_gone_is_ended_by_the_next(database: Database) -> None:
+def test_served_run_of_lost_process_is_ended_by_next(database: Database) -> None:
     lost, alive = served(database, lease=-1.0), served(database)
     episode = opened(database, lost)
     assert served_runs.find_lost_runs(database, LEASE) == {lost.id}
@@ -141,7 +141,7 @@ def test_the_run_of_a_process_that_is_gone_is_ended_by_the_next(database: Databa
         opened(database, lost, "b" * 64)
 
 
-def test_episodes_are_kept_for_as_many_days_as_their_run_says(database: Database) -> None:
+def test_served_episodes_are_kept_for_keep_days(database: Database) -> None:
     short, long = served(database, keep_days=1), served(database)
     for run, letter in ((short, "a"), (long, "b")):
         ended(database, run, opened(database, run, letter * 64))
@@ -158,14 +158,14 @@ def test_episodes_are_kept_for_as_many_days_as_their_run_says(database: Database
 
 
 @pytest.mark.parametrize("days", [36_500, 1e6, 1e300])
-def test_however_long_a_run_keeps_its_episodes_the_next_can_be_served(database: Database, days: float) -> None:
+def test_served_run_keep_days_never_block_the_next(database: Database, days: float) -> None:
     run = served(database, keep_days=days)
     ended(database, run, opened(database, run))
     assert served_runs.forget_old(database) == 0
     assert rows(database, "SELECT count(*) FROM episodes") == [(1,)]
 
 
-def test_an_episode_that_another_was_forked_from_is_kept(database: Database) -> None:
+def test_served_episode_with_forks_is_kept(database: Database) -> None:
     run = served(database, keep_days=1)
     first, fork = opened(database, run, "a" * 64), opened(database, run, "b" * 64)
     ended(database, run, first)
@@ -174,7 +174,7 @@ def test_an_episode_that_another_was_forked_from_is_kept(database: Database) -> 
     assert {number for (number,) in rows(database, "SELECT id FROM episodes")} == {first.id, fork.id}
 
 
-def test_what_was_cancelled_is_over_in_all_rows_and_forgotten_in_time(database: Database) -> None:
+def test_served_run_cancelled_ends_all_rows_and_is_forgotten(database: Database) -> None:
     run = served(database, keep_days=1)
     opened(database, run)
     planning.stop(database, run.name, "cancelled", "by hand")
@@ -184,7 +184,7 @@ def test_what_was_cancelled_is_over_in_all_rows_and_forgotten_in_time(database: 
     assert rows(database, "SELECT count(*) FROM episodes") == [(0,)]
 
 
-def test_an_episode_draws_other_tokens_than_those_before_it_that_are_forgotten(database: Database) -> None:
+def test_served_episode_draws_differ_from_forgotten_ones(database: Database) -> None:
     run = served(database)
     keys = set()
     for letter in "abc":
@@ -198,7 +198,7 @@ def test_an_episode_draws_other_tokens_than_those_before_it_that_are_forgotten(d
     assert len(keys) == 3
 
 
-def test_a_client_that_ends_its_episode_may_give_it_rewards(database: Database) -> None:
+def test_served_client_may_give_rewards_at_end(database: Database) -> None:
     run = served(database)
     episode = opened(database, run)
     end = AgentEnd(answer="7", rewards={"liked": 1.0})
@@ -206,7 +206,7 @@ def test_a_client_that_ends_its_episode_may_give_it_rewards(database: Database) 
     assert rows(database, "SELECT status, answer FROM agent_attempts") == [("ended", "7")]
 
 
-def test_a_served_run_has_the_sampling_of_its_policy_and_none_of_its_rewards() -> None:
+def test_served_run_has_sampling_of_policy_without_its_rewards() -> None:
     values = {"name": "trained", "env": "math", "rollout.temperature": 0.5, "rollout.max_steps": 3, "rewards": {"format": 1.0}}
     made = serve_config(build(values), None, {"top_k": 5})
     assert (made.rollout.temperature, made.rollout.top_k, dict(made.rewards), made.env) == (0.5, 5, {}, None)

@@ -28,7 +28,7 @@ def test_load_solved_counts_right_episodes_of_all_runs(database: Database) -> No
         load_solved(database, "absent")
 
 
-def test_choose_by_difficulty_keeps_tasks_that_are_sometimes_solved(database: Database) -> None:
+def test_choose_by_difficulty_keeps_sometimes_solved_tasks(database: Database) -> None:
     tasks = [task(number) for number in range(3)]
     asked = DatasetConfig(keep_solved="0.1..0.9")
     with pytest.raises(DatasetError, match=r"None of the 3 tasks .* agentrl data check"):

@@ -56,7 +56,7 @@ from tests.support.played_runs import (
 # submitting
 
 
-def test_a_submission_writes_the_run_and_its_first_iteration_whole(database: Database) -> None:
+def test_submit_writes_run_and_first_iteration(database: Database) -> None:
     made = planning.submit(database, submission(tasks=5, epochs=2))
     assert made == SubmittedRun(1, "first", True, 6)
     assert values(database, "SELECT count(*) FROM iterations") == [1]
@@ -64,7 +64,7 @@ def test_a_submission_writes_the_run_and_its_first_iteration_whole(database: Dat
     assert run_names.find_policy(database, "first", None)["version"] == 0
 
 
-def test_submitting_the_same_again_finds_the_run_and_another_config_is_a_conflict(database: Database) -> None:
+def test_submit_again_finds_run_and_other_config_conflicts(database: Database) -> None:
     made = planning.submit(database, submission())
     assert planning.submit(database, submission()) == replace(made, created=False)
     with pytest.raises(ConflictError, match="'first'"):
@@ -72,7 +72,7 @@ def test_submitting_the_same_again_finds_the_run_and_another_config_is_a_conflic
     assert value(database, "SELECT count(*) FROM runs") == 1
 
 
-def test_a_run_of_before_an_option_there_was_is_the_same_as_one_with_its_default(database: Database) -> None:
+def test_submit_matches_older_run_by_default_of_new_option(database: Database) -> None:
     made = planning.submit(database, submission())
     older = {**submission().config, "rollout": {"group_size": 2, "tasks_per_iteration": 2}}
     assert len(older["rollout"]) < len(submission().config["rollout"])
@@ -87,13 +87,13 @@ def test_a_run_of_before_an_option_there_was_is_the_same_as_one_with_its_default
         planning.submit(database, submission())
 
 
-def test_a_name_of_digits_alone_is_refused_since_it_reads_as_a_runs_number() -> None:
+def test_submit_refuses_name_of_digits() -> None:
     asked = Experiment(build({"name": "2"}), {})
     with pytest.raises(ConfigError, match="--name 2 looks like a run number"):
         submission_of(None, asked, "train", PolicyRef("tiny", "hash"), "arithmetic-tiny", manifest={}, tasks=(), code_hash="")
 
 
-def test_twenty_threads_that_submit_one_name_make_one_run(database: Database) -> None:
+def test_submit_of_one_name_by_twenty_threads_makes_one_run(database: Database) -> None:
     with ThreadPoolExecutor(20) as pool:
         made = list(pool.map(lambda _: planning.submit(database, submission()), range(20)))
     assert sum(one.created for one in made) == 1
@@ -101,7 +101,7 @@ def test_twenty_threads_that_submit_one_name_make_one_run(database: Database) ->
     assert value(database, "SELECT count(*) FROM episodes") == 4
 
 
-def test_a_name_that_nobody_chose_gives_way_to_the_next_free_one_and_its_folder_with_it(database: Database) -> None:
+def test_submit_without_name_takes_next_free_one_and_folder(database: Database) -> None:
     planning.submit(database, submission("first-1"))
     unnamed = replace(submission("first-1"), stem="first", root="/runs")
     assert planning.submit(database, unnamed).name == "first-2"
@@ -113,28 +113,28 @@ def test_a_name_that_nobody_chose_gives_way_to_the_next_free_one_and_its_folder_
     assert values(database, rows)[2] == "first-3 out"
 
 
-def test_twenty_threads_that_submit_under_one_free_name_make_twenty_runs(database: Database) -> None:
+def test_submit_without_name_in_threads_makes_as_many_runs(database: Database) -> None:
     with ThreadPoolExecutor(20) as pool:
         made = list(pool.map(lambda _: planning.submit(database, replace(submission("a-1"), stem="a")), range(20)))
     assert {one.name for one in made} == {f"a-{number}" for number in range(1, 21)}
     assert all(one.created for one in made)
 
 
-def test_a_run_whose_commit_was_not_heard_of_is_found_under_the_name_that_it_got(database: Database) -> None:
+def test_submit_repeated_after_lost_commit_finds_its_run(database: Database) -> None:
     planning.submit(database, submission("first-1"))
     unnamed = replace(submission("first-1"), stem="first")
     assert planning.submit(database, unnamed) == planning.submit(database, unnamed)
     assert values(database, "SELECT name FROM runs ORDER BY id") == ["first-1", "first-2"]
 
 
-def test_runs_on_the_same_tasks_share_their_rows(database: Database) -> None:
+def test_tasks_of_two_runs_share_rows(database: Database) -> None:
     planning.submit(database, submission())
     planning.submit(database, submission("second"))
     assert value(database, "SELECT count(*) FROM tasks") == 2
     assert planning.find_free_name(database, "first") == "first-1"
 
 
-def test_an_epoch_holds_every_task_once_in_an_order_of_its_own() -> None:
+def test_epoch_holds_each_task_once_in_own_order() -> None:
     keys = [f"train/{number}" for number in range(50)]
     orders = [task_order(seed, epoch, keys) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))]
     assert all(sorted(order) == list(range(50)) for order in orders)
@@ -142,7 +142,7 @@ def test_an_epoch_holds_every_task_once_in_an_order_of_its_own() -> None:
     assert orders[0] != orders[2] != orders[3] != orders[0]
 
 
-def test_the_iterations_of_an_epoch_take_the_tasks_in_that_order(database: Database) -> None:
+def test_iterations_take_tasks_in_epoch_order(database: Database) -> None:
     wanted = submission(tasks=3)
     work = ready(database, wanted)
     train_commits.commit_update(database, work, update_of(work), 3)
@@ -150,7 +150,7 @@ def test_the_iterations_of_an_epoch_take_the_tasks_in_that_order(database: Datab
     assert seen == [f"train/{index}" for index in task_order(0, 0, ["train/0", "train/1", "train/2"])]
 
 
-def test_a_run_of_so_many_iterations_ends_in_the_middle_of_an_epoch(database: Database) -> None:
+def test_run_by_iterations_may_end_within_epoch(database: Database) -> None:
     wanted = replace(submission(tasks=5), epochs=None, length=4)  # two tasks each: an epoch has three
     assert planning.submit(database, wanted) == SubmittedRun(1, "first", True, 4)
     assert values(database, "SELECT epochs || ' ' || iterations FROM v_runs") == ["2 4"]
@@ -168,7 +168,7 @@ def test_a_run_of_so_many_iterations_ends_in_the_middle_of_an_epoch(database: Da
     assert run_names.find_run(database, "first")["status"] == "done"
 
 
-def test_an_unknown_run_is_not_found(database: Database) -> None:
+def test_unknown_run_is_not_found(database: Database) -> None:
     start(database, submission())
     with pytest.raises(NotFoundError, match="'nobody'") as unlike:
         run_names.find_run(database, "nobody")
@@ -183,21 +183,21 @@ def test_an_unknown_run_is_not_found(database: Database) -> None:
 # claims
 
 
-def test_a_group_is_held_by_one_worker_at_a_time(database: Database) -> None:
+def test_group_claim_is_exclusive(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group, "host:1")
     assert [episode.sample for episode in work.episodes] == [0, 1]
     assert rollout_claims.claim_group(database, group, "host:2", LEASE) is None
 
 
-def test_of_ten_threads_that_claim_a_group_one_gets_it(database: Database) -> None:
+def test_group_claim_by_threads_succeeds_once(database: Database) -> None:
     group, _ = start(database, submission())
     with ThreadPoolExecutor(10) as pool:
         works = list(pool.map(lambda n: rollout_claims.claim_group(database, group, f"host:{n}", LEASE), range(10)))
     assert sum(work is not None for work in works) == 1
 
 
-def test_after_its_lease_a_group_is_taken_over_and_the_zombies_writes_are_refused(database: Database) -> None:
+def test_group_claim_after_lease_fences_previous_worker(database: Database) -> None:
     group, _ = start(database, submission())
     zombie = claim(database, group, lease=EXPIRED)
     heir = claim(database, group, "host:2")
@@ -216,14 +216,14 @@ def test_after_its_lease_a_group_is_taken_over_and_the_zombies_writes_are_refuse
     assert value(database, "SELECT count(*) FROM steps") == 0
 
 
-def test_a_heartbeat_keeps_the_lease(database: Database) -> None:
+def test_heartbeat_keeps_group_lease(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group, lease=EXPIRED)
     assert rollout_claims.extend_leases(database, [work.fence], LEASE) == {group}
     assert rollout_claims.claim_group(database, group, "host:2", LEASE) is None
 
 
-def test_a_group_lost_with_five_workers_is_poison(database: Database) -> None:
+def test_group_lost_with_five_workers_is_poison(database: Database) -> None:
     group, _ = start(database, submission())
     for _ in range(MAX_LOSSES):
         claim(database, group, lease=EXPIRED)
@@ -232,7 +232,7 @@ def test_a_group_lost_with_five_workers_is_poison(database: Database) -> None:
     assert value(database, "SELECT status FROM groups WHERE id = :g", g=group) == "done"
 
 
-def test_a_claim_handed_back_is_free_at_once_and_counts_no_loss(database: Database) -> None:
+def test_group_claim_handed_back_is_free_without_loss(database: Database) -> None:
     group, _ = start(database, submission())
     for _ in range(MAX_LOSSES + 1):
         rollout_claims.hand_back(database, claim(database, group).fence)
@@ -240,7 +240,7 @@ def test_a_claim_handed_back_is_free_at_once_and_counts_no_loss(database: Databa
     claim(database, group)
 
 
-def test_failures_of_the_system_end_a_group_after_max_attempts(database: Database) -> None:
+def test_group_ends_after_max_attempts_failed_by_system(database: Database) -> None:
     group, _ = start(database, submission())
     assert not rollout_claims.fail_attempt(database, claim(database, group).fence, "InfraError", "down", 2)
     assert rollout_claims.fail_attempt(database, claim(database, group).fence, "InfraError", "down", 2)
@@ -251,7 +251,7 @@ def test_failures_of_the_system_end_a_group_after_max_attempts(database: Databas
 # ends
 
 
-def test_the_last_episode_closes_its_group_and_the_last_group_its_iteration(database: Database) -> None:
+def test_finish_closes_group_and_iteration_with_last_member(database: Database) -> None:
     first, second = start(database, submission())
     work = claim(database, first)
     assert finish(database, work, 0, 1.0, {"numeric_answer": 1.0, "format": 0.0}) == rollout_claims.CompletedWork(False, None)
@@ -267,7 +267,7 @@ def test_the_last_episode_closes_its_group_and_the_last_group_its_iteration(data
     assert values(database, "SELECT weight FROM v_rewards WHERE part = 'format'") == [0.5]
 
 
-def test_the_largest_rewards_close_their_group(database: Database) -> None:
+def test_finish_accepts_largest_rewards(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group)
     finish(database, work, 0, MAX_REWARD)
@@ -275,14 +275,14 @@ def test_the_largest_rewards_close_their_group(database: Database) -> None:
     assert values(database, "SELECT std_reward FROM groups WHERE id = :g", g=group) == [pytest.approx(2**0.5 * MAX_REWARD)]
 
 
-def test_of_groups_that_finish_at_once_exactly_one_is_told_that_the_iteration_is_ready(database: Database) -> None:
+def test_finish_at_once_reports_ready_iteration_exactly_once(database: Database) -> None:
     groups = start(database, submission(tasks=6, tasks_per_iteration=6))
     with ThreadPoolExecutor(6) as pool:
         ended = list(pool.map(lambda group: play(database, group), groups))
     assert sum(end.iteration is not None for end in ended) == 1
 
 
-def test_an_episode_is_finished_once(database: Database) -> None:
+def test_episode_finishes_once(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group)
     finish(database, work, 0, 1.0)
@@ -293,7 +293,7 @@ def test_an_episode_is_finished_once(database: Database) -> None:
 
 
 @pytest.mark.parametrize("row", ["episodes", "groups", "iterations", "runs"])
-def test_a_terminal_row_cannot_be_moved_even_by_hand(database: Database, row: str) -> None:
+def test_terminal_row_cannot_change_even_by_hand(database: Database, row: str) -> None:
     work = ready(database, submission())
     train_commits.commit_update(database, work, update_of(work), 3)
     table = tables.metadata.tables[row]
@@ -306,7 +306,7 @@ def test_a_terminal_row_cannot_be_moved_even_by_hand(database: Database, row: st
 
 
 @pytest.mark.parametrize("status", sorted(TERMINAL - {"cancelled"}))
-def test_a_status_is_bound_to_what_must_be_known_in_it(database: Database, status: str) -> None:
+def test_status_requires_its_fields(database: Database, status: str) -> None:
     start(database, submission())
     with pytest.raises(IntegrityError), database.engine.begin() as tx:
         tx.execute(update(tables.episodes).values(status=status))
@@ -319,7 +319,7 @@ RESOURCES = ("v_resources", "v_episode_resources")
 EMPTY = ("v_tool_calls", "v_tool_sessions", "v_agent_attempts", "v_annotations", "v_evals", "v_critic_calls", *RESOURCES)
 
 
-def test_every_view_can_be_read_and_holds_plain_values(database: Database) -> None:
+def test_views_are_readable_with_plain_values(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     train_commits.commit_update(database, work, update_of(work), 3)
     for view in VIEWS:
@@ -346,7 +346,7 @@ def test_lists_for_people_filter_and_page(database: Database) -> None:
         episode_rows.find_episode(database, 999)
 
 
-def test_a_snapshot_shows_who_holds_what(database: Database) -> None:
+def test_snapshot_shows_who_holds_what(database: Database) -> None:
     first, second = start(database, submission())
     claim(database, first)
     rollout_claims.hand_back(database, claim(database, second).fence)
@@ -357,14 +357,14 @@ def test_a_snapshot_shows_who_holds_what(database: Database) -> None:
     assert two.claim.expired_ago is not None
 
 
-def test_a_service_lease_is_held_by_one_until_it_runs_out(database: Database) -> None:
+def test_service_lease_is_exclusive_until_it_expires(database: Database) -> None:
     assert leases.take_service_lease(database, "control", "host:1", LEASE)
     assert not leases.take_service_lease(database, "control", "host:2", LEASE)
     assert leases.take_service_lease(database, "control", "host:1", EXPIRED)
     assert leases.take_service_lease(database, "control", "host:2", LEASE)
 
 
-def test_what_a_run_waits_for_is_one_event_however_many_jobs_meet_it(database: Database) -> None:
+def test_waiting_run_is_one_event_for_many_jobs(database: Database) -> None:
     start(database, submission())
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: blocked_runs.wait_for(database, 1, "the server is away"), range(8)))

@@ -18,7 +18,7 @@ from agentrl.workflow.trajectory import CallRecord, Message, Task, ToolCall, sto
 from tests.support.played_runs import CALL, EXPIRED, answered, claim, fail, sampled, start, step, submission, task, values
 
 
-def test_a_step_comes_back_exactly_as_it_was_sampled_and_observed(database: Database) -> None:
+def test_step_is_read_exactly_as_written(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group, lease=EXPIRED)
     one = sampled(work, calls=(CALL, CALL))
@@ -36,7 +36,7 @@ def test_a_step_comes_back_exactly_as_it_was_sampled_and_observed(database: Data
     assert values(database, "SELECT tool_seconds FROM episodes WHERE id = :e", e=one.episode) == [1.0]
 
 
-def test_a_repeated_commit_of_a_step_changes_nothing(database: Database) -> None:
+def test_step_commit_repeated_changes_nothing(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group)
     one = sampled(work, calls=(CALL,))
@@ -53,7 +53,7 @@ def test_a_repeated_commit_of_a_step_changes_nothing(database: Database) -> None
     assert episode_rows.find_episode(database, one.episode).row["tool_errors"] == 1
 
 
-def test_the_first_result_of_a_call_counts(database: Database) -> None:
+def test_call_result_that_is_first_counts(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group)
     ((call,),) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,))])
@@ -64,7 +64,7 @@ def test_the_first_result_of_a_call_counts(database: Database) -> None:
     assert tool_calls.find_call(database, call) is None
 
 
-def test_of_ten_threads_that_answer_a_call_one_counts(database: Database) -> None:
+def test_call_results_of_threads_count_once(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group)
     ((call,),) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,))])
@@ -77,7 +77,7 @@ def test_of_ten_threads_that_answer_a_call_one_counts(database: Database) -> Non
     assert steps.load_results(database, [call])[call].content == str(counted.index(True))
 
 
-def test_a_call_with_effects_is_started_once_and_then_has_an_unknown_outcome(database: Database) -> None:
+def test_call_with_effects_starts_once_then_is_unknown(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group)
     once = replace(CALL, effects="once")
@@ -91,7 +91,7 @@ def test_a_call_with_effects_is_started_once_and_then_has_an_unknown_outcome(dat
     assert values(database, "SELECT status || starts FROM tool_calls") == ["unknown_outcome1"]
 
 
-def test_what_a_lost_worker_may_have_had_are_the_open_calls_of_running_episodes(database: Database) -> None:
+def test_open_calls_are_those_of_running_episodes(database: Database) -> None:
     group, other = start(database, submission())
     work, over = claim(database, group), claim(database, other)
     records = [sampled(work, calls=(CALL, CALL)), sampled(work, position=1, calls=(CALL,))]
@@ -106,7 +106,7 @@ def test_what_a_lost_worker_may_have_had_are_the_open_calls_of_running_episodes(
     assert values(database, "SELECT sends FROM tool_calls ORDER BY id") == [3, 1, 3, 1]
 
 
-def test_a_call_that_could_not_be_sent_has_its_result_from_the_start(database: Database) -> None:
+def test_call_that_could_not_be_sent_has_result_at_once(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group)
     unread = ToolCall("", {}, "no JSON")
@@ -116,7 +116,7 @@ def test_a_call_that_could_not_be_sent_has_its_result_from_the_start(database: D
     assert episode_rows.find_episode(database, work.episodes[0].id or 0).episode.steps[0].message.tool_calls == (unread,)
 
 
-def test_a_restarted_episode_keeps_its_old_steps_under_the_old_attempt(database: Database) -> None:
+def test_restarted_episode_keeps_old_steps_by_attempt(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group)
     ((call,),) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,))])
@@ -130,7 +130,7 @@ def test_a_restarted_episode_keeps_its_old_steps_under_the_old_attempt(database:
 HOSTILE = "a\0b\ud800c\x1b[31m\u202e"
 
 
-def test_nul_characters_and_lone_surrogates_can_be_stored_everywhere(database: Database) -> None:
+def test_store_takes_nul_and_lone_surrogates(database: Database) -> None:
     odd = Task("train/0", (Message("user", HOSTILE),), HOSTILE, {"note": HOSTILE, "number": float("inf")})
     group, *_ = start(database, replace(submission(), tasks=[odd, task(1)]))
     work = claim(database, group)
@@ -149,7 +149,7 @@ def test_nul_characters_and_lone_surrogates_can_be_stored_everywhere(database: D
 
 
 @given(st.text(st.characters()))
-def test_cleaned_text_is_what_every_database_can_hold(written: str) -> None:
+def test_clean_text_is_storable_in_every_database(written: str) -> None:
     kept = storable(written)
     assert "\0" not in kept.encode("utf-8").decode()
     assert storable(kept) == kept
@@ -157,6 +157,6 @@ def test_cleaned_text_is_what_every_database_can_hold(written: str) -> None:
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)), st.lists(st.floats(width=32, allow_nan=False)))
-def test_packed_ids_and_logprobs_come_back_unrounded(ids: list[int], logprobs: list[float]) -> None:
+def test_packed_ids_and_logprobs_are_read_back_exactly(ids: list[int], logprobs: list[float]) -> None:
     assert unpack("i", pack("i", ids)) == ids
     assert unpack("f", pack("f", logprobs)) == logprobs

@@ -36,7 +36,7 @@ from tests.support.played_runs import (
 )
 
 
-def test_an_iteration_is_claimed_when_every_group_is_terminal_and_by_one_trainer(database: Database) -> None:
+def test_train_claim_needs_terminal_groups_and_is_exclusive(database: Database) -> None:
     first, second = start(database, submission())
     play(database, first)
     iteration = planning.open_iterations(database, 1)[0]
@@ -48,7 +48,7 @@ def test_an_iteration_is_claimed_when_every_group_is_terminal_and_by_one_trainer
     assert train_claims.claim_iteration(database, iteration, "trainer:2", LEASE) is None
 
 
-def test_a_second_trainer_fences_the_first_out(database: Database) -> None:
+def test_train_claim_by_second_trainer_fences_first(database: Database) -> None:
     work = ready(database, submission())
     train_claims.hand_back_iteration(database, work.id, work.token)
     heir = claim_training(database, work.id)
@@ -61,14 +61,14 @@ def test_a_second_trainer_fences_the_first_out(database: Database) -> None:
     assert value(database, "SELECT count(*) FROM policies") == 2
 
 
-def test_a_late_heartbeat_takes_no_lease_of_what_is_over(database: Database) -> None:
+def test_train_heartbeat_takes_no_lease_of_finished_iteration(database: Database) -> None:
     work = ready(database, submission())
     train_commits.commit_update(database, work, update_of(work), 3)
     assert not train_claims.extend_lease(database, work.id, work.token, LEASE)
     assert value(database, f"SELECT lease_until FROM iterations WHERE id = {work.id}") is None
 
 
-def test_a_commit_whose_answer_was_lost_is_recognised_and_not_fenced(database: Database) -> None:
+def test_update_commit_repeated_is_recognised(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     published = train_commits.commit_update(database, work, update_of(work), 3)
     assert train_commits.commit_update(database, work, update_of(work), 3) == published
@@ -76,7 +76,7 @@ def test_a_commit_whose_answer_was_lost_is_recognised_and_not_fenced(database: D
     assert value(database, "SELECT count(*) FROM iterations") == 2
 
 
-def test_a_claim_whose_answer_was_lost_is_recognised_and_counts_no_loss(database: Database) -> None:
+def test_group_claim_repeated_is_recognised_without_loss(database: Database) -> None:
     group, _ = start(database, submission())
     first, again = (rollout_claims.claim_group(database, group, "host:1/a", LEASE) for _ in range(2))
     assert first is not None
@@ -87,7 +87,7 @@ def test_a_claim_whose_answer_was_lost_is_recognised_and_counts_no_loss(database
         steps.commit_sampled(database, first.fence, [sampled(first)])
 
 
-def test_a_lease_that_was_handed_back_is_not_renewed(database: Database) -> None:
+def test_lease_handed_back_is_not_renewed(database: Database) -> None:
     group, _ = start(database, submission())
     fence = claim(database, group).fence
     rollout_claims.hand_back(database, fence)
@@ -98,7 +98,7 @@ def test_a_lease_that_was_handed_back_is_not_renewed(database: Database) -> None
     assert not train_claims.extend_lease(database, work.id, work.token, LEASE)
 
 
-def test_a_run_whose_trainer_was_lost_too_often_can_be_resumed(database: Database) -> None:
+def test_resume_revives_run_with_too_many_lost_trainers(database: Database) -> None:
     work = ready(database, submission())
     train_claims.hand_back_iteration(database, work.id, work.token)
     for _ in range(MAX_LOSSES):
@@ -111,7 +111,7 @@ def test_a_run_whose_trainer_was_lost_too_often_can_be_resumed(database: Databas
     assert status_of_run(database) == "done"
 
 
-def test_an_update_that_keeps_failing_fails_its_run_with_the_reason(database: Database) -> None:
+def test_update_that_keeps_failing_fails_run_with_reason(database: Database) -> None:
     work = ready(database, submission())
     train_claims.fail_update(database, work, "RuntimeError: no memory", 2)
     assert status_of_run(database) == "running"
@@ -120,14 +120,14 @@ def test_an_update_that_keeps_failing_fails_its_run_with_the_reason(database: Da
     assert "no memory" in value(database, "SELECT reason FROM runs")
 
 
-def test_the_last_update_ends_a_run_that_was_failed_meanwhile(database: Database) -> None:
+def test_last_update_ends_run_that_was_failed_meanwhile(database: Database) -> None:
     work = ready(database, submission())
     train_commits.fail_run(database, work.run_id, "thought lost")
     train_commits.commit_update(database, work, update_of(work), 3)
     assert status_of_run(database) == "done"
 
 
-def test_an_evaluation_without_one_finished_episode_has_no_mean(database: Database) -> None:
+def test_eval_without_finished_episode_has_no_mean(database: Database) -> None:
     run = submission(kind="eval")
     start(database, run)
     for (group,) in [(g,) for g in values(database, "SELECT id FROM groups")]:
@@ -139,7 +139,7 @@ def test_an_evaluation_without_one_finished_episode_has_no_mean(database: Databa
     assert set(values(database, "SELECT error FROM episodes")) == {"Lost"}
 
 
-def test_an_update_is_committed_whole_or_not_at_all(database: Database) -> None:
+def test_update_commit_is_atomic(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     broken = update_of(work, advantages={10**9: 0.5})
     with pytest.raises(IntegrityError):
@@ -149,7 +149,7 @@ def test_an_update_is_committed_whole_or_not_at_all(database: Database) -> None:
     assert train_commits.commit_update(database, work, update_of(work), 3).version == 1
 
 
-def test_an_episode_that_an_update_left_out_is_consumed_and_its_fate_says_so(database: Database) -> None:
+def test_episode_left_out_of_update_is_consumed_with_reason(database: Database) -> None:
     work = ready(database, submission())
     credit = {episode.id: 0.5 for group in work.groups for episode in group.episodes if episode.id is not None}
     first, *others = credit
@@ -163,7 +163,7 @@ def test_an_episode_that_an_update_left_out_is_consumed_and_its_fate_says_so(dat
     assert (row["planned"], row["trained"], row["strayed"]) == (4, 3, 1)
 
 
-def test_ledger_names_truncated_episodes_and_no_others_of_their_group(database: Database) -> None:
+def test_ledger_names_truncated_episodes_only(database: Database) -> None:
     work = ready(database, submission())
     credit = {episode.id: 0.5 for group in work.groups for episode in group.episodes if episode.id is not None}
     first, second, *others = credit
@@ -176,7 +176,7 @@ def test_ledger_names_truncated_episodes_and_no_others_of_their_group(database: 
     assert fates == ["truncated", "trained", *["trained"] * len(others)]
 
 
-def test_a_group_without_variance_is_told_so_also_where_an_episode_of_it_was_left_out(database: Database) -> None:
+def test_ledger_names_group_without_variance_despite_dropped_one(database: Database) -> None:
     flat, varied = start(database, submission())
     play(database, flat, reward=0.0)
     play(database, varied)
@@ -190,7 +190,7 @@ def test_a_group_without_variance_is_told_so_also_where_an_episode_of_it_was_lef
     assert {ledger.explain_fate(database, episode)["fate"] for episode in of_varied if episode is not None} == {"strayed"}
 
 
-def test_a_group_without_variance_trained_where_a_critic_s_values_did(database: Database) -> None:
+def test_ledger_says_trained_if_critic_had_values(database: Database) -> None:
     """All values are 0 at first, so that equal rewards are advantages of 0; the value loss has learned from them."""
     work = ready(database, submission())
     credit = {episode.id: 0.0 for group in work.groups for episode in group.episodes if episode.id is not None}
@@ -199,7 +199,7 @@ def test_a_group_without_variance_trained_where_a_critic_s_values_did(database: 
     assert {ledger.explain_fate(database, episode)["fate"] for episode in credit} == {"trained"}
 
 
-def test_what_a_critic_explains_stands_beside_the_iteration_and_in_its_line(database: Database) -> None:
+def test_explained_variance_is_shown_with_its_iteration(database: Database) -> None:
     work = ready(database, submission())
     step = {"loss": 0.5, "explained_variance": 0.25, "rows": 4, "tokens": 8}
     steps = [{**step, "value_loss": value_loss} for value_loss in (0.5, 0.25)]
@@ -210,7 +210,7 @@ def test_what_a_critic_explains_stands_beside_the_iteration_and_in_its_line(data
     assert "explained" not in iteration_line({**row, "explained_variance": None}, 1, 2.0)
 
 
-def test_the_commit_publishes_the_policy_and_plans_the_next_iteration_with_it(database: Database) -> None:
+def test_update_commit_publishes_policy_and_plans_next_iteration(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     published = train_commits.commit_update(database, work, update_of(work, dropped={1: "one member"}), 3)
     assert published.version == 1
@@ -224,14 +224,14 @@ def test_the_commit_publishes_the_policy_and_plans_the_next_iteration_with_it(da
     assert value(database, "SELECT count(*) FROM consumptions") == 4
 
 
-def test_a_skipped_update_publishes_an_alias_of_the_same_weights(database: Database) -> None:
+def test_skipped_update_publishes_alias_of_same_weights(database: Database) -> None:
     work = ready(database, submission(epochs=2))
     train_commits.commit_update(database, work, update_of(work, path="", sha256="", skipped="every group was flat"), 3)
     policy = run_names.find_policy(database, "first", 1)
     assert (policy["kind"], policy["path"]) == ("alias", "")
 
 
-def test_the_run_is_done_after_its_last_iteration(database: Database) -> None:
+def test_run_is_done_after_last_iteration(database: Database) -> None:
     work = ready(database, submission())
     assert train_commits.commit_update(database, work, update_of(work), 3).next_iteration is None
     assert status_of_run(database) == "done"
@@ -240,7 +240,7 @@ def test_the_run_is_done_after_its_last_iteration(database: Database) -> None:
         planning.resume(database, "first")
 
 
-def test_too_many_bad_updates_in_a_row_fail_the_run_and_resume_goes_on(database: Database) -> None:
+def test_bad_updates_in_a_row_fail_run_until_resume(database: Database) -> None:
     iteration = ready(database, submission(epochs=4)).id
     for number in range(2):
         with database.engine.begin() as tx:  # the claim of `ready`, given back
@@ -258,7 +258,7 @@ def test_too_many_bad_updates_in_a_row_fail_the_run_and_resume_goes_on(database:
     assert control_reads.snapshot(database, LEASE).runs[0].iterations[0].number == 2
 
 
-def test_with_under_half_of_the_episodes_trainable_the_run_pauses_until_it_is_resumed(database: Database) -> None:
+def test_run_pauses_with_under_half_trainable_episodes(database: Database) -> None:
     for group in start(database, submission()):
         work = claim(database, group)
         fail(database, work, 0)
@@ -271,7 +271,7 @@ def test_with_under_half_of_the_episodes_trainable_the_run_pauses_until_it_is_re
     claim_training(database, last.iteration)
 
 
-def test_a_paused_run_gives_no_work_and_a_resumed_one_goes_on(database: Database) -> None:
+def test_paused_run_gives_no_work_until_resume(database: Database) -> None:
     group, _ = start(database, submission())
     planning.stop(database, "first", "paused")
     planning.stop(database, "first", "paused")
@@ -281,7 +281,7 @@ def test_a_paused_run_gives_no_work_and_a_resumed_one_goes_on(database: Database
     claim(database, group)
 
 
-def test_a_cancelled_run_drops_what_its_workers_still_hold(database: Database) -> None:
+def test_cancelled_run_drops_claims_of_workers(database: Database) -> None:
     group, _ = start(database, submission())
     work = claim(database, group)
     planning.stop(database, "first", "cancelled")
@@ -294,14 +294,14 @@ def test_a_cancelled_run_drops_what_its_workers_still_hold(database: Database) -
         planning.stop(database, "first", "paused")
 
 
-def test_an_eval_run_ends_with_its_score(database: Database) -> None:
+def test_eval_run_ends_with_score(database: Database) -> None:
     work = ready(database, submission(kind="eval"))
     train_commits.finish_eval(database, work, Score(0.5, 0.1, 0.9, 4, 0))
     assert eval_results.find_result(database, "first")["mean_reward"] == 0.5
     assert status_of_run(database) == "done"
 
 
-def test_an_evaluation_of_one_task_is_stored_without_bounds(database: Database) -> None:
+def test_eval_of_one_task_is_stored_without_bounds(database: Database) -> None:
     work = ready(database, submission(kind="eval"))
     train_commits.finish_eval(database, work, Score(0.5, -math.inf, math.inf, 4, 0))
     row = eval_results.find_result(database, "first")
@@ -310,7 +310,7 @@ def test_an_evaluation_of_one_task_is_stored_without_bounds(database: Database) 
 
 
 @pytest.mark.parametrize(("reward", "by"), [(1.0, "Wilson"), (0.5, "Student")])
-def test_whose_interval_an_evaluation_has_is_stored_and_said(database: Database, reward: float, by: str) -> None:
+def test_eval_stores_kind_of_its_interval(database: Database, reward: float, by: str) -> None:
     for group in start(database, submission(kind="eval")):
         play(database, group, reward)
     work = claim_training(database, 1)
@@ -320,7 +320,7 @@ def test_whose_interval_an_evaluation_has_is_stored_and_said(database: Database,
     assert f"  95% {by} [{cell(row['low'])}, {cell(row['high'])}]  " in eval_line({**row, "policy_version": 0}, None)
 
 
-def test_the_hash_of_a_base_is_remembered_from_its_first_loading(database: Database) -> None:
+def test_base_hash_is_stored_at_first_loading(database: Database) -> None:
     planning.submit(database, replace(submission(), policy=replace(submission().policy, base_hash="")))
     train_commits.confirm_base(database, 1, "one", {"tokenizer": "t"})
     train_commits.confirm_base(database, 1, "one", {"tokenizer": "t"})

@@ -48,7 +48,7 @@ def rows_of(database: Database, statement: str) -> int:
         return int(tx.execute(text(statement)).scalar_one())
 
 
-def test_weak_passwords_names_what_is_easy_to_guess_on_postgres_alone(database: Database) -> None:
+def test_weak_passwords_names_guessable_ones_on_postgres(database: Database) -> None:
     where = Settings(reader_password="5f0c1d77a3b94e60", tools_password="short", agents_password="My-AgentRL-password")
     if database.is_sqlite:
         assert weak_passwords(database, where) == []
@@ -65,26 +65,26 @@ def test_weak_passwords_names_what_is_easy_to_guess_on_postgres_alone(database: 
     assert ("POSTGRES_PASSWORD" in owner, others) == (True, weak)
 
 
-def test_a_select_gives_columns_and_rows(asked: Settings) -> None:
+def test_run_query_gives_columns_and_rows(asked: Settings) -> None:
     columns, rows = run_query(asked, "SELECT 1 AS one, 'a %s :b' AS words, NULL AS nil")
     assert columns == ["one", "words", "nil"]
     assert [tuple(row) for row in rows] == [(1, "a %s :b", None)]
 
 
-def test_every_view_can_be_asked_and_an_empty_answer_has_columns(asked: Settings) -> None:
+def test_run_query_reads_every_view_with_its_columns(asked: Settings) -> None:
     for view in VIEWS:
         columns, rows = run_query(asked, f"SELECT * FROM {view};  -- with a comment")
         assert len(columns) > 5
         assert not rows
 
 
-def test_no_more_rows_come_than_the_limit(asked: Settings) -> None:
+def test_run_query_limits_rows(asked: Settings) -> None:
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
     _, rows = run_query(asked, endless, limit=7)
     assert [row[0] for row in rows] == list(range(1, 8))
 
 
-def test_an_endless_query_is_stopped_at_its_deadline(asked: Settings) -> None:
+def test_run_query_stops_at_deadline(asked: Settings) -> None:
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
     with pytest.raises(AccessDenied, match="longer than"):
         run_query(asked, endless, seconds=0.3)
@@ -93,14 +93,14 @@ def test_an_endless_query_is_stopped_at_its_deadline(asked: Settings) -> None:
 ONE_LONG_INSTRUCTION = "SELECT instr(zeroblob(30000000), zeroblob(15000000) || x'01')"
 
 
-def test_run_query_ends_a_sqlite_query_that_is_within_one_long_instruction(sqlite: Database, tmp_path: Path) -> None:
+def test_run_query_ends_sqlite_within_one_long_instruction(sqlite: Database, tmp_path: Path) -> None:
     where = Settings(home=tmp_path, database_url=str(sqlite.url))
     with pytest.raises(AccessDenied, match="takes too much work and was stopped"):
         run_query(where, ONE_LONG_INSTRUCTION, seconds=0.1)
     assert run_query(where, "SELECT 1")[1] == [(1,)], "another process answers"
 
 
-def test_sql_command_hears_ctrl_c_within_one_long_instruction(store_home: Path) -> None:
+def test_sql_command_obeys_ctrl_c_within_long_instruction(store_home: Path) -> None:
     command = [sys.executable, "-m", "agentrl.cli", "sql", ONE_LONG_INSTRUCTION]
     process = subprocess.Popen(command, env={**os.environ, "AGENTRL_HOME": str(store_home)})
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -170,7 +170,7 @@ def not_refused(where: Settings, attacks: dict[str, str], folder: Path) -> list[
     return passed
 
 
-def test_what_is_no_plain_read_is_refused_and_changes_nothing(asked: Settings, database: Database, tmp_path: Path) -> None:
+def test_run_query_refuses_all_but_plain_reads(asked: Settings, database: Database, tmp_path: Path) -> None:
     events = rows_of(database, "SELECT count(*) FROM events")
     assert not_refused(asked, ATTACKS, tmp_path) == []
     assert rows_of(database, "SELECT count(*) FROM events") == events
@@ -178,26 +178,26 @@ def test_what_is_no_plain_read_is_refused_and_changes_nothing(asked: Settings, d
         run_query(asked, ATTACKS["commit and insert"])
 
 
-def test_sqlite_writes_and_reads_no_other_file(sqlite: Database, tmp_path: Path) -> None:
+def test_run_query_touches_no_other_file_on_sqlite(sqlite: Database, tmp_path: Path) -> None:
     where = Settings(home=tmp_path, database_url=str(sqlite.url))
     assert not_refused(where, SQLITE_ATTACKS, tmp_path) == []
     assert not (tmp_path / "stolen.db").exists()
 
 
-def test_postgres_gives_the_reader_nothing_but_reading(postgres: Database, tmp_path: Path) -> None:
+def test_run_query_reader_on_postgres_can_only_read(postgres: Database, tmp_path: Path) -> None:
     where = Settings(home=tmp_path, database_url=postgres.url.render_as_string(hide_password=False))
     assert not_refused(where, POSTGRES_ATTACKS, tmp_path) == []
     assert not (tmp_path / "stolen.db").exists()
 
 
-def test_a_query_that_is_too_long_or_holds_a_nul_is_refused(asked: Settings) -> None:
+def test_run_query_refuses_long_query_and_nul(asked: Settings) -> None:
     with pytest.raises(AccessDenied, match="characters"):
         run_query(asked, "SELECT " + "1 + " * MAX_SQL + "1")
     with pytest.raises(AccessDenied, match="NUL"):
         run_query(asked, "SELECT 1\0")
 
 
-def test_a_query_that_the_database_does_not_understand_is_bad_input(asked: Settings) -> None:
+def test_run_query_error_in_sql_is_bad_input(asked: Settings) -> None:
     for wrong in ("SELECT nothing FROM v_runs", "SELEC 1", "SELECT * FROM nowhere"):
         with pytest.raises(ConfigError):
             run_query(asked, wrong)
@@ -215,53 +215,53 @@ def test_a_query_that_the_database_does_not_understand_is_bad_input(asked: Setti
         ("SELECT status", "List the views: agentrl sql --schema"),
     ],
 )
-def test_a_view_or_column_that_is_none_is_told_the_nearest(asked: Settings, wrong: str, hint: str) -> None:
+def test_run_query_suggests_nearest_view_or_column(asked: Settings, wrong: str, hint: str) -> None:
     with pytest.raises(ConfigError, match="Invalid query") as refused:
         run_query(asked, wrong)
     assert refused.value.hint == hint
 
 
-def test_an_upgrade_gives_the_reader_the_password_of_the_settings(asked: Settings, database: Database) -> None:
+def test_upgrade_sets_reader_password_of_settings(asked: Settings, database: Database) -> None:
     if not database.is_sqlite:
         stored = "SELECT count(*) FROM pg_authid WHERE rolname = 'agentrl_reader' AND rolpassword IS NOT NULL AND NOT rolsuper"
         assert rows_of(database, stored) == 1
     assert run_query(asked, "SELECT 1")[1]
 
 
-def test_what_the_url_says_of_the_connection_is_no_hindrance(postgres: Database, tmp_path: Path) -> None:
+def test_run_query_ignores_options_of_url(postgres: Database, tmp_path: Path) -> None:
     url = postgres.url.update_query_dict({"connect_timeout": "7", "client_encoding": "latin1", "application_name": "mine"})
     where = Settings(home=tmp_path, database_url=url.render_as_string(hide_password=False))
     _, rows = run_query(where, "SELECT current_setting('application_name') AS name, '\u65e5' AS day")
     assert [tuple(row) for row in rows] == [("mine", "\u65e5")]
 
 
-def test_the_application_s_own_login_is_refused_as_reader(postgres: Database, tmp_path: Path) -> None:
+def test_run_query_refuses_login_that_may_write(postgres: Database, tmp_path: Path) -> None:
     url = postgres.url.render_as_string(hide_password=False)
     with pytest.raises(AccessDenied, match="may write"):
         run_query(Settings(home=tmp_path, database_url=url, database_reader_url=url), "SELECT 1")
 
 
-def test_without_a_reader_login_the_query_is_refused_and_says_what_to_do(postgres: Database, tmp_path: Path) -> None:
+def test_run_query_without_reader_login_says_what_to_do(postgres: Database, tmp_path: Path) -> None:
     url = postgres.url.render_as_string(hide_password=False)
     nobody = postgres.url.set(username="nobody_like_that").render_as_string(hide_password=False)
     with pytest.raises(AccessDenied, match="AGENTRL_DATABASE_READER_URL"):
         run_query(Settings(home=tmp_path, database_url=url, database_reader_url=nobody), "SELECT 1")
 
 
-def test_a_postgres_that_is_away_is_a_service_error(tmp_path: Path) -> None:
+def test_run_query_without_postgres_is_service_error(tmp_path: Path) -> None:
     where = Settings(home=tmp_path, database_url="postgresql://someone:secret@127.0.0.1:1/nothing")
     with pytest.raises(ServiceError) as caught:
         run_query(where, "SELECT 1")
     assert "secret" not in str(caught.value)
 
 
-def test_before_the_first_run_there_is_nothing_to_ask_and_nothing_is_made(tmp_path: Path) -> None:
+def test_run_query_before_first_run_makes_no_database(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         run_query(Settings(home=tmp_path / "home"), "SELECT 1")
     assert not (tmp_path / "home").exists()
 
 
-def test_a_query_reads_while_another_writes(sqlite: Database, tmp_path: Path) -> None:
+def test_run_query_reads_while_another_writes(sqlite: Database, tmp_path: Path) -> None:
     writer = sqlite3.connect(str(sqlite.url.database), isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
     writer.execute("INSERT INTO events (kind) VALUES ('x')")
@@ -285,25 +285,25 @@ def test_packed_ids_and_logprobs_are_json_on_both_databases(asked: Settings, dat
 
 @pytest.mark.slow
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)))
-def test_what_was_packed_is_what_the_functions_show(values: list[float]) -> None:
+def test_rl_f4_shows_packed_floats(values: list[float]) -> None:
     assert json.loads(rl_f4(struct.pack(f"<{len(values)}f", *values)) or "") == values
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
-def test_what_was_packed_as_ids_is_what_the_functions_show(values: list[int]) -> None:
+def test_rl_i4_shows_packed_ids(values: list[int]) -> None:
     assert json.loads(rl_i4(struct.pack(f"<{len(values)}i", *values)) or "") == values
 
 
-def test_columns_of_one_name_are_numbered(asked: Settings) -> None:
+def test_run_query_numbers_columns_of_same_name(asked: Settings) -> None:
     assert run_query(asked, "SELECT 1 AS a, 2 AS a, 3 AS a_2, 4 AS a")[0] == ["a", "a_2", "a_2_2", "a_3"]
 
 
-def test_half_a_surrogate_pair_is_bad_input(asked: Settings) -> None:
+def test_run_query_refuses_lone_surrogate(asked: Settings) -> None:
     with pytest.raises(ConfigError, match="surrogate"):
         run_query(asked, "SELECT '\udcff'")
 
 
-def test_a_database_that_may_not_be_written_is_read(sqlite: Database, short_folder: Path) -> None:
+def test_run_query_reads_database_in_readonly_folder(sqlite: Database, short_folder: Path) -> None:
     sqlite.close()
     shutil.copy(str(sqlite.url.database), short_folder / "sealed.db")
     short_folder.chmod(0o555)
@@ -316,7 +316,7 @@ def test_a_database_that_may_not_be_written_is_read(sqlite: Database, short_fold
     assert done.stdout == "id\n", done.stderr
 
 
-def test_a_file_that_is_no_database_and_a_folder_cannot_be_read(tmp_path: Path) -> None:
+def test_run_query_refuses_invalid_file_and_folder(tmp_path: Path) -> None:
     (tmp_path / "text.db").write_text("This is no database.\n" * 1000)
     for file in (tmp_path / "text.db", tmp_path):
         with pytest.raises(ServiceError, match="cannot be read"):

@@ -139,7 +139,7 @@ def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-def test_tools_are_listed_told_of_and_called(loopback: Server) -> None:
+def test_tool_server_lists_describes_and_calls_tools(loopback: Server) -> None:
     with loopback.client() as client:
         names = [tool["name"] for tool in client.get("/tools").json()]
         told = client.get("/tools/calculator").json()
@@ -152,7 +152,7 @@ def test_tools_are_listed_told_of_and_called(loopback: Server) -> None:
     assert 0 < answer["seconds"] < SECONDS
 
 
-def test_the_routes_are_described_to_whoever_asks(loopback: Server) -> None:
+def test_tool_server_describes_its_routes(loopback: Server) -> None:
     described = httpx2.get(f"{loopback.address}/openapi.json", trust_env=False).json()
     in_session = "/sessions/{session}/tools/{name}/call"
     paths = {"/tools", "/tools/{name}", "/tools/{name}/call", "/sessions", "/sessions/{session}", in_session}
@@ -180,7 +180,7 @@ def test_the_routes_are_described_to_whoever_asks(loopback: Server) -> None:
         ("stutter", {}, None, "a?b"),
     ],
 )
-def test_what_a_model_would_read_is_an_answer(
+def test_tool_server_answers_what_model_would_read(
     loopback: Server, tool: str, arguments: dict[str, Any], error_class: str | None, said: str
 ) -> None:
     answer = loopback.call(tool, **arguments)
@@ -189,7 +189,7 @@ def test_what_a_model_would_read_is_an_answer(
     assert said in answer.json()["result"]
 
 
-def test_what_the_system_failed_is_no_answer(loopback: Server) -> None:
+def test_tool_server_answers_503_for_system_failure(loopback: Server) -> None:
     failed = loopback.call("fail")
     assert failed.status_code == 503
     assert "fail cannot run on" in failed.json()["detail"]
@@ -197,7 +197,7 @@ def test_what_the_system_failed_is_no_answer(loopback: Server) -> None:
 
 
 @pytest.mark.parametrize("authorization", [None, "Bearer", "Bearer wrong", "Bearer wr\xf6ng", "Basic eDp5", "{token}"])
-def test_without_the_token_nothing_is_told_and_nothing_runs(loopback: Server, authorization: str | None) -> None:
+def test_tool_server_refuses_everything_without_token(loopback: Server, authorization: str | None) -> None:
     with loopback.client((authorization or "x").replace("{token}", loopback.token)) as client:
         if authorization is None:
             del client.headers["Authorization"]
@@ -232,7 +232,7 @@ def test_without_the_token_nothing_is_told_and_nothing_runs(loopback: Server, au
         ("echo", b'{"arguments": {"text": "' + b"x" * 1_000_000 + b'"}}', 413, "at most 1000000 are accepted"),
     ],
 )
-def test_what_no_caller_should_send_is_refused_in_a_sentence(
+def test_tool_server_refuses_bad_request_in_a_sentence(
     loopback: Server, path: str, body: bytes, status: int, said: str
 ) -> None:
     with loopback.client() as client:
@@ -242,14 +242,14 @@ def test_what_no_caller_should_send_is_refused_in_a_sentence(
     assert len(refused.text) < 600
 
 
-def test_a_body_that_comes_in_pieces_is_counted_too(loopback: Server) -> None:
+def test_tool_server_limits_chunked_body(loopback: Server) -> None:
     with loopback.client() as client:
         refused = client.post("/tools/echo/call", content=(b"x" * 100_000 for _ in range(30)))
     assert refused.status_code == 413
     assert "3000000 bytes" in refused.json()["detail"]
 
 
-def test_a_caller_that_goes_away_in_mid_sentence_harms_nobody(loopback: Server) -> None:
+def test_tool_server_survives_disconnect_within_request(loopback: Server) -> None:
     host, _, port = loopback.address.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as caller:
         head = (
@@ -259,13 +259,13 @@ def test_a_caller_that_goes_away_in_mid_sentence_harms_nobody(loopback: Server) 
     assert loopback.call("echo", text="still here").json()["result"] == "still here"
 
 
-def test_twenty_calls_run_at_once(loopback: Server) -> None:
+def test_tool_server_runs_twenty_calls_at_once(loopback: Server) -> None:
     with ThreadPoolExecutor(PARTY) as callers:
         answers = list(callers.map(lambda _: loopback.call("meet").json()["result"], range(PARTY)))
     assert answers == ["all are there"] * PARTY
 
 
-def test_a_server_at_a_unix_socket_is_this_users_alone_and_leaves_nothing(short_folder: Path) -> None:
+def test_tool_server_socket_is_private_and_removed(short_folder: Path) -> None:
     path = short_folder / "tools.sock"
     with serving(short_folder, "--env", "search_qa", "--socket", str(path)) as server:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -278,7 +278,7 @@ def test_a_server_at_a_unix_socket_is_this_users_alone_and_leaves_nothing(short_
     assert not path.exists()
 
 
-def test_a_socket_is_taken_over_from_a_killed_server_and_from_no_other(short_folder: Path) -> None:
+def test_tool_server_takes_socket_of_killed_server_only(short_folder: Path) -> None:
     path = short_folder / "tools.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -290,7 +290,7 @@ def test_a_socket_is_taken_over_from_a_killed_server_and_from_no_other(short_fol
     assert path.read_text() == "a file of somebody's"
 
 
-def test_a_call_that_has_begun_is_answered_before_sigterm_ends_the_server(short_folder: Path) -> None:
+def test_tool_server_finishes_started_call_on_sigterm(short_folder: Path) -> None:
     options = ("--tools", "tests.tools.test_tool_server:await_file_tool", "--port", "0")
     with serving(short_folder, *options, token="of-my-own") as server, ThreadPoolExecutor(1) as caller:
         answer = caller.submit(server.call, "await_file", folder=str(short_folder))
@@ -328,7 +328,7 @@ def cell(client: httpx2.Client, session: str, code: str) -> tuple[str, str | Non
     return answer.json()["result"], answer.json()["error_class"]
 
 
-def test_names_last_within_a_session_and_are_another_sessions_own(coder: Server) -> None:
+def test_tool_session_keeps_its_own_names(coder: Server) -> None:
     with coder.client() as client:
         told = client.post("/sessions").json()
         assert (told["tools"], told["idle_seconds"]) == (["python"], 600)
@@ -345,7 +345,7 @@ def test_names_last_within_a_session_and_are_another_sessions_own(coder: Server)
     assert sandbox_fixtures.alive() == []
 
 
-def test_a_tool_that_keeps_names_says_so_and_is_called_in_a_session_alone(coder: Server) -> None:
+def test_tool_session_is_required_by_tool_with_state(coder: Server) -> None:
     with coder.client() as client:
         assert [(tool["name"], tool["keeps_session"]) for tool in client.get("/tools").json()] == [
             ("calculator", False),
@@ -356,7 +356,7 @@ def test_a_tool_that_keeps_names_says_so_and_is_called_in_a_session_alone(coder:
     assert "POST /sessions opens one" in refused.json()["detail"]
 
 
-def test_a_session_that_is_over_or_never_was_is_not_found(coder: Server) -> None:
+def test_tool_session_unknown_or_over_is_not_found(coder: Server) -> None:
     with coder.client() as client:
         closed = opened(client)
         assert client.delete(f"/sessions/{closed}").status_code == 204
@@ -368,7 +368,7 @@ def test_a_session_that_is_over_or_never_was_is_not_found(coder: Server) -> None
                 assert len(answer.text) < 400
 
 
-def test_a_session_that_loses_its_interpreter_is_over_and_harms_no_other(coder: Server) -> None:
+def test_tool_session_ends_with_its_interpreter_alone(coder: Server) -> None:
     with coder.client() as client:
         lost, other = opened(client), opened(client)
         cell(client, other, "x = 1")
@@ -381,7 +381,7 @@ def test_a_session_that_loses_its_interpreter_is_over_and_harms_no_other(coder: 
 
 
 @pytest.mark.slow
-def test_sigterm_ends_all_sessions_after_the_cell_that_runs(short_folder: Path) -> None:
+def test_tool_server_ends_sessions_on_sigterm_after_running_cell(short_folder: Path) -> None:
     sandbox_fixtures.machine()
     left = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(999)'])"
     with serving(short_folder, "--tools", "python_session", "--port", "0") as server, server.client() as client:
@@ -418,7 +418,7 @@ async def gone(sessions: ServedSessions) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_the_cells_of_a_session_run_in_the_order_in_which_they_came(box: None) -> None:
+def test_tool_session_runs_cells_in_order(box: None) -> None:
     async def said() -> list[str]:
         sessions = ServedSessions()
         name = sessions.open()
@@ -431,7 +431,7 @@ def test_the_cells_of_a_session_run_in_the_order_in_which_they_came(box: None) -
     assert sandbox_fixtures.alive() == []
 
 
-def test_a_session_that_is_closed_ends_after_its_cell_and_runs_none_that_waits(box: None) -> None:
+def test_tool_session_closed_finishes_its_cell_only(box: None) -> None:
     ran: list[str] = []
 
     def call(code: str, notebook: Notebook) -> str:
@@ -451,7 +451,7 @@ def test_a_session_that_is_closed_ends_after_its_cell_and_runs_none_that_waits(b
     assert sandbox_fixtures.alive() == []
 
 
-def test_a_session_without_calls_is_put_away_and_one_at_work_is_not(box: None) -> None:
+def test_tool_session_idle_is_closed_but_not_while_busy(box: None) -> None:
     async def idled() -> None:
         sessions = ServedSessions(idle_seconds=0.0)
         name = sessions.open()
@@ -467,7 +467,7 @@ def test_a_session_without_calls_is_put_away_and_one_at_work_is_not(box: None) -
     assert sandbox_fixtures.alive() == []
 
 
-def test_there_are_no_more_sessions_than_there_may_be() -> None:
+def test_tool_sessions_are_limited() -> None:
     async def filled() -> None:
         sessions = ServedSessions(most=2)
         first, _ = sessions.open(), sessions.open()
@@ -479,7 +479,7 @@ def test_there_are_no_more_sessions_than_there_may_be() -> None:
     asyncio.run(filled())
 
 
-def test_a_caller_who_opens_too_many_sessions_is_told_and_the_others_go_on(loopback: Server) -> None:
+def test_tool_sessions_beyond_limit_are_refused(loopback: Server) -> None:
     with loopback.client() as client:
         names = [opened(client) for _ in range(64)]
         refused = client.post("/sessions")
@@ -513,7 +513,7 @@ def refuses(server: Server) -> bool:
         (["--tools", "echo", "--host", "no.such.host.invalid"], "", 4, "annot serve tools at"),
     ],
 )
-def test_what_cannot_be_served_is_said_before_anything_listens(
+def test_tool_server_refuses_before_listening(
     options: list[str],
     token: str,
     code: int,
@@ -531,7 +531,7 @@ def test_what_cannot_be_served_is_said_before_anything_listens(
     assert not printed.out
 
 
-def test_a_port_that_is_taken_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tool_server_reports_port_in_use(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if find_spec("fastapi") is None:
         missing("FastAPI")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -540,13 +540,13 @@ def test_a_port_that_is_taken_is_said(home: Path, capsys: pytest.CaptureFixture[
     assert f"127.0.0.1 port {port}" in capsys.readouterr().err
 
 
-def test_other_machines_are_served_with_a_token_of_ones_own(short_folder: Path) -> None:
+def test_tool_server_for_other_hosts_needs_own_token(short_folder: Path) -> None:
     with serving(short_folder, "--tools", "echo", "--host", "0.0.0.0", "--port", "0", token="of-my-own") as server:
         server.address = server.address.replace("0.0.0.0", "127.0.0.1")
         assert server.call("echo", text="far").json()["result"] == "far"
 
 
-def test_the_tools_of_an_env_and_of_a_server_are_offered_together() -> None:
+def test_tool_server_offers_tools_of_env_and_mcp() -> None:
     if find_spec("mcp") is None:
         missing("the mcp SDK")
     server = "mcp:" + shlex.join([sys.executable, str(Path(__file__).parents[1] / "support" / "mcp_server.py"), "/nowhere"])
@@ -557,7 +557,7 @@ def test_the_tools_of_an_env_and_of_a_server_are_offered_together() -> None:
         select_tools("search_qa", ["search"])
 
 
-def test_all_tools_are_listed_with_what_they_lack(
+def test_tools_command_lists_tools_and_missing_parts(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("AGENTRL_FETCH_HOSTS", raising=False)

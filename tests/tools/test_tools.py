@@ -48,7 +48,7 @@ OPERATORS = st.sampled_from(["+", "-", "*", "/", "//", "%"])
         ("+".join(["1"] * 250), "250"),
     ],
 )
-def test_the_calculator_is_exact(expression: str, result: str) -> None:
+def test_calculator_is_exact(expression: str, result: str) -> None:
     assert find("tools", "calculator").call({"expression": expression}) == result
 
 
@@ -84,13 +84,13 @@ def test_the_calculator_is_exact(expression: str, result: str) -> None:
         ("1\x00", "not arithmetic"),
     ],
 )
-def test_what_the_calculator_cannot_do_is_told_to_the_model(expression: str, why: str) -> None:
+def test_calculator_explains_what_it_cannot_do(expression: str, why: str) -> None:
     with pytest.raises(ToolFailure, match=why):
         calculate(expression)
 
 
 @given(st.text(alphabet="0123456789.,+-*/%() \n", max_size=600))
-def test_any_text_has_a_value_or_a_reason(text: str) -> None:
+def test_calculator_gives_value_or_reason_for_any_text(text: str) -> None:
     try:
         said = calculate(text)
     except ToolFailure as failure:
@@ -100,7 +100,7 @@ def test_any_text_has_a_value_or_a_reason(text: str) -> None:
 
 
 @given(WHOLE, OPERATORS, WHOLE)
-def test_the_result_of_whole_numbers_is_pythons_own(left: int, operator: str, right: int) -> None:
+def test_calculator_integer_results_equal_python(left: int, operator: str, right: int) -> None:
     operation = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}[operator]
     try:
         exact = Fraction(getattr(Fraction, f"__{operation}__")(Fraction(left), Fraction(right)))
@@ -113,12 +113,12 @@ def test_the_result_of_whole_numbers_is_pythons_own(left: int, operator: str, ri
 
 
 @given(st.integers(-(10**60), 10**60), st.integers(0, 60))
-def test_a_decimal_of_any_length_comes_back_as_it_went_in(digits: int, places: int) -> None:
+def test_calculator_keeps_decimals_of_any_length(digits: int, places: int) -> None:
     number = Decimal(digits).scaleb(-places) if digits.bit_length() < 90 else Decimal(digits)
     assert Fraction(calculate(f"{number:f}")) == Fraction(number)
 
 
-def test_the_model_is_told_the_signature() -> None:
+def test_calculator_schema_is_its_signature() -> None:
     schema = find("tools", "calculator").schema["function"]
     assert schema["name"] == "calculator"
     assert schema["parameters"]["required"] == ["expression"]
@@ -126,19 +126,19 @@ def test_the_model_is_told_the_signature() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"expression": 5}, {"expression": "1", "digits": 3}, {"expr": "1"}])
-def test_arguments_that_do_not_fit_are_the_models_mistake(arguments: dict[str, object]) -> None:
+def test_tool_arguments_that_do_not_fit_are_models_mistake(arguments: dict[str, object]) -> None:
     with pytest.raises(ToolFailure, match="wrong arguments for calculator"):
         find("tools", "calculator").call(arguments)
 
 
-def test_every_tool_file_defines_a_tool_of_its_own_name_and_a_session_takes_the_place_of_python() -> None:
+def test_tool_files_define_tool_and_session_replaces_python() -> None:
     for name in names("tools"):
         tool = find("tools", name)
         assert isinstance(tool, Tool)
         assert tool.name == name.removesuffix("_session")
 
 
-def test_a_call_of_the_calculator_has_no_effects() -> None:
+def test_calculator_has_no_effects() -> None:
     assert find("tools", "calculator").effects == "none"
 
 
@@ -165,9 +165,7 @@ def _returning(value: object) -> Tool:
         (TimeoutError("of its own"), "probe failed: TimeoutError: of its own", "tool_crash"),
     ],
 )  # fmt: skip
-def test_run_within_gives_the_model_whatever_a_tool_returns_or_raises(
-    value: object, read: str, error_class: str | None
-) -> None:
+def test_run_within_returns_any_result_or_exception_as_text(value: object, read: str, error_class: str | None) -> None:
     tool = _returning(value)
     result = run_within(tool, lambda: tool.run({}), 10)
     assert (result.content, result.error_class) == (read, error_class)

@@ -53,7 +53,7 @@ def work(tool: Tool, **arguments: Any) -> CallWork:
     return CallWork(1, "math", tool.name, arguments, tool.effects)
 
 
-def test_a_signature_becomes_a_schema_and_arguments_become_what_it_says() -> None:
+def test_tool_schema_and_arguments_follow_signature() -> None:
     tool = Tool(travel)
     told = tool.schema["function"]
     assert (told["name"], told["description"]) == ("travel", "Travels to a place.")
@@ -75,7 +75,7 @@ def test_a_signature_becomes_a_schema_and_arguments_become_what_it_says() -> Non
         ({"k" * 100_000: "v" * 100_000}, "Extra inputs"),
     ],
 )
-def test_arguments_that_do_not_fit_are_told_with_what_would(arguments: dict[str, Any], said: str) -> None:
+def test_tool_arguments_that_do_not_fit_get_expected_ones(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ToolFailure) as told:
         Tool(travel).call(arguments)
     assert said in str(told.value)
@@ -83,7 +83,7 @@ def test_arguments_that_do_not_fit_are_told_with_what_would(arguments: dict[str,
     assert len(str(told.value)) < 2000
 
 
-def test_types_that_say_nothing_to_a_model_are_refused_before_the_run() -> None:
+def test_tool_refuses_types_without_schema() -> None:
     def untyped(x) -> str:  # type: ignore[no-untyped-def]
         return ""
 
@@ -101,7 +101,7 @@ def test_types_that_say_nothing_to_a_model_are_refused_before_the_run() -> None:
             Tool(function).check()
 
 
-def test_an_async_function_is_refused_before_the_run() -> None:
+def test_tool_refuses_async_function() -> None:
     async def later(text: str) -> str:
         """Says it later."""
         return text
@@ -110,7 +110,7 @@ def test_an_async_function_is_refused_before_the_run() -> None:
         Tool(later).check()
 
 
-def test_a_result_is_cut_at_the_tools_limit_and_the_model_told_so() -> None:
+def test_tool_result_is_cut_with_notice() -> None:
     def chatter(letters: int) -> str:
         """Says much."""
         if letters < 0:
@@ -123,7 +123,7 @@ def test_a_result_is_cut_at_the_tools_limit_and_the_model_told_so() -> None:
     assert run_tool(tool, work(tool, letters=-12)).content == "n" * 10 + "\n[cut: 2 more characters]"
 
 
-def test_what_lasts_is_made_once_and_before_the_time_of_a_call_counts() -> None:
+def test_tool_resource_opens_once_outside_call_time() -> None:
     made = []
     release = threading.Event()
 
@@ -151,7 +151,7 @@ def test_what_lasts_is_made_once_and_before_the_time_of_a_call_counts() -> None:
     assert results == ["1"] * 4
 
 
-def test_what_cannot_be_opened_is_the_tools_fault_or_the_systems() -> None:
+def test_tool_resource_failure_is_of_tool_or_system() -> None:
     def nothing() -> str:
         """Does nothing."""
         return ""
@@ -204,7 +204,7 @@ def asked(db: Database, tool: str, call: ToolCall) -> int:
     return number
 
 
-def test_a_call_that_is_sent_again_while_it_runs_runs_once(own_database: Database) -> None:
+def test_tool_call_sent_again_while_running_runs_once(own_database: Database) -> None:
     number = asked(own_database, f"{__name__}:lingering_tool", ToolCall("lingering", {}))
     first = threading.Thread(target=tool_call.call, args=(number, NO_REPLY))
     first.start()
@@ -216,16 +216,14 @@ def test_a_call_that_is_sent_again_while_it_runs_runs_once(own_database: Databas
     assert values(own_database, "SELECT result FROM tool_calls") == ["done"]
 
 
-def test_a_call_that_the_system_failed_stays_without_a_result_so_that_it_is_sent_again(own_database: Database) -> None:
+def test_tool_call_failed_by_system_has_no_result(own_database: Database) -> None:
     number = asked(own_database, f"{__name__}:failing_tool", ToolCall("failing", {}))
     with pytest.raises(InfraError, match=r"failing cannot run on .*: The sandbox is down\."):
         tool_call.call(number, "nobody")
     assert values(own_database, "SELECT result FROM tool_calls") == [None]
 
 
-def test_a_tool_that_this_machine_cannot_serve_is_refused_when_the_run_is_submitted(
-    own_database: Database, tmp_path: Path
-) -> None:
+def test_submit_refuses_tool_that_machine_cannot_serve(own_database: Database, tmp_path: Path) -> None:
     asked = {"dataset.name": "arithmetic", "model.path": str(tiny_random(tmp_path / "model"))}
     with pytest.raises(ConfigError, match="No index is here"):
         prepare(own_database, build({**asked, "tools": f"{__name__}:unready_tool"}))
@@ -247,7 +245,7 @@ def user_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     sys.modules.pop("user_tools", None)
 
 
-def test_a_run_adds_tools_to_its_env_by_name_and_by_path(user_tools: str) -> None:
+def test_run_adds_tools_by_name_and_path(user_tools: str) -> None:
     env = find("envs", "math")
     config = build({"tools": ["echo", f"{user_tools}:shout", "calculator"]})
     assert list(offered_tools(env, config)) == ["calculator", "echo", "shout"]
@@ -257,11 +255,11 @@ def test_a_run_adds_tools_to_its_env_by_name_and_by_path(user_tools: str) -> Non
         offered_tools(env, build({"tools": f"{user_tools}:other"}))
 
 
-def test_an_env_takes_tools_as_they_are() -> None:
+def test_env_takes_tools_by_name_or_object() -> None:
     assert list(Env(tools=("calculator", Tool(travel))).toolset()) == ["calculator", "travel"]
 
 
-def test_shipped_tools_have_schemas_and_limits() -> None:
+def test_tools_shipped_have_schemas_and_limits() -> None:
     for name in names("tools"):
         tool = find("tools", name)
         assert tool.schema["function"]["description"]
@@ -269,11 +267,11 @@ def test_shipped_tools_have_schemas_and_limits() -> None:
         assert 0 < tool.max_characters <= 65536
 
 
-def test_echo_says_it_again() -> None:
+def test_echo_repeats_text() -> None:
     assert find("tools", "echo").call({"text": "a\x00b\ud800 \n"}) == "a\x00b\ud800 \n"
 
 
-def test_a_tool_of_a_run_is_found_by_the_tools_worker(own_database: Database, user_tools: str) -> None:
+def test_tools_worker_finds_tool_of_run(own_database: Database, user_tools: str) -> None:
     number = asked(own_database, f"{user_tools}:shout", ToolCall("shout", {"text": "hi"}))
     from agentrl.workers.stack.replies import Replies
 

@@ -70,7 +70,7 @@ def served(listed: tuple[ServedTool, ...], name: str) -> dict[str, mcp_tool.McpT
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_what_a_server_says_becomes_tools_with_effects_from_its_hints(served: dict[str, mcp_tool.McpTool]) -> None:
+def test_mcp_tools_have_schemas_and_effects_from_hints(served: dict[str, mcp_tool.McpTool]) -> None:
     add = served["add"].schema["function"]
     assert (add["name"], add["description"]) == ("add", "Adds two whole numbers.")
     assert add["parameters"]["properties"]["a"]["type"] == "integer"
@@ -84,7 +84,7 @@ def test_what_a_server_says_becomes_tools_with_effects_from_its_hints(served: di
 
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.slow
-def test_calls_share_one_process_that_is_started_again_when_it_dies(served: dict[str, mcp_tool.McpTool], name: str) -> None:
+def test_mcp_calls_share_process_that_restarts_after_death(served: dict[str, mcp_tool.McpTool], name: str) -> None:
     assert served["add"].call({"a": 1, "b": 2}) == "3"
     first = served["process"].call({})
     assert first == served["process"].call({})
@@ -95,9 +95,7 @@ def test_calls_share_one_process_that_is_started_again_when_it_dies(served: dict
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_a_call_that_must_not_run_twice_has_an_unknown_outcome_when_the_server_dies(
-    served: dict[str, mcp_tool.McpTool], folder: Path
-) -> None:
+def test_mcp_call_with_effects_is_unknown_after_server_death(served: dict[str, mcp_tool.McpTool], folder: Path) -> None:
     with pytest.raises(UnknownOutcome, match="may or may not have taken effect"):
         served["charge"].call({})
     assert (folder / "charged").read_text() == "x"
@@ -106,7 +104,7 @@ def test_a_call_that_must_not_run_twice_has_an_unknown_outcome_when_the_server_d
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_a_server_that_dies_every_time_or_does_not_come_up_is_the_systems_failure(served: dict[str, mcp_tool.McpTool]) -> None:
+def test_mcp_server_that_keeps_dying_is_system_failure(served: dict[str, mcp_tool.McpTool]) -> None:
     with pytest.raises(InfraError, match="ended twice"):
         served["doomed"].call({})
     gone = ServedTool(server="mcp:no_such_command_anywhere", name="x", parameters={"type": "object"})
@@ -124,7 +122,7 @@ def test_a_server_that_dies_every_time_or_does_not_come_up_is_the_systems_failur
         ("nothing", {}, "nothing"),
     ],
 )
-def test_what_a_server_refuses_is_told_to_the_model(
+def test_mcp_server_error_is_shown_to_model(
     served: dict[str, mcp_tool.McpTool], name: str, tool: str, arguments: dict[str, object], said: str
 ) -> None:
     made = served.get(tool) or mcp_tool.McpTool.of(ServedTool(server=name, name=tool, parameters={"type": "object"}))
@@ -133,7 +131,7 @@ def test_what_a_server_refuses_is_told_to_the_model(
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_what_a_server_answers_is_text_within_the_same_limits(served: dict[str, mcp_tool.McpTool]) -> None:
+def test_mcp_result_is_text_within_limits(served: dict[str, mcp_tool.McpTool]) -> None:
     assert served["mixed"].call({}).splitlines() == ["a\x00b", "[image that cannot be shown]"]
     assert served["long"].call({}).endswith("[cut: 34464 more characters]")
     slow = replace(served["slow"], timeout_seconds=0.2)
@@ -141,16 +139,14 @@ def test_what_a_server_answers_is_text_within_the_same_limits(served: dict[str, 
     assert served["add"].call({"a": 2, "b": 2}) == "4"
 
 
-def test_the_time_that_a_server_takes_to_start_is_not_the_calls(served: dict[str, mcp_tool.McpTool]) -> None:
+def test_mcp_start_time_is_not_part_of_call(served: dict[str, mcp_tool.McpTool]) -> None:
     add = replace(served["add"], timeout_seconds=0.4)  # less than an interpreter takes to import the SDK
     assert tool_call.run_tool(add, CallWork(1, "math", "add", {"a": 1, "b": 1}, "none")).content == "2"
 
 
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.slow
-def test_a_call_that_is_cut_off_by_the_workers_own_end_starts_no_other_server(
-    served: dict[str, mcp_tool.McpTool], name: str, folder: Path
-) -> None:
+def test_mcp_call_cut_by_worker_end_starts_no_server(served: dict[str, mcp_tool.McpTool], name: str, folder: Path) -> None:
     (folder / "slow").unlink(missing_ok=True)
     server = mcp_servers.server(name)
     with ThreadPoolExecutor(1) as pool:
@@ -173,7 +169,7 @@ def wait_for(met: Callable[[], bool]) -> None:
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.slow
-def test_a_server_ends_with_the_process_that_used_it(listed: tuple[ServedTool, ...], number: int) -> None:
+def test_mcp_server_ends_with_its_process(listed: tuple[ServedTool, ...], number: int) -> None:
     told = next(told for told in listed if told.name == "process").model_dump()
     code = (
         "import signal, sys, time\nfrom agentrl.workflow.mcp import mcp_tool\nfrom agentrl.workflow.config import ServedTool\n"
@@ -198,9 +194,7 @@ def command_of(file: str) -> bytes:
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_a_server_sees_nothing_of_the_environment_but_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, served: dict[str, mcp_tool.McpTool]
-) -> None:
+def test_mcp_server_environment_is_minimal(monkeypatch: pytest.MonkeyPatch, served: dict[str, mcp_tool.McpTool]) -> None:
     monkeypatch.setenv("AGENTRL_ENGINE_KEY", "hush")
     assert served["secret"].call({"name": "AGENTRL_ENGINE_KEY"}) == "unknown"
     assert served["secret"].call({"name": "PATH"}) == os.environ["PATH"]
@@ -216,12 +210,12 @@ def test_a_server_sees_nothing_of_the_environment_but_what_it_needs(
         (f"mcp:{sys.executable} -c 'raise SystemExit(\"words of its own\")'", "words of its own"),
     ],
 )
-def test_a_server_that_is_none_is_refused_when_the_run_is_submitted(name: str, asked: str, said: str) -> None:
+def test_mcp_server_invalid_is_refused_at_submit(name: str, asked: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         mcp_tool.list_tools(asked)
 
 
-def test_files_in_a_command_are_named_by_their_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mcp_command_files_have_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my server.py").touch()
     assert (
@@ -230,7 +224,7 @@ def test_files_in_a_command_are_named_by_their_whole_path(tmp_path: Path, monkey
     assert mcp_tool.absolute_name("calculator") == "calculator"
 
 
-def test_an_env_cannot_name_a_server_and_two_tools_of_one_name_are_refused() -> None:
+def test_mcp_server_in_env_and_duplicate_tool_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="--tools 'mcp:x'"):
         Env(tools=("mcp:x",)).toolset()
     twin = ServedTool(server="mcp:x", name="calculator", parameters={"type": "object"})
@@ -240,7 +234,7 @@ def test_an_env_cannot_name_a_server_and_two_tools_of_one_name_are_refused() -> 
 
 
 @pytest.mark.parametrize("called", ["t" * 129, "a\x1b[2J\nb", " ", "", "größe", "a\n"])
-def test_a_tool_whose_calls_would_not_be_found_again_is_not_offered(called: str) -> None:
+def test_mcp_tool_with_ambiguous_name_is_not_offered(called: str) -> None:
     told = ServedTool.model_construct(server="mcp:x", name=called, description="d", parameters={"type": "object"})
     config = build({"tools": ("mcp:x",)}).model_copy(update={"served_tools": (told,)})
     with pytest.raises(ConfigError, match="of 'mcp:x' has an invalid name") as refused:
@@ -252,7 +246,7 @@ def test_a_tool_whose_calls_would_not_be_found_again_is_not_offered(called: str)
 
 
 @pytest.mark.parametrize("called", ["t" * 128, "files/read.all", "get-it_2"])
-def test_names_of_128_characters_and_those_of_servers_are_offered(called: str) -> None:
+def test_mcp_tool_names_of_128_characters_are_offered(called: str) -> None:
     mcp_tool.McpTool.of(ServedTool(server="mcp:x", name=called, description="d", parameters={"type": "object"})).check()
 
 
@@ -265,7 +259,7 @@ def test_names_of_128_characters_and_those_of_servers_are_offered(called: str) -
         ("\udfff", {"type": "object"}, "that are not JSON"),
     ],
 )
-def test_what_no_model_can_be_told_of_a_tool_is_refused(description: str, parameters: dict[str, object], said: str) -> None:
+def test_mcp_tool_with_invalid_description_is_refused(description: str, parameters: dict[str, object], said: str) -> None:
     told = ServedTool.model_construct(server="mcp:x", name="a", description=description, parameters=parameters)
     with pytest.raises(ConfigError, match=f"'a' of 'mcp:x' has a description .*{said.removeprefix('description ')}"):
         mcp_tool.McpTool.of(told).check()
@@ -282,7 +276,7 @@ def asked(tmp_path: Path, *names: str) -> RunConfig:
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_a_servers_tool_works_from_submit_to_the_transcript(
+def test_mcp_tool_works_from_submit_to_transcript(
     own_database: Database, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replies = Replies(settings())
@@ -317,7 +311,7 @@ def test_a_servers_tool_works_from_submit_to_the_transcript(
 
 
 @pytest.mark.slow
-def test_the_command_line_takes_tools_and_shows_what_was_recorded(
+def test_submit_takes_mcp_tools_and_shows_recorded_ones(
     home: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["submit", "--dataset", "arithmetic", "--model", str(tiny_random(tmp_path / "model")), "--dry-run", "--json"]
@@ -329,7 +323,7 @@ def test_the_command_line_takes_tools_and_shows_what_was_recorded(
     assert "Did you mean 'echo'?" in capsys.readouterr().err
 
 
-def test_tools_that_were_told_of_but_not_asked_for_are_refused(tmp_path: Path, own_database: Database) -> None:
+def test_mcp_tools_listed_but_not_chosen_are_refused(tmp_path: Path, own_database: Database) -> None:
     strange = ServedTool(server="mcp:x", name="y", parameters={"type": "object"})
     with pytest.raises(ConfigError, match="'mcp:x', which is not in `tools`"):
         prepare(own_database, asked(tmp_path).model_copy(update={"served_tools": (strange,)}))

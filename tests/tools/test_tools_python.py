@@ -38,14 +38,14 @@ def told(code: str, tool: CodeTool = python) -> ToolResult:
     return run_tool(tool, CallWork(1, "code", tool.name, {"code": code}, tool.effects))
 
 
-def test_a_call_returns_what_the_program_prints_and_nothing_is_kept(box: None) -> None:
+def test_python_tool_returns_output_and_keeps_nothing(box: None) -> None:
     assert told("x = 6\nprint(x * 7)").content == "42"
     assert told("print(x)").error_class == "code_error"
     assert told("open('/tmp/note', 'w').write('x')").content == "(no output)"
     assert told("print(open('/tmp/note').read())").content.splitlines()[-1].startswith("FileNotFoundError")
 
 
-def test_what_the_model_is_told_of_the_tool() -> None:
+def test_python_tool_schema_names_code_argument() -> None:
     function = python.schema["function"]
     assert function["name"] == "python"
     assert list(function["parameters"]["properties"]) == ["code"]
@@ -68,7 +68,7 @@ def test_what_the_model_is_told_of_the_tool() -> None:
         ("input()", "code_error", "EOFError"),
     ],
 )
-def test_what_code_does_wrong_is_told_to_the_model(box: None, code: str, error_class: str, said: str) -> None:
+def test_python_tool_shows_error_of_code(box: None, code: str, error_class: str, said: str) -> None:
     result = told(code, replace(python, cpu_seconds=0.5, memory_mb=96, max_characters=100_000))
     if error_class == "oom" and result.error_class == "code_error":
         assert "MemoryError" in result.content  # the machine gives no memory cgroup
@@ -77,7 +77,7 @@ def test_what_code_does_wrong_is_told_to_the_model(box: None, code: str, error_c
     assert said in result.content
 
 
-def test_what_is_printed_is_cut_at_the_tools_limit(box: None) -> None:
+def test_python_tool_cuts_output(box: None) -> None:
     assert told("print('y' * 50)", replace(python, max_characters=10)).content == "y" * 10 + "\n[cut: 40 more characters]"
 
 
@@ -86,7 +86,7 @@ def result(status: str, cpu_seconds: float = 0.0) -> CodeResult:
     return CodeResult(status, "said", None, cpu_seconds, 30.0, "bwrap")  # type: ignore[arg-type]
 
 
-def test_the_model_is_told_that_what_a_cell_left_running_was_ended(box: None) -> None:
+def test_python_tool_reports_ended_leftovers_of_cell(box: None) -> None:
     notebook = Notebook()
     sleeps = "import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()"
     said = [notebook.run(python_session, {"code": code}) for code in (sleeps, f"{sleeps}\n1 / 0", "2")]
@@ -96,7 +96,7 @@ def test_the_model_is_told_that_what_a_cell_left_running_was_ended(box: None) ->
     assert said[2].content == "2"
 
 
-def test_the_systems_failures_are_no_observations() -> None:
+def test_python_tool_makes_no_observation_of_system_failure() -> None:
     limits = Limits(cpu_seconds=5)
     for failed in (result("sandbox_fault"), result("starved", 2.0)):
         with pytest.raises(InfraError, match=failed.status):
@@ -104,14 +104,14 @@ def test_the_systems_failures_are_no_observations() -> None:
 
 
 @pytest.mark.parametrize("cpu_seconds", [0.01, 2.0])
-def test_a_program_that_slept_is_told_so_whatever_it_did_before(cpu_seconds: float) -> None:
+def test_python_tool_says_that_program_slept(cpu_seconds: float) -> None:
     with pytest.raises(CodeFailure, match=r"said\n.*it slept or waited") as slept:
         observation(result("timeout_wall", cpu_seconds), Limits(cpu_seconds=5))
     assert slept.value.error_class == "timeout_wall"
     assert isinstance(slept.value, ToolFailure)
 
 
-def test_a_call_that_the_machine_was_too_busy_for_is_sent_again(box: None) -> None:
+def test_python_tool_call_on_busy_machine_is_resent(box: None) -> None:
     entered = threading.Event()
 
     def slow(code: str) -> str:
@@ -135,14 +135,14 @@ def taken(box: None) -> Iterator[Callable[[], None]]:
         yield turns.close
 
 
-def test_what_a_call_waits_for_its_turn_takes_none_of_its_time(taken: Callable[[], None]) -> None:
+def test_python_tool_call_time_excludes_queueing(taken: Callable[[], None]) -> None:
     threading.Timer(1.5, taken).start()
     waited = told("print(1)", replace(python, timeout_seconds=1.0))
     assert waited.content == "1"
     assert waited.seconds < 1
 
 
-def test_a_call_that_was_given_up_takes_no_turn(taken: Callable[[], None]) -> None:
+def test_python_tool_call_given_up_takes_no_turn(taken: Callable[[], None]) -> None:
     def late(code: str) -> str:
         """Comes too late to ask for its turn."""
         given_up.wait(60)
@@ -163,7 +163,7 @@ def test_a_call_that_was_given_up_takes_no_turn(taken: Callable[[], None]) -> No
     assert said.get(timeout=60) == "The call was cancelled while it waited."
 
 
-def test_without_a_sandbox_a_run_with_the_tool_is_refused_and_told_what_to_install(
+def test_python_tool_without_sandbox_refuses_run_with_remedy(
     own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = sandbox() if sandbox.made else None

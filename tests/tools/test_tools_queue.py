@@ -52,7 +52,7 @@ def stack(short_folder: Path, redis_server: Settings, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_the_calls_of_a_turn_run_side_by_side_and_share_a_server(stack: Stack, tmp_path: Path) -> None:
+def test_tools_worker_runs_calls_of_turn_in_parallel(stack: Stack, tmp_path: Path) -> None:
     if find_spec("mcp") is None:
         missing("the mcp SDK")
     name = mcp_servers.PREFIX + shlex.join([sys.executable, str(SERVER), str(tmp_path)])

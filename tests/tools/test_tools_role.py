@@ -47,7 +47,7 @@ def login(postgres: Database, home: object, monkeypatch: pytest.MonkeyPatch) -> 
     forget_process()
 
 
-def test_it_answers_calls(postgres: Database, login: Database) -> None:
+def test_tools_login_answers_calls(postgres: Database, login: Database) -> None:
     work = claim(postgres, start(postgres, submission(tasks=1))[0])
     [found] = steps.commit_sampled(postgres, work.fence, [sampled(work, calls=(CALL, ONCE))])
     address = Replies(settings()).address
@@ -57,12 +57,12 @@ def test_it_answers_calls(postgres: Database, login: Database) -> None:
 
 
 @pytest.mark.parametrize("statement", REFUSED)
-def test_it_is_refused_whatever_else_there_is(login: Database, statement: str) -> None:
+def test_tools_login_is_refused_everything_else(login: Database, statement: str) -> None:
     with login.engine.connect() as connection, pytest.raises(AccessDenied, match=r"permission denied|must"):
         connection.execute(text(statement))
 
 
-def test_an_upgrade_gives_it_the_password_of_the_settings(postgres: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upgrade_sets_tools_password_of_settings(postgres: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_TOOLS_PASSWORD", "it's a \\ secret")
     settings.cache_clear()
     upgrade(postgres)

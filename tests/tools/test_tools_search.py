@@ -72,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_best_passages_of_a_folder_come_first(folder: Path) -> None:
+def test_search_puts_best_passages_of_folder_first(folder: Path) -> None:
     tool = search_in(folder)
     found = tool.call({"query": "Which ants carry LEAVES?"})
     assert found.startswith("[1] deep/ants.TXT\nAnts follow trails.")
@@ -82,7 +82,7 @@ def test_the_best_passages_of_a_folder_come_first(folder: Path) -> None:
     assert tool.call({"query": "submarine"}) == "nothing was found; try other words"
 
 
-def test_a_jsonl_file_is_a_collection_too(tmp_path: Path) -> None:
+def test_search_reads_jsonl_collection(tmp_path: Path) -> None:
     file = tmp_path / "wiki.jsonl"
     rows = [{"title": "Bees", "text": "They dance."}, {"contents": "Ants carry."}, {"title": "Carry", "text": "A verb. " * 300}]
     file.write_text("\n\n".join(map(json.dumps, rows)))
@@ -92,7 +92,7 @@ def test_a_jsonl_file_is_a_collection_too(tmp_path: Path) -> None:
     assert tool.call({"query": "verb carry", "k": 2}).count("[") == 2  # a long text is several passages
 
 
-def test_the_index_is_made_once_for_all_threads() -> None:
+def test_search_builds_index_once_for_all_threads() -> None:
     made = []
 
     def passages() -> Iterator[Passage]:
@@ -110,13 +110,13 @@ def test_the_index_is_made_once_for_all_threads() -> None:
     assert made == [1]
 
 
-def test_equal_passages_come_in_their_order_every_time() -> None:
+def test_search_keeps_order_of_equal_passages() -> None:
     search_all = index(Passage(str(number), "same words") for number in range(50))
     assert [found.title for found in search_all("words", 20)] == [str(number) for number in range(20)]
 
 
 @given(st.text())
-def test_any_query_finds_something_or_nothing_or_has_no_word(query: str) -> None:
+def test_search_accepts_any_query_with_a_word(query: str) -> None:
     if re.search(r"\w", query):
         assert len(EVERYTHING(query, 3)) <= 3
     else:
@@ -128,19 +128,19 @@ EVERYTHING = index([Passage("NEAR AND OR NOT", 'title: "quoted" * ^ near(a b)')]
 
 
 @given(st.text())
-def test_pieces_are_the_text_in_order_and_never_too_long(text: str) -> None:
+def test_search_passages_are_text_in_order_within_limit(text: str) -> None:
     found = list(split_text(text * 3))
     assert all(0 < len(piece) <= PASSAGE for piece in found)
     assert "".join("".join(found).split()) == "".join((text * 3).split())
 
 
 @pytest.mark.parametrize("arguments", [{}, {"query": 5}, {"query": "a", "k": 0}, {"query": "a", "k": 21}, {"query": "?!"}])
-def test_a_search_that_makes_no_sense_is_told(folder: Path, arguments: dict[str, object]) -> None:
+def test_search_reports_bad_arguments(folder: Path, arguments: dict[str, object]) -> None:
     with pytest.raises(ToolFailure):
         search_in(folder).call(arguments)
 
 
-def test_a_collection_that_is_none_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_search_refuses_invalid_collection_before_run(tmp_path: Path) -> None:
     (tmp_path / "x.csv").touch()
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"title": "no text"}\n')
     for wrong in ("", tmp_path / "nowhere", tmp_path / "x.csv"):
@@ -153,7 +153,7 @@ def test_a_collection_that_is_none_is_refused_before_the_run(tmp_path: Path) -> 
         search_in(tmp_path / "empty").call({"query": "a"})
 
 
-def test_the_plain_tool_reads_what_the_machine_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_tool_uses_collection_of_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_SEARCH", str(folder))
     settings.cache_clear()
     tool = search._tool(lambda: settings().search)
@@ -165,7 +165,7 @@ def test_the_plain_tool_reads_what_the_machine_names(folder: Path, monkeypatch: 
     settings.cache_clear()
 
 
-def test_a_search_server_is_asked_and_its_failures_are_the_systems() -> None:
+def test_search_server_failure_is_system_failure() -> None:
     def answer(request: BaseHTTPRequestHandler, body: bytes) -> Answer:
         asked = json.loads(body)
         if asked["query"] == "down":
@@ -200,7 +200,7 @@ HOSTILE_ANSWERS = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_ANSWERS)
-def test_whatever_a_search_server_answers_is_the_systems_failure(name: str) -> None:
+def test_search_server_hostile_answer_is_system_failure(name: str) -> None:
     body, said = HOSTILE_ANSWERS[name]
     with answering(lambda request, asked: (200, {}, body)) as place, pytest.raises(ServiceError, match=said) as told:
         search_in(f"http://{place}/").call({"query": "half \ud800 a pair"})
@@ -231,9 +231,7 @@ def dripping(beginning: bytes) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("beginning", DRIPS.values(), ids=DRIPS)
-def test_a_search_server_that_drips_is_the_systems_failure_and_nothing_is_left_of_the_call(
-    monkeypatch: pytest.MonkeyPatch, beginning: bytes
-) -> None:
+def test_search_server_dripping_answer_is_system_failure(monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
     monkeypatch.setattr(search, "ANSWER_SECONDS", 0.3)
     with dripping(beginning) as place:
         tool = replace(search_in(f"http://{place}/"), timeout_seconds=5.0)
@@ -281,14 +279,12 @@ def site() -> Iterator[str]:
     ("path", "text"),
     [("/", "Hi\na & b\nc\nd\ne"), ("/latin", "café"), ("/odd", "caf\ufffd"), ("/json", '{"a": 1}'), ("/near", "café")],
 )
-def test_a_page_of_an_allowed_host_is_text(site: str, path: str, text: str) -> None:
+def test_fetch_returns_text_of_allowed_page(site: str, path: str, text: str) -> None:
     assert fetch_from([site]).call({"url": f"http://{site}{path}"}) == text
 
 
 @pytest.mark.parametrize("beginning", DRIPS.values(), ids=DRIPS)
-def test_a_page_that_drips_is_given_up_and_nothing_is_left_of_the_call(
-    monkeypatch: pytest.MonkeyPatch, beginning: bytes
-) -> None:
+def test_fetch_gives_up_dripping_page(monkeypatch: pytest.MonkeyPatch, beginning: bytes) -> None:
     monkeypatch.setattr(fetch, "SECONDS", 0.3)
     with dripping(beginning) as place:
         before = threading.active_count()
@@ -297,7 +293,7 @@ def test_a_page_that_drips_is_given_up_and_nothing_is_left_of_the_call(
         assert threading.active_count() <= before
 
 
-def test_an_encoding_that_no_page_has_is_not_tried(site: str) -> None:
+def test_fetch_tries_no_unusual_encoding(site: str) -> None:
     began = time.process_time()
     assert fetch_from([site]).call({"url": f"http://{site}/puny"}).startswith("aaa")
     assert fetch_from([site]).call({"url": f"http://{site}/escaped"}) == "\\x41"
@@ -306,7 +302,7 @@ def test_an_encoding_that_no_page_has_is_not_tried(site: str) -> None:
 
 @pytest.mark.parametrize("path", ["/comments", "/tags"])
 @pytest.mark.slow
-def test_a_page_that_takes_for_ever_to_read_is_given_up(site: str, path: str) -> None:
+def test_fetch_gives_up_page_slow_to_parse(site: str, path: str) -> None:
     began = time.process_time()
     with pytest.raises(ToolFailure, match="the page takes too long to read"):
         fetch_from([site]).call({"url": f"http://{site}{path}"})
@@ -326,7 +322,7 @@ def test_a_page_that_takes_for_ever_to_read_is_given_up(site: str, path: str) ->
         ("/inward", "127.0.0.1:1 may not be fetched"),
     ],
 )
-def test_what_is_not_fetched_is_told(site: str, path: str, said: str) -> None:
+def test_fetch_explains_what_it_does_not_fetch(site: str, path: str, said: str) -> None:
     with pytest.raises(ToolFailure, match=said):
         fetch_from([site]).call({"url": f"http://{site}{path}"})
 
@@ -341,12 +337,12 @@ def test_what_is_not_fetched_is_told(site: str, path: str, said: str) -> None:
         "http://127.0.0.1:99999999/", "http://\x00/", "http://" + "a" * 100_000,
     ],
 )  # fmt: skip
-def test_no_spelling_leads_past_the_list(site: str, url: str) -> None:
+def test_fetch_allows_no_spelling_past_the_list(site: str, url: str) -> None:
     with pytest.raises(ToolFailure):
         fetch_from([site, "*.example.org"]).call({"url": url.format(port=site.rpartition(":")[2])})
 
 
-def test_a_name_that_leads_to_a_private_address_is_refused(site: str) -> None:
+def test_fetch_refuses_name_with_private_address(site: str) -> None:
     port = site.rpartition(":")[2]
     with pytest.raises(ToolFailure, match="private address"):
         fetch_from([f"localhost:{port}"]).call({"url": f"http://localhost:{port}/"})
@@ -368,11 +364,11 @@ def test_a_name_that_leads_to_a_private_address_is_refused(site: str) -> None:
         ("[::1]", "::1", 80, True),
     ],
 )
-def test_the_list_means_what_it_says(allowed: str, host: str, port: int, fits: bool) -> None:
+def test_fetch_allowed_list_matches_hosts_and_ports(allowed: str, host: str, port: int, fits: bool) -> None:
     assert fetch._is_allowed(allowed, host, port) is fits
 
 
-def test_the_tool_is_off_until_hosts_are_named(home: Path) -> None:
+def test_fetch_is_off_until_hosts_are_named(home: Path) -> None:
     with pytest.raises(ConfigError, match="off: no host is allowed"):
         find("tools", "fetch").check()
     with pytest.raises(ConfigError, match="'a b' is not a host"):
@@ -380,5 +376,5 @@ def test_the_tool_is_off_until_hosts_are_named(home: Path) -> None:
 
 
 @given(st.text())
-def test_any_page_is_text(page: str) -> None:
+def test_fetch_extracts_text_of_any_page(page: str) -> None:
     assert "\r" not in extract_text(page)

@@ -43,7 +43,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "shop.db")
 
 
-def test_rows_come_as_lines(database: str) -> None:
+def test_sql_tool_returns_rows_as_lines(database: str) -> None:
     tool = sql_over(database)
     tool.check()
     assert (
@@ -53,11 +53,11 @@ def test_rows_come_as_lines(database: str) -> None:
     assert tool.call({"query": "SELECT x'00ff' AS a"}) == "a\nx'00ff'\n(1 row)"
 
 
-def test_without_a_query_the_tables_are_told(database: str) -> None:
+def test_sql_tool_without_query_lists_tables(database: str) -> None:
     assert "CREATE TABLE runs (id INTEGER PRIMARY KEY, name TEXT, size REAL)" in sql_over(database).call({})
 
 
-def test_long_answers_are_cut_and_the_model_told_so(database: str) -> None:
+def test_sql_tool_cuts_long_answers_with_notice(database: str) -> None:
     tool = sql_over(database)
     told = tool.call({"query": ENDLESS.format("i") + " LIMIT 1000"}).splitlines()
     assert len(told) == MAX_ROWS + 2
@@ -80,12 +80,12 @@ def test_long_answers_are_cut_and_the_model_told_so(database: str) -> None:
         ("-- nothing", "gives no rows"),
     ],
 )
-def test_what_does_not_work_is_told_in_a_sentence(database: str, query: str, said: str) -> None:
+def test_sql_tool_explains_failed_query(database: str, query: str, said: str) -> None:
     with pytest.raises(ToolFailure, match=said):
         sql_over(database).call({"query": query})
 
 
-def test_an_endless_query_is_stopped_by_its_work_and_not_by_the_clock(database: str) -> None:
+def test_sql_tool_stops_endless_query_by_work_not_clock(database: str) -> None:
     for _ in range(2):
         with pytest.raises(ToolFailure, match="takes too much work"):
             sql_over(database).call({"query": ENDLESS.format("max(i)")})
@@ -108,7 +108,7 @@ LONG_WORK = {
 
 @pytest.mark.parametrize("query", LONG_WORK.values(), ids=LONG_WORK)
 @pytest.mark.slow
-def test_work_that_no_instruction_tells_of_is_stopped_with_its_process(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
+def test_sql_tool_ends_process_of_uncounted_work(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
     monkeypatch.setattr(query_process, "CPU_SECONDS", 1)
     before = time.process_time()
     with pytest.raises(ToolFailure, match="takes too much"):
@@ -117,14 +117,14 @@ def test_work_that_no_instruction_tells_of_is_stopped_with_its_process(monkeypat
     assert read(str(FOLDER / DATABASE), "SELECT 1")[1] == [(1,)]
 
 
-def test_a_query_that_waits_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sql_tool_stops_waiting_query(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query_process, "WALL_SECONDS", 0.2)
     with pytest.raises(ToolFailure, match="too much work"):
         sql_over(FOLDER / DATABASE).call({"query": LONG_WORK["ltrim"]})
 
 
 @pytest.mark.slow
-def test_one_query_s_work_is_not_counted_as_the_next_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sql_tool_counts_work_of_each_query_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     query_process.readers.forget()
     monkeypatch.setattr(query_process, "CPU_SECONDS", 1)
     for _ in range(8):
@@ -132,19 +132,19 @@ def test_one_query_s_work_is_not_counted_as_the_next_one_s(monkeypatch: pytest.M
         assert read(str(FOLDER / DATABASE), query)[1] == [(160_000_000,)]
 
 
-def test_values_come_through_as_they_are(database: str) -> None:
+def test_sql_tool_keeps_values(database: str) -> None:
     query = "SELECT 1, -9223372036854775808, 9e999, 0.1, NULL, '', 'caf\u00e9\n\U0001f600', x'', x'00ff', '{\"bytes\": 1}'"
     values = (1, -(2**63), float("inf"), 0.1, None, "", "caf\u00e9\n\U0001f600", b"", b"\x00\xff", '{"bytes": 1}')
     assert read(database, query)[1] == [values]
 
 
-def test_many_numbers_are_no_shorter_an_answer_than_many_letters(database: str) -> None:
+def test_sql_tool_limits_answer_of_many_numbers(database: str) -> None:
     with pytest.raises(AccessDenied, match="longer than"):
         read(database, ENDLESS.format(", ".join(["NULL"] * 2000)), 1000)
 
 
 @pytest.mark.parametrize("attack", [*ATTACKS, *SQLITE_ATTACKS])
-def test_a_sqlite_database_is_only_read(database: str, tmp_path: Path, attack: str) -> None:
+def test_sql_tool_only_reads_sqlite(database: str, tmp_path: Path, attack: str) -> None:
     query = {**ATTACKS, **SQLITE_ATTACKS}[attack].format(folder=tmp_path)
     with pytest.raises(ToolFailure):
         sql_over(database).call({"query": query})
@@ -154,12 +154,12 @@ def test_a_sqlite_database_is_only_read(database: str, tmp_path: Path, attack: s
 
 
 @given(st.text())
-def test_whatever_is_asked_is_answered_or_refused(query: str) -> None:
+def test_sql_tool_answers_or_refuses_any_query(query: str) -> None:
     with suppress(ToolFailure):
         assert sql_over(FOLDER / DATABASE).call({"query": query})
 
 
-def test_a_script_is_read_again_when_it_changes(tmp_path: Path) -> None:
+def test_sql_tool_reads_changed_script_again(tmp_path: Path) -> None:
     script = tmp_path / "a.sql"
     script.write_text("CREATE TABLE a (b); INSERT INTO a VALUES (1);")
     assert read(str(script), "SELECT b FROM a")[1] == [(1,)]
@@ -167,7 +167,7 @@ def test_a_script_is_read_again_when_it_changes(tmp_path: Path) -> None:
     assert read(str(script), "SELECT b FROM a")[1] == [(22,)]
 
 
-def test_a_database_that_is_none_is_refused_before_the_run_and_the_systems_failure_in_it(tmp_path: Path) -> None:
+def test_sql_tool_invalid_database_is_refused_before_run(tmp_path: Path) -> None:
     for wrong in ("", str(tmp_path), str(tmp_path / "nowhere.db")):
         with pytest.raises(ConfigError, match="AGENTRL_SQL_DATABASE"):
             sql_over(wrong).check()
@@ -208,7 +208,7 @@ def reader(empty_postgres: str, postgres_server: Engine) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_postgres_is_read_by_a_login_that_may_only_read(reader: str, tmp_path: Path) -> None:
+def test_sql_tool_uses_readonly_postgres_login(reader: str, tmp_path: Path) -> None:
     tool = sql_over(reader)
     tool.check()
     assert tool.call({"query": "SELECT * FROM runs ORDER BY id"}) == "id | name | size\n1 | one | 1.5\n2 | NULL | 2.0\n(2 rows)"
@@ -221,7 +221,7 @@ def test_postgres_is_read_by_a_login_that_may_only_read(reader: str, tmp_path: P
     assert tool.call({"query": "SELECT count(*) FROM runs"}).splitlines()[1] == "2"
 
 
-def test_a_postgres_whose_texts_are_any_bytes_is_read_as_text(reader: str, postgres_server: Engine) -> None:
+def test_sql_tool_reads_postgres_of_any_encoding(reader: str, postgres_server: Engine) -> None:
     with postgres_server.connect() as server:
         server.execute(text("DROP DATABASE IF EXISTS bytes"))
         server.execute(text("CREATE DATABASE bytes ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0"))
@@ -240,7 +240,7 @@ def test_a_postgres_whose_texts_are_any_bytes_is_read_as_text(reader: str, postg
             server.execute(text("DROP DATABASE bytes WITH (FORCE)"))
 
 
-def test_a_postgres_login_that_may_write_is_refused(reader: str, empty_postgres: str) -> None:
+def test_sql_tool_refuses_postgres_login_that_may_write(reader: str, empty_postgres: str) -> None:
     with pytest.raises(ServiceError, match="may do more than read"):
         sql_over(empty_postgres).check()
     owner = create_engine(empty_postgres, isolation_level="AUTOCOMMIT")
@@ -254,7 +254,7 @@ def test_a_postgres_login_that_may_write_is_refused(reader: str, empty_postgres:
     owner.dispose()
 
 
-def test_a_postgres_that_is_away_is_the_systems_failure() -> None:
+def test_sql_tool_without_postgres_is_system_failure() -> None:
     with pytest.raises(ServiceError, match="does not answer"):
         sql_over("postgresql://nobody@127.0.0.1:1/none").call({"query": "SELECT 1"})
 
@@ -275,15 +275,13 @@ ODD_VALUES = {
 }
 
 
-def test_any_value_of_postgres_can_be_read(reader: str) -> None:
+def test_sql_tool_reads_any_postgres_value(reader: str) -> None:
     assert {value: read(reader, f"SELECT {value}")[1][0][0] for value in ODD_VALUES} == ODD_VALUES
     numbers = read(reader, "SELECT 1, 1.50, 1e0::float8, true, '\\xff'::bytea, NULL, 'NaN'::float8 = 'NaN'")[1]
     assert numbers == [(1, Decimal("1.50"), 1.0, True, b"\xff", None, True)]
 
 
-def test_an_answer_of_postgres_that_is_too_long_is_refused_and_the_next_one_read(
-    reader: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sql_tool_refuses_long_postgres_answer_and_continues(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query_process, "WALL_SECONDS", 20.0)
     for much in (
         "repeat('x', 5000000)",
@@ -296,13 +294,13 @@ def test_an_answer_of_postgres_that_is_too_long_is_refused_and_the_next_one_read
 
 
 @pytest.mark.slow
-def test_a_value_of_postgres_that_is_larger_than_the_memory_is_refused(reader: str) -> None:
+def test_sql_tool_refuses_postgres_value_beyond_memory(reader: str) -> None:
     with pytest.raises(AccessDenied, match=r"too much|longer than"):
         read(reader, "SELECT repeat('x', 1000000000)")
     assert read(reader, "SELECT 1")[1] == [(1,)]
 
 
-def test_a_value_of_postgres_that_python_cannot_hold_is_a_wrong_answer(reader: str) -> None:
+def test_sql_reward_of_unreadable_postgres_value_is_wrong(reader: str) -> None:
     for value in ODD_VALUES:
         answered = episode(turn(f"SELECT {value}"), reference="SELECT 1")
         answered = replace(answered, task=replace(answered.task, metadata={"database": reader}))

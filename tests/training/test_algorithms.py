@@ -159,18 +159,16 @@ def close(expected: Any) -> Any:
         ("pass_at_k", {}, "verl.passk adv"),
     ],
 )
-def test_the_credit_of_an_episode_is_the_published_one(
-    golden: dict[str, Any], name: str, named: dict[str, Any], key: str
-) -> None:
+def test_credit_equals_published_numbers(golden: dict[str, Any], name: str, named: dict[str, Any], key: str) -> None:
     assert per_row(credited(name, **named)) == close(golden[key])
 
 
-def test_reinforce_plus_plus_with_baseline_is_that_of_verl(golden: dict[str, Any]) -> None:
+def test_reinforce_plus_plus_baseline_equals_verl(golden: dict[str, Any]) -> None:
     expected = golden["verl.reinforce++_baseline adv*mask"]
     assert credited("reinforce_plus_plus_baseline").flatten().tolist() == close(expected)
 
 
-def test_reinforce_plus_plus_is_that_of_verl_but_for_returns_that_reach_over_tool_text(golden: dict[str, Any]) -> None:
+def test_reinforce_plus_plus_equals_verl_except_over_tool_text(golden: dict[str, Any]) -> None:
     """Whitened, verl's returns give verl's numbers; ours differ before tool text, where verl loses them."""
     ours = torch.where(MASK, torch.tensor([r for group in REWARDS for r in group])[:, None], 0.0).double()
     lost = ours.clone()
@@ -181,7 +179,7 @@ def test_reinforce_plus_plus_is_that_of_verl_but_for_returns_that_reach_over_too
     assert torch.equal(credited("reinforce"), ours)
 
 
-def test_gae_is_that_of_verl_whitened_and_returns_not(golden: dict[str, Any]) -> None:
+def test_gae_equals_verl_with_unwhitened_returns(golden: dict[str, Any]) -> None:
     found = credit.gae(earned(VALUES), options("ppo", gae_lambda=0.95))
     assert found.returns is not None
     assert in_place(found.advantages).flatten().tolist() == close(golden["verl.gae adv*mask (whitened)"])
@@ -190,7 +188,7 @@ def test_gae_is_that_of_verl_whitened_and_returns_not(golden: dict[str, Any]) ->
     assert raw == close(golden["trl-ppo raw GAE row3 (gamma1,lam.95)"])
 
 
-def test_gae_over_turns_is_gae_of_turns_and_then_of_the_tokens_inside() -> None:
+def test_gae_over_turns_equals_hand_computed_values() -> None:
     """Two turns of 2 and 1 tokens, by hand: discount 0.9, lambda 0.5; the first token costs 0.1."""
     one = TokenRewards(
         rewards=torch.tensor([[-0.1, 0.2, 1.0]], dtype=torch.float64),
@@ -210,7 +208,7 @@ def test_gae_over_turns_is_gae_of_turns_and_then_of_the_tokens_inside() -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.3], ids=["", "a penalty on every token"])
-def test_gae_over_turns_is_gae_where_nothing_decays(penalty: float) -> None:
+def test_gae_over_turns_without_decay_is_gae(penalty: float) -> None:
     some = earned(VALUES)
     some = replace(some, rewards=some.rewards - penalty * torch.rand(some.mask.shape, dtype=torch.float64) * some.mask)
     plain = credit.gae(some, options("ppo", discount=1.0, gae_lambda=1.0))
@@ -225,7 +223,7 @@ def test_gae_over_turns_is_gae_where_nothing_decays(penalty: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_the_clipped_loss_with_dual_clip_is_that_of_verl(golden: dict[str, Any], name: str) -> None:
+def test_clipped_loss_with_dual_clip_equals_verl(golden: dict[str, Any], name: str) -> None:
     # The recorded numbers are from a verl whose norm divided by T alone; since 0.9.1 it divides by the sequences too.
     sequences = WHOLE.sequences if name == "seq-mean-token-sum-norm" else 1
     assert loss_of("grpo", **CLIPS, aggregation=name) == close(golden[f"verl.vanilla eps=.2/.28 {name}"] / sequences)
@@ -252,18 +250,18 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("key", LOSSES)
-def test_the_loss_is_the_published_one(golden: dict[str, Any], key: str) -> None:
+def test_loss_equals_published_numbers(golden: dict[str, Any], key: str) -> None:
     name, named = LOSSES[key]
     assert loss_of(name, **named) == close(golden[key])
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-def test_the_kl_estimates_are_those_of_verl(golden: dict[str, Any], name: str) -> None:
+def test_kl_estimates_equal_verl(golden: dict[str, Any], name: str) -> None:
     found = aggregate(KL[name](NEW, REFERENCE), MASK, "token-mean", WHOLE)
     assert float(found) == close(golden[f"verl.kl {name} masked token-mean"])
 
 
-def test_the_value_loss_is_that_of_verl(golden: dict[str, Any]) -> None:
+def test_value_loss_equals_verl(golden: dict[str, Any]) -> None:
     returns = credit.gae(earned(VALUES), options("ppo", gae_lambda=0.95)).returns
     assert returns is not None
     errors = value_loss(PREDICTED, VALUES, in_place(returns), 0.2)
@@ -272,7 +270,7 @@ def test_the_value_loss_is_that_of_verl(golden: dict[str, Any]) -> None:
     assert torch.equal(plain, 0.5 * (PREDICTED - in_place(returns)) ** 2)
 
 
-def test_grpo_is_verls_convention_by_default(golden: dict[str, Any]) -> None:
+def test_grpo_convention_defaults_to_verl(golden: dict[str, Any]) -> None:
     plain = golden["verl.vanilla eps=.2/.28 token-mean"]
     assert loss_of("grpo", **CLIPS) == close(plain)
     assert loss_of("grpo", **CLIPS, kl_coef=0.1) == close(plain + 0.1 * golden["verl.kl k3 masked token-mean"])
@@ -282,7 +280,7 @@ def test_grpo_is_verls_convention_by_default(golden: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", gradients())
-def test_every_algorithm_names_parts_that_are_there_and_options_that_there_are(name: str) -> None:
+def test_algorithms_name_existing_parts_and_options(name: str) -> None:
     found: Algorithm = find("algorithms", name)
     assert found.name == name
     for convention in ("verl", "trl"):
@@ -293,7 +291,7 @@ def test_every_algorithm_names_parts_that_are_there_and_options_that_there_are(n
     assert math.isfinite(loss_of(name, OLD))
 
 
-def test_find_returns_the_algorithm() -> None:
+def test_find_returns_algorithm() -> None:
     assert find("algorithms", "grpo") is grpo
     assert grpo.needs_group
 
@@ -307,16 +305,14 @@ def test_find_returns_the_algorithm() -> None:
         ("cispo", {"convention": "trl", "clip_low": 0.2}, "algorithm.clip_low has no effect with cispo."),
     ],
 )
-def test_an_option_that_the_algorithm_ignores_is_refused_with_those_it_takes(
-    name: str, named: dict[str, Any], said: str
-) -> None:
+def test_algorithm_refuses_option_that_it_ignores(name: str, named: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         options(name, **named)
     assert f"{refused.value.message} {refused.value.hint}".startswith(said)
 
 
 @pytest.mark.parametrize(("name", "clip_high"), [("grpo", 0.2), ("ppo", 0.2), ("gspo", 4e-4)])
-def test_a_dual_clip_within_the_other_clip_is_refused(name: str, clip_high: float) -> None:
+def test_dual_clip_below_other_clip_is_refused(name: str, clip_high: float) -> None:
     def chosen(dual_clip: float) -> float | None:
         run = build({"algorithm.name": name, "algorithm.dual_clip": dual_clip})
         return resolve_run(run).algorithm.dual_clip
@@ -329,12 +325,12 @@ def test_a_dual_clip_within_the_other_clip_is_refused(name: str, clip_high: floa
 
 
 @pytest.mark.parametrize("named", [{"kl_in": "reward"}, {"kl_estimator": "k1"}, {"kl_target": 0.1}])
-def test_what_is_said_of_a_kl_that_there_is_not_is_refused(named: dict[str, Any]) -> None:
+def test_kl_options_without_kl_are_refused(named: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="has no effect if kl_coef is 0"):
         AlgorithmConfig(**named)
 
 
-def test_stored_config_of_an_older_format_is_read() -> None:
+def test_stored_algorithm_config_of_older_format_is_read() -> None:
     of_runs = RunConfig().model_dump(mode="json")
     for algorithm in (
         {"name": "dr_grpo", "aggregation": "seq-mean-token-sum-norm-trl"},
@@ -349,7 +345,7 @@ def test_kl_estimator_k1_is_refused_in_the_loss() -> None:
     assert AlgorithmConfig(kl_coef=0.1, kl_estimator="k1", kl_in="reward").kl_in == "reward"
 
 
-def test_a_credit_that_needs_a_critic_says_so() -> None:
+def test_credit_without_required_critic_is_an_error() -> None:
     with pytest.raises(StateError, match="needs a critic's values"):
         credit.gae(earned(), options("ppo"))
 
@@ -369,14 +365,14 @@ def one_group(rewards: list[float], tokens: int = 2) -> TokenRewards:
 
 @pytest.mark.parametrize("name", RELATIVE)
 @given(reward=REWARD, count=st.integers(2, 20))
-def test_equal_rewards_give_exactly_no_advantage(name: str, reward: float, count: int) -> None:
+def test_credit_is_exactly_zero_for_equal_rewards(name: str, reward: float, count: int) -> None:
     found: Algorithm = find("algorithms", name)
     compute: Callable[..., Any] = find("credits", found.credit)
     assert not compute(one_group([reward] * count), options(name)).advantages.any()
 
 
 @given(REWARD, st.integers(1, 20))
-def test_equal_returns_give_exactly_no_whitened_advantage(reward: float, count: int) -> None:
+def test_whitened_returns_are_exactly_zero_for_equal_returns(reward: float, count: int) -> None:
     assert not credit.returns_whitened(one_group([reward] * count), options("reinforce_plus_plus")).advantages.any()
 
 
@@ -395,16 +391,14 @@ def test_advantages_do_not_depend_on_the_rewards_offset(rewards: list[float], of
     assert shifted.tolist() == pytest.approx(group_relative(torch.tensor(steps)).tolist(), abs=1e-9)
 
 
-def test_a_group_of_one_keeps_its_reward() -> None:
+def test_group_relative_advantage_of_one_is_its_reward() -> None:
     assert group_relative(torch.tensor([0.5])).tolist() == pytest.approx([0.5], abs=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", gradients())
 @given(order=st.permutations(range(4)), padding=st.integers(0, 3), garbage=st.sampled_from([50.0, -1e30]))
-def test_credit_does_not_depend_on_the_order_of_rows_or_on_what_is_masked(
-    name: str, order: list[int], padding: int, garbage: float
-) -> None:
+def test_credit_ignores_row_order_and_masked_tokens(name: str, order: list[int], padding: int, garbage: float) -> None:
     found: Algorithm = find("algorithms", name)
     compute: Credit = find("credits", found.credit)
     plain = earned(VALUES)
@@ -424,7 +418,7 @@ def test_credit_does_not_depend_on_the_order_of_rows_or_on_what_is_masked(
 
 @pytest.mark.parametrize("name", gradients())
 @pytest.mark.parametrize("garbage", [50.0, 1e30, -1e30, math.inf, math.nan])
-def test_what_stands_at_a_masked_token_changes_neither_loss_nor_gradient(name: str, garbage: float) -> None:
+def test_loss_and_gradient_ignore_masked_tokens(name: str, garbage: float) -> None:
     found: Algorithm = find("algorithms", name)
     chosen = options(name, kl_coef=0.1, entropy_coef=0.1)
     surrogate = find("surrogates", found.surrogate)
@@ -454,7 +448,7 @@ def test_what_stands_at_a_masked_token_changes_neither_loss_nor_gradient(name: s
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
 @given(order=st.permutations(range(4)), cut=st.integers(0, 4), padding=st.integers(0, 3))
-def test_an_aggregation_does_not_depend_on_order_padding_or_split(name: str, order: list[int], cut: int, padding: int) -> None:
+def test_aggregation_ignores_order_padding_and_split(name: str, order: list[int], cut: int, padding: int) -> None:
     per_token = torch.nn.functional.pad(NEW[order], (0, padding), value=7.0)
     mask = torch.nn.functional.pad(MASK[order], (0, padding))
     parts = [aggregate(per_token[part], mask[part], name, WHOLE) for part in (slice(0, cut), slice(cut, 4))]
@@ -463,7 +457,7 @@ def test_an_aggregation_does_not_depend_on_order_padding_or_split(name: str, ord
 
 @pytest.mark.parametrize("name", gradients())
 @given(cut=st.integers(1, 3))
-def test_a_loss_does_not_depend_on_how_its_rows_were_split(name: str, cut: int) -> None:
+def test_loss_ignores_split_of_rows(name: str, cut: int) -> None:
     found: Algorithm = find("algorithms", name)
     surrogate, chosen = find("surrogates", found.surrogate), options(name)
     batch = batch_of(credited("grpo"))
@@ -476,7 +470,7 @@ def test_a_loss_does_not_depend_on_how_its_rows_were_split(name: str, cut: int) 
 
 
 @pytest.mark.parametrize("name", gradients())
-def test_the_policy_that_sampled_has_ratio_one_and_the_plain_policy_gradient(name: str) -> None:
+def test_policy_loss_on_policy_has_ratio_one_and_plain_gradient(name: str) -> None:
     logprobs = NEW.clone().requires_grad_()
     batch = replace(batch_of(credited("grpo")), logprobs=logprobs, old=logprobs.detach())
     found: Algorithm = find("algorithms", name)
@@ -504,19 +498,19 @@ def test_policy_loss_has_a_finite_gradient_at_any_log_ratio(name: str, differenc
         assert int(terms.sums["log_ratio_clamped"]) == 1
 
 
-def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely() -> None:
+def test_dual_clip_bounds_loss_of_likely_bad_token() -> None:
     loss, _ = clipped_surrogate(torch.tensor([5.0]), torch.tensor([-1.0]), 0.2, 0.2, 3.0)
     assert float(loss) == 3.0
 
 
 @given(st.floats(-20, 0), st.floats(-20, 0))
-def test_the_kl_estimate_is_never_negative(logprob: float, reference: float) -> None:
+def test_kl_estimate_k3_is_never_negative(logprob: float, reference: float) -> None:
     value = float(k3(torch.tensor(logprob, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64)))
     assert value >= -1e-12
     assert value > 0 or abs(logprob - reference) < 1e-6
 
 
-def test_an_importance_weight_of_a_row_is_the_product_of_its_tokens_and_may_be_masked() -> None:
+def test_importance_weight_of_row_is_product_of_tokens() -> None:
     behavior = OLD - 0.1
     rows, cut = importance_weights(OLD, behavior, MASK, 1.5, "sequence")
     expected = torch.exp(0.1 * MASK.sum(-1).double())
@@ -527,5 +521,5 @@ def test_an_importance_weight_of_a_row_is_the_product_of_its_tokens_and_may_be_m
     assert (rows[~MASK] == 1).all()
 
 
-def test_epsilons_are_those_of_verl_and_trl() -> None:
+def test_epsilons_equal_verl_and_trl() -> None:
     assert (VERL_EPSILON, TRL_EPSILON) == (1e-6, 1e-4)

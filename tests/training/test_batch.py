@@ -29,7 +29,7 @@ TURN = st.tuples(IDS.filter(bool), IDS, st.sampled_from([None, None, "template"]
 EPISODES = st.lists(st.lists(TURN, max_size=4).map(lambda turns: episode(*turns)), max_size=6)
 
 
-def test_an_episode_is_one_row_of_prompts_and_sampled_tokens() -> None:
+def test_rows_of_episode_join_prompts_and_sampled_tokens() -> None:
     (row,) = rows_of([episode(([1, 2], [3, 4], None), ([5], [6], None))])
     assert row.input_ids == (1, 2, 3, 4, 5, 6)
     assert row.action_mask == (False, False, True, True, False, True)
@@ -37,20 +37,20 @@ def test_an_episode_is_one_row_of_prompts_and_sampled_tokens() -> None:
     assert row.key == (0, 0)
 
 
-def test_a_step_that_could_not_continue_the_row_opens_another() -> None:
+def test_rows_of_episode_split_at_step_that_cannot_continue() -> None:
     rows = rows_of([episode(([1], [2], "first"), ([1, 2, 3], [4], "template"), ([5], [6], None))])
     assert [row.input_ids for row in rows] == [(1, 2), (1, 2, 3, 4, 5, 6)]
     assert [row.key for row in rows] == [(0, 0), (0, 1)]
     assert rows[1].action_mask == (False, False, False, True, False, True)
 
 
-def test_a_row_in_which_nothing_was_sampled_is_left_out() -> None:
+def test_rows_of_episode_omit_rows_without_sampled_tokens() -> None:
     rows = rows_of([episode(([1], [], None)), episode(), episode(([1], [2], None))])
     assert [row.episode for row in rows] == [2]
 
 
 @given(EPISODES)
-def test_the_masked_ids_of_a_batch_are_exactly_what_was_sampled(episodes: list[Episode]) -> None:
+def test_batch_mask_is_exactly_what_was_sampled(episodes: list[Episode]) -> None:
     rows = rows_of(episodes)
     if not rows:
         return
@@ -78,7 +78,7 @@ def test_microbatches_hold_every_row_once_within_the_budget(lengths: list[int], 
     assert len(pieces) >= min(at_least, len(rows))
 
 
-def test_microbatches_put_rows_of_like_length_together_longest_first() -> None:
+def test_microbatches_join_rows_of_like_length_longest_first() -> None:
     pieces = microbatches([row_of(number, length) for number, length in enumerate([3, 9, 2, 10, 8, 3])], tokens=30)
     assert [[len(row.input_ids) for row in piece] for piece in pieces] == [[10, 9, 8], [3, 3, 2]]
 
@@ -92,7 +92,7 @@ def grouped(beginnings: list[int], lines: list[tuple[int, int]]) -> list[Row]:
     return [Row(number, 0, *row) for number, row in enumerate(zip(rows, masks, masks, values, strict=True))]
 
 
-def test_rows_that_begin_alike_hold_their_beginning_once_where_that_is_less_to_read() -> None:
+def test_batch_shares_common_prefix_if_it_saves_tokens() -> None:
     rows = grouped([300, 290], [(0, 5), (1, 7), (0, 9), (1, 2)])
     batch = collate(rows, share=True)
     assert batch.prefixes is not None
@@ -107,7 +107,7 @@ def test_rows_that_begin_alike_hold_their_beginning_once_where_that_is_less_to_r
     assert collate(grouped([20], [(0, 5), (0, 5)]), share=True).prefixes is None  # too short to be worth a call
 
 
-def test_rows_that_begin_alike_go_together_where_the_model_then_reads_less() -> None:
+def test_microbatches_join_rows_with_common_prefix_if_cheaper() -> None:
     rows = grouped([400, 400], [(0, 10), (1, 9), (0, 8), (1, 7)])
     assert [[row.episode for row in piece] for piece in microbatches(rows, 700, share=True)] == [[0, 2], [1, 3]]
     assert [[row.episode for row in piece] for piece in microbatches(rows, 900)] == [[0, 1], [2, 3]]
@@ -123,7 +123,7 @@ class Watched(tuple[int, ...]):
         return super().__getitem__(key)
 
 
-def test_planning_looks_at_each_beginning_once_however_many_rows_there_are() -> None:
+def test_microbatches_compare_each_prefix_once() -> None:
     rows = [replace(row, input_ids=Watched(row.input_ids)) for row in grouped([300] * 8, [(n % 8, 40 + n) for n in range(64)])]
     Watched.taken = 0
     pieces = microbatches(rows, 2000, share=True)
@@ -133,9 +133,7 @@ def test_planning_looks_at_each_beginning_once_however_many_rows_there_are() -> 
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 900), st.booleans())
-def test_whatever_is_shared_every_row_comes_once_and_its_values_find_their_way(
-    lines: list[tuple[int, int]], tokens: int, share: bool
-) -> None:
+def test_microbatches_with_sharing_keep_each_row_and_value(lines: list[tuple[int, int]], tokens: int, share: bool) -> None:
     rows = grouped([200, 1, 150], lines)
     pieces = microbatches(rows, tokens, share=share)
     assert sorted(row.episode for piece in pieces for row in piece) == list(range(len(rows)))

@@ -35,7 +35,7 @@ FORKED = episode(step(0, 2), step(1, 1, 0, chain=1, shared=2), step(2, 1, 0))
 """Chain 0: steps 0 and 2. Chain 1 shares with it the prompt of step 0 and the first token that it sampled."""
 
 
-def test_a_chain_s_row_begins_with_what_it_shares_and_each_token_trains_where_it_was_sampled() -> None:
+def test_chain_row_has_shared_prefix_and_trains_own_tokens() -> None:
     main, other = rows_of([FORKED])
     assert main.input_ids == (7, 0, 1, 7, 7, 7, 20)
     assert list(compress(main.input_ids, main.loss_mask)) == [0, 1, 20]
@@ -46,7 +46,7 @@ def test_a_chain_s_row_begins_with_what_it_shares_and_each_token_trains_where_it
     assert (main.weight, other.weight) == (0.5, 0.5)
 
 
-def test_a_chain_may_share_all_of_a_line_that_is_itself_shared_in_part() -> None:
+def test_chain_may_share_all_of_a_partly_shared_row() -> None:
     deep = episode(step(0, 2), step(1, 2, 0, chain=1, shared=2), step(2, 1, 1, chain=2), step(3, 1, 1, chain=1))
     assert [[one.index for one in steps] for steps in chains_of(deep)] == [[0], [1, 3], [2]]
     for row, steps in zip(rows_of([deep]), chains_of(deep), strict=True):
@@ -70,7 +70,7 @@ def trees(draw: st.DrawFn) -> Episode:
 
 
 @given(trees())
-def test_what_was_read_of_any_tree_has_the_tokens_that_it_had_and_stays_so(told: Episode) -> None:
+def test_read_episode_keeps_tokens_of_any_tree(told: Episode) -> None:
     read, places = as_read(told)
     idle = reasons_not_to_train(told)
     assert list(places) == [one.index for one in told.steps if one.index not in idle]
@@ -82,7 +82,7 @@ def test_what_was_read_of_any_tree_has_the_tokens_that_it_had_and_stays_so(told:
     assert not reasons_not_to_train(read)
 
 
-def test_a_turn_that_was_asked_for_again_trains_as_if_nothing_had_broken() -> None:
+def test_repeated_request_trains_like_undisturbed_episode() -> None:
     calm = episode(step(0, 2), step(1, 3, 0), step(2, 2, chain=1, parent=0, shared=2))
 
     def again(one: Step, index: int, **named: Any) -> Step:
@@ -106,7 +106,7 @@ def test_a_turn_that_was_asked_for_again_trains_as_if_nothing_had_broken() -> No
 
 
 @given(trees())
-def test_whatever_the_tree_a_row_is_its_line_and_a_sampled_token_trains_once_or_has_a_reason(told: Episode) -> None:
+def test_chain_rows_train_each_sampled_token_once_or_give_reason(told: Episode) -> None:
     rows, idle, read = rows_of([told]), reasons_not_to_train(told), as_read(told)[0]
     chains = chains_of(read)
     for one in (told, read):
@@ -121,7 +121,7 @@ def test_whatever_the_tree_a_row_is_its_line_and_a_sampled_token_trains_once_or_
     assert not rows or len(TokenLayout.of([told]).make_earned([Group(TASK, (told,))]).turns[0]) == len(trained)
 
 
-def test_what_nobody_read_and_nothing_continues_does_not_train() -> None:
+def test_undelivered_step_without_continuation_does_not_train() -> None:
     lost = replace(FORKED, steps=(*FORKED.steps[:2], replace(FORKED.steps[2], delivered=False)))
     assert reasons_not_to_train(lost) == {2: UNREAD}
     assert [list(compress(row.input_ids, row.loss_mask)) for row in rows_of([lost])] == [[0, 1], [10]]
@@ -130,13 +130,13 @@ def test_what_nobody_read_and_nothing_continues_does_not_train() -> None:
     assert (row.index, row.weight) == (0, 1.0), "a row in which nothing trains is left out, and weighs nothing"
 
 
-def test_a_step_that_was_continued_trains_though_its_reply_was_not_seen_to_arrive() -> None:
+def test_undelivered_step_with_continuation_trains() -> None:
     first = replace(FORKED.steps[0], delivered=False)
     assert reasons_not_to_train(replace(FORKED, steps=(first, *FORKED.steps[1:]))) == {}
     assert reasons_not_to_train(episode(first, FORKED.steps[1])) == {0: UNREAD}, "only its beginning was continued"
 
 
-def test_rows_of_before_chains_had_numbers_are_as_they_were() -> None:
+def test_chain_rows_without_numbers_are_unchanged() -> None:
     old = episode(step(0, 2, new_row="first"), step(1, 1), step(2, 1, new_row="the template"), step(3, 1))
     assert [[one.index for one in steps] for steps in chains_of(old)] == [[0, 1], [2, 3]]
     tokens = TokenLayout.of([old])
@@ -147,7 +147,7 @@ def test_rows_of_before_chains_had_numbers_are_as_they_were() -> None:
     ).advantages.tolist() == [[0.0625, 0.125, 0.25, 0.5, 1]]
 
 
-def test_the_last_turn_of_each_chain_gets_the_outcome_and_what_others_earned_after_it() -> None:
+def test_chain_last_turn_gets_outcome_and_later_rewards() -> None:
     rewards = (0.125, 0.25, 0.5)
     steps = tuple(replace(one, reward=reward) for one, reward in zip(FORKED.steps, rewards, strict=True))
     told = replace(FORKED, steps=steps, reward=2.0)
@@ -199,7 +199,7 @@ GOLDEN: dict[str, tuple[dict[str, Any], list[float], float]] = {
 
 
 @pytest.mark.parametrize("name", gradients())
-def test_an_algorithm_does_with_chains_what_the_documents_say(name: str) -> None:
+def test_algorithms_treat_chains_as_documented(name: str) -> None:
     named, advantages, loss = GOLDEN[name]
     algorithm, options = find("algorithms", name), resolve_options(AlgorithmConfig(name=name, **named))
     tokens = TokenLayout.of(PAIR)

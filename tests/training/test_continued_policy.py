@@ -61,7 +61,7 @@ def apart(one: Path | str, other: Path | str) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_policy_of_another_and_names_it(
+def test_submit_continues_policy_of_another_run_and_names_it(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     made = published(worker, base, tmp_path / "out", KINDS[kind], versions=2, epochs=2)
@@ -86,7 +86,7 @@ def test_a_run_goes_on_from_a_policy_of_another_and_names_it(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_a_new_lora_begins_on_the_merged_policy(
+def test_submit_starts_new_lora_on_merged_policy(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     published(worker, base, tmp_path / "out", KINDS[kind])
@@ -105,7 +105,7 @@ def test_a_new_lora_begins_on_the_merged_policy(
     assert "Merging" not in agentrl(capsys, *words, "--name", "other")[1], "it is there already"
 
 
-def test_a_base_that_was_replaced_is_noticed_before_anything_starts(
+def test_submit_notices_replaced_base_before_start(
     worker: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = tiny_random(tmp_path / "own")
@@ -116,7 +116,7 @@ def test_a_base_that_was_replaced_is_noticed_before_anything_starts(
         assert "has changed since these weights were trained on it" in agentrl(capsys, *words, code=8)[1]
 
 
-def test_an_option_that_does_not_go_with_the_policys_own_is_refused(
+def test_submit_refuses_option_that_conflicts_with_policy(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published(worker, base, tmp_path / "out", KINDS["lora"])
@@ -125,7 +125,7 @@ def test_an_option_that_does_not_go_with_the_policys_own_is_refused(
 
 
 @pytest.mark.slow
-def test_a_run_is_a_model_by_its_name_alone_unless_a_model_is_called_so(
+def test_model_option_takes_run_name_unless_a_model_has_it(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published(worker, base, tmp_path / "out", KINDS["all weights"], versions=2, epochs=2)
@@ -136,7 +136,7 @@ def test_a_run_is_a_model_by_its_name_alone_unless_a_model_is_called_so(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_named_by_its_path_too(
+def test_model_option_takes_checkpoint_path(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (made,) = published(worker, base, tmp_path / "out", KINDS["all weights"])
@@ -148,7 +148,7 @@ def test_a_checkpoint_is_named_by_its_path_too(
 
 
 @pytest.mark.slow
-def test_what_the_weights_have_already_cannot_be_chosen_again(
+def test_continued_policy_options_cannot_be_changed(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published(worker, base, tmp_path / "out", KINDS["lora"])
@@ -169,7 +169,7 @@ def test_what_the_weights_have_already_cannot_be_chosen_again(
     agentrl(capsys, *start, "--lora-r", "4", "-s", "model.lora_dropout=0.1")
 
 
-def test_sft_goes_on_or_begins_anew_on_the_merged_policy(
+def test_sft_continues_or_restarts_on_merged_policy(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published(worker, base, tmp_path / "out", KINDS["lora"])
@@ -190,7 +190,7 @@ def test_sft_goes_on_or_begins_anew_on_the_merged_policy(
 
 
 @quantised
-def test_a_policy_beside_4_bits_is_dequantised_before_a_new_lora_begins(
+def test_submit_dequantises_4_bit_policy_before_new_lora(
     worker: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published(worker, base, tmp_path / "out", {"load_in_4bit": True, "lora_r": 4})

@@ -39,7 +39,7 @@ def written(folder: Path, *rows: object) -> Path:
     return file
 
 
-def test_a_conversation_is_taken_with_its_calls_and_tools_up_to_the_last_thing_the_assistant_says(tmp_path: Path) -> None:
+def test_demonstrations_keep_calls_and_tools_up_to_last_answer(tmp_path: Path) -> None:
     (shown,) = read_demonstrations(DatasetConfig(name=str(written(tmp_path, WHOLE))))
     call = Message("assistant", "", "I compute.", (ToolCall("calculator", {"expression": "6*7"}),))
     assert shown.messages[2:] == (call, Message("tool", "42", name="calculator"), Message("assistant", "42"))
@@ -51,7 +51,7 @@ def test_a_conversation_is_taken_with_its_calls_and_tools_up_to_the_last_thing_t
     assert "calculator()" in chat().decode(segments[0][0])
 
 
-def test_a_question_and_its_answer_are_two_turns_whatever_they_are_called(tmp_path: Path) -> None:
+def test_demonstrations_take_question_and_answer_under_any_name(tmp_path: Path) -> None:
     file = written(tmp_path, {"question": "a", "answer": "b"}, "", {"prompt": "a", "completion": "b", "id": 7})
     assert (
         read_demonstrations(DatasetConfig(name=str(file)))
@@ -84,7 +84,7 @@ def test_demonstrations_of_other_columns_are_mapped_and_filtered(tmp_path: Path)
     assert read_demonstrations(DatasetConfig(name=str(written(tmp_path, *rows)), **options)) == [shown]
 
 
-def test_every_malformed_line_is_named_with_what_is_wrong(tmp_path: Path) -> None:
+def test_demonstrations_name_every_malformed_line(tmp_path: Path) -> None:
     user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     lines: list[tuple[object, str]] = [
         ("{", "not JSON"),
@@ -121,7 +121,7 @@ def test_every_malformed_line_is_named_with_what_is_wrong(tmp_path: Path) -> Non
         read_demonstrations(DatasetConfig(name=str(tmp_path / "none.jsonl")))
 
 
-def test_a_model_is_made_of_a_file_of_conversations(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sft_trains_on_file_of_conversations(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path, *[WHOLE] * 3, *({"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(13)))
     out, err = agentrl(capsys, "sft", "--dataset", str(file), "--model", "tiny", "--epochs", "2", "--batch-size", "8", "--json")
     told = json.loads(out)

@@ -90,7 +90,7 @@ def fates(db: Database) -> dict[str, int]:
 # until enough
 
 
-def test_more_groups_are_sampled_until_enough_of_them_have_variance(database: Database) -> None:
+def test_dynamic_sampling_adds_groups_until_enough_vary(database: Database) -> None:
     iteration = begin(database, FLAT, VARIED)
     assert asked(database, iteration) == MoreGroupsPlanned(iteration, varied=1, groups=2, more=1)
     sample_on(database, iteration, FLAT)
@@ -107,7 +107,7 @@ def test_more_groups_are_sampled_until_enough_of_them_have_variance(database: Da
     assert row["mean_reward"] == 0.25, "of all that was sampled"
 
 
-def test_an_iteration_with_enough_variance_is_trained_at_once(database: Database) -> None:
+def test_dynamic_sampling_trains_at_once_with_enough_variance(database: Database) -> None:
     work = ready(database, submission(tasks=8, dynamic_sampling=3))
     commit(database, work)
     assert fates(database) == {"trained": 4}
@@ -115,9 +115,7 @@ def test_an_iteration_with_enough_variance_is_trained_at_once(database: Database
 
 
 @pytest.mark.parametrize(("reward", "expected"), [(FLAT, {"no_variance": 8}), (VARIED, {"trained": 4, "no_variance": 4})])
-def test_at_the_limit_it_trains_with_what_there_is_or_takes_no_step(
-    database: Database, reward: float, expected: dict[str, int]
-) -> None:
+def test_dynamic_sampling_at_limit_trains_with_what_it_has(database: Database, reward: float, expected: dict[str, int]) -> None:
     iteration = begin(database, FLAT, FLAT, limit=2)
     assert asked(database, iteration) == MoreGroupsPlanned(iteration, varied=0, groups=2, more=2)
     sample_on(database, iteration, reward)
@@ -127,12 +125,12 @@ def test_at_the_limit_it_trains_with_what_there_is_or_takes_no_step(
     assert value(database, "SELECT max(version) FROM policies") == 1
 
 
-def test_without_dynamic_sampling_flat_groups_are_read_as_ever(database: Database) -> None:
+def test_flat_groups_train_as_usual_without_dynamic_sampling(database: Database) -> None:
     work = claim_training(database, begin(database, FLAT, FLAT, limit=1))
     assert work.wanted == 0
 
 
-def test_a_short_last_iteration_wants_no_more_than_its_own_groups(database: Database) -> None:
+def test_dynamic_sampling_wants_no_more_than_short_iteration(database: Database) -> None:
     iteration = begin(database, FLAT, tasks=1)
     assert asked(database, iteration) == MoreGroupsPlanned(iteration, varied=0, groups=1, more=1)
 
@@ -140,7 +138,7 @@ def test_a_short_last_iteration_wants_no_more_than_its_own_groups(database: Data
 # which tasks
 
 
-def test_a_repeat_samples_the_same_tasks_and_none_that_the_iteration_has(database: Database) -> None:
+def test_dynamic_sampling_repeat_draws_same_new_tasks(database: Database) -> None:
     for name in ("first", "again"):
         iteration = begin(database, FLAT, FLAT, name=name)
         assert asked(database, iteration) is not None
@@ -151,7 +149,7 @@ def test_a_repeat_samples_the_same_tasks_and_none_that_the_iteration_has(databas
     assert len(set(first)) == 6
 
 
-def test_where_there_is_no_other_task_those_of_the_iteration_are_drawn_anew(database: Database) -> None:
+def test_dynamic_sampling_redraws_own_tasks_if_no_other_exists(database: Database) -> None:
     iteration = begin(database, FLAT, FLAT, tasks=2)
     assert asked(database, iteration) is not None
     sample_on(database, iteration, VARIED)
@@ -165,7 +163,7 @@ def test_where_there_is_no_other_task_those_of_the_iteration_are_drawn_anew(data
 # messages, losses, people
 
 
-def test_what_was_planned_is_sent_as_a_chord_or_group_by_group_by_whoever_finds_it(database: Database) -> None:
+def test_dynamic_sampling_groups_are_sent_as_chord_or_one_by_one(database: Database) -> None:
     iteration = begin(database, FLAT, FLAT)
     planning.mark_train_sent(database, iteration)
     assert asked(database, iteration) is not None
@@ -175,7 +173,7 @@ def test_what_was_planned_is_sent_as_a_chord_or_group_by_group_by_whoever_finds_
     assert plan(control_reads.snapshot(database, LEASE)) == [SendRollouts(groups)]
 
 
-def test_a_train_message_that_comes_twice_plans_once(database: Database) -> None:
+def test_duplicate_train_message_plans_groups_once(database: Database) -> None:
     iteration = begin(database, FLAT, VARIED)
     together = Barrier(2)
 
@@ -190,7 +188,7 @@ def test_a_train_message_that_comes_twice_plans_once(database: Database) -> None
     assert value(database, "SELECT count(*) FROM groups") == 3
 
 
-def test_a_trainer_whose_iteration_is_sampled_on_after_all_is_fenced(database: Database) -> None:
+def test_trainer_is_fenced_once_its_iteration_is_sampled_further(database: Database) -> None:
     for group in start(database, submission(tasks=8, dynamic_sampling=3)):
         play(database, group)
     iteration = planning.open_iterations(database, 1)[0]
@@ -201,7 +199,7 @@ def test_a_trainer_whose_iteration_is_sampled_on_after_all_is_fenced(database: D
         commit(database, work)
 
 
-def test_a_paused_run_is_not_sampled_on_until_it_is_resumed(database: Database) -> None:
+def test_dynamic_sampling_waits_while_paused(database: Database) -> None:
     iteration = begin(database, FLAT, FLAT)
     planning.stop(database, "first", "paused")
     assert asked(database, iteration) is None
@@ -216,14 +214,14 @@ def test_a_paused_run_is_not_sampled_on_until_it_is_resumed(database: Database) 
     assert fates(database) == {"trained": 4, "no_variance": 4}
 
 
-def test_of_a_cancelled_run_every_episode_that_was_sampled_on_has_its_fate(database: Database) -> None:
+def test_cancelled_dynamic_sampling_has_all_outcomes(database: Database) -> None:
     iteration = begin(database, FLAT, VARIED)
     assert asked(database, iteration) is not None
     planning.stop(database, "first", "cancelled")
     assert fates(database) == {"cancelled": 6}
 
 
-def test_episodes_that_fail_pause_the_run_and_are_not_sampled_on_for(database: Database) -> None:
+def test_failed_episodes_pause_run_instead_of_more_sampling(database: Database) -> None:
     for group in start(database, submission(tasks=8, dynamic_sampling=3)):
         work = claim(database, group)
         for position in range(2):
@@ -239,7 +237,7 @@ def test_episodes_that_fail_pause_the_run_and_are_not_sampled_on_for(database: D
 # rollouts that go on during updates
 
 
-def test_an_iteration_is_sampled_on_with_its_own_policy_before_its_update_may_begin(database: Database) -> None:
+def test_dynamic_sampling_uses_own_policy_before_its_update(database: Database) -> None:
     first = begin(database, VARIED, VARIED, max_staleness=1)
     _, second = planning.open_iterations(database, 1)
     for group in planning.start_iteration(database, second):
@@ -252,7 +250,7 @@ def test_an_iteration_is_sampled_on_with_its_own_policy_before_its_update_may_be
     assert sampled_with == [0, 0], "not with the one that was published meanwhile"
 
 
-def test_a_broken_checkpoint_is_made_again_of_the_groups_that_had_made_it(database: Database) -> None:
+def test_broken_checkpoint_is_rebuilt_from_its_own_groups(database: Database) -> None:
     iteration = begin(database, FLAT, VARIED, tasks=4)
     assert asked(database, iteration) is not None
     sample_on(database, iteration, VARIED)
@@ -326,17 +324,13 @@ def worker(tmp_path: Path, migrated_file: Path) -> Iterator[Database]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_left_in_mid_sampling_goes_on_as_if_nothing_had_happened(
-    worker: Database, model: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_dynamic_sampling_resumes_after_interruption(worker: Database, model: Path, undisturbed: dict[str, Any]) -> None:
     submitted(worker, model)
     do_jobs(until=lambda: run_rows.why_sampling_on(worker, "first") != "")
     assert resumed(worker).items() <= undisturbed.items()
 
 
-def test_an_update_that_left_groups_out_is_repeated_without_them(
-    worker: Database, model: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_update_repeat_drops_the_same_groups(worker: Database, model: Path, undisturbed: dict[str, Any]) -> None:
     submitted(worker, model)
     version = undisturbed["sampled_on"]
     do_jobs(until=lambda: value(worker, "SELECT max(version) FROM policies") == version)
@@ -348,12 +342,12 @@ def test_an_update_that_left_groups_out_is_repeated_without_them(
 # what is refused
 
 
-def test_a_group_of_one_never_has_variance() -> None:
+def test_dynamic_sampling_refuses_groups_of_one() -> None:
     with pytest.raises(ConfigError, match="needs groups of two or more episodes"):
         build({"rollout.group_size": 1, "rollout.dynamic_sampling": 2})
 
 
-def test_dynamic_sampling_is_refused_where_nothing_is_rolled_out_for_an_update(own_database: Database, home: Path) -> None:
+def test_dynamic_sampling_is_refused_without_rollouts(own_database: Database, home: Path) -> None:
     commit(own_database, claim_training(own_database, begin(own_database, VARIED, VARIED)))
     with pytest.raises(ConfigError, match="an eval run has no updates"):
         prepare(own_database, build({"dataset.name": "arithmetic", "rollout.dynamic_sampling": 2}), "eval")
@@ -369,7 +363,7 @@ def test_dynamic_sampling_is_refused_where_nothing_is_rolled_out_for_an_update(o
 # what people see
 
 
-def test_watch_says_why_an_iteration_is_sampled_on(database: Database) -> None:
+def test_watch_explains_dynamic_sampling(database: Database) -> None:
     iteration = begin(database, FLAT, VARIED)
     assert load_view(database, "first").sampled_on == ""
     assert asked(database, iteration) is not None
@@ -390,7 +384,7 @@ def group(slot: int, *rewards: float | None) -> Group:
     return Group(Task("a", (), ""), episodes, slot)
 
 
-def test_the_first_groups_with_variance_train_and_every_other_is_dropped_with_a_reason() -> None:
+def test_training_groups_are_first_ones_with_variance() -> None:
     groups = [group(4, 1, 0), group(0, 0.1, 0.1, 0.1), group(1, 0, 1e-300), group(2, 1, None), group(3, 1, 0)]
     chosen, dropped = choose_groups(groups, 2)
     assert [one.slot for one in chosen] == [1, 3]
@@ -400,7 +394,5 @@ def test_the_first_groups_with_variance_train_and_every_other_is_dropped_with_a_
 @pytest.mark.parametrize(
     ("varied", "planned", "limit", "more"), [(12, 16, 3, 4), (16, 16, 3, 0), (0, 16, 1, 0), (10, 46, 3, 2), (15, 48, 3, 0)]
 )
-def test_as_many_groups_are_sampled_as_lack_variance_and_fit_under_the_limit(
-    varied: int, planned: int, limit: int, more: int
-) -> None:
+def test_groups_to_plan_is_the_shortfall_within_the_limit(varied: int, planned: int, limit: int, more: int) -> None:
     assert groups_to_plan(varied, 16, planned, limit) == more

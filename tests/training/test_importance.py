@@ -58,7 +58,7 @@ def sampled_by_older_weights(policy: Policy, groups: list[Group]) -> list[Group]
 # the weights
 
 
-def test_a_weight_is_the_ratio_up_to_the_cap_and_no_gradient_goes_through_it() -> None:
+def test_importance_weight_is_capped_ratio_without_gradient() -> None:
     proximal = torch.tensor([[-1.0, -1.0, -1.0, -50.0]], requires_grad=True)
     behavior = torch.tensor([[-1.5, -1.0, -3.0, 0.0]])
     mask = torch.tensor([[True, True, True, False]])
@@ -70,13 +70,13 @@ def test_a_weight_is_the_ratio_up_to_the_cap_and_no_gradient_goes_through_it() -
     assert below.tolist() == [pytest.approx([math.exp(-0.5), 1.0, math.exp(-2.0), 1.0])]
 
 
-def test_a_ratio_that_overflows_is_the_cap() -> None:
+def test_importance_weight_overflow_is_the_cap() -> None:
     weights, cut = importance_weights(torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1, dtype=torch.bool), 2.0)
     assert (weights.item(), cut.item()) == (2.0, True)
 
 
 @given(st.lists(st.floats(-60, 0), min_size=1, max_size=8), st.floats(1, 10))
-def test_equal_logprobs_weigh_exactly_one_whatever_the_cap(logprobs: list[float], cap: float) -> None:
+def test_importance_weight_of_equal_logprobs_is_exactly_one(logprobs: list[float], cap: float) -> None:
     tokens = torch.tensor([logprobs])
     weights, cut = importance_weights(tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), cap)
     assert bool((weights == 1).all())
@@ -98,14 +98,14 @@ OF_TOKENS = [1.3498588, 0.3678795, 0.9512294, 2.0, 1.0, 1.4918246, 0.449329]
         ("sequence", "mask", [0.0] * 4 + [0.67032] * 3),
     ],
 )
-def test_weights_are_those_of_trl_and_verl(level: str, method: str, expected: list[float]) -> None:
+def test_importance_weights_equal_trl_and_verl(level: str, method: str, expected: list[float]) -> None:
     """TRL 1.16.0, `vllm_importance_sampling_mode`, all four; verl b178a3c, `compute_rollout_correction_weights`, truncated."""
     weights, cut = importance_weights(TRAINER, SAMPLER, TRAINED, 2.0, level, method)
     assert weights[TRAINED].tolist() == pytest.approx(expected, rel=1e-6)
     assert cut[TRAINED].tolist() == [weight in (0.0, 2.0) for weight in expected]
 
 
-def test_what_importance_does_not_read_is_refused() -> None:
+def test_importance_options_without_effect_are_refused() -> None:
     for named in (
         {"algorithm.importance_cap": 0.5},
         {"algorithm.importance_cap": None},
@@ -130,7 +130,7 @@ def test_what_importance_does_not_read_is_refused() -> None:
         ({"update.trainer": "trl"}, False, None),
     ],
 )
-def test_importance_is_on_where_sampler_and_trainer_may_differ(named: dict[str, Any], same: bool, method: str | None) -> None:
+def test_importance_is_on_if_sampler_and_trainer_may_differ(named: dict[str, Any], same: bool, method: str | None) -> None:
     assert build(named).importance_method(same) == method
 
 
@@ -141,7 +141,7 @@ def test_importance_is_on_where_sampler_and_trainer_may_differ(named: dict[str, 
         ({"importance_cap": None, "importance_level": "token", "importance_beyond": "truncate"}, "none", 2.0),
     ],
 )
-def test_a_stored_config_of_format_4_stays_readable(older: dict[str, Any], method: str, cap: float) -> None:
+def test_stored_config_of_format_4_is_readable(older: dict[str, Any], method: str, cap: float) -> None:
     tree = RunConfig().model_dump(mode="json")
     tree["algorithm"] = {k: v for k, v in tree["algorithm"].items() if not k.startswith("importance")} | older
     found = RunConfig.model_validate(tree, context={"stored": True}).algorithm
@@ -151,7 +151,7 @@ def test_a_stored_config_of_format_4_stays_readable(older: dict[str, Any], metho
 # the update
 
 
-def test_the_gradient_is_the_policy_gradient_weighed_token_by_token(folder: Path, tmp_path: Path) -> None:
+def test_gradient_is_weighted_policy_gradient_by_token(folder: Path, tmp_path: Path) -> None:
     policy, trainer = trainer_of(folder, run_of())
     groups = sampled_by_older_weights(policy, groups_of(2, 3))
     total, weights = torch.zeros((), dtype=torch.float64), []
@@ -175,7 +175,7 @@ def test_the_gradient_is_the_policy_gradient_weighed_token_by_token(folder: Path
     assert [step["importance_weight"] for step in update.steps] == [update.metrics["importance_weight"]]
 
 
-def test_the_weights_are_those_of_the_update_s_start_in_each_of_its_steps(folder: Path, tmp_path: Path) -> None:
+def test_importance_weights_are_fixed_at_start_of_update(folder: Path, tmp_path: Path) -> None:
     """A second optimizer step moves the clipped ratio, not the weight of what older weights sampled."""
     policy, trainer = trainer_of(folder, run_of(update__batch_size=3, update__learning_rate=1e-2))
     groups = sampled_by_older_weights(policy, groups_of(2, 3))
@@ -193,9 +193,7 @@ NO_CORRECTION = {"algorithm__importance": "none", "algorithm__importance_cap": 2
 
 
 @pytest.mark.parametrize("values", [{"max_staleness": 0}, NO_CORRECTION])
-def test_without_correction_what_the_sampler_said_is_measured_and_changes_nothing(
-    folder: Path, tmp_path: Path, values: dict[str, Any]
-) -> None:
+def test_sampler_difference_is_only_measured_without_correction(folder: Path, tmp_path: Path, values: dict[str, Any]) -> None:
     gradients = []
     for number in range(2):
         policy, trainer = trainer_of(folder, run_of(**values))
@@ -207,7 +205,7 @@ def test_without_correction_what_the_sampler_said_is_measured_and_changes_nothin
     assert update.metrics["effective_sample_size"] < 0.9
 
 
-def test_bfloat16_is_corrected_for_by_default_and_float32_is_not(folder: Path, tmp_path: Path) -> None:
+def test_importance_is_on_for_bfloat16_and_off_for_float32(folder: Path, tmp_path: Path) -> None:
     gradients = {}
     for dtype in ("bfloat16", "float32"):
         for importance in ("auto", "none", "truncate"):
@@ -221,9 +219,7 @@ def test_bfloat16_is_corrected_for_by_default_and_float32_is_not(folder: Path, t
     assert torch.equal(gradients["float32", "auto"], gradients["float32", "none"])
 
 
-def test_an_update_whose_weights_are_worth_less_than_a_tenth_is_skipped_and_nothing_changes(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_update_with_tiny_weights_is_skipped(folder: Path, tmp_path: Path) -> None:
     """By the trainer all tokens but one are a million times less likely than by the sampler."""
 
     def unlikely(episode: Episode, now: Iterator[float], sampled: Iterator[int]) -> Episode:
@@ -247,9 +243,7 @@ def test_an_update_whose_weights_are_worth_less_than_a_tenth_is_skipped_and_noth
         assert not trainer.update(sampled_by_older_weights(policy, groups_of(2, 3)), 1).skipped
 
 
-def test_where_sampler_and_trainer_are_the_same_weights_the_correction_changes_nothing_but_rounding(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_importance_of_equal_weights_changes_only_rounding(folder: Path, tmp_path: Path) -> None:
     gradients = []
     for number in range(2):
         policy, trainer = trainer_of(folder, run_of(max_staleness=number))
@@ -265,7 +259,7 @@ def test_where_sampler_and_trainer_are_the_same_weights_the_correction_changes_n
     assert torch.allclose(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
 
 
-def test_the_weights_do_not_depend_on_the_split_into_microbatches_or_on_dropout(folder: Path, tmp_path: Path) -> None:
+def test_importance_weights_ignore_microbatches_and_dropout(folder: Path, tmp_path: Path) -> None:
     told = []
     for tokens, dropout in ((10**6, 0.0), (1, 0.0), (10**6, 0.5)):
         run = config(4, True, rollout__max_staleness=1, update__microbatch_tokens=tokens, model__lora_dropout=dropout)

@@ -75,9 +75,7 @@ def gradient(trainer: Trainer, folder: Path) -> Tensor:
 
 
 @pytest.mark.usefixtures("faint")
-def test_float16_gradient_is_float32_s_and_underflows_without_the_scale(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float16_gradient_with_scale_equals_float32(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups, found = groups_of(), dict[str, Tensor]()
     for name, dtype, initial in (
         ("float32", "float32", 1.0),
@@ -94,7 +92,7 @@ def test_float16_gradient_is_float32_s_and_underflows_without_the_scale(
     assert (found["unscaled"] == 0).sum() > (whole == 0).sum() + whole.numel() / 4
 
 
-def test_gradient_that_overflows_is_computed_again_with_half_the_factor(
+def test_loss_scale_halves_and_repeats_after_gradient_overflow(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, found = groups_of(), list[Tensor]()
@@ -110,7 +108,7 @@ def test_gradient_that_overflows_is_computed_again_with_half_the_factor(
     assert nn.functional.cosine_similarity(*found, 0) > 0.999
 
 
-def test_scale_is_part_of_the_checkpoint_so_that_a_resumed_run_has_the_same_weights(folder: Path, tmp_path: Path) -> None:
+def test_loss_scale_is_part_of_checkpoint(folder: Path, tmp_path: Path) -> None:
     whole = made(folder, "float16")
     whole._loss_scale.state = (2.0**12, GROWTH_STEPS - 2)  # grows with the second of these updates
     whole.update(groups_of(seed=1), 0)
@@ -126,14 +124,14 @@ def test_scale_is_part_of_the_checkpoint_so_that_a_resumed_run_has_the_same_weig
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_preview_leaves_the_scale_as_it_was(folder: Path) -> None:
+def test_loss_scale_is_unchanged_by_preview(folder: Path) -> None:
     trainer = made(folder, "float16")
     trainer._loss_scale.state = (2.0**12, 5)
     trainer.preview(groups_of(), 0)
     assert trainer._loss_scale.state == (2.0**12, 5)
 
 
-def test_float32_has_no_scale(folder: Path, tmp_path: Path) -> None:
+def test_loss_scale_is_off_in_float32(folder: Path, tmp_path: Path) -> None:
     trainer = made(folder, "float32")
     trainer.update(groups_of(), 0)
     saved(trainer, tmp_path / "state")
@@ -141,7 +139,7 @@ def test_float32_has_no_scale(folder: Path, tmp_path: Path) -> None:
     assert "loss_scale" not in json.loads((tmp_path / "state" / sealed_folder.STATE).read_text())
 
 
-def test_factor_halves_at_overflow_and_doubles_after_good_steps() -> None:
+def test_loss_scale_halves_at_overflow_and_doubles_later() -> None:
     scale = half(frozen_half())
     assert scale.must_repeat(1.0, float("inf"))
     assert scale.factor == INITIAL_FACTOR / 2
@@ -152,13 +150,13 @@ def test_factor_halves_at_overflow_and_doubles_after_good_steps() -> None:
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_factor_mends_no_loss_that_is_not_finite(loss: float) -> None:
+def test_loss_scale_repairs_no_infinite_loss(loss: float) -> None:
     scale = half(frozen_half())
     assert not scale.must_repeat(loss, float("nan"))
     assert scale.factor == INITIAL_FACTOR
 
 
-def test_overflow_without_a_factor_is_no_reason_to_repeat() -> None:
+def test_loss_scale_off_repeats_no_overflow() -> None:
     scale = half(frozen_half())
     repeats = 0
     while scale.must_repeat(1.0, float("inf")):
@@ -166,7 +164,7 @@ def test_overflow_without_a_factor_is_no_reason_to_repeat() -> None:
     assert (repeats, scale.factor) == (16, 1)
 
 
-def test_interrupted_offline_training_in_float16_goes_on_with_its_scale(folder: Path, tmp_path: Path) -> None:
+def test_offline_float16_training_resumes_with_its_scale(folder: Path, tmp_path: Path) -> None:
     examples = [(row,) for row in rows_of([episode for group in groups_of() for episode in group.episodes])]
     found = []
     for _ in range(2):  # the second goes on from the checkpoint that the first wrote after two of its four steps
@@ -181,7 +179,7 @@ def test_interrupted_offline_training_in_float16_goes_on_with_its_scale(folder: 
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_float16_weights_cannot_train(folder: Path) -> None:
+def test_loss_scale_cannot_train_float16_weights(folder: Path) -> None:
     policy = Policy.load(ModelConfig(lora_r=0, dtype="float16"), str(folder), "cpu")
     with pytest.raises(ConfigError, match="float16 has too few bits"):
         Trainer(policy, config(0, model__dtype="float16"))

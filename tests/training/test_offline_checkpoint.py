@@ -77,7 +77,7 @@ def interrupted(training: Training, target: Path, at: int = 5) -> None:
         learn(training, target, save_every=3, progress=Breaking(at))
 
 
-def test_sft_of_a_template_that_prints_the_time_resumes_with_the_time_of_its_first_start(tmp_path: Path) -> None:
+def test_sft_resume_keeps_template_time_of_first_start(tmp_path: Path) -> None:
     config = ModelConfig(chat_template=DATED)
     training = partial(sft, arithmetic, "tiny", recipe=RECIPE, max_tasks=20, config=config)
     target = tmp_path / "model"
@@ -91,7 +91,7 @@ def test_sft_of_a_template_that_prints_the_time_resumes_with_the_time_of_its_fir
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["demonstrations", "tiny", "episodes", "pairs"])
-def test_what_was_interrupted_goes_on_at_its_last_checkpoint_and_makes_the_same_weights(kind: str, tmp_path: Path) -> None:
+def test_offline_training_resumes_to_same_weights(kind: str, tmp_path: Path) -> None:
     training, told = trainings(tiny_random(tmp_path / "base"))[kind], LearnedEpisode()
     whole = learn(training, tmp_path / "whole")
     target = tmp_path / "made"
@@ -106,7 +106,7 @@ def test_what_was_interrupted_goes_on_at_its_last_checkpoint_and_makes_the_same_
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "made", "whole"]
 
 
-def test_another_recipe_model_or_data_is_refused_and_begun_anew_only_if_asked(tmp_path: Path) -> None:
+def test_offline_training_refuses_other_recipe_model_or_data(tmp_path: Path) -> None:
     base, told = tiny_random(tmp_path / "base"), LearnedEpisode()
     training, target = trainings(base)["episodes"], tmp_path / "made"
     interrupted(training, target)
@@ -125,7 +125,7 @@ def test_another_recipe_model_or_data_is_refused_and_begun_anew_only_if_asked(tm
     assert told.done == 0
 
 
-def test_a_training_that_was_not_told_how_often_is_kept_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_training_checkpoints_by_the_clock_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], LearnedEpisode()
     monkeypatch.setattr("agentrl.workflow.training.offline_checkpoint.MIN_SECONDS_APART", 0.0)
     with pytest.raises(Interrupted):
@@ -134,7 +134,7 @@ def test_a_training_that_was_not_told_how_often_is_kept_by_the_clock(tmp_path: P
     assert 1 <= told.done <= 5
 
 
-def test_the_same_command_goes_on_also_where_it_replaces_a_model(tmp_path: Path) -> None:
+def test_offline_training_resumes_while_replacing_a_model(tmp_path: Path) -> None:
     training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], LearnedEpisode()
     learn(training, tmp_path / "made")
     with pytest.raises(Interrupted):
@@ -144,7 +144,7 @@ def test_the_same_command_goes_on_also_where_it_replaces_a_model(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
-def test_a_checkpoint_that_is_not_as_it_was_written_is_refused_and_begun_anew_if_asked(name: str, tmp_path: Path) -> None:
+def test_offline_training_refuses_altered_checkpoint(name: str, tmp_path: Path) -> None:
     training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], LearnedEpisode()
     interrupted(training, tmp_path / "made")
     file = tmp_path / ".made.training" / "last" / name
@@ -165,7 +165,7 @@ class Pressing(LearnedEpisode):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_ends_a_training_after_its_step_and_the_same_command_goes_on_there(tmp_path: Path) -> None:
+def test_offline_training_resumes_after_ctrl_c(tmp_path: Path) -> None:
     training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], LearnedEpisode()
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(Stopped, match=r"Stopped after step 3 of 9; the same command goes on there\."):
@@ -177,7 +177,7 @@ def test_ctrl_c_ends_a_training_after_its_step_and_the_same_command_goes_on_ther
     assert base_hash(tmp_path / "made") == base_hash(tmp_path / "whole")
 
 
-def test_lost_device_ends_a_training_and_the_same_command_goes_on_there(tmp_path: Path) -> None:
+def test_offline_training_resumes_after_lost_device(tmp_path: Path) -> None:
     training, told = trainings(tiny_random(tmp_path / "base"))["episodes"], LearnedEpisode()
 
     class Failing(LearnedEpisode):
@@ -195,7 +195,7 @@ def test_lost_device_ends_a_training_and_the_same_command_goes_on_there(tmp_path
     assert base_hash(tmp_path / "made") == base_hash(tmp_path / "whole")
 
 
-def test_ctrl_c_twice_ends_it_at_once() -> None:
+def test_offline_training_ends_at_second_ctrl_c() -> None:
     with catch_interrupt() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop()
@@ -203,14 +203,14 @@ def test_ctrl_c_twice_ends_it_at_once() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_training_from_which_nothing_can_come_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_offline_training_without_output_leaves_no_checkpoint(tmp_path: Path) -> None:
     training = trainings(tiny_random(tmp_path / "base"))["episodes"]
     with pytest.raises(ModelError, match="lower --learning-rate"):
         learn(partial(training, recipe=Recipe(20, 4, 1e20)), tmp_path / "made", save_every=1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
 
 
-def test_two_processes_do_not_make_one_model_at_a_time(tmp_path: Path) -> None:
+def test_offline_training_of_one_model_excludes_second_process(tmp_path: Path) -> None:
     training, target = trainings(tiny_random(tmp_path / "base"))["episodes"], tmp_path / "made"
 
     class Second(LearnedEpisode):
@@ -237,7 +237,7 @@ def no_file_above(size: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_disk_that_refuses_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
+def test_offline_training_keeps_last_checkpoint_on_full_disk(tmp_path: Path) -> None:
     training, target, told = trainings(tiny_random(tmp_path / "base"))["tiny"], tmp_path / "made", LearnedEpisode()
     interrupted(training, target)
     last = tmp_path / ".made.training" / "last"
@@ -250,7 +250,7 @@ def test_a_disk_that_refuses_a_checkpoint_leaves_the_one_before(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_disk_that_refuses_the_model_leaves_no_half_of_it(tmp_path: Path) -> None:
+def test_offline_training_leaves_no_half_model_on_full_disk(tmp_path: Path) -> None:
     training, target, told = trainings(tiny_random(tmp_path / "base"))["tiny"], tmp_path / "made", LearnedEpisode()
     interrupted(training, target)
     with no_file_above(100_000), pytest.raises(CheckpointError, match="Cannot write the model"):
@@ -273,7 +273,7 @@ def start(folder: Path, **environment: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_command_that_was_killed_twice_makes_the_model_of_one_that_was_not(tmp_path: Path) -> None:
+def test_offline_training_killed_twice_makes_same_model(tmp_path: Path) -> None:
     whole = start(tmp_path / "quiet")
     assert whole.communicate()[1]
     assert whole.returncode == 0

@@ -38,28 +38,28 @@ def read(backoff: OomBackoff[int], items: Sequence[int], room: Callable[[Sequenc
     return tried
 
 
-def test_where_memory_suffices_there_is_one_attempt() -> None:
+def test_oom_backoff_makes_one_attempt_with_enough_memory() -> None:
     assert read(backoff_of(10), [4, 4, 4], lambda piece: True) == [[[4, 4], [4]]]
 
 
-def test_where_it_runs_out_all_is_done_again_in_smaller_pieces_which_stay_small() -> None:
+def test_oom_backoff_repeats_all_in_smaller_pieces() -> None:
     backoff = backoff_of(100)
     tried = read(backoff, [4, 4, 4, 4], lambda piece: sum(piece) <= 4)
     assert tried == [[[4, 4, 4, 4]], [[4, 4]], [[4], [4], [4], [4]]]
     assert read(backoff, [2, 2, 3], lambda piece: True) == [[[2, 2], [3]]]
 
 
-def test_one_item_that_does_not_fit_is_an_error_however_many_others_would() -> None:
+def test_oom_backoff_fails_if_one_item_does_not_fit() -> None:
     with pytest.raises(InfraError, match=r"Memory does not suffice for one item of 9 tokens\. Take less\."):
         read(backoff_of(9), [2, 2, 9], lambda piece: 9 not in piece)
 
 
-def test_any_other_error_comes_through_at_once() -> None:
+def test_oom_backoff_passes_other_errors_on() -> None:
     with pytest.raises(RuntimeError, match="a bug"), next(backoff_of(10).attempts([4, 4])):
         raise RuntimeError("a bug")
 
 
-def test_what_a_failed_attempt_held_is_gone_when_the_next_begins() -> None:
+def test_oom_backoff_frees_memory_of_failed_attempt() -> None:
     held: list[weakref.ref[Tensor]] = []
 
     def work(pieces: Sequence[Sequence[int]]) -> None:

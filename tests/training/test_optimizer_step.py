@@ -62,7 +62,7 @@ def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 @OPTIMIZERS
-def test_take_step_tries_again_and_comes_to_the_step_without_a_shortage(name: str) -> None:
+def test_take_step_retried_equals_step_without_shortage(name: str) -> None:
     """Two steps more show that the moments are right too."""
     found = []
     for times in (0, 1):
@@ -77,7 +77,7 @@ def test_take_step_tries_again_and_comes_to_the_step_without_a_shortage(name: st
 
 
 @OPTIMIZERS
-def test_take_step_leaves_everything_as_it_was_where_memory_does_not_suffice(name: str) -> None:
+def test_take_step_without_memory_changes_nothing(name: str) -> None:
     optimizer, parameters = made(name)
     before = state(optimizer, parameters)
     shortage = Shortage(optimizer, parameters, 2)

@@ -39,7 +39,7 @@ def alone(module: Any, rows: tuple[Row, ...]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_row_has_its_place_and_no_line_is_longer_than_the_longest_row(seed: int) -> None:
+def test_packing_places_each_row_within_longest_row(seed: int) -> None:
     rng = random.Random(seed)
     rows = [row(rng.randint(1, 50), n) for n in range(rng.randint(1, 40))]
     lines = assign_lines(rows)
@@ -51,7 +51,7 @@ def test_every_row_has_its_place_and_no_line_is_longer_than_the_longest_row(seed
 
 
 @pytest.mark.parametrize("lora_r", [0, 4])
-def test_a_row_on_a_line_of_several_is_read_as_if_it_were_alone(lora_r: int, tmp_path: Path) -> None:
+def test_packed_row_is_read_as_if_alone(lora_r: int, tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     policy = Policy.load(ModelConfig(path=str(base), lora_r=lora_r), str(base), device="cpu")
     with policy.training() as module, torch.no_grad():
@@ -62,7 +62,7 @@ def test_a_row_on_a_line_of_several_is_read_as_if_it_were_alone(lora_r: int, tmp
     assert [float(one.sum()) for one in found] == pytest.approx(wanted, abs=1e-4, rel=1e-5)
 
 
-def test_a_batch_on_few_lines_has_the_loss_and_the_gradient_of_one_row_at_a_time(tmp_path: Path) -> None:
+def test_packed_batch_has_same_loss_and_gradient(tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     objective, losses, gradients = likelihood_objective(), [], []
     for tokens in (10**6, 1):
@@ -74,7 +74,7 @@ def test_a_batch_on_few_lines_has_the_loss_and_the_gradient_of_one_row_at_a_time
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
 
 
-def test_unequal_rows_fill_their_lines_and_a_piece_takes_more_of_them() -> None:
+def test_packing_fills_lines_with_unequal_rows() -> None:
     rows = [one for (one,) in UNEQUAL]
     tokens = sum(len(one.input_ids) for one in rows)
     assert tokens / training_rows.size(rows) < 0.4
@@ -94,7 +94,7 @@ class Blurred(Qwen2ForCausalLM):
         self.model.forward = lambda *given, position_ids=None, **more: whole(*given, **more)  # type: ignore[method-assign]
 
 
-def test_a_model_that_does_not_keep_rows_apart_has_each_on_a_line_of_its_own(tmp_path: Path) -> None:
+def test_packing_is_off_for_model_that_mixes_rows(tmp_path: Path) -> None:
     module = Blurred.from_pretrained(tiny_random(tmp_path / "base")).eval()
     assert not keeps_apart(module)
     with torch.no_grad():

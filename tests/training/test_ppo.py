@@ -49,7 +49,7 @@ def critic_in(folder: Path) -> dict[str, Tensor]:
 
 
 @KINDS
-def test_a_critic_learns_what_to_expect(folder: Path, lora_r: int) -> None:
+def test_critic_learns_returns(folder: Path, lora_r: int) -> None:
     """The same episodes again and again: the values come near the returns."""
     _, trainer = trainer_of(folder, ppo(lora_r, update__learning_rate=1e-4, critic__learning_rate=3e-2, critic__clip=0.0))
     groups = groups_of()
@@ -62,9 +62,7 @@ def test_a_critic_learns_what_to_expect(folder: Path, lora_r: int) -> None:
 
 
 @KINDS
-def test_the_values_and_their_gradient_do_not_depend_on_the_split_into_microbatches(
-    folder: Path, tmp_path: Path, lora_r: int
-) -> None:
+def test_critic_values_and_gradient_ignore_microbatches(folder: Path, tmp_path: Path, lora_r: int) -> None:
     found = []
     for number, tokens in enumerate((10**6, 64, 1)):
         run = ppo(lora_r, True, update__microbatch_tokens=tokens, update__max_grad_norm=1e9, algorithm__gae_lambda=0.9)
@@ -78,7 +76,7 @@ def test_the_values_and_their_gradient_do_not_depend_on_the_split_into_microbatc
         assert {**other_metrics, "seconds": 0} == pytest.approx({**metrics, "seconds": 0}, rel=1e-8, abs=1e-12)
 
 
-def test_a_value_is_the_head_s_of_the_state_before_the_token(folder: Path) -> None:
+def test_critic_value_is_head_of_state_before_token(folder: Path) -> None:
     policy, _ = trainer_of(folder, config(0, True))
     head = torch.nn.Linear(policy_width(policy), 1, dtype=torch.float64)
     ids = torch.tensor([[3, 4, 5, 6]])
@@ -96,7 +94,7 @@ def policy_width(policy: Policy) -> int:
 
 
 @KINDS
-def test_going_on_from_a_checkpoint_is_going_on_with_the_critic_too(folder: Path, tmp_path: Path, lora_r: int) -> None:
+def test_ppo_checkpoint_resumes_with_critic(folder: Path, tmp_path: Path, lora_r: int) -> None:
     run = ppo(
         lora_r,
         True,
@@ -111,7 +109,7 @@ def test_going_on_from_a_checkpoint_is_going_on_with_the_critic_too(folder: Path
     assert FILE in sealed_folder.verify(tmp_path / "v2")
 
 
-def test_a_critic_that_is_lost_is_an_error_and_another_run_starts_with_a_new_one(folder: Path, tmp_path: Path) -> None:
+def test_critic_lost_is_an_error_except_in_new_run(folder: Path, tmp_path: Path) -> None:
     _, trainer = trainer_of(folder, ppo())
     trainer.update(groups_of(), 0)
     sealed_folder.write(tmp_path / "v1", trainer.save)
@@ -124,7 +122,7 @@ def test_a_critic_that_is_lost_is_an_error_and_another_run_starts_with_a_new_one
         trainer.load(tmp_path / "without")
 
 
-def test_while_the_critic_warms_up_the_policy_stays(folder: Path, tmp_path: Path) -> None:
+def test_critic_warmup_leaves_policy_unchanged(folder: Path, tmp_path: Path) -> None:
     policy, trainer = trainer_of(folder, ppo(critic__warmup=2))
     before = {name: parameter.detach().clone() for name, parameter in policy.trainable().items()}
     for iteration in range(2):
@@ -137,7 +135,7 @@ def test_while_the_critic_warms_up_the_policy_stays(folder: Path, tmp_path: Path
     assert any(not torch.equal(before[name], parameter) for name, parameter in policy.trainable().items())
 
 
-def test_an_update_that_is_undone_undoes_the_critic_too(folder: Path, tmp_path: Path) -> None:
+def test_skipped_update_restores_critic(folder: Path, tmp_path: Path) -> None:
     """The critic's loss overflows in the second minibatch."""
     _, trainer = trainer_of(folder, ppo(update__batch_size=8))
     trainer.update(groups_of(), 0)
@@ -149,14 +147,14 @@ def test_an_update_that_is_undone_undoes_the_critic_too(folder: Path, tmp_path: 
     assert all(torch.equal(critic[name], tensor) for name, tensor in critic_in(tmp_path / "after").items())
 
 
-def test_explained_variance_is_one_for_who_knows_and_none_for_a_guess() -> None:
+def test_explained_variance_is_one_if_exact_none_if_constant() -> None:
     returns, mask = torch.tensor([[1.0, 2.0, 3.0]]), torch.ones(1, 3, dtype=torch.bool)
     assert explained_variance(returns + 5, returns, mask) == 1
     assert explained_variance(torch.full_like(returns, 2.0), returns, mask) == 0
     assert explained_variance(returns, torch.ones_like(returns), mask) == 0
 
 
-def test_a_critic_s_options_are_refused_where_there_is_no_critic() -> None:
+def test_critic_options_without_critic_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"critic.\* has no effect with grpo: it has no critic"):
         resolve_run(build({"critic.warmup": 2}))
     assert resolve_run(build({"critic.warmup": 2, "algorithm.name": "ppo"})).critic.warmup == 2
@@ -167,13 +165,13 @@ def test_a_critic_s_options_are_refused_where_there_is_no_critic() -> None:
 
 @pytest.mark.parametrize("name", [name for name in gradients() if name != "pass_at_k"])
 @pytest.mark.slow
-def test_with_every_algorithm_a_rewarded_set_of_tokens_becomes_likely(tmp_path: Path, name: str) -> None:
+def test_algorithms_learn_rewarded_tokens(tmp_path: Path, name: str) -> None:
     means = bandit(tmp_path, quick(name))
     assert means[0] < 0.7, means
     assert sum(means[-5:]) / 5 > 0.85, means
 
 
-def test_pass_at_k_learns_while_one_of_a_group_is_right_and_no_more_where_most_are(tmp_path: Path) -> None:
+def test_pass_at_k_learns_until_one_of_group_is_right(tmp_path: Path) -> None:
     means = bandit(tmp_path, quick("pass_at_k"))
     assert means[0] < 0.4, means
     assert max(means) > 0.8, means
@@ -187,7 +185,7 @@ def quick(name: str) -> RunConfig:
 # --- KL, entropy --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_kl_in_the_reward_is_taken_off_each_token_and_is_not_in_the_loss(folder: Path, tmp_path: Path) -> None:
+def test_kl_in_reward_is_per_token_and_not_in_loss(folder: Path, tmp_path: Path) -> None:
     found = []
     for kl_in in ("reward", "loss"):
         run = config(0, True, algorithm__name="reinforce", algorithm__kl_coef=0.5, algorithm__kl_in=kl_in)
@@ -204,13 +202,13 @@ def test_a_kl_in_the_reward_is_taken_off_each_token_and_is_not_in_the_loss(folde
     assert found[0].metrics["kl"] == pytest.approx(found[1].metrics["kl"])
 
 
-def test_a_kl_that_leaves_no_finite_advantage_is_no_step_and_counts_as_one_gone_wrong(folder: Path) -> None:
+def test_kl_without_finite_advantage_skips_step(folder: Path) -> None:
     _, trainer = trainer_of(folder, config(algorithm__name="ppo", algorithm__kl_coef=1e308, algorithm__kl_in="reward"))
     update = trainer.update(groups_of(), 0)
     assert (update.skipped, update.bad, update.advantages) == ("an advantage is no finite number", True, {})
 
 
-def test_an_entropy_bonus_makes_the_policy_less_sure(folder: Path) -> None:
+def test_entropy_bonus_makes_policy_less_certain(folder: Path) -> None:
     def after(coef: float) -> float:
         _, trainer = trainer_of(folder, config(0, algorithm__entropy_coef=coef))
         for iteration in range(10):
@@ -221,7 +219,7 @@ def test_an_entropy_bonus_makes_the_policy_less_sure(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["trained head", "frozen head"])
-def test_the_gradient_of_the_entropy_is_that_of_the_whole_softmax(folder: Path, lora_r: int) -> None:
+def test_entropy_gradient_equals_full_softmax(folder: Path, lora_r: int) -> None:
     policy, _ = trainer_of(folder, config(lora_r, True))
     ids = torch.tensor([[3, 4, 5, 6, 7]])
     trained = list(policy.trainable().values())
@@ -238,7 +236,7 @@ def test_the_gradient_of_the_entropy_is_that_of_the_whole_softmax(folder: Path, 
         assert torch.allclose(mine, other, rtol=1e-8, atol=1e-12)
 
 
-def test_the_weight_of_the_kl_follows_its_target() -> None:
+def test_kl_weight_follows_target() -> None:
     options = build({"algorithm.kl_coef": 0.2, "algorithm.kl_target": 0.1, "algorithm.kl_horizon": 1000}).algorithm
     assert next_kl_coef(0.2, 0.3, 100, options) == pytest.approx(0.2 * 1.02)
     assert next_kl_coef(0.2, 0.11, 100, options) == pytest.approx(0.2 * 1.01)
@@ -246,7 +244,7 @@ def test_the_weight_of_the_kl_follows_its_target() -> None:
     assert next_kl_coef(0.2, 9.0, 100, build({"algorithm.kl_coef": 0.2}).algorithm) == 0.2
 
 
-def test_the_kl_in_the_reward_of_stored_episodes_is_the_policy_s_own(folder: Path) -> None:
+def test_kl_in_reward_of_stored_episodes_uses_current_policy(folder: Path) -> None:
     """A policy that is its reference has no KL, whatever weights sampled the episodes."""
 
     def update(**values: Any) -> Update:
@@ -261,7 +259,7 @@ def test_the_kl_in_the_reward_of_stored_episodes_is_the_policy_s_own(folder: Pat
 
 
 @pytest.mark.parametrize("values", [{}, {"algorithm__kl_coef": 0.1, "algorithm__kl_in": "reward"}])
-def test_dropout_is_in_the_one_step_s_own_ratio_too(folder: Path, values: dict[str, Any]) -> None:
+def test_single_step_ratio_includes_dropout(folder: Path, values: dict[str, Any]) -> None:
     _, trainer = trainer_of(folder, ppo(4, model__lora_dropout=0.5, **values))
     assert trainer.update(groups_of(), 0).metrics["ratio"] == pytest.approx(1, abs=1e-6)
 
@@ -269,7 +267,7 @@ def test_dropout_is_in_the_one_step_s_own_ratio_too(folder: Path, values: dict[s
 # --- passes, rates ------------------------------------------------------------------------------------------------------------
 
 
-def test_several_passes_are_several_steps_and_end_where_the_policy_is_far(folder: Path) -> None:
+def test_update_epochs_are_steps_that_end_at_max_kl(folder: Path) -> None:
     def steps(**values: Any) -> int:
         _, trainer = trainer_of(folder, config(**{"update__learning_rate": 1e-2, "update__batch_size": 8} | values))
         return len(trainer.update(groups_of(), 0).steps)
@@ -281,14 +279,14 @@ def test_several_passes_are_several_steps_and_end_where_the_policy_is_far(folder
     assert steps(update__epochs=4, update__max_kl=1e9) == 8
 
 
-def test_the_ratio_of_later_passes_is_against_the_policy_before_the_first(folder: Path) -> None:
+def test_update_epochs_keep_ratio_to_first_policy(folder: Path) -> None:
     _, trainer = trainer_of(folder, config(update__learning_rate=1e-2, update__epochs=3))
     first, *later = trainer.update(groups_of(), 0).steps
     assert first["policy_kl"] == pytest.approx(0, abs=1e-9)
     assert all(step["policy_kl"] > 1e-4 for step in later)
 
 
-def test_max_kl_without_a_second_pass_is_refused() -> None:
+def test_max_kl_without_second_epoch_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_kl has no effect if update\.epochs is 1"):
         build({"update.max_kl": 0.1})
 
@@ -303,19 +301,19 @@ def test_max_kl_without_a_second_pass_is_refused() -> None:
         ({"update.warmup": 2, "update.decay": "cosine"}, [1 / 3, 2 / 3, 1, 0.5 + 2**-1.5, 0.5, 0.5 - 2**-1.5]),
     ],
 )
-def test_the_learning_rate_rises_and_falls_with_the_iterations(values: dict[str, Any], expected: list[float]) -> None:
+def test_learning_rate_follows_iterations(values: dict[str, Any], expected: list[float]) -> None:
     options = build(values).update
     assert [learning_rate_share(options, number, 6) for number in range(6)] == pytest.approx(expected)
 
 
-def test_an_update_has_the_rate_of_its_iteration_whatever_was_before(folder: Path) -> None:
+def test_learning_rate_depends_on_iteration_alone(folder: Path) -> None:
     run = ppo(update__decay="linear", update__learning_rate=1e-3, critic__learning_rate=1e-2)
     trainer = Trainer(Policy.load(run.model, str(folder), device="cpu"), run, iterations=4)
     trainer.update(groups_of(), 2)
     assert trainer.learning_rate == pytest.approx(5e-4)
 
 
-def test_the_advantage_of_an_episode_is_the_mean_of_its_tokens(folder: Path) -> None:
+def test_episode_advantage_is_mean_of_its_tokens(folder: Path) -> None:
     _, trainer = trainer_of(folder, config(algorithm__name="reinforce", algorithm__discount=0.5))
     task = groups_of()[0].task
     one = Step(0, (), (5, 6), (7, 8, 9), (-1.0,) * 3, "stop", groups_of()[0].episodes[0].steps[0].message, 0)
@@ -323,7 +321,7 @@ def test_the_advantage_of_an_episode_is_the_mean_of_its_tokens(folder: Path) -> 
     assert update.advantages == {9: pytest.approx((1 + 0.5 + 0.25) / 3)}
 
 
-def test_every_algorithm_can_be_found_and_updates(folder: Path) -> None:
+def test_algorithms_all_load_and_update(folder: Path) -> None:
     for name in gradients():
         assert find("algorithms", name).name == name
         _, trainer = trainer_of(folder, config(algorithm__name=name, update__batch_size=8, update__epochs=2))

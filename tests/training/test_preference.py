@@ -49,7 +49,7 @@ def pair_of(better: Episode, worse: Episode, reference: float = 0.0) -> Preferen
     return PreferencePair(chosen, rejected, reference)
 
 
-def test_the_loss_is_the_papers_to_the_digit() -> None:
+def test_dpo_loss_equals_paper() -> None:
     # margins 0.1 x (2 - 0.5) and 0.1 x (-1 - 0.5); ln(1 + exp(-0.15)), ln(1 + exp(0.15))
     loss, margin = dpo_loss(torch.tensor([2.0, -1.0]), torch.tensor([0.5, 0.5]), beta=0.1)
     assert margin.tolist() == pytest.approx([0.15, -0.15])
@@ -58,7 +58,7 @@ def test_the_loss_is_the_papers_to_the_digit() -> None:
     assert float(even) == pytest.approx(math.log(4 / 3))
 
 
-def test_a_pairs_terms_are_sums_over_the_rows_of_each_side() -> None:
+def test_dpo_pair_sums_rows_of_each_side() -> None:
     three_rows = replace(
         two_turns(1, 0), steps=(step(0, PROMPT, (3, 4)), replace(step(1, PROMPT, (5,)), new_row="edited", parent=ROOT))
     )
@@ -69,7 +69,7 @@ def test_a_pairs_terms_are_sums_over_the_rows_of_each_side() -> None:
     assert (terms["accuracy"].item(), terms["margin"].item()) == (1, pytest.approx(0.15))
 
 
-def test_what_was_not_sampled_changes_nothing(base: Path) -> None:
+def test_dpo_ignores_tokens_that_were_not_sampled(base: Path) -> None:
     better, worse = PAIRS[0]
     objective = preference_objective(0.1)
 
@@ -85,7 +85,7 @@ def test_what_was_not_sampled_changes_nothing(base: Path) -> None:
     assert sampler_differences([PreferencePair((replace(row, behavior_logprobs=noise),), (row,))]) == [0.0]
 
 
-def test_what_forks_share_with_their_parent_is_no_part_of_a_pair() -> None:
+def test_dpo_pair_excludes_prefix_shared_by_forks() -> None:
     shared = step(0, PROMPT, (3, 4, 5))
     forks = [episode(n, shared, step(1, (9,), (10 + n, 20)), fork_step=1) for n in range(2)]
     pair = pair_of(*forks)
@@ -93,7 +93,7 @@ def test_what_forks_share_with_their_parent_is_no_part_of_a_pair() -> None:
     assert sampler_differences([pair]) == [0.0]  # 2 x -4 each; the shared three are not in it
 
 
-def test_the_gradient_does_not_depend_on_how_a_batch_is_cut(base: Path) -> None:
+def test_dpo_gradient_ignores_batch_split(base: Path) -> None:
     pairs = [pair_of(*each) for each in PAIRS]
     objective = preference_objective(0.1)
     found = []
@@ -121,9 +121,7 @@ def room_for(rows: int, refused: list[int]) -> Callable[..., tuple[Tensor, Tenso
     return score
 
 
-def test_where_memory_runs_out_smaller_pieces_make_the_same_model(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dpo_in_smaller_pieces_makes_same_model(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[int] = []
     made = []
     for rows in (12, 2):
@@ -137,9 +135,7 @@ def test_where_memory_runs_out_smaller_pieces_make_the_same_model(
     assert logprobs_of(made[1].folder, better) == pytest.approx(logprobs_of(made[0].folder, better), rel=1e-3)
 
 
-def test_where_not_even_one_pair_fits_it_says_so_and_leaves_no_folder(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dpo_without_memory_for_one_pair_leaves_no_folder(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline_training, "token_logprobs", room_for(1, []))
     with pytest.raises(InfraError, match=r"Memory does not suffice for one example of \d+ tokens. Take a smaller model"):
         dpo(PAIRS, start_of(base), tmp_path / "made", recipe=RECIPE, device="cpu")
@@ -147,7 +143,7 @@ def test_where_not_even_one_pair_fits_it_says_so_and_leaves_no_folder(
 
 
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
-def test_the_chosen_become_likelier_and_the_rejected_less_likely(base: Path, tmp_path: Path, lora_r: int) -> None:
+def test_dpo_raises_chosen_and_lowers_rejected(base: Path, tmp_path: Path, lora_r: int) -> None:
     told = LearnedEpisode()
     recipe = replace(RECIPE, learning_rate=3e-2 if lora_r else 3e-3)
     made = dpo(PAIRS, start_of(base, lora_r), tmp_path / "made", recipe=recipe, device="cpu", progress=told)
@@ -164,7 +160,7 @@ def test_the_chosen_become_likelier_and_the_rejected_less_likely(base: Path, tmp
     assert [entry.name for entry in tmp_path.iterdir()] == ["made"]
 
 
-def test_the_folder_says_what_it_was_made_of_and_pairs_without_tokens_are_counted(base: Path, tmp_path: Path) -> None:
+def test_dpo_folder_has_provenance_and_count_of_empty_pairs(base: Path, tmp_path: Path) -> None:
     empty = (two_turns(90, 5), episode(91))
     made = dpo([*PAIRS[:2], empty], start_of(base), tmp_path / "made", recipe=replace(RECIPE, steps=1), device="cpu")
     assert (made.examples, made.left_out) == (2, {EMPTY: 1})
@@ -173,7 +169,7 @@ def test_the_folder_says_what_it_was_made_of_and_pairs_without_tokens_are_counte
     assert (record["stage"], record["beta"], record["reference"]) == ("dpo", 0.1, "start")
 
 
-def test_the_sampler_as_reference_is_what_it_recorded(base: Path) -> None:
+def test_dpo_reference_sampler_is_its_recorded_logprobs(base: Path) -> None:
     policy = policy_of(base)
     with policy.sampling() as module, torch.no_grad():
         recorded = []
@@ -194,7 +190,7 @@ def test_the_sampler_as_reference_is_what_it_recorded(base: Path) -> None:
         assert max(map(abs, sampler_differences(recorded))) > 0.01
 
 
-def test_what_cannot_be_learned_is_refused_and_leaves_no_folder(base: Path, tmp_path: Path) -> None:
+def test_dpo_refuses_unlearnable_pairs_and_leaves_no_folder(base: Path, tmp_path: Path) -> None:
     with pytest.raises(StateError, match="none of 1 pairs"):
         dpo([(episode(1), episode(2))], start_of(base), tmp_path / "made")
     with pytest.raises(StateError, match="none of 0 pairs"):

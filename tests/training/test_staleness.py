@@ -62,7 +62,7 @@ def rolled_out_twice(db: Database, epochs: int = 4) -> IterationWork:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
-def test_iteration_i_samples_with_exactly_the_version_that_its_staleness_asks_for(sqlite: Database, max_staleness: int) -> None:
+def test_iteration_samples_with_version_that_staleness_sets(sqlite: Database, max_staleness: int) -> None:
     planned = overlapping(sqlite, 5, max_staleness)
     assert len(planned) == min(5, 1 + max_staleness)
     for number in range(5):
@@ -78,7 +78,7 @@ def test_iteration_i_samples_with_exactly_the_version_that_its_staleness_asks_fo
     assert value(sqlite, "SELECT max(version) FROM policies") == 5
 
 
-def test_a_skipped_update_publishes_what_later_iterations_sample_with(database: Database) -> None:
+def test_skipped_update_publishes_version_for_later_iterations(database: Database) -> None:
     work = rolled_out_twice(database)
     published = train_commits.commit_update(database, work, replace(bad_update(), bad=False), 3)
     assert published.next_iteration is not None
@@ -87,7 +87,7 @@ def test_a_skipped_update_publishes_what_later_iterations_sample_with(database: 
     assert claim(database, group).policy.path == work.policy.path
 
 
-def test_the_views_say_by_how_much_the_trainer_was_ahead(database: Database) -> None:
+def test_views_show_how_far_trainer_was_ahead(database: Database) -> None:
     work = rolled_out_twice(database, epochs=2)
     metrics = [{"loss": 0.5, "importance_weight": 0.75, "importance_truncated": 0.25, "rows": 4, "tokens": 8}]
     commit(database, work, metrics=metrics)
@@ -100,14 +100,14 @@ def test_the_views_say_by_how_much_the_trainer_was_ahead(database: Database) -> 
 
 
 @pytest.mark.parametrize("costs", [{"tflops": 1.5}, {"tflops": 40.0, "mfu": 0.25, "peak_memory_bytes": 3.0 * 2**33}])
-def test_view_of_iterations_says_what_an_update_cost(database: Database, costs: dict[str, float]) -> None:
+def test_views_show_cost_of_update(database: Database, costs: dict[str, float]) -> None:
     """What a machine does not know is NULL; other metrics of the update are no cost."""
     commit(database, rolled_out_twice(database, epochs=2), costs={"loss": 0.5, **costs})
     for name in ("tflops", "mfu", "peak_memory_bytes"):
         assert values(database, f"SELECT {name} FROM v_iterations ORDER BY iteration") == [costs.get(name), None]
 
 
-def test_what_samples_for_no_update_has_no_staleness(database: Database) -> None:
+def test_views_show_no_staleness_without_update(database: Database) -> None:
     for group in start(database, submission(kind="eval")):
         play(database, group)
     for view in ("v_iterations", "v_episodes", "v_steps"):
@@ -117,7 +117,7 @@ def test_what_samples_for_no_update_has_no_staleness(database: Database) -> None
 # what waits for what
 
 
-def test_an_iteration_that_is_rolled_out_trains_when_the_update_before_it_is_committed(database: Database) -> None:
+def test_update_starts_once_previous_one_is_committed(database: Database) -> None:
     work = rolled_out_twice(database)
     _, second = planning.open_iterations(database, 1)
     planning.mark_train_sent(database, second)  # by the rollout that ended it; the job was refused
@@ -135,7 +135,7 @@ def test_an_iteration_that_is_rolled_out_trains_when_the_update_before_it_is_com
     assert claim_training(database, second).policy.path == "out/v1"
 
 
-def test_an_update_whose_successor_is_not_rolled_out_yet_starts_none(database: Database) -> None:
+def test_update_commit_starts_no_successor_before_its_rollout(database: Database) -> None:
     first, _ = overlapping(database)
     roll_out(database, first)
     published = commit(database, claim_training(database, first))
@@ -143,7 +143,7 @@ def test_an_update_whose_successor_is_not_rolled_out_yet_starts_none(database: D
     assert published.next_iteration is not None
 
 
-def test_a_paused_run_starts_nothing_and_goes_on_where_it_stood(database: Database) -> None:
+def test_paused_overlapping_run_starts_nothing_until_resume(database: Database) -> None:
     work = rolled_out_twice(database)
     planning.stop(database, "first", "paused")
     assert commit(database, work) == PublishedUpdate(1, None, None)
@@ -156,7 +156,7 @@ def test_a_paused_run_starts_nothing_and_goes_on_where_it_stood(database: Databa
     assert chord.iteration == third
 
 
-def test_a_cancelled_run_accounts_for_every_iteration_that_was_planned(database: Database) -> None:
+def test_cancelled_run_accounts_for_each_planned_iteration(database: Database) -> None:
     commit(database, rolled_out_twice(database))
     planning.stop(database, "first", "cancelled")
     assert planning.open_iterations(database, 1) == []
@@ -178,7 +178,7 @@ def ahead_of_its_rollouts(db: Database) -> int:
     return planning.start_iteration(db, waiting)[0]
 
 
-def test_an_older_checkpoint_that_rollouts_still_read_is_made_again_from_the_one_before_it(database: Database) -> None:
+def test_repair_rebuilds_older_checkpoint_still_read(database: Database) -> None:
     group = ahead_of_its_rollouts(database)
     waiting = planning.open_iterations(database, 1)[0]
     assert repair.mark_broken(database, 1, "out/v1", "nobody reads it any more") == waiting
@@ -195,7 +195,7 @@ def test_an_older_checkpoint_that_rollouts_still_read_is_made_again_from_the_one
     assert claim(database, group).policy.path == "out/again"
 
 
-def test_a_mark_outlives_an_update_as_long_as_something_samples_with_the_checkpoint(database: Database) -> None:
+def test_broken_mark_lasts_while_checkpoint_is_sampled_with(database: Database) -> None:
     first, second = overlapping(database)
     roll_out(database, first)
     commit(database, claim_training(database, first))
@@ -225,7 +225,7 @@ def with_the_second_claimed(db: Database) -> IterationWork:
     return claim_training(db, planning.open_iterations(db, 1)[0])
 
 
-def test_all_versions_of_a_checkpoint_keep_their_mark_while_something_samples_with_one_of_them(database: Database) -> None:
+def test_broken_mark_covers_all_versions_of_checkpoint(database: Database) -> None:
     commit(database, with_the_second_claimed(database), **SKIPPED)
     third, fourth = planning.open_iterations(database, 1)
     roll_out(database, third)
@@ -241,7 +241,7 @@ def test_all_versions_of_a_checkpoint_keep_their_mark_while_something_samples_wi
     assert values(database, "SELECT path FROM policies ORDER BY version") == ["", "out/again", "out/again", "out/v3"]
 
 
-def test_a_checkpoint_that_was_put_back_after_a_skipped_update_loses_its_mark(database: Database) -> None:
+def test_broken_mark_goes_once_checkpoint_is_restored(database: Database) -> None:
     work = with_the_second_claimed(database)
     repair.mark_broken(database, 1, "out/v1", "found by a rollout of the third")
     commit(database, work, **SKIPPED)
@@ -251,7 +251,7 @@ def test_a_checkpoint_that_was_put_back_after_a_skipped_update_loses_its_mark(da
     assert values(database, BROKEN) == []
 
 
-def test_one_more_optimizer_is_kept_for_each_version_that_rollouts_lag_behind(database: Database) -> None:
+def test_optimizer_is_kept_for_each_version_of_lag(database: Database) -> None:
     ahead_of_its_rollouts(database)
     assert train_commits.find_optimizer_to_drop(database, 1, staleness=0) == "out/v1"
     assert train_commits.find_optimizer_to_drop(database, 1, staleness=1) is None
@@ -262,7 +262,7 @@ def test_one_more_optimizer_is_kept_for_each_version_that_rollouts_lag_behind(da
 # what people see
 
 
-def test_the_time_that_iterations_share_is_counted_once() -> None:
+def test_iteration_time_that_overlaps_is_counted_once() -> None:
     start = datetime(2026, 1, 1, tzinfo=UTC)
 
     def row(begin: int, end: int) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def test_the_time_that_iterations_share_is_counted_once() -> None:
     assert iteration_seconds([cancelled, row(0, 10), cancelled]) == [0, 10, 0]
 
 
-def test_the_counts_of_all_open_iterations_are_shown_together(database: Database) -> None:
+def test_count_progress_sums_open_iterations(database: Database) -> None:
     first, _ = overlapping(database)
     roll_out(database, first)
     now = run_rows.count_progress(database, "first")
@@ -289,7 +289,7 @@ def test_the_counts_of_all_open_iterations_are_shown_together(database: Database
     assert run_rows.count_progress(database, "first") == {}
 
 
-def test_find_similar_iterations_finds_a_run_of_the_same_model_and_work_alone(database: Database) -> None:
+def test_find_similar_iterations_needs_same_model_and_work(database: Database) -> None:
     commit(database, rolled_out_twice(database, epochs=2))
     with database.read() as tx:
         model, stored = tx.execute(text("SELECT base, config FROM runs WHERE name = 'first'")).one()
@@ -302,7 +302,7 @@ def test_find_similar_iterations_finds_a_run_of_the_same_model_and_work_alone(da
     assert run_rows.find_similar_iterations(database, "another", config) is None
 
 
-def test_what_is_made_of_such_a_run_waits_for_no_update(own_database: Database, home: Path) -> None:
+def test_derived_runs_of_overlapping_run_wait_for_no_update(own_database: Database, home: Path) -> None:
     """Its forks, a run on its stored episodes and its evaluation roll out nothing ahead, and need no correction for it."""
     commit(own_database, rolled_out_twice(own_database, epochs=2))
     with own_database.engine.begin() as tx:

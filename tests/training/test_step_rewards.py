@@ -67,14 +67,14 @@ def earnings(work: IterationWork) -> list[tuple[float | None, list[float]]]:
 # --- the rows -----------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_step_earned_has_a_row_of_its_own_and_is_there_when_it_trains(database: Database) -> None:
+def test_step_reward_has_its_row_and_reaches_training(database: Database) -> None:
     work = played(database)
     assert rows(database) == [("numeric_answer", None, 1.0), ("format", 0, 0.25), ("format", 1, 0.5)]
     assert earnings(work) == [(2.5, [0.5, 1.0]), (0.0, [0.0])]
     assert find_origin(database, 1).reward_sets["default"].parts == PARTS
 
 
-def test_a_step_earns_a_part_once(database: Database) -> None:
+def test_step_reward_part_is_unique(database: Database) -> None:
     played(database)
     again = text("INSERT INTO rewards (reward_set_id, episode_id, part, step, value, weight, run) SELECT reward_set_id, "
                  "episode_id, part, step, value, weight, run FROM rewards WHERE episode_id = 1 AND part = :part")  # fmt: skip
@@ -83,7 +83,7 @@ def test_a_step_earns_a_part_once(database: Database) -> None:
             tx.execute(again, {"part": part})
 
 
-def test_other_rewards_by_step_stand_beside_and_train_in_place_of_the_first(database: Database) -> None:
+def test_rescored_step_rewards_train_in_place_of_first(database: Database) -> None:
     played(database)
     weights = {"length": 8.0, f"{HERE}:second": 1.0}
     told = rescore(database, "first", [f"{name}={weight}" for name, weight in weights.items()], "other")
@@ -101,7 +101,7 @@ def second(episode: Episode) -> list[float]:
     return [float(step.index == 1) for step in episode.steps]
 
 
-def test_a_parent_among_its_forks_brings_what_its_steps_earned(database: Database) -> None:
+def test_fork_with_parent_includes_step_rewards_of_parent(database: Database) -> None:
     played(database)
     fork = Fork(1, 1, with_parent=True)
     planning.submit(database, replace(submission("fork"), kind="fork", tasks=[], fork=fork, group_size=1))
@@ -182,7 +182,7 @@ WEIGHTED = "SELECT part || ' ' || coalesce(CAST(step AS TEXT), '-') || ' ' || va
     "WHERE episode_id = 1 ORDER BY id"  # fmt: skip
 
 
-def test_a_runs_own_rewards_join_its_envs_and_weigh_them_anew(own_database: Database, asked: dict[str, Any]) -> None:
+def test_run_rewards_join_and_reweight_env_rewards(own_database: Database, asked: dict[str, Any]) -> None:
     mine = {"numeric_answer": 3.0, "format": 0.25, f"{HERE}:second": 0.0, "overlong": 1.0}
     rolled_out(own_database, asked | {"rewards": mine})
     found = values(own_database, WEIGHTED)
@@ -191,7 +191,7 @@ def test_a_runs_own_rewards_join_its_envs_and_weigh_them_anew(own_database: Data
     assert main(["replay", "1", "--verify", "rewards"]) == 0
 
 
-def test_a_part_by_step_of_a_hook_or_an_env_is_kept_so(
+def test_step_reward_of_hook_or_env_is_stored(
     own_database: Database, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rolled_out(own_database, asked | {"env": f"{HERE}:turns", "hooks": [f"{HERE}:Bonus"]})
@@ -209,7 +209,7 @@ def test_a_part_by_step_of_a_hook_or_an_env_is_kept_so(
     assert (report["parts"], report["hooks"], report["differences"]) == (3, ["doubled", "steps"], [])
 
 
-def test_a_step_whose_recorded_reward_is_another_than_it_earns_is_named(
+def test_verify_names_step_with_other_reward(
     own_database: Database, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rolled_out(own_database, asked | {"env": f"{HERE}:turns"})
@@ -233,7 +233,7 @@ def test_verify_reports_other_reward_sets_if_one_cannot_load(
 
 
 @pytest.mark.parametrize(("name", "why"), [("broken", "raised ValueError: no idea"), ("nan", "returned nan at step 0")])
-def test_a_reward_that_raises_or_is_no_number_fails_its_episode_and_is_named(
+def test_reward_exception_or_non_number_fails_episode_by_name(
     own_database: Database, asked: dict[str, Any], name: str, why: str
 ) -> None:
     rolled_out(own_database, asked | {"rewards": {f"{HERE}:{name}": 0.0}})
@@ -244,7 +244,7 @@ def test_a_reward_that_raises_or_is_no_number_fails_its_episode_and_is_named(
     assert values(own_database, "SELECT id FROM rewards") == []
 
 
-def test_workers_that_hold_other_code_than_was_submitted_are_found_out(
+def test_reward_code_changed_on_worker_is_an_event(
     own_database: Database, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def told() -> list[str]:
@@ -272,7 +272,7 @@ def test_workers_that_hold_other_code_than_was_submitted_are_found_out(
     assert told() == [work.code_hash]
 
 
-def test_rescoring_names_the_episode_whose_reward_is_no_number(own_database: Database, asked: dict[str, Any]) -> None:
+def test_rescore_names_episode_with_non_number_reward(own_database: Database, asked: dict[str, Any]) -> None:
     rolled_out(own_database, asked)
     with pytest.raises(RewardError, match=f"Episode 1: reward '{HERE}:nan' returned nan at step 0"):
         rescore(own_database, "mine", [f"{HERE}:nan"], None)
@@ -283,7 +283,7 @@ def of_two_lines(episode: Episode) -> float:
     raise ValueError("no idea\n\nat all")
 
 
-def test_rescoring_by_a_reward_that_raises_says_in_one_line_why_and_that_its_file_must_change(
+def test_rescore_with_failing_reward_names_cause_and_file(
     own_database: Database, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rolled_out(own_database, asked)
@@ -306,20 +306,18 @@ def test_rescoring_by_a_reward_that_raises_says_in_one_line_why_and_that_its_fil
         (f"{HERE}:two_of_them", "cannot be called with an episode alone: missing a required argument: 'other'"),
     ],
 )
-def test_a_reward_that_is_none_is_refused_when_the_run_is_submitted(
-    own_database: Database, asked: dict[str, Any], name: str, why: str
-) -> None:
+def test_submit_refuses_invalid_reward_name(own_database: Database, asked: dict[str, Any], name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         prepare(own_database, build(asked | {"rewards": {name: 1.0}}))
 
 
 @pytest.mark.parametrize("rewards", [{"format": float("nan")}, {"format": True}, {"format": "much"}, {"": 1.0}, ["format"], 1])
-def test_weights_are_finite_numbers_by_name(rewards: Any) -> None:
+def test_reward_weights_are_finite_numbers(rewards: Any) -> None:
     with pytest.raises(ConfigError, match="rewards"):
         build({"rewards": rewards})
 
 
-def test_rewards_are_named_in_the_file_or_by_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reward_names_come_from_file_or_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("rewards:\n  format: 0.5\n  mine.rewards:polite: 1\n")
     config, origins = resolve(file)
@@ -330,14 +328,14 @@ def test_rewards_are_named_in_the_file_or_by_flags(tmp_path: Path, capsys: pytes
     assert "rewards: {format: 0.5, 'mine.rewards:polite': 1.0}" in capsys.readouterr().out
 
 
-def test_a_weight_that_is_assigned_as_an_option_is_told_how_it_is_written() -> None:
+def test_reward_weight_as_option_gets_correct_syntax() -> None:
     with pytest.raises(ConfigError, match=r"Write --reward format=0\.1, or in a file rewards: \{format: 0\.1\}\."):
         resolve(assignments=("rewards.format=0.1",))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_the_flag_is_repeated_and_its_plan_shows_all_weights(
+def test_reward_flag_repeats_and_plan_shows_weights(
     own_database: Database, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--dataset", asked["dataset.name"], "--model", asked["model.path"], "--env", "math", "--dry-run", "--json"]
@@ -360,14 +358,12 @@ def a_reward_of_a_name_that_no_table_would_show_in_full_on_one_line_of_it(episod
     return 1.0
 
 
-def test_stored_episodes_were_scored_when_they_were_made(own_database: Database, asked: dict[str, Any]) -> None:
+def test_stored_episodes_take_no_reward_option(own_database: Database, asked: dict[str, Any]) -> None:
     rolled_out(own_database, asked)
     assert main(["submit", "--from-episodes", "mine", "--reward", "format=1", "--dry-run"]) == 2
 
 
-def test_rewards_that_all_weigh_nothing_are_remarked_unless_a_hook_or_the_env_adds_some(
-    own_database: Database, asked: dict[str, Any]
-) -> None:
+def test_reward_weights_all_zero_are_remarked(own_database: Database, asked: dict[str, Any]) -> None:
     nothing = asked | {"rewards": {"numeric_answer": 0.0, "format": 0.0}}
     (remark,) = prepare(own_database, build(nothing)).remarks
     assert remark.startswith("No reward counts (numeric_answer=0, format=0): ")
@@ -377,7 +373,7 @@ def test_rewards_that_all_weigh_nothing_are_remarked_unless_a_hook_or_the_env_ad
 
 
 @pytest.mark.parametrize(("hooks", "remarked"), [([], True), ([f"{HERE}:Bonus"], False)])
-def test_stored_episodes_that_earned_nothing_are_remarked(
+def test_stored_episodes_without_reward_are_remarked(
     own_database: Database, asked: dict[str, Any], hooks: list[str], remarked: bool
 ) -> None:
     rolled_out(own_database, asked | {"rewards": {"numeric_answer": 0.0, "format": 0.0}, "hooks": hooks})

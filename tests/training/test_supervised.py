@@ -46,7 +46,7 @@ def losses_of(model: str, target: Path, recipe: Recipe = SHORT, config: ModelCon
 
 
 @pytest.mark.slow
-def test_a_short_warm_up_lowers_the_loss_and_makes_a_loadable_model(tmp_path: Path) -> None:
+def test_sft_lowers_loss_and_makes_loadable_model(tmp_path: Path) -> None:
     losses = losses_of("tiny", tmp_path / "tiny", Recipe(steps=30, batch_size=8, learning_rate=3e-3))
     assert losses[-1] < losses[0] - 2
     policy = Policy.load(ModelConfig(), str(tmp_path / "tiny"), device="cpu")
@@ -55,14 +55,14 @@ def test_a_short_warm_up_lowers_the_loss_and_makes_a_loadable_model(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
+def test_sft_is_repeatable_by_seed(tmp_path: Path) -> None:
     for name in ("a", "b"):
         losses_of("tiny", tmp_path / name)
     assert base_hash(tmp_path / "a") == base_hash(tmp_path / "b")
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_an_existing_model_learns_with_lora_or_with_all_weights(rank: int, tmp_path: Path) -> None:
+def test_sft_trains_lora_or_all_weights(rank: int, tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     losses = losses_of(
         str(base), tmp_path / "made", Recipe(20, 8, 1e-2), ModelConfig.model_validate({"path": str(base), "lora_r": rank})
@@ -74,7 +74,7 @@ def test_an_existing_model_learns_with_lora_or_with_all_weights(rank: int, tmp_p
 
 @quantised
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_made_beside_a_quantised_base_says_what_was_trained(bits: int, tmp_path: Path) -> None:
+def test_sft_on_quantised_base_reports_trained_weights(bits: int, tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     config = ModelConfig.model_validate({"path": str(base), "lora_r": 4, f"load_in_{bits}bit": True, "dtype": "float32"})
     policy = Policy.load(config, str(base), device="cpu")
@@ -93,7 +93,7 @@ def test_what_is_made_beside_a_quantised_base_says_what_was_trained(bits: int, t
     assert "quantization_config" not in json.loads((tmp_path / "made" / "config.json").read_text())
 
 
-def test_it_is_told_first_what_trains_and_then_what_was_read_and_how_the_held_out_share_fares(tmp_path: Path) -> None:
+def test_sft_reports_parameters_then_samples_then_held_out_loss(tmp_path: Path) -> None:
     base, told = tiny_random(tmp_path / "base"), LearnedEpisode()
     config = ModelConfig.model_validate({"path": str(base), "lora_r": 4})
     recipe = replace(SHORT, held_out=0.25)
@@ -110,19 +110,19 @@ def test_it_is_told_first_what_trains_and_then_what_was_read_and_how_the_held_ou
     assert 0 < measured[-1] < measured[0]
 
 
-def test_so_many_epochs_pass_over_all_samples_so_often(tmp_path: Path) -> None:
+def test_sft_epochs_pass_over_all_samples(tmp_path: Path) -> None:
     told = LearnedEpisode()
     made = sft(arithmetic, "tiny", tmp_path / "a", recipe=SHORT, epochs=3, max_tasks=20, device="cpu", progress=told)
     assert (made.recipe.steps, len(told.metrics), made.examples) == (9, 9, 20)  # 20 in batches of 8: 3 steps a pass
 
 
 @pytest.mark.slow
-def test_a_batch_in_more_pieces_teaches_the_same(tmp_path: Path) -> None:
+def test_sft_gradient_accumulation_changes_nothing(tmp_path: Path) -> None:
     losses = [losses_of("tiny", tmp_path / str(n), replace(SHORT, gradient_accumulation_steps=n)) for n in (1, 3)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
-def test_only_the_assistants_tokens_are_learned() -> None:
+def test_sft_learns_only_assistant_tokens() -> None:
     for shown in demonstrations(arithmetic, 5, 0):
         assert shown is not None
         segments = segments_of(chat(), shown)
@@ -132,7 +132,7 @@ def test_only_the_assistants_tokens_are_learned() -> None:
         assert [spoken for _, spoken in segments] == [False, True, False, True]
 
 
-def test_sft_refuses_a_template_that_drops_what_the_demonstrations_hold(tmp_path: Path) -> None:
+def test_sft_refuses_template_that_drops_demonstration_parts(tmp_path: Path) -> None:
     base = str(tiny_random(tmp_path / "base"))
     for template, dropped in ((TROUBLES["result"][0], "tool results"), (TROUBLES["arguments"][0], "a call's arguments")):
         config = ModelConfig(path=base, chat_template=template)
@@ -142,13 +142,13 @@ def test_sft_refuses_a_template_that_drops_what_the_demonstrations_hold(tmp_path
     assert not (tmp_path / "made").exists()
 
 
-def test_a_model_that_exists_is_not_overwritten_unasked(tmp_path: Path) -> None:
+def test_sft_overwrites_no_existing_model_by_default(tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "tiny")
     with pytest.raises(ConflictError, match="already"):
         losses_of("tiny", base)
 
 
-def test_a_failure_leaves_no_folder(tmp_path: Path) -> None:
+def test_sft_failure_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no demonstrations"):
         sft(Dataset(load, "arithmetic"), "tiny", tmp_path / "tiny", recipe=SHORT)
     (tmp_path / "base").mkdir()
@@ -158,14 +158,14 @@ def test_a_failure_leaves_no_folder(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
 
 
-def test_every_row_comes_once_each_time_round() -> None:
+def test_batches_hold_each_row_once_a_round() -> None:
     order = batches(10, 4, seed=0)
     rounds = [[row for batch in islice(order, 3) for row in batch] for _ in range(2)]
     assert sorted(rounds[0]) == sorted(rounds[1]) == list(range(10))
     assert rounds[0] != rounds[1]
 
 
-def test_the_learning_rate_goes_up_and_then_down_to_nothing() -> None:
+def test_learning_rate_schedule_rises_then_falls_to_zero() -> None:
     shares = [schedule(step, 100) for step in range(100)]
     assert 0 < shares[0] < 0.3
     assert max(shares) == max(shares[3:6])
@@ -183,14 +183,14 @@ def some_unsolved(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, .
         yield [messages, None, (*messages[:-1], long)][number % 3]
 
 
-def test_tasks_without_a_demonstration_and_those_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_sft_counts_tasks_without_demonstration_or_too_long(tmp_path: Path) -> None:
     dataset = replace(arithmetic, demonstrations=some_unsolved)
     made = sft(dataset, "tiny", tmp_path / "tiny", recipe=Recipe(1, 9, 1e-3), device="cpu")
     assert (made.examples, made.left_out) == (3, {UNSOLVED: 3, TOO_LONG: 3})
     assert json.loads((tmp_path / "tiny" / RECORD).read_text())["left_out"] == made.left_out
 
 
-def test_a_dataset_in_which_no_demonstration_is_left_is_refused(tmp_path: Path) -> None:
+def test_sft_refuses_dataset_without_demonstrations(tmp_path: Path) -> None:
     dataset = replace(arithmetic, demonstrations=lambda tasks, seed: iter([None] * len(tasks)))
     with pytest.raises(DatasetError, match="None of 8 tasks"):
         sft(dataset, str(tiny_random(tmp_path / "base")), tmp_path / "made", recipe=Recipe(1, 8, 1e-3), device="cpu")
@@ -203,7 +203,7 @@ EPISODES = [two_turns(number + 1, seed=number) for number in range(6)]
 
 
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
-def test_what_episodes_sampled_becomes_likelier_and_others_of_the_same_prompt_do_not(lora_r: int, tmp_path: Path) -> None:
+def test_sft_on_episodes_raises_only_their_tokens(lora_r: int, tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     recipe = Recipe(20, 4, 3e-2 if lora_r else 3e-3)
     made = sft_on_episodes(EPISODES, start_of(base, lora_r), tmp_path / "made", recipe=recipe, device="cpu")
@@ -216,7 +216,7 @@ def test_what_episodes_sampled_becomes_likelier_and_others_of_the_same_prompt_do
     assert (record["stage"], record["episodes"], record["recipe"]["steps"]) == ("sft", [1, 2, 3, 4, 5, 6], 20)
 
 
-def test_an_episodes_loss_is_that_of_its_own_sampled_tokens_at_its_temperature(tmp_path: Path) -> None:
+def test_sft_episode_loss_is_of_own_tokens_at_its_temperature(tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     inherited = replace(EPISODES[0], fork_step=1)
     for one, tokens in ((EPISODES[0], 5), (inherited, 2)):
@@ -232,7 +232,7 @@ def test_an_episodes_loss_is_that_of_its_own_sampled_tokens_at_its_temperature(t
         assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_batch_that_is_read_in_pieces_gives_the_same_gradient(tmp_path: Path) -> None:
+def test_sft_batch_in_pieces_has_same_gradient(tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     uneven = [*rows_by_episode(EPISODES), *rows_by_episode([episode(9, step(0, PROMPT * 5, (3, 4, 5, 6)))])]
     objective = likelihood_objective()
@@ -247,7 +247,7 @@ def test_a_batch_that_is_read_in_pieces_gives_the_same_gradient(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("lora_r", [0, 4], ids=["full weights", "LoRA"])
-def test_it_starts_from_the_policy_that_is_named(lora_r: int, tmp_path: Path) -> None:
+def test_sft_starts_from_named_policy(lora_r: int, tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     config = ModelConfig(path=str(base), lora_r=lora_r)
     policy = Policy.load(config, str(base), device="cpu")
@@ -270,7 +270,7 @@ def test_it_starts_from_the_policy_that_is_named(lora_r: int, tmp_path: Path) ->
         sft_on_episodes(EPISODES, start, tmp_path / "again", recipe=hardly, device="cpu")
 
 
-def test_episodes_that_cannot_teach_are_refused_and_leave_no_folder(tmp_path: Path) -> None:
+def test_sft_refuses_unlearnable_episodes_and_leaves_no_folder(tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     with pytest.raises(StateError, match="None of 1 episodes"):
         sft_on_episodes([episode(1)], start_of(base), tmp_path / "made")
@@ -282,7 +282,7 @@ def test_episodes_that_cannot_teach_are_refused_and_leave_no_folder(tmp_path: Pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
 
 
-def test_episodes_that_sampled_nothing_are_counted(tmp_path: Path) -> None:
+def test_sft_counts_episodes_without_sampled_tokens(tmp_path: Path) -> None:
     base = tiny_random(tmp_path / "base")
     some = [EPISODES[0], episode(8)]
     made = sft_on_episodes(some, start_of(base), tmp_path / "made", recipe=Recipe(1, 4, 1e-3), device="cpu")

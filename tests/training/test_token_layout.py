@@ -29,7 +29,7 @@ def tokens_of(*episodes: Episode) -> tuple[TokenLayout, list[Group]]:
     return TokenLayout.of(episodes), [Group(TASK, episodes)]
 
 
-def test_a_step_earns_at_its_last_token_and_the_episode_at_its_own() -> None:
+def test_token_rewards_stand_at_last_token_of_step_and_episode() -> None:
     tokens, groups = tokens_of(
         episode(step(0, 3, 2, reward=0.25), step(1, 4, 3, reward=0.5), reward=2.0), episode(step(0, 3, 1))
     )
@@ -41,7 +41,7 @@ def test_a_step_earns_at_its_last_token_and_the_episode_at_its_own() -> None:
     assert earned.groups.tolist() == [0, 0]
 
 
-def test_what_is_known_of_tokens_is_seen_by_episode_or_on_the_lines_they_stand_in() -> None:
+def test_token_layout_converts_between_episodes_and_rows() -> None:
     """Two rows of one episode, tool text between, and a row of another."""
     tokens, _ = tokens_of(episode(step(0, 3, 2), step(1, 4, 1), step(2, 6, 2, new_row="the template")), episode(step(0, 2, 3)))
     flat = torch.arange(1.0, 9)
@@ -55,21 +55,21 @@ def test_what_is_known_of_tokens_is_seen_by_episode_or_on_the_lines_they_stand_i
     assert tokens.flatten(longest_last, lines[mask]).tolist() == [1, 2, 3, 0, 0, 6, 7, 8]
 
 
-def test_what_a_fork_has_from_its_parent_is_not_credited_and_its_rest_is() -> None:
+def test_token_layout_of_fork_excludes_parent_tokens() -> None:
     forked = replace(episode(step(0, 3, 2, reward=0.25), step(1, 4, 3, reward=0.5), reward=2.0), fork_step=1)
     tokens, groups = tokens_of(forked)
     assert tokens.make_earned(groups).rewards.tolist() == [[0, 0, 1.75]], "what the inherited step earned is its parent's"
     assert tokens.make_earned(groups).totals.tolist() == [2.0], "its siblings have it too"
 
 
-def test_equal_rewards_are_equal_however_their_steps_earned_them() -> None:
+def test_token_rewards_of_equal_sums_are_equal() -> None:
     tokens, groups = tokens_of(
         episode(step(0, 3, 2, reward=0.2), step(1, 4, 3, reward=-0.1), reward=1.1), episode(step(0, 3, 1), reward=1.1)
     )
     assert not relative_to_group(tokens.make_earned(groups), AlgorithmConfig(scale="group")).advantages.any()
 
 
-def test_a_penalty_is_taken_off_and_a_critic_s_values_stand_beside() -> None:
+def test_token_rewards_subtract_penalty_and_carry_values() -> None:
     tokens, groups = tokens_of(episode(step(0, 3, 2)))
     earned = tokens.make_earned(groups, torch.tensor([[0.5, 0.25]]), torch.tensor([[9.0, 8.0]]))
     assert earned.rewards.tolist() == [[-0.5, 0.75]]
@@ -78,24 +78,24 @@ def test_a_penalty_is_taken_off_and_a_critic_s_values_stand_beside() -> None:
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None])
-def test_a_reward_that_is_no_number_is_an_error_that_names_the_episode(reward: float | None) -> None:
+def test_token_layout_names_episode_with_invalid_reward(reward: float | None) -> None:
     tokens, groups = tokens_of(replace(episode(step(0, 3, 2), number=41), reward=reward))
     with pytest.raises(RewardError, match="Episode 41 has a reward that cannot be credited"):
         tokens.make_earned(groups)
 
 
-def test_a_step_s_reward_that_is_no_number_is_an_error_that_names_the_episode() -> None:
+def test_token_layout_names_episode_with_invalid_step_reward() -> None:
     tokens, groups = tokens_of(episode(step(0, 3, 2, reward=math.nan), number=41))
     with pytest.raises(RewardError, match=r"Episode 41 has a reward that cannot be credited: 1.0, nan."):
         tokens.make_earned(groups)
 
 
-def test_an_empty_episode_is_an_error_that_names_it() -> None:
+def test_token_layout_names_empty_episode() -> None:
     tokens, groups = tokens_of(episode(number=41), episode(step(0, 3, 2)))
     with pytest.raises(StateError, match="Episode 41 is done and has no step"):
         tokens.make_earned(groups)
 
 
-def test_a_row_in_which_nothing_trains_is_an_error_that_names_its_episode() -> None:
+def test_training_row_without_trained_token_names_its_episode() -> None:
     with pytest.raises(StateError, match="Row 0 of episode 3 has no token that trains"):
         Row(3, 0, (1, 2), (False, True), (False, False), (0.0, -1.0))

@@ -123,7 +123,7 @@ def unchanged(trainer: Trainer, folder: Path, before: tuple[dict[str, Tensor], d
 
 
 @KINDS
-def test_the_gradient_does_not_depend_on_the_split_into_microbatches(folder: Path, tmp_path: Path, lora_r: int) -> None:
+def test_gradient_ignores_split_into_microbatches(folder: Path, tmp_path: Path, lora_r: int) -> None:
     found = []
     splits = [(10**6, 1), (10**6, 3), (64, 1), (1, 1)]
     for number, (tokens, accumulation) in enumerate(splits):
@@ -141,7 +141,7 @@ def test_the_gradient_does_not_depend_on_the_split_into_microbatches(folder: Pat
 
 
 @KINDS
-def test_the_gradient_is_the_same_with_layers_computed_again(folder: Path, tmp_path: Path, lora_r: int) -> None:
+def test_gradient_checkpointing_keeps_gradient(folder: Path, tmp_path: Path, lora_r: int) -> None:
     found = []
     for again in (False, True):
         run = config(lora_r, True, update__gradient_checkpointing=again, update__microbatch_tokens=100)
@@ -153,9 +153,7 @@ def test_the_gradient_is_the_same_with_layers_computed_again(folder: Path, tmp_p
 
 @KINDS
 @pytest.mark.parametrize("tokens", [10**6, 400])
-def test_prompts_that_are_read_once_give_the_gradient_of_reading_them_each_time(
-    folder: Path, tmp_path: Path, lora_r: int, tokens: int
-) -> None:
+def test_gradient_with_shared_prompts_equals_separate_reads(folder: Path, tmp_path: Path, lora_r: int, tokens: int) -> None:
     """Shared, or not, as where layers are computed again; two optimizer steps and a KL, so that constants are aligned too."""
     found, metrics = [], []
     groups = [with_prompt(group, 150 + 10 * number) for number, group in enumerate(groups_of())]
@@ -191,7 +189,7 @@ def with_prompt(group: Group, length: int) -> Group:
     )
 
 
-def test_eight_episodes_at_once_are_eight_accumulated(folder: Path, tmp_path: Path) -> None:
+def test_gradient_of_batch_equals_accumulated_episodes(folder: Path, tmp_path: Path) -> None:
     weights, gradients = [], []
     for accumulation in (1, 8):
         _, trainer = trainer_of(folder, config(0, True, update__gradient_accumulation_steps=accumulation))
@@ -203,7 +201,7 @@ def test_eight_episodes_at_once_are_eight_accumulated(folder: Path, tmp_path: Pa
         assert all(torch.allclose(weights[0][name], weights[1][name], rtol=0, atol=1e-9) for name in weights[0])
 
 
-def test_the_gradient_does_not_depend_on_the_order_of_the_groups(folder: Path, tmp_path: Path) -> None:
+def test_gradient_ignores_order_of_groups(folder: Path, tmp_path: Path) -> None:
     gradients = []
     for order in (1, -1):
         _, trainer = trainer_of(folder, config(0, True))
@@ -212,7 +210,7 @@ def test_the_gradient_does_not_depend_on_the_order_of_the_groups(folder: Path, t
     assert same_gradient(gradients[0], gradients[1])
 
 
-def test_the_gradient_is_the_policy_gradient_of_the_sampled_tokens(folder: Path, tmp_path: Path) -> None:
+def test_gradient_is_policy_gradient_of_sampled_tokens(folder: Path, tmp_path: Path) -> None:
     run = config(0, True, update__max_grad_norm=1e9, rollout__temperature=0.7)
     policy, trainer = trainer_of(folder, run)
     groups = [*groups_of(2, 3), *groups_of(1, 3, seed=9, equal=True)]
@@ -234,7 +232,7 @@ def test_the_gradient_is_the_policy_gradient_of_the_sampled_tokens(folder: Path,
     assert same_gradient(gradient(trainer, tmp_path / "v1"), torch.cat([tensor.flatten().cpu() for tensor in expected]))
 
 
-def test_tokens_that_were_not_sampled_do_not_train(folder: Path, tmp_path: Path) -> None:
+def test_update_trains_only_sampled_tokens(folder: Path, tmp_path: Path) -> None:
     """What the sampler claimed of its tokens, and tokens after the last sampled one, change nothing."""
     groups = groups_of(2, 4)
 
@@ -254,7 +252,7 @@ def test_tokens_that_were_not_sampled_do_not_train(folder: Path, tmp_path: Path)
 # --- what is reported ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_update_says_what_it_did(folder: Path) -> None:
+def test_update_reports_its_metrics(folder: Path) -> None:
     _, trainer = trainer_of(folder, config(algorithm__kl_coef=0.05))
     groups = groups_of()
     update = trainer.update(groups, 0)
@@ -275,7 +273,7 @@ def test_an_update_says_what_it_did(folder: Path) -> None:
     assert len(update.steps) == 1
 
 
-def test_minibatches_are_optimizer_steps_against_the_policy_that_started(folder: Path) -> None:
+def test_minibatches_are_steps_against_first_policy(folder: Path) -> None:
     _, trainer = trainer_of(folder, config(update__batch_size=4, update__learning_rate=1e-2))
     update = trainer.update([*groups_of(), *groups_of()], 0)
     assert len(update.steps) == 8
@@ -284,7 +282,7 @@ def test_minibatches_are_optimizer_steps_against_the_policy_that_started(folder:
     assert update.metrics["tokens"] == sum(step["tokens"] for step in update.steps)
 
 
-def test_without_a_kl_coefficient_no_kl_is_claimed(folder: Path) -> None:
+def test_update_without_kl_coefficient_reports_no_kl(folder: Path) -> None:
     _, trainer = trainer_of(folder, config())
     assert "kl" not in trainer.update(groups_of(), 0).metrics
 
@@ -292,7 +290,7 @@ def test_without_a_kl_coefficient_no_kl_is_claimed(folder: Path) -> None:
 # --- all or nothing -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_group_with_one_finished_episode_is_dropped_with_the_reason() -> None:
+def test_update_drops_group_with_one_finished_episode() -> None:
     whole, broken = groups_of(2, 3)
     lost = tuple(replace(episode, status="infra_error") for episode in broken.episodes[:2])
     broken = Group(broken.task, (*lost, broken.episodes[2]), slot=1)
@@ -309,7 +307,7 @@ def test_a_group_with_one_finished_episode_is_dropped_with_the_reason() -> None:
     ],
     ids=["no groups", "groups of one", "equal rewards"],
 )
-def test_with_nothing_to_learn_the_weights_stay(folder: Path, tmp_path: Path, groups: list[Group], reason: str) -> None:
+def test_update_without_signal_keeps_weights(folder: Path, tmp_path: Path, groups: list[Group], reason: str) -> None:
     _, trainer = trainer_of(folder, config())
     trainer.update(groups_of(seed=3), 0)
     before = saved(trainer, tmp_path / "before")
@@ -327,7 +325,7 @@ def test_with_nothing_to_learn_the_weights_stay(folder: Path, tmp_path: Path, gr
     ],
     ids=["grpo", "ppo", "kl in reward", "sampler difference"],
 )
-def test_episodes_without_a_sampled_token_teach_nothing(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_update_skips_episodes_without_sampled_tokens(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     """Their prompts fill the context."""
 
     def unsampled(episode: Episode) -> Episode:
@@ -355,7 +353,7 @@ def told_otherwise(group: Group, numbers: tuple[int, ...], logprob: float) -> Gr
     return replace(group, episodes=tuple(episodes))
 
 
-def test_episodes_whose_sampler_says_something_else_do_not_train_but_are_used_up(folder: Path, tmp_path: Path) -> None:
+def test_max_sampler_difference_excludes_episodes_from_training(folder: Path, tmp_path: Path) -> None:
     one, two = (replace(group, slot=slot) for slot, group in enumerate(groups_of(2, 4)))
     run = config(0, True, update__max_sampler_difference=40.0, update__max_grad_norm=1e9)
     _, trainer = trainer_of(folder, run)
@@ -372,7 +370,7 @@ def test_episodes_whose_sampler_says_something_else_do_not_train_but_are_used_up
     }
 
 
-def test_mask_truncated_trains_no_cut_off_episode_and_counts_its_reward(folder: Path) -> None:
+def test_mask_truncated_excludes_episode_but_counts_reward(folder: Path) -> None:
     one, two = (replace(group, slot=slot) for slot, group in enumerate(groups_of(2, 4)))
     cut = tuple(replace(episode, stop_reason="max_tokens") if n < 2 else episode for n, episode in enumerate(one.episodes))
     groups = [replace(one, episodes=cut), two]
@@ -390,7 +388,7 @@ def test_mask_truncated_trains_no_cut_off_episode_and_counts_its_reward(folder: 
     assert plain.update(groups, 0).metrics["rows"] == 8, "off by default"
 
 
-def test_where_all_episodes_say_something_else_nothing_is_learned(folder: Path, tmp_path: Path) -> None:
+def test_max_sampler_difference_of_all_episodes_keeps_weights(folder: Path, tmp_path: Path) -> None:
     _, trainer = trainer_of(folder, config(update__max_sampler_difference=40.0))
     before = saved(trainer, tmp_path / "before")
     update = trainer.update([told_otherwise(group, (0, 1, 2, 3), -400.0) for group in groups_of()], 0)
@@ -399,14 +397,14 @@ def test_where_all_episodes_say_something_else_nothing_is_learned(folder: Path, 
     assert unchanged(trainer, tmp_path / "after", before)
 
 
-def test_without_a_limit_on_the_difference_nothing_is_dropped_for_it(folder: Path) -> None:
+def test_max_sampler_difference_unset_drops_nothing(folder: Path) -> None:
     _, trainer = trainer_of(folder, config())
     update = trainer.update([told_otherwise(group, (0, 1), -400.0) for group in groups_of()], 0)
     assert "sampler_dropped" not in update.metrics
     assert update.metrics["rows"] == 16
 
 
-def test_a_nan_in_the_model_is_a_reason_to_skip(folder: Path, tmp_path: Path) -> None:
+def test_update_with_nan_in_model_is_skipped(folder: Path, tmp_path: Path) -> None:
     policy, trainer = trainer_of(folder, config())
     trainer.update(groups_of(), 0)
     weight = list(policy.trainable().values())[3]
@@ -467,7 +465,7 @@ def then_a_long_group(tokens: int = 50) -> list[Group]:
     return [short, Group(long.task, (longer, *long.episodes[1:]))]
 
 
-def test_a_nan_in_a_later_minibatch_undoes_the_earlier_ones(folder: Path, tmp_path: Path) -> None:
+def test_update_undoes_minibatches_before_a_nan(folder: Path, tmp_path: Path) -> None:
     _, trainer = trainer_of(folder, config(update__batch_size=4, algorithm__name="tests.training.test_trainer:nan_later"))
     trainer.update(groups_of(), 0)
     before = saved(trainer, tmp_path / "before")
@@ -475,7 +473,7 @@ def test_a_nan_in_a_later_minibatch_undoes_the_earlier_ones(folder: Path, tmp_pa
     assert unchanged(trainer, tmp_path / "after", before)
 
 
-def test_an_error_in_a_later_minibatch_undoes_the_earlier_ones_and_is_raised(folder: Path, tmp_path: Path) -> None:
+def test_update_undoes_minibatches_before_an_error_and_raises(folder: Path, tmp_path: Path) -> None:
     _, trainer = trainer_of(folder, config(update__batch_size=4, algorithm__name="tests.training.test_trainer:broken_later"))
     before = saved(trainer, tmp_path / "before")
     with pytest.raises(RuntimeError, match="a bug"):
@@ -483,7 +481,7 @@ def test_an_error_in_a_later_minibatch_undoes_the_earlier_ones_and_is_raised(fol
     assert unchanged(trainer, tmp_path / "after", before)
 
 
-def test_where_memory_runs_out_smaller_microbatches_give_the_same_gradient(folder: Path, tmp_path: Path) -> None:
+def test_update_in_smaller_microbatches_has_same_gradient(folder: Path, tmp_path: Path) -> None:
     gradients: list[Tensor] = []
     for name in ("grpo", "tests.training.test_trainer:hungry"):
         _, trainer = trainer_of(folder, config(0, True, algorithm__name=name))
@@ -492,7 +490,7 @@ def test_where_memory_runs_out_smaller_microbatches_give_the_same_gradient(folde
     assert same_gradient(gradients[0], gradients[1])
 
 
-def test_where_not_even_one_row_fits_the_error_says_so(folder: Path, tmp_path: Path) -> None:
+def test_update_without_memory_for_one_row_is_an_error(folder: Path, tmp_path: Path) -> None:
     _, trainer = trainer_of(folder, config(algorithm__name="tests.training.test_trainer:starving"))
     before = saved(trainer, tmp_path / "before")
     with pytest.raises(InfraError, match=r"Memory does not suffice for one row of \d+ tokens. Set update.gradient_check"):
@@ -500,7 +498,7 @@ def test_where_not_even_one_row_fits_the_error_says_so(folder: Path, tmp_path: P
     assert unchanged(trainer, tmp_path / "after", before)
 
 
-def test_one_row_that_never_fits_is_an_error_however_many_others_would(folder: Path, tmp_path: Path) -> None:
+def test_update_with_one_row_too_long_is_an_error(folder: Path, tmp_path: Path) -> None:
     _, trainer = trainer_of(folder, config(algorithm__name="tests.training.test_trainer:too_long"))
     before = saved(trainer, tmp_path / "before")
     attempts.clear()
@@ -513,7 +511,7 @@ def test_one_row_that_never_fits_is_an_error_however_many_others_would(folder: P
 
 
 @KINDS
-def test_going_on_from_a_checkpoint_is_going_on(folder: Path, tmp_path: Path, lora_r: int) -> None:
+def test_trainer_resumes_from_checkpoint_exactly(folder: Path, tmp_path: Path, lora_r: int) -> None:
     run = config(lora_r, update__batch_size=8, algorithm__kl_coef=0.1, update__weight_decay=0.01)
     go_on(tmp_path, trainer_of(folder, run)[1], Trainer(Policy.load(run.model, str(folder), DEVICE), run))
     assert same_state(tmp_path / "again", tmp_path / "v2")
@@ -537,7 +535,7 @@ def assert_same_files(folder: Path) -> None:
 
 @quantised
 @KINDS
-def test_an_optimizer_of_eight_bits_learns_and_goes_on_from_its_checkpoint(folder: Path, tmp_path: Path, lora_r: int) -> None:
+def test_adamw_8bit_learns_and_resumes_from_checkpoint(folder: Path, tmp_path: Path, lora_r: int) -> None:
     run = config(lora_r, update__optimizer="adamw_8bit", update__weight_decay=0.01)
     go_on(tmp_path, trainer_of(folder, run)[1], Trainer(Policy.load(run.model, str(folder), DEVICE), run))
     assert_same_files(tmp_path)
@@ -551,7 +549,7 @@ def test_an_optimizer_of_eight_bits_learns_and_goes_on_from_its_checkpoint(folde
 
 
 @KINDS
-def test_dropout_is_drawn_from_the_iteration_so_an_update_can_be_repeated(folder: Path, tmp_path: Path, lora_r: int) -> None:
+def test_dropout_derives_from_iteration(folder: Path, tmp_path: Path, lora_r: int) -> None:
     run = config(lora_r, model__lora_dropout=0.3)
     hashes: list[str] = []
     for _ in range(2):
@@ -564,7 +562,7 @@ def test_dropout_is_drawn_from_the_iteration_so_an_update_can_be_repeated(folder
 
 
 @KINDS
-def test_loading_nothing_starts_afresh_from_the_base(folder: Path, tmp_path: Path, lora_r: int) -> None:
+def test_trainer_without_checkpoint_starts_from_base(folder: Path, tmp_path: Path, lora_r: int) -> None:
     run = config(lora_r)
     untouched = sealed_folder.write(tmp_path / "v0", Trainer(Policy.load(run.model, str(folder), DEVICE), run).save)
     _, trainer = trainer_of(folder, run)
@@ -575,7 +573,7 @@ def test_loading_nothing_starts_afresh_from_the_base(folder: Path, tmp_path: Pat
     assert trainer.updates == 0
 
 
-def test_an_altered_checkpoint_is_not_loaded(folder: Path, tmp_path: Path) -> None:
+def test_trainer_loads_no_altered_checkpoint(folder: Path, tmp_path: Path) -> None:
     _, trainer = trainer_of(folder, config())
     sealed_folder.write(tmp_path / "v1", trainer.save)
     (tmp_path / "v1" / sealed_folder.STATE).write_text('{"iteration": 7}')
@@ -583,7 +581,7 @@ def test_an_altered_checkpoint_is_not_loaded(folder: Path, tmp_path: Path) -> No
         trainer.load(tmp_path / "v1")
 
 
-def test_the_optimizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_trainer_refuses_optimizer_of_other_model(folder: Path, tmp_path: Path) -> None:
     _, other = trainer_of(folder, config(lora_r=4))
     other.update(groups_of(), 0)
     sealed_folder.write(tmp_path / "lora", other.save)
@@ -596,7 +594,7 @@ def test_the_optimizer_of_another_model_is_refused(folder: Path, tmp_path: Path)
 
 
 @KINDS
-def test_a_rewarded_set_of_tokens_becomes_likely(tmp_path: Path, lora_r: int) -> None:
+def test_trainer_makes_rewarded_tokens_likely(tmp_path: Path, lora_r: int) -> None:
     means = bandit(tmp_path, config(lora_r, update__learning_rate=1e-2))
     assert means[0] < 0.7, means
     assert sum(means[-5:]) / 5 > 0.85, means
@@ -645,7 +643,7 @@ def _bandit_group(engine: RollingEngine, ref: PolicyRef, iteration: int, number:
 @pytest.mark.slow
 @cpu_alone("it is the CPU's memory that is spared")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's heap that is spared")
-def test_while_memory_is_spared_what_a_freed_tensor_took_goes_back() -> None:
+def test_sparing_memory_returns_freed_heap_to_system() -> None:
     """In a process of its own: a tensor that lies in a hole which an older one has left in the heap stays there."""
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
     said = subprocess.run([sys.executable, "-c", GIVEN_BACK], capture_output=True, text=True, check=True, env=alone).stdout
@@ -672,7 +670,7 @@ print(given_back())
 """
 
 
-def test_finite_weights_are_checked_with_one_wait_for_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_checks_finite_weights_with_one_device_sync(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, trainer = trainer_of(folder, config(4))
     reads: list[torch.Size] = []
     read = Tensor.__bool__
@@ -685,7 +683,7 @@ def test_finite_weights_are_checked_with_one_wait_for_the_device(folder: Path, m
         trainer._require_finite_weights()
 
 
-def test_with_another_c_library_nothing_is_asked_of_its_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparing_memory_leaves_other_c_libraries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     monkeypatch.setattr("agentrl.workflow.models.memory.ctypes", None)
     with return_freed_memory(torch.device("cpu"), True):
@@ -701,11 +699,11 @@ def test_with_another_c_library_nothing_is_asked_of_its_heap(monkeypatch: pytest
         ({"update.gradient_checkpointing": True}, True),
     ],
 )
-def test_memory_is_spared_where_less_of_it_was_asked_for(options: dict[str, Any], lean: bool) -> None:
+def test_sparing_memory_follows_option(options: dict[str, Any], lean: bool) -> None:
     assert build(options).lean is lean
 
 
-def test_a_trainer_of_somebodys_own_is_a_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_option_names_file_with_own_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_trainer.py").write_text(
         "from agentrl.workflow.errors import ConfigError\n"
         "from agentrl.workflow.trainers import TrainerBackend\n"

@@ -115,15 +115,13 @@ OPTIONS = {
 @KINDS
 @NAMES
 @pytest.mark.slow
-def test_one_update_of_ours_and_one_of_trl_s_have_the_same_gradient(
-    trl: None, folder: Path, tmp_path: Path, name: str, lora_r: int
-) -> None:
+def test_trl_update_has_our_gradient(trl: None, folder: Path, tmp_path: Path, name: str, lora_r: int) -> None:
     assert_same_update(folder, tmp_path, asked(lora_r, algorithm__name=name))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.slow
-def test_they_have_it_with_every_option_that_trl_takes(
+def test_trl_update_has_our_gradient_with_every_option(
     trl: None, folder: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     assert_same_update(folder, tmp_path, asked(**options))
@@ -140,7 +138,7 @@ def assert_same_update(folder: Path, tmp_path: Path, run: RunConfig) -> None:
 
 @NAMES
 @pytest.mark.slow
-def test_in_float32_too(trl: None, folder: Path, tmp_path: Path, name: str) -> None:
+def test_trl_update_has_our_gradient_in_float32(trl: None, folder: Path, tmp_path: Path, name: str) -> None:
     (ours, _), (theirs, _) = both(folder, tmp_path, asked(4, exact=False, algorithm__name=name))
     assert float(torch.nn.functional.cosine_similarity(ours.double(), theirs.double(), dim=0)) > 0.99999
 
@@ -154,7 +152,7 @@ LATER: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "more"), LATER)
 @pytest.mark.slow
-def test_later_passes_have_the_same_ratios_and_clips(
+def test_trl_later_epochs_have_our_ratios_and_clips(
     trl: None, folder: Path, tmp_path: Path, name: str, more: dict[str, Any]
 ) -> None:
     """Three steps on one batch at a rate at which clips are active: the weights after them."""
@@ -176,7 +174,7 @@ def test_later_passes_have_the_same_ratios_and_clips(
 
 
 @pytest.mark.slow
-def test_what_a_tool_said_does_not_train_and_is_read(trl: None, folder: Path, tmp_path: Path) -> None:
+def test_trl_masks_tool_text_but_reads_it(trl: None, folder: Path, tmp_path: Path) -> None:
     """Only TRL's `env_mask` keeps it out. With other words of the tool the gradient is another, and still ours."""
     run = asked()
     _, (before, _) = both(folder, tmp_path / "before", run)
@@ -200,9 +198,7 @@ def test_what_a_tool_said_does_not_train_and_is_read(trl: None, folder: Path, tm
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw_8bit", marks=quantised)])
 @KINDS
 @pytest.mark.slow
-def test_going_on_from_a_checkpoint_is_going_on_bit_for_bit(
-    trl: None, folder: Path, tmp_path: Path, lora_r: int, optimizer: str
-) -> None:
+def test_trl_resumes_from_checkpoint_exactly(trl: None, folder: Path, tmp_path: Path, lora_r: int, optimizer: str) -> None:
     more = {"model__lora_dropout": 0.2} if lora_r else {"update__epochs": 2}
     run = asked(lora_r, algorithm__kl_coef=0.1, update__warmup=3, update__optimizer=optimizer, **more)
     _, through = trl_trainer(folder, run)
@@ -212,7 +208,7 @@ def test_going_on_from_a_checkpoint_is_going_on_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_ours_goes_on_from_its_checkpoint(trl: None, folder: Path, tmp_path: Path) -> None:
+def test_trl_checkpoint_resumes_in_our_trainer(trl: None, folder: Path, tmp_path: Path) -> None:
     run = asked()
     _, theirs = trl_trainer(folder, run)
     theirs.update(groups_of(), 0)
@@ -224,7 +220,7 @@ def test_ours_goes_on_from_its_checkpoint(trl: None, folder: Path, tmp_path: Pat
 
 
 @KINDS
-def test_the_policy_comes_back_as_it_was_lent(trl: None, folder: Path, lora_r: int) -> None:
+def test_trl_returns_policy_unchanged(trl: None, folder: Path, lora_r: int) -> None:
     """TRL replaces the model's forward, its special tokens, and seeds every generator of the process."""
     policy, trainer = trl_trainer(folder, asked(lora_r, algorithm__kl_coef=0.1))
     with policy.training() as model:
@@ -242,9 +238,7 @@ def test_the_policy_comes_back_as_it_was_lent(trl: None, folder: Path, lora_r: i
 
 @KINDS
 @pytest.mark.slow
-def test_after_a_gradient_that_is_not_finite_the_last_checkpoint_leads_on_as_if_nothing_was(
-    trl: None, folder: Path, tmp_path: Path, lora_r: int
-) -> None:
+def test_trl_resumes_from_checkpoint_after_infinite_gradient(trl: None, folder: Path, tmp_path: Path, lora_r: int) -> None:
     run = asked(lora_r, exact=False, algorithm__scale="none")
     _, trainer = trl_trainer(folder, run)
     trainer.update(groups_of(), 0)
@@ -262,14 +256,14 @@ def test_after_a_gradient_that_is_not_finite_the_last_checkpoint_leads_on_as_if_
     assert unchanged(trainer, tmp_path / "next", saved(without, tmp_path / "without"))
 
 
-def test_where_nothing_can_be_learned_the_update_is_skipped(trl: None, folder: Path) -> None:
+def test_trl_skips_update_without_signal(trl: None, folder: Path) -> None:
     _, trainer = trl_trainer(folder, asked())
     update = trainer.update(groups_of(equal=True), 0)
     assert update.skipped == "no advantage differs from 0"
     assert set(update.advantages.values()) == {0.0}
 
 
-def test_a_group_that_is_not_whole_is_dropped_with_the_reason(trl: None, folder: Path) -> None:
+def test_trl_drops_incomplete_group_with_reason(trl: None, folder: Path) -> None:
     _, trainer = trl_trainer(folder, asked())
     groups = some_alike()
     lost = replace(groups[0].episodes[0], status="infra_error")
@@ -286,7 +280,7 @@ def test_a_group_that_is_not_whole_is_dropped_with_the_reason(trl: None, folder:
     assert trainer.update([first], 1).skipped == "no group is whole"
 
 
-def test_the_microbatches_are_as_large_as_their_tokens_allow() -> None:
+def test_trl_microbatches_fill_token_limit() -> None:
     from agentrl.workflow.training.trl_trainer import rows_at_once
 
     rows = rows_of([episode for group in groups_of() for episode in group.episodes])
@@ -295,7 +289,7 @@ def test_the_microbatches_are_as_large_as_their_tokens_allow() -> None:
     assert [rows_at_once(rows, 10**6, at_least) for at_least in (2, 3, 100)] == [8, 4, 1]
 
 
-def test_memory_that_does_not_suffice_is_said(trl: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trl_without_memory_is_reported(trl: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from agentrl.workflow.training import trl_trainer as module
 
     def exhausted(*_: Any) -> None:
@@ -338,13 +332,13 @@ def test_memory_that_does_not_suffice_is_said(trl: None, folder: Path, monkeypat
         ({"model.load_in_4bit": True}, "a quantised base"),
     ],
 )
-def test_what_trl_would_not_do_is_refused(values: dict[str, Any], said: str) -> None:
+def test_trl_refuses_unsupported_options(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match="The trainer trl cannot do this: ") as found:
         trainers.check(resolve_run(build({"update.trainer": "trl", **values})))
     assert said in found.value.message
 
 
-def test_the_convention_is_trl_s_where_none_is_named_and_verl_s_is_refused() -> None:
+def test_trl_convention_is_default_and_verl_is_refused() -> None:
     config, origins = resolve(flags={"update.trainer": "trl"})
     assert (config.algorithm.convention, origins["algorithm.convention"]) == ("trl", "flag")
     assert resolve()[0].algorithm.convention == "verl"
@@ -354,13 +348,13 @@ def test_the_convention_is_trl_s_where_none_is_named_and_verl_s_is_refused() -> 
         trainers.check(resolve_run(verl))
 
 
-def test_a_run_of_trl_s_is_refused_when_it_is_submitted(own_database: Database, folder: Path) -> None:
+def test_submit_refuses_run_that_trl_cannot_train(own_database: Database, folder: Path) -> None:
     values = {"dataset.name": "arithmetic", "model.path": str(folder), "update.trainer": "trl", "algorithm.name": "ppo"}
     with pytest.raises(ConfigError, match="The trainer trl cannot do this: the algorithm ppo"):
         prepare(own_database, build(values))
 
 
-def test_what_is_minimised_is_trl_s_word_for_it() -> None:
+def test_trl_loss_type_follows_algorithm() -> None:
     def words(**values: Any) -> tuple[str, str, float]:
         found = grpo_options(resolve_run(asked(**values)))
         return found["loss_type"], found["importance_sampling_level"], found.get("epsilon_high", 0.0)
@@ -372,7 +366,7 @@ def test_what_is_minimised_is_trl_s_word_for_it() -> None:
 
 
 @pytest.mark.slow
-def test_without_the_extra_it_is_one_sentence_and_what_to_install() -> None:
+def test_trl_missing_is_one_sentence_with_install_command() -> None:
     """In a process that cannot see TRL: the check says so, and nothing else needed it."""
     program = (
         "import importlib.metadata as metadata, sys\n"
@@ -401,7 +395,7 @@ def published(database: Database, run: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_a_run_by_trl_that_is_killed_between_its_update_and_the_commit_ends_as_the_same_run_left_alone(
+def test_trl_run_killed_before_commit_ends_as_undisturbed(
     trl: None, short_folder: Path, forks: Nursery, migrated_file: Path, folder: Path, tmp_path: Path
 ) -> None:
     fault = {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": "update.after:3:kill"}

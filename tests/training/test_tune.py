@@ -48,7 +48,7 @@ def played(db: Database, base: Path, name: str = "first", rewards: Sequence[Sequ
             finish(db, work, position, reward)
 
 
-def test_sft_learns_from_the_best_episodes_of_a_run_and_says_how_many(
+def test_sft_command_learns_best_episodes_and_counts_them(
     own_database: Database, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     played(own_database, base)
@@ -70,7 +70,7 @@ def test_sft_learns_from_the_best_episodes_of_a_run_and_says_how_many(
     agentrl(capsys, *words, "--force")
 
 
-def test_without_a_choice_every_finished_episode_is_learned_three_times(
+def test_sft_command_learns_all_episodes_three_times_by_default(
     own_database: Database, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     played(own_database, base)
@@ -82,7 +82,7 @@ def test_without_a_choice_every_finished_episode_is_learned_three_times(
     assert record["recipe"] == recipe | {"gradient_accumulation_steps": 1, "held_out": 0.0, "optimizer": "adamw"}
 
 
-def test_dpo_learns_from_the_pairs_of_a_run_and_reports_loss_accuracy_and_margin(
+def test_dpo_command_learns_pairs_and_reports_metrics(
     own_database: Database, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     played(own_database, base)
@@ -102,7 +102,7 @@ def test_dpo_learns_from_the_pairs_of_a_run_and_reports_loss_accuracy_and_margin
     assert all(a > b + 1 for a, b in zip(better, worse, strict=True))
 
 
-def test_episodes_of_several_runs_of_one_model_are_chosen_from_together(
+def test_sft_command_selects_over_runs_of_one_model(
     own_database: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     played(own_database, base)
@@ -115,7 +115,7 @@ def test_episodes_of_several_runs_of_one_model_are_chosen_from_together(
     assert "different base models" in agentrl(capsys, "dpo", *third, code=2)[1]
 
 
-def test_what_cannot_be_learned_from_is_one_sentence_a_next_step_and_a_code(
+def test_tune_commands_refuse_with_sentence_step_and_code(
     own_database: Database, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     played(own_database, base)
@@ -146,7 +146,7 @@ def test_what_cannot_be_learned_from_is_one_sentence_a_next_step_and_a_code(
     assert not settings().models_dir.exists()
 
 
-def test_gsm8ks_solutions_are_learned_as_calls_and_the_wrong_ones_left_out_and_counted(
+def test_sft_command_learns_gsm8k_solutions_as_calls(
     home: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AGENTRL_GSM8K_DIR", str(tmp_path))
@@ -162,7 +162,7 @@ def test_gsm8ks_solutions_are_learned_as_calls_and_the_wrong_ones_left_out_and_c
     assert base_hash(settings().models_dir / "base-gsm8k") != base_hash(base)
 
 
-def test_the_usual_names_of_options_are_taken_with_hyphens_or_underscores(
+def test_sft_command_takes_usual_option_names(
     home: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"sft --model_path {base} --dataset arithmetic --num_epochs 2 --max_tasks 10 --batch_size 4 --lora_r 4 --json"
@@ -181,7 +181,7 @@ def test_the_usual_names_of_options_are_taken_with_hyphens_or_underscores(
     assert not settings().models_dir.exists()
 
 
-def test_what_was_made_elsewhere_is_named_by_its_folder(
+def test_tune_commands_name_output_elsewhere_by_folder(
     own_database: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     played(own_database, base)
@@ -194,7 +194,7 @@ def test_what_was_made_elsewhere_is_named_by_its_folder(
     assert agentrl(capsys, "sft", *short, "--name", "mine")[1].endswith("--model mine\n")
 
 
-def test_a_yaml_file_gives_the_options_that_are_not_typed(
+def test_sft_command_reads_options_from_yaml(
     home: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "sft.yaml"
@@ -208,7 +208,7 @@ def test_a_yaml_file_gives_the_options_that_are_not_typed(
     assert "--epochs" in agentrl(capsys, "sft", "--config", str(file), code=2)[1]
 
 
-def test_what_sft_cannot_do_is_refused_before_it_learns_anything(
+def test_sft_command_refuses_before_learning(
     home: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "mine"
@@ -231,7 +231,7 @@ def test_what_sft_cannot_do_is_refused_before_it_learns_anything(
     assert not home.exists()
 
 
-def test_without_a_database_there_is_nothing_to_learn_from(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_commands_without_database_find_no_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("sft", "dpo"):
         assert "no run exists" in agentrl(capsys, command, "--from-episodes", "first", code=5)[1]
     assert not home.exists()

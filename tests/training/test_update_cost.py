@@ -44,7 +44,7 @@ def count(trainer: Trainer, learns: bool) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("lora_r", [0, 4])
-def test_operations_are_those_that_torch_counts(folder: Path, lora_r: int) -> None:
+def test_update_cost_operations_equal_torch_count(folder: Path, lora_r: int) -> None:
     trainer = trainer_of(folder, config(lora_r))[1]
     forward, theirs = count(trainer, learns=False)
     assert forward == theirs
@@ -53,7 +53,7 @@ def test_operations_are_those_that_torch_counts(folder: Path, lora_r: int) -> No
     assert both == (theirs if lora_r == 0 else pytest.approx(theirs, rel=0.06))
 
 
-def test_shared_beginnings_count_once(folder: Path) -> None:
+def test_update_cost_counts_shared_prefix_once(folder: Path) -> None:
     trainer = trainer_of(folder, config())[1]
     rows, cost = rows_of_one_length(), trainer._scorer.cost
     found = []
@@ -67,13 +67,13 @@ def test_shared_beginnings_count_once(folder: Path) -> None:
     assert found[0] - found[1] == 2 * body * again + 4 * cost._attention * attended
 
 
-def test_update_says_how_fast_it_was_and_on_a_cpu_no_more(folder: Path) -> None:
+def test_update_cost_on_cpu_is_speed_only(folder: Path) -> None:
     update = trainer_of(folder, config(4))[1].update(groups_of(), 0)
     assert set(update.costs) == {"tflops"}
     assert update.costs["tflops"] > 0
 
 
-def test_gpu_adds_its_peak_memory_and_the_share_of_its_peak(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_cost_on_gpu_has_memory_and_share_of_peak(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resets: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
@@ -92,7 +92,7 @@ def test_gpu_adds_its_peak_memory_and_the_share_of_its_peak(folder: Path, monkey
     assert found[torch.bfloat16]["mfu"] == found[torch.bfloat16]["tflops"] / 312
 
 
-def test_experts_have_no_known_operations(folder: Path) -> None:
+def test_update_cost_of_experts_is_unknown(folder: Path) -> None:
     with trainer_of(folder, config())[0].training() as model:
         model.experts = nn.Parameter(torch.zeros(2, 3, 4))
         cost = UpdateCost(model, torch.device("cpu"))
@@ -109,5 +109,5 @@ def test_experts_have_no_known_operations(folder: Path) -> None:
         ("NVIDIA A10G", None), ("Tesla V100-SXM2-16GB", 125.0), ("NVIDIA GeForce GTX 1650", None),
     ],
 )  # fmt: skip
-def test_peak_is_known_by_the_card_s_whole_name(card: str, peak: float | None) -> None:
+def test_update_cost_peak_is_known_by_full_card_name(card: str, peak: float | None) -> None:
     assert find_peak(card) == peak

@@ -34,7 +34,7 @@ def client(stage: Stage, key: str) -> OpenAI:
     return OpenAI(base_url=f"http://{stage.driver.server.address}/v1", api_key=key, max_retries=0)
 
 
-def test_the_package_reads_a_whole_turn_and_a_stream_of_it_alike(db: Database) -> None:
+def test_openai_client_reads_turn_and_stream_alike(db: Database) -> None:
     with staged(Stage(db, group_of(db), Script(ANSWER).engine, CHAT)) as stage:
         with client(stage, run_agent(db, 1)) as openai:
             whole = openai.chat.completions.create(model="m", messages=[QUESTION])
@@ -45,7 +45,7 @@ def test_the_package_reads_a_whole_turn_and_a_stream_of_it_alike(db: Database) -
         assert [step.delivered for step in episode_of(db, 1).steps] == [True, True]
 
 
-def test_the_package_calls_tools_of_its_own(db: Database) -> None:
+def test_openai_client_calls_its_own_tools(db: Database) -> None:
     with staged(Stage(db, group_of(db), Script(ASK, ANSWER).engine, CHAT)) as stage:
         with client(stage, run_agent(db, 1)) as openai:
             assert play(openai, [QUESTION], TOOLS) == "#### 42"
@@ -54,7 +54,7 @@ def test_the_package_calls_tools_of_its_own(db: Database) -> None:
         assert steps[0].results == (replace(answered(RESULT), seconds=0.0),)
 
 
-def test_the_package_calls_many_times_at_once(db: Database) -> None:
+def test_openai_client_calls_concurrently(db: Database) -> None:
     with staged(Stage(db, group_of(db), Script(ANSWER).engine, CHAT)) as stage:
         key = run_agent(db, 1)
 
@@ -66,7 +66,7 @@ def test_the_package_calls_many_times_at_once(db: Database) -> None:
         assert len(episode_of(db, 1).steps) == 5
 
 
-def test_the_package_raises_what_it_is_refused(db: Database) -> None:
+def test_openai_client_raises_refusals(db: Database) -> None:
     with staged(Stage(db, group_of(db), Script(ANSWER).engine, CHAT, max_context=50)) as stage:
         with client(stage, run_agent(db, 1)) as openai, pytest.raises(APIStatusError) as caught:
             openai.chat.completions.create(model="m", messages=[{"role": "user", "content": "x y " * 200}])
@@ -93,7 +93,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
 
 
 @pytest.mark.slow
-def test_an_agent_that_says_what_the_built_in_loop_says_has_its_tokens_bit_for_bit(db: Database, policy: Policy) -> None:
+def test_agent_repeating_builtin_loop_has_identical_tokens(db: Database, policy: Policy) -> None:
     ref = PolicyRef(str(policy.folder), policy.base_hash)
     wanted = replace(submission("built-in", tasks=1), policy=ref)
     config = {**wanted.config, "env": "arithmetic", "rollout": {**wanted.config["rollout"], "max_new_tokens": 40}}

@@ -56,14 +56,14 @@ class Told:
 NEXT = (result("result 4"),)
 
 
-def test_a_history_that_was_sampled_is_gone_on_from_wherever_it_ends() -> None:
+def test_history_continues_sampled_turn_at_any_end() -> None:
     told = Told()
     assert told.find(*told.messages, *NEXT) == Match(4, len(told.messages), equal=1)
     assert told.find(*told.messages[:5], result("another")) == Match(1, 5, equal=1)
     assert History().find(Ask((QUESTION,), "m"), ()) == Match()
 
 
-def test_history_with_another_text_thought_tool_or_option_matches_no_later_turn() -> None:
+def test_history_with_changed_message_matches_no_later_turn() -> None:
     told = Told()
     for place, message in enumerate(told.messages):
         changes = [{"content": "something else"}, *([{"thought": ""}] if message.thought else [])]
@@ -76,14 +76,14 @@ def test_history_with_another_text_thought_tool_or_option_matches_no_later_turn(
     assert told.find(*told.messages, *NEXT, enable_thinking=False) == Match()
 
 
-def test_history_with_a_turn_of_its_own_or_without_earlier_messages_matches_none() -> None:
+def test_history_with_foreign_or_missing_turn_matches_none() -> None:
     told = Told()
     assert told.find(SYSTEM, *told.messages[-3:], *NEXT) == Match()
     assert told.find(SYSTEM, QUESTION, Message("assistant", "no"), Message("user", "sure?")) == Match()
     assert told.find(SYSTEM, QUESTION) == Match()
 
 
-def test_of_turns_that_say_the_same_the_first_draw_is_gone_on_from_in_whatever_order_they_came() -> None:
+def test_history_continues_first_draw_of_equal_turns() -> None:
     answer = Message("assistant", "two")
     for draws in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         steps = [step(n, (QUESTION,), answer, new_row="again" if n else None, draw=draw) for n, draw in enumerate(draws)]
@@ -97,7 +97,7 @@ def test_of_turns_that_say_the_same_the_first_draw_is_gone_on_from_in_whatever_o
         assert (unread[found.step].draw, found.equal) == (1, 2), "nobody goes on from what was not told"
 
 
-def test_ten_thousand_messages_are_matched_with_two_hundred_turns_that_say_the_same() -> None:
+def test_history_matches_ten_thousand_messages() -> None:
     steps, history = list[Step](), History()
     many = [message for n in range(4_999) for message in (turn(n % 7, "hm"), result("same"))]
     for n in range(200):
@@ -121,9 +121,7 @@ def db(own_database: Database, in_memory: None) -> Iterator[Database]:
     sampling_server.forget()
 
 
-def test_why_tells_of_each_chain_why_it_began_and_of_each_turn_that_might_go_on_from_others(
-    db: Database, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_history_explains_new_chains_and_possible_continuations(db: Database, capsys: pytest.CaptureFixture[str]) -> None:
     said = chat().turn(Message("assistant", "#### 42", thought="six sevens"))
     asked, answer = user("How much is 6*7?"), {"role": "assistant", "content": "#### 42", "reasoning": "six sevens"}
     with staged(Stage(db, group_of(db), Policy(said).engine, chat())) as stage:

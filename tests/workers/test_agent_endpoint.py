@@ -29,7 +29,7 @@ def stream(url: str, key: str) -> str:
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
-def test_a_stream_goes_on_where_its_worker_was_lost(db: Database) -> None:
+def test_stream_continues_after_lost_worker(db: Database) -> None:
     group, gated = group_of(db), Gated()
     stage = Stage(db, group, gated.engine, CHAT).enter()
     held(stage)
@@ -53,7 +53,7 @@ def test_a_stream_goes_on_where_its_worker_was_lost(db: Database) -> None:
         assert caught.value.status_code == 409
 
 
-def test_who_leaves_the_endpoint_stops_what_is_sampled_for_it(db: Database) -> None:
+def test_endpoint_disconnect_stops_sampling(db: Database) -> None:
     gated = Gated()
     with staged(Stage(db, group_of(db), gated.engine, CHAT)) as stage, endpoint_over(db) as served:
         held(stage)

@@ -92,7 +92,7 @@ def events(reply: Reply) -> list[Any]:
 
 
 @ENGINES
-def test_an_agent_gets_all_that_it_may_ask_for(db: Database, server: Routes, sampler: Sampler, name: str) -> None:
+def test_agent_gets_every_supported_sampling_option(db: Database, server: Routes, sampler: Sampler, name: str) -> None:
     with staged(stage_of(db, name, sampler)) as stage:
         key = run_agent(db, 1)
         asked = {"n": 2, "logprobs": True, "top_logprobs": 3, "return_token_ids": True, "max_tokens": 5}
@@ -114,13 +114,13 @@ def test_an_agent_gets_all_that_it_may_ask_for(db: Database, server: Routes, sam
         assert tuple(ids) == steps[2 + place].sampled_ids
 
 
-def test_a_text_that_ends_a_turn_is_passed_on(db: Database, server: Routes, sampler: Sampler) -> None:
+def test_agent_stop_text_is_passed_to_engine(db: Database, server: Routes, sampler: Sampler) -> None:
     with staged(stage_of(db, "openai", sampler)) as stage:
         assert ask(stage, run_agent(db, 1), [QUESTION], stop=["stop here"]).status == 200
         assert server.bodies[-1]["stop"] == ["stop here"]
 
 
-def test_a_text_that_the_engine_cannot_end_a_turn_at_is_refused(db: Database, server: Routes, sampler: Sampler) -> None:
+def test_agent_stop_text_unsupported_by_engine_is_refused(db: Database, server: Routes, sampler: Sampler) -> None:
     with staged(stage_of(db, "llamacpp", sampler)) as stage:
         refused = ask(stage, run_agent(db, 1), [QUESTION], stop=["stop here"])
         assert (refused.status, refused.code) == (400, "unsupported_parameter")
@@ -129,7 +129,9 @@ def test_a_text_that_the_engine_cannot_end_a_turn_at_is_refused(db: Database, se
 
 
 @ENGINES
-def test_more_than_the_servers_window_is_refused(db: Database, folder: Path, port: int, sampler: Sampler, name: str) -> None:
+def test_agent_prompt_beyond_server_window_is_refused(
+    db: Database, folder: Path, port: int, sampler: Sampler, name: str
+) -> None:
     with served(folder, port, window=64), staged(stage_of(db, name, sampler)) as stage:
         key = run_agent(db, 1)
         long = ask(stage, key, [user("7 " * 64)])
@@ -138,9 +140,7 @@ def test_more_than_the_servers_window_is_refused(db: Database, folder: Path, por
 
 
 @ENGINES
-def test_who_hangs_up_gets_the_turn_that_the_server_had_begun_when_he_comes_again(
-    db: Database, server: Routes, sampler: Sampler, name: str
-) -> None:
+def test_agent_retry_gets_turn_begun_before_disconnect(db: Database, server: Routes, sampler: Sampler, name: str) -> None:
     let, begun = hold(server)
     with staged(stage_of(db, name, sampler)) as stage:
         key = run_agent(db, 1)
@@ -156,9 +156,7 @@ def test_who_hangs_up_gets_the_turn_that_the_server_had_begun_when_he_comes_agai
 
 
 @ENGINES
-def test_a_server_that_dies_in_the_middle_of_a_call_is_asked_again_once_it_is_back(
-    db: Database, folder: Path, port: int, sampler: Sampler, name: str
-) -> None:
+def test_agent_call_is_retried_after_server_death(db: Database, folder: Path, port: int, sampler: Sampler, name: str) -> None:
     with ExitStack() as alive:
         routes, _ = alive.enter_context(served(folder, port))
         let, begun = hold(routes)

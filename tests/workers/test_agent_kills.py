@@ -22,7 +22,7 @@ def stack(short_folder: Path) -> Iterator[Stack]:
         yield made
 
 
-def test_a_run_of_agents_is_bit_for_bit_the_same_over_kills(stack: Stack, short_folder: Path) -> None:
+def test_agent_run_is_identical_after_kills(stack: Stack, short_folder: Path) -> None:
     words = [*RUN, "--max-tasks", "8", "--model", str(tiny_random(short_folder / "model"))]
     stack.agentrl("submit", *words, "--name", "calm", "--wait")
     stack.agentrl("submit", *words, "--name", "struck", "--detach")

@@ -73,7 +73,7 @@ def settled(agent: str, tasks: tuple[Task, ...] = (SAID,), **more: Any) -> RunCo
     return resolve_agent(Experiment(RunConfig(agent=agent, **({"env": "arithmetic"} | more))), tasks)  # type: ignore[arg-type]
 
 
-def test_a_section_a_text_and_a_flat_config_name_the_same_agent(tmp_path: Path) -> None:
+def test_agent_config_takes_section_text_and_flat_keys(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     wanted = AgentConfig(name="mine:solve", processes=3)
     for text in ("agent: {name: 'mine:solve', processes: 3}", "agent: mine:solve\nagent.processes: 3"):
@@ -89,7 +89,7 @@ def test_a_section_a_text_and_a_flat_config_name_the_same_agent(tmp_path: Path) 
         assert tuple(one.flat()) == KEYS
 
 
-def test_a_program_is_in_the_sandbox_and_a_function_where_it_is_asked_for() -> None:
+def test_agent_program_is_sandboxed_and_function_on_request() -> None:
     asked = [
         ({"name": "cmd:sh run.sh"}, True),
         ({"name": "cmd:sh run.sh", "unsafe": True}, False),
@@ -126,14 +126,14 @@ def test_a_program_is_in_the_sandbox_and_a_function_where_it_is_asked_for() -> N
         ({"agent.name": "mine:solve", "agent.sandbox": "maybe"}, "agent.sandbox"),
     ],
 )
-def test_an_agent_that_cannot_be_meant_is_refused_in_one_sentence(values: dict[str, Any], said: str) -> None:
+def test_agent_config_error_is_one_sentence(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         build(values)
     assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize("function", [solve, wait_and_solve, bound, called])
-def test_what_takes_a_task_and_a_model_may_be_an_agent(function: Callable[..., Any]) -> None:
+def test_agent_accepts_function_of_task_and_model(function: Callable[..., Any]) -> None:
     check_function("mine:it", function)
 
 
@@ -147,19 +147,19 @@ def test_what_takes_a_task_and_a_model_may_be_an_agent(function: Callable[..., A
         (yields, "is a generator"),
     ],
 )
-def test_what_cannot_be_called_as_an_agent_says_how_to_write_one(function: Callable[..., Any], said: str) -> None:
+def test_agent_rejects_non_callable_with_example(function: Callable[..., Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"{said}.*def solve") as caught:
         check_function("mine:it", function)
     assert caught.value.exit_code == 2
 
 
-def test_a_program_that_is_not_here_is_named() -> None:
+def test_agent_names_missing_program() -> None:
     check_held(AgentConfig(name="cmd:sh -c true"))
     with pytest.raises(ConfigError, match="'pythn' is not found on PATH"):
         check_held(AgentConfig(name="cmd:pythn agent.py"))
 
 
-def test_a_misspelt_function_or_module_gets_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_misspelling_gets_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "near_agent.py").write_text("def solve(task, llm): ...\n")
@@ -169,14 +169,14 @@ def test_a_misspelt_function_or_module_gets_the_nearest_one(tmp_path: Path, monk
         settled("near_agnt:solve")
 
 
-def test_tasks_that_say_nothing_and_envs_that_answer_by_themselves_are_refused() -> None:
+def test_agent_refuses_tasks_without_messages_and_answering_envs() -> None:
     with pytest.raises(DatasetError, match="1 of 2 tasks of 'gsm8k' have no messages, the first is 't/1'"):
         settled(f"{HERE}:solve", (SAID, Task("t/1", (), "1")))
     with pytest.raises(ConfigError, match="decides what follows a turn"):
         settled(f"{HERE}:solve", env=f"{HERE}:chatty")
 
 
-def test_an_agents_own_rewards_are_the_runs_where_nothing_else_gives_any() -> None:
+def test_agent_rewards_count_without_other_rewards() -> None:
     own = [
         settled(f"{HERE}:solve", env=f"{HERE}:plain").agent,
         settled(f"{HERE}:solve", env=f"{HERE}:plain", rewards={"format": 0.5}).agent,
@@ -187,7 +187,7 @@ def test_an_agents_own_rewards_are_the_runs_where_nothing_else_gives_any() -> No
     assert resolve_agent(Experiment(RunConfig(env="arithmetic")), ()) == RunConfig(env="arithmetic")
 
 
-def test_what_a_person_should_know_of_an_agent_is_said_once_and_of_no_other_run() -> None:
+def test_agent_remarks_appear_once_for_agent_runs_only() -> None:
     def told(**config: Any) -> str:
         return "\n".join(remark_on_agent(Experiment(build({"env": "arithmetic", **config}))))
 
@@ -200,14 +200,14 @@ def test_what_a_person_should_know_of_an_agent_is_said_once_and_of_no_other_run(
     assert told() == ""
 
 
-def test_the_tools_of_the_env_are_not_offered_beside_an_agent() -> None:
+def test_agent_is_not_offered_env_tools() -> None:
     made = Experiment(RunConfig(env="arithmetic", agent=f"{HERE}:solve"))  # type: ignore[arg-type]
     assert made.tools == {}
     assert made.agent is solve
     assert dict(made.weights) == {"numeric_answer": 1.0}
 
 
-def test_another_agent_of_an_evaluation_takes_the_loops_options_back() -> None:
+def test_evaluation_with_other_agent_resets_loop_options() -> None:
     limits = {"rollout.max_steps": 9, "rollout.max_tool_calls": 3, "rollout.last_turn": "ask"}
     assert limits.keys() == {f"rollout.{name}" for name in LOOP_LIMITS}
     trained = build({"tools": ["python"], "env": "arithmetic", **limits})
@@ -222,7 +222,7 @@ def test_another_agent_of_an_evaluation_takes_the_loops_options_back() -> None:
     assert stored == [None, f"{HERE}:solve"]
 
 
-def test_workers_are_asked_whether_they_have_the_agent(tmp_path: Path) -> None:
+def test_worker_check_covers_agent(tmp_path: Path) -> None:
     def asked(**config: Any) -> requirements.Requirements:
         made = build({"env": "qa", **config})
         tiny_random(tmp_path / "model")
@@ -243,7 +243,7 @@ def test_workers_are_asked_whether_they_have_the_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_shows_the_agent(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_dry_run_shows_agent(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "--dataset", "arithmetic", "--model", str(tiny_random(tmp_path / "m")), "--agent", f"{HERE}:solve"]
     assert main([*words, "--dry-run", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -86,7 +86,7 @@ def whole(reply: Reply) -> Any:
     return reply.document
 
 
-def test_a_call_is_a_step_and_the_next_goes_on_from_its_very_tokens(db: Database) -> None:
+def test_agent_call_is_step_and_next_continues_its_tokens(db: Database) -> None:
     policy = Policy(ANSWER, OTHER)
     with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
         key = run_agent(db, 1)
@@ -113,7 +113,7 @@ def test_a_call_is_a_step_and_the_next_goes_on_from_its_very_tokens(db: Database
     assert value(db, "SELECT count(*) FROM events WHERE kind = 'sampling_asked'") == 1
 
 
-def test_turn_ended_by_a_stop_string_is_continued_exactly(db: Database) -> None:
+def test_agent_turn_ended_by_stop_string_continues_exactly(db: Database) -> None:
     stopped = tuple(CHAT.tokenizer.encode("#### 42 minus", add_special_tokens=False))
     policy = Policy(stopped, ANSWER)
     with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
@@ -141,7 +141,7 @@ def test_agent_call_is_recorded_only_if_its_tool_was_offered(db: Database) -> No
         assert [step.parent for step in episode_of(db, 1).steps][2] in (0, 1)
 
 
-def test_what_came_of_the_agents_own_calls_is_observed_from_its_next_request(db: Database) -> None:
+def test_agent_tool_results_are_observed_from_next_request(db: Database) -> None:
     policy = Policy(ASK, ANSWER)
     with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
         key = run_agent(db, 1)
@@ -161,7 +161,7 @@ def test_what_came_of_the_agents_own_calls_is_observed_from_its_next_request(db:
     assert value(db, "SELECT count(*) FROM request_options") == 1
 
 
-def test_an_edited_history_opens_a_chain_that_shares_what_it_can(db: Database) -> None:
+def test_edited_history_opens_chain_with_shared_prefix(db: Database) -> None:
     policy = Policy(ANSWER)
     with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
         key = run_agent(db, 1)
@@ -181,7 +181,7 @@ def test_an_edited_history_opens_a_chain_that_shares_what_it_can(db: Database) -
             assert record.tokens_of(step.index) == request.prompt_ids + ANSWER
 
 
-def test_calls_at_the_same_time_are_steps_of_their_own_with_draws_of_their_own(db: Database) -> None:
+def test_concurrent_agent_calls_are_steps_with_own_draws(db: Database) -> None:
     policy = Policy(ANSWER)
     with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage, ThreadPoolExecutor(4) as pool:
         key = run_agent(db, 1)
@@ -194,7 +194,7 @@ def test_calls_at_the_same_time_are_steps_of_their_own_with_draws_of_their_own(d
         assert stage.driver.recorder.episodes[1].steps == steps
 
 
-def test_n_choices_are_n_steps_that_share_the_prompt(db: Database) -> None:
+def test_agent_choices_are_steps_that_share_prompt(db: Database) -> None:
     policy = Policy(ANSWER)
     with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
         key = run_agent(db, 1)
@@ -208,7 +208,7 @@ def test_n_choices_are_n_steps_that_share_the_prompt(db: Database) -> None:
         assert len({request.key for request in policy.requests}) == 3
 
 
-def test_a_name_that_comes_again_with_another_body_is_refused_and_answers_its_own_yet(db: Database) -> None:
+def test_request_id_reused_with_other_body_is_refused(db: Database) -> None:
     policy = Policy(ANSWER, OTHER)
     with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
         key = run_agent(db, 1)
@@ -219,7 +219,7 @@ def test_a_name_that_comes_again_with_another_body_is_refused_and_answers_its_ow
         assert len(episode_of(db, 1).steps) == 1
 
 
-def test_a_retry_gets_the_recorded_reply_byte_for_byte(db: Database) -> None:
+def test_agent_retry_gets_recorded_reply_bytes(db: Database) -> None:
     policy = Policy(ANSWER, OTHER)
     group = group_of(db)
     with staged(Stage(db, group, policy.engine, CHAT)) as stage:
@@ -236,7 +236,7 @@ def test_a_retry_gets_the_recorded_reply_byte_for_byte(db: Database) -> None:
     assert len(policy.requests) == 3
 
 
-def test_a_call_that_comes_again_joins_the_one_in_flight(db: Database) -> None:
+def test_agent_retry_joins_call_in_flight(db: Database) -> None:
     gated = Gated()
     with staged(Stage(db, group_of(db), gated.engine, CHAT)) as stage, ThreadPoolExecutor(2) as pool:
         key = run_agent(db, 1)
@@ -250,7 +250,7 @@ def test_a_call_that_comes_again_joins_the_one_in_flight(db: Database) -> None:
         assert len(episode_of(db, 1).steps) == 1
 
 
-def test_who_hangs_up_in_mid_stream_leaves_a_step_that_was_not_delivered_and_may_come_again(db: Database) -> None:
+def test_stream_disconnect_leaves_undelivered_step_for_retry(db: Database) -> None:
     gated = Gated()
     with staged(Stage(db, group_of(db), gated.engine, CHAT)) as stage:
         key = run_agent(db, 1)
@@ -273,7 +273,7 @@ def test_who_hangs_up_in_mid_stream_leaves_a_step_that_was_not_delivered_and_may
         assert (again.delivered, again.sampled_ids) == (True, ANSWER)
 
 
-def test_a_killed_worker_loses_nothing_and_the_agent_goes_on_with_the_next(db: Database) -> None:
+def test_agent_survives_worker_kill(db: Database) -> None:
     policy = Policy(ANSWER, OTHER)
     group = group_of(db)
     stage = Stage(db, group, policy.engine, CHAT).enter()
@@ -293,7 +293,7 @@ def test_a_killed_worker_loses_nothing_and_the_agent_goes_on_with_the_next(db: D
 
 
 @pytest.mark.parametrize("half", ["ended", "lost", "none", "claimed"])
-def test_an_attempt_that_was_half_written_when_its_rollout_was_killed_is_taken_up_as_it_stands(db: Database, half: str) -> None:
+def test_agent_rollout_takes_over_half_written_attempt(db: Database, half: str) -> None:
     policy = Policy(ANSWER)
     group = group_of(db)
     stage = Stage(db, group, policy.engine, CHAT).enter()
@@ -318,7 +318,7 @@ def test_an_attempt_that_was_half_written_when_its_rollout_was_killed_is_taken_u
     assert policy.requests[0].key == policy.requests[-1].key
 
 
-def test_an_agent_that_is_lost_begins_anew_and_its_tokens_have_the_same_keys(db: Database) -> None:
+def test_lost_agent_restarts_with_same_sampling_keys(db: Database) -> None:
     policy = Policy(ANSWER)
     with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
         key = run_agent(db, 1)
@@ -360,7 +360,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_how_an_agent_ends_decides_how_its_episode_does(db: Database, name: str) -> None:
+def test_agent_end_decides_episode_status(db: Database, name: str) -> None:
     said, calls, expected = ENDS[name]
     with staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)) as stage:
         key = run_agent(db, 1)
@@ -379,7 +379,7 @@ def test_how_an_agent_ends_decides_how_its_episode_does(db: Database, name: str)
         assert words == f"{said.get('error_class', '')}: {said.get('error', '')}"
 
 
-def test_a_turn_that_was_cut_ends_its_episode_as_max_tokens(db: Database) -> None:
+def test_agent_turn_cut_off_ends_episode_as_max_tokens(db: Database) -> None:
     with staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)) as stage:
         key = run_agent(db, 1)
         assert whole(ask(stage, key, [QUESTION], max_tokens=2))["choices"][0]["finish_reason"] == "length"
@@ -388,7 +388,7 @@ def test_a_turn_that_was_cut_ends_its_episode_as_max_tokens(db: Database) -> Non
     assert episode_of(db, 1).stop_reason == "max_tokens"
 
 
-def test_a_turn_that_was_cancelled_is_no_final_answer_unless_something_goes_on_from_it(db: Database) -> None:
+def test_cancelled_turn_is_final_answer_only_if_continued(db: Database) -> None:
     gated = Gated()
     with staged(Stage(db, group_of(db), gated.engine, CHAT)) as stage:
         key = run_agent(db, 1)
@@ -417,9 +417,7 @@ def test_a_turn_that_was_cancelled_is_no_final_answer_unless_something_goes_on_f
 
 
 @pytest.mark.parametrize(("asked", "weight"), [(False, 0.0), (True, 1.0)])
-def test_an_agents_own_rewards_are_kept_and_count_only_where_they_are_asked_for(
-    db: Database, asked: bool, weight: float
-) -> None:
+def test_agent_rewards_are_kept_and_count_on_request(db: Database, asked: bool, weight: float) -> None:
     group = group_of(db, agent={**AGENT, "own_rewards": asked})
     with staged(Stage(db, group, Policy(ANSWER).engine, CHAT)) as stage:
         ask(stage, run_agent(db, 1), [QUESTION])
@@ -430,7 +428,7 @@ def test_an_agents_own_rewards_are_kept_and_count_only_where_they_are_asked_for(
     assert (value(db, "SELECT reward FROM episodes") >= 7.0) is asked
 
 
-def test_two_sources_of_one_rewards_name_fail_the_episode(db: Database) -> None:
+def test_agent_reward_name_with_two_sources_fails_episode(db: Database) -> None:
     with staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)) as stage:
         ask(stage, run_agent(db, 1), [QUESTION])
         end_agent(stage, 1, rewards={"numeric_answer": 1.0})
@@ -439,9 +437,7 @@ def test_two_sources_of_one_rewards_name_fail_the_episode(db: Database) -> None:
     assert "numeric_answer" in episode_of(db, 1).error
 
 
-def test_a_call_in_the_middle_of_which_the_rollout_fails_is_sent_away_and_does_not_wait(
-    db: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agent_call_is_sent_away_if_rollout_fails(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(episode: Episode) -> bool:
         raise InfraError("The rollout fails.")
 
@@ -450,7 +446,7 @@ def test_a_call_in_the_middle_of_which_the_rollout_fails_is_sent_away_and_does_n
         assert ask(stage, run_agent(db, 1), [QUESTION]).status == 421
 
 
-def test_what_cannot_be_answered_is_refused_in_the_apis_shape(db: Database) -> None:
+def test_sampling_server_refuses_in_openai_error_shape(db: Database) -> None:
     with staged(
         Stage(db, group_of(db, agent={**AGENT, "max_calls": 1}), Policy(ANSWER).engine, CHAT, max_context=200)
     ) as stage:

@@ -31,9 +31,7 @@ def stage(own_database: Database, in_memory: None, monkeypatch: pytest.MonkeyPat
     sampling_server.forget()
 
 
-def test_an_agent_that_loses_who_watches_it_begins_anew_so_often_and_no_more(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agent_without_supervisor_restarts_limited_times(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*_: Any) -> None:
         raise InfraError("The agent's supervisor process is gone.")
 

@@ -82,7 +82,7 @@ def test_annotations_may_be_an_empty_list(stage: Stage, served: Served) -> None:
     assert value(stage.db, "SELECT count(*) FROM annotations") == 0
 
 
-def test_sampling_server_logs_errors_and_sends_the_apis_shape(
+def test_sampling_server_logs_errors_and_answers_in_openai_shape(
     stage: Stage, served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -125,7 +125,7 @@ if sys.argv[1:] != ["child"]:
 """
 
 
-def test_what_an_agents_process_and_its_children_say_are_rows_that_rewards_and_replay_read(
+def test_annotations_of_agent_and_children_become_rows(
     stage: Stage, served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     number, key = began(stage)
@@ -171,7 +171,7 @@ def notes(episode: Episode) -> float:
     return float(sum(each.kind == "message" for each in episode.annotations))
 
 
-def test_a_reward_reads_what_was_said_when_a_run_is_scored_and_when_it_is_rescored(db: Database) -> None:
+def test_reward_reads_annotations_when_scoring_and_rescoring(db: Database) -> None:
     named = f"{__name__}:notes"
     group = group_of(db, agent={"name": "tests.support.agents_stage:nobody", "own_rewards": True}, rewards={named: 1.0})
     with staged(Stage(db, group, ScriptedEngine(lambda request: ANSWER), CHAT)) as stage, endpoint_over(db) as served:
@@ -188,7 +188,7 @@ def test_a_reward_reads_what_was_said_when_a_run_is_scored_and_when_it_is_rescor
     assert rescore(db, str(value(db, "SELECT name FROM runs")), [named], "again")["mean"] == 2.0
 
 
-def test_what_is_said_twice_is_written_once_and_nothing_is_said_of_what_is_over(stage: Stage, served: Served) -> None:
+def test_annotations_are_written_once_and_never_after_the_end(stage: Stage, served: Served) -> None:
     number, key = began(stage)
     assert emit(served, key, ONE).status_code == 200
     assert emit(served, key, ONE, {**ONE, "id": "two"}).status_code == 200
@@ -202,7 +202,7 @@ def test_what_is_said_twice_is_written_once_and_nothing_is_said_of_what_is_over(
     assert len(episode_of(stage.db, number).annotations) == 2
 
 
-def test_the_key_that_samples_says_nothing_and_a_strangers_key_is_refused(stage: Stage, served: Served) -> None:
+def test_annotations_refuse_sampling_and_foreign_keys(stage: Stage, served: Served) -> None:
     _, key = began(stage)
     for wrong in (sampling_key(key), sampling_key(sampling_key(key)), "stranger", "x" * 300):
         assert emit(served, wrong, ONE).status_code == 401
@@ -243,7 +243,7 @@ NO_ANNOTATIONS: list[tuple[Any, str]] = [
 ]
 
 
-def test_what_is_no_annotation_is_refused_with_the_reason(stage: Stage, served: Served) -> None:
+def test_annotations_refuse_invalid_entry_with_reason(stage: Stage, served: Served) -> None:
     _, key = began(stage)
     for said, why in NO_ANNOTATIONS:
         answer = emit(served, key, said)
@@ -255,14 +255,14 @@ def test_what_is_no_annotation_is_refused_with_the_reason(stage: Stage, served: 
 NO_LISTS = [b"", b"[]", b"{", b"[" * 100_000, b'{"annotations": NaN}', b'{"annotations": 7}', b'{"annotations":[],"a":1}']
 
 
-def test_a_body_that_is_no_list_of_annotations_is_refused(stage: Stage, served: Served) -> None:
+def test_annotations_refuse_body_that_is_not_a_list(stage: Stage, served: Served) -> None:
     _, key = began(stage)
     for body in NO_LISTS:
         sent = httpx2.post(f"{served.url}/v1/annotations", content=body, headers={"authorization": f"Bearer {key}"})
         assert (sent.status_code, sent.json()["error"]["code"]) == (400, "invalid_annotation"), body[:40]
 
 
-def test_nobody_says_too_much(stage: Stage, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_annotations_are_limited_in_number_and_size(stage: Stage, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     _, key = began(stage)
     assert emit(served, key, *({**ONE, "id": str(n)} for n in range(MAX_AT_ONCE + 1))).status_code == 400
     monkeypatch.setattr(episode_annotations, "MAX_OF_ATTEMPT", 2)
@@ -283,7 +283,7 @@ def scores(number: int) -> str:
         return "noted"
 
 
-def test_what_a_tool_says_comes_with_its_result() -> None:
+def test_tool_annotations_come_with_its_result() -> None:
     told = run_tool(Tool(scores), CallWork(7, "math", "scores", {"number": 3}, "none"))
     assert [(each.id, each.source, each.kind, each.name) for each in told.annotations] == [
         ("call:7:0", "tool", "reward", "progress"),
@@ -305,7 +305,7 @@ class Talks(Hook):
         agentrl.emit_reward(7.0)
 
 
-def test_what_hooks_say_is_kept_once_and_is_no_reward(sqlite: Database) -> None:
+def test_hook_annotations_are_kept_once_and_are_no_reward(sqlite: Database) -> None:
     play(rollout_of(sqlite, [ANSWER, ANSWER], hooks=[f"{__name__}:Talks"]), turns=2)
     ((status, _, _, reward),) = ends(sqlite)
     assert (status, reward) == ("done", 0.5)
@@ -316,14 +316,14 @@ def test_what_hooks_say_is_kept_once_and_is_no_reward(sqlite: Database) -> None:
     assert names == ["hook:0:on_rollout_start:0:0", "hook:0:on_trace_end:1:0", "hook:score:0"]
 
 
-def test_elsewhere_nothing_is_said_and_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_annotations_outside_episode_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(emitters.EMIT_KEY, raising=False)
     agentrl.emit_reward(1.0)
     with pytest.raises(ZeroDivisionError), agentrl.operation("fails"):
         raise ZeroDivisionError
 
 
-def test_an_operation_that_raises_says_so_and_async_functions_are_timed_whole() -> None:
+def test_operation_records_exception_and_whole_async_time() -> None:
     import asyncio
 
     said: list[Annotation] = []
@@ -344,7 +344,7 @@ def test_an_operation_that_raises_says_so_and_async_functions_are_timed_whole() 
     assert said[0].seconds >= 0.01
 
 
-def test_rewards_are_of_the_episode_or_of_its_steps_and_the_last_word_counts() -> None:
+def test_emitted_reward_is_of_episode_or_step_and_last_counts() -> None:
     def said(number: float, step: int | None = None, source: str = "agent") -> Annotation:
         data = {"value": number} if step is None else {"value": number, "step": step}
         return Annotation("x", "reward", "r", data, step, None, source)

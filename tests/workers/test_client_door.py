@@ -86,7 +86,7 @@ def refused(door: ClientDoor, shown: str = "", headers: Mapping[bytes, bytes] = 
     return caught.value.status, caught.value.code
 
 
-def test_a_client_is_known_by_its_key_and_its_header() -> None:
+def test_client_is_identified_by_key_and_header() -> None:
     async def play() -> list[str]:
         door = ClientDoor(Episodes(), "serve-1")
         return [
@@ -101,7 +101,7 @@ def test_a_client_is_known_by_its_key_and_its_header() -> None:
     assert asyncio.run(play()) == ["key1", "key1", "key2", "key3", "key4", "key2"]
 
 
-def test_what_a_client_says_belongs_to_the_episode_of_its_calls() -> None:
+def test_client_annotation_belongs_to_episode_of_its_calls() -> None:
     async def play() -> tuple[str, str]:
         door = ClientDoor(Episodes(), "r")
         called = await call(door, "alice")
@@ -111,13 +111,13 @@ def test_what_a_client_says_belongs_to_the_episode_of_its_calls() -> None:
     assert asyncio.run(play()) == ("key1", "of the annotations of key1")
 
 
-def test_an_api_key_is_no_name_that_is_stored() -> None:
+def test_client_api_key_is_not_stored() -> None:
     episodes = Episodes()
     asyncio.run(call(ClientDoor(episodes, "serve-1"), "sk-secret"))
     assert episodes.names == ["client"]
 
 
-def test_calls_that_come_at_once_share_the_episode_that_the_first_opens() -> None:
+def test_client_calls_at_once_share_first_opened_episode() -> None:
     async def play() -> set[str]:
         door = ClientDoor(Episodes(), "serve-1")
         return set(await asyncio.gather(*(call(door, x_agentrl_episode="one") for _ in range(20))))
@@ -125,7 +125,7 @@ def test_calls_that_come_at_once_share_the_episode_that_the_first_opens() -> Non
     assert asyncio.run(play()) == {"key1"}
 
 
-def test_an_episode_ends_by_a_silence_and_never_while_a_call_is_open() -> None:
+def test_client_episode_ends_by_silence_without_open_call() -> None:
     async def play() -> tuple[list[Any], list[Any], str]:
         episodes = Episodes()
         door = ClientDoor(episodes, "serve-1", idle_seconds=0.05)
@@ -138,7 +138,7 @@ def test_an_episode_ends_by_a_silence_and_never_while_a_call_is_open() -> None:
     assert asyncio.run(play()) == ([], [(1, None, None)], "key2")
 
 
-def test_an_episode_ends_by_a_call_which_may_give_it_an_answer_and_rewards() -> None:
+def test_client_episode_ends_by_call_with_answer_and_rewards() -> None:
     async def play() -> tuple[Any, list[Any]]:
         episodes = Episodes()
         door = ClientDoor(episodes, "serve-1")
@@ -167,7 +167,7 @@ def test_an_episode_ends_by_a_call_which_may_give_it_an_answer_and_rewards() -> 
         b"x" * 70_000,
     ],
 )
-def test_what_ends_no_episode_is_refused_and_the_episode_goes_on(body: bytes) -> None:
+def test_client_end_call_refused_leaves_episode_open(body: bytes) -> None:
     async def play() -> tuple[int, str]:
         door = ClientDoor(Episodes(), "serve-1")
         await call(door)
@@ -181,7 +181,7 @@ def test_what_ends_no_episode_is_refused_and_the_episode_goes_on(body: bytes) ->
     assert key == "key1"
 
 
-def test_who_has_no_open_episode_cannot_end_one() -> None:
+def test_client_without_open_episode_cannot_end_one() -> None:
     async def play() -> int:
         with pytest.raises(ApiError) as caught:
             await ClientDoor(Episodes(), "serve-1").answer(END, "", HERE, body_of(b""))
@@ -190,7 +190,7 @@ def test_who_has_no_open_episode_cannot_end_one() -> None:
     assert asyncio.run(play()) == 404
 
 
-def test_after_many_calls_another_episode_is_opened_and_the_first_ends() -> None:
+def test_client_gets_new_episode_after_many_calls() -> None:
     async def play() -> tuple[list[str], list[Any]]:
         episodes = Episodes()
         door = ClientDoor(episodes, "serve-1", most_calls=2)
@@ -201,7 +201,7 @@ def test_after_many_calls_another_episode_is_opened_and_the_first_ends() -> None
     assert [episode for episode, _, _ in ends] == [1, 2]
 
 
-def test_with_a_key_only_who_sends_it_is_let_in_from_wherever() -> None:
+def test_client_door_with_key_admits_its_holder_from_anywhere() -> None:
     door = ClientDoor(Episodes(), "serve-1", key="sesame")
     away = {b"host": b"gpu.example.org"}
     assert refused(door) == refused(door, "Sesame", away) == (401, "invalid_api_key")
@@ -219,7 +219,7 @@ def test_with_a_key_only_who_sends_it_is_let_in_from_wherever() -> None:
         {**HERE, b"origin": b"null"},
     ],
 )
-def test_without_a_key_no_page_of_another_site_is_let_in(headers: Mapping[bytes, bytes]) -> None:
+def test_client_door_without_key_refuses_pages_of_other_sites(headers: Mapping[bytes, bytes]) -> None:
     assert refused(ClientDoor(Episodes(), "serve-1"), headers=headers) == (403, "not_local")
 
 
@@ -265,7 +265,7 @@ def test_endpoint_lets_pages_of_named_origins_call_with_the_key() -> None:
         ("", APP, CHAT),
     ],
 )
-def test_endpoint_lets_no_other_page_call(key: str, origin: bytes, path: str) -> None:
+def test_endpoint_refuses_pages_of_other_origins(key: str, origin: bytes, path: str) -> None:
     door = ClientDoor(Episodes(), "serve-1", key=key, allowed_origins=frozenset({APP.decode()}))
     for method in ("OPTIONS", "POST"):
         status, said = answered(door, method, path, {b"origin": origin, b"host": b"localhost"})
@@ -280,7 +280,7 @@ def test_read_origins_refuses_parts_of_origins(text: str) -> None:
     assert read_origins(" http://localhost:3000, https://[::1]:8 ,") == {"http://localhost:3000", "https://[::1]:8"}
 
 
-def test_who_may_not_end_an_episode_sends_no_body_that_is_kept() -> None:
+def test_client_body_is_not_read_before_end_is_allowed() -> None:
     taken: list[int] = []
 
     async def read(most: int) -> bytes:
@@ -299,7 +299,7 @@ def test_who_may_not_end_an_episode_sends_no_body_that_is_kept() -> None:
     assert taken == [MAX_END_BYTES]
 
 
-def test_a_long_body_that_would_end_an_episode_is_refused() -> None:
+def test_client_body_that_ends_episode_is_limited() -> None:
     sent: list[Any] = []
     left = [b" " * 40_000] * 4
     app = Endpoint(Places(lambda keys: {}), door=ClientDoor(Episodes(), "serve-1"))
@@ -316,16 +316,16 @@ def test_a_long_body_that_would_end_an_episode_is_refused() -> None:
 
 
 @pytest.mark.parametrize("host", [b"localhost", b"127.0.0.1:8000", b"[::1]:8000"])
-def test_without_a_key_this_machine_is_let_in(host: bytes) -> None:
+def test_client_door_without_key_admits_local_requests(host: bytes) -> None:
     assert asyncio.run(ClientDoor(Episodes(), "serve-1").find_run("", {b"host": host})) == "serve-1"
 
 
 @pytest.mark.parametrize("name", [b"a" * 129, b"a b", b"\xff", b"a\x00", "ü".encode()])
-def test_a_name_is_short_and_plain(name: bytes) -> None:
+def test_client_episode_name_must_be_short_and_plain(name: bytes) -> None:
     assert refused(ClientDoor(Episodes(), "serve-1"), headers={**HERE, b"x-agentrl-episode": name}) == (400, "invalid_episode")
 
 
-def test_more_clients_than_there_may_be_are_told_to_wait() -> None:
+def test_client_beyond_limit_must_wait() -> None:
     async def play() -> int:
         door = ClientDoor(Episodes(), "serve-1")
         for number in range(MAX_CLIENTS):
@@ -338,7 +338,7 @@ def test_more_clients_than_there_may_be_are_told_to_wait() -> None:
     assert asyncio.run(play()) == 429
 
 
-def test_where_no_episode_can_be_opened_the_call_is_to_come_again() -> None:
+def test_client_must_retry_if_no_episode_opens() -> None:
     episodes = Episodes(fails=True)
     door = ClientDoor(episodes, "serve-1")
 
@@ -351,7 +351,7 @@ def test_where_no_episode_can_be_opened_the_call_is_to_come_again() -> None:
     assert asyncio.run(play()) == (503, "key1")
 
 
-def test_after_an_episode_that_failed_the_next_call_opens_another() -> None:
+def test_client_gets_new_episode_after_failure() -> None:
     episodes = Episodes()
     door = ClientDoor(episodes, "serve-1")
 
@@ -363,7 +363,7 @@ def test_after_an_episode_that_failed_the_next_call_opens_another() -> None:
     assert asyncio.run(play()) == ["key1", "key2", "key2"]
 
 
-def test_an_episode_that_is_opened_when_nobody_waits_any_more_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_episode_opened_after_timeout_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_door, "OPEN_SECONDS", 0.05)
     episodes = Episodes(slow=Future())
     door = ClientDoor(episodes, "serve-1")
@@ -384,7 +384,7 @@ LIMITS = RolloutConfig(temperature=0.7, top_k=9)
 KEY = SamplingKey(3, "serve", 0, "client", 5)
 
 
-def test_a_client_says_how_to_sample_and_temperature_0_takes_the_likeliest() -> None:
+def test_client_sets_sampling_and_temperature_0_is_greedy() -> None:
     found = limits_asked(LIMITS, {"temperature": 0.2, "top_p": 0.5, "top_k": -1, "created": 1})
     assert (found.temperature, found.top_p, found.top_k) == (0.2, 0.5, 0)
     for greedy in ({"temperature": 0}, {"temperature": 1e-320}, {"temperature": 9e-5}, {"top_p": 0.0, "temperature": 1.5}):
@@ -392,11 +392,11 @@ def test_a_client_says_how_to_sample_and_temperature_0_takes_the_likeliest() -> 
     assert limits_asked(LIMITS, {}) == LIMITS
 
 
-def test_a_seed_draws_the_same_whatever_episode_it_is_asked_in() -> None:
+def test_client_seed_draws_the_same_in_any_episode() -> None:
     other = SamplingKey(3, "serve", 0, "another", 6)
     assert key_asked(KEY, {"seed": -4}) == key_asked(other, {"seed": -4}) != key_asked(KEY, {"seed": 4})
     assert key_asked(KEY, {}) == KEY
 
 
-def test_stop_strings_are_added_to_the_runs() -> None:
+def test_client_stop_strings_add_to_those_of_run() -> None:
     assert with_stop(RolloutConfig(stop=("a",)), ["b", "a"]).stop == ("a", "b")

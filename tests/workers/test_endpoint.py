@@ -48,7 +48,7 @@ def later(seconds: float, work: Callable[[], object]) -> None:
     threading.Timer(seconds, work).start()
 
 
-def test_a_call_is_forwarded_as_it_is_and_answered_as_the_worker_answers(database: Database) -> None:
+def test_endpoint_forwards_call_and_answer_unchanged(database: Database) -> None:
     made = attempt(database)
     with scripted_worker(whole(b'{"choices":[]}')) as worker, endpoint_over(database) as served:
         made.held_by(worker.address)
@@ -72,7 +72,7 @@ def test_a_call_is_forwarded_as_it_is_and_answered_as_the_worker_answers(databas
         (f"/attempt/secret{CHAT}", {"authorization": "Bearer whatever-the-sdk-sends"}),
     ],
 )
-def test_the_key_may_be_in_either_header_or_in_the_path(
+def test_endpoint_accepts_key_in_either_header_or_path(
     made: Attempt, served: Served, path: str, headers: dict[str, str]
 ) -> None:
     with scripted_worker(whole()) as worker:
@@ -86,7 +86,7 @@ def test_the_key_may_be_in_either_header_or_in_the_path(
 @pytest.mark.parametrize(
     "headers", [{}, {"authorization": "Bearer other"}, {"x-api-key": "k" * 300}, {"authorization": "Basic x"}]
 )
-def test_an_unknown_key_is_refused_in_the_shape_of_the_api(made: Attempt, served: Served, headers: dict[str, str]) -> None:
+def test_endpoint_refuses_unknown_key_in_openai_shape(made: Attempt, served: Served, headers: dict[str, str]) -> None:
     body = {**ASKED, "key": "secret", "api_key": "secret", "metadata": {"episode": made.episode}}
     answer = httpx2.post(served.url + CHAT, json=body, headers=headers)
     assert code(answer) == (401, "invalid_api_key")
@@ -101,16 +101,14 @@ def test_an_unknown_key_is_refused_in_the_shape_of_the_api(made: Attempt, served
         ("agent_attempts", {"status": "lost"}),
     ],
 )
-def test_calls_of_an_episode_that_is_over_are_refused_for_good(
-    made: Attempt, served: Served, table: str, values: dict[str, Any]
-) -> None:
+def test_endpoint_refuses_calls_of_finished_episode(made: Attempt, served: Served, table: str, values: dict[str, Any]) -> None:
     made.set(table, made.episode if table == "episodes" else 1, **values)
     answer = ask(served)
     assert code(answer) == (409, "episode_over")
     assert answer.headers["x-should-retry"] == "false"
 
 
-def test_the_rows_are_read_alike_in_both_databases(database: Database) -> None:
+def test_endpoint_reads_attempts_alike_in_both_databases(database: Database) -> None:
     made = attempt(database, "first", "host:1")
     add_attempt(made, "older", 50)
     expired = attempt(database, "expired", "host:2", lease=EXPIRED)
@@ -123,7 +121,7 @@ def test_the_rows_are_read_alike_in_both_databases(database: Database) -> None:
     assert (found[known["expired"]].episode, found[known["expired"]].address) == (expired.episode, None)
 
 
-def test_the_models_and_the_health_need_no_worker(made: Attempt, served: Served) -> None:
+def test_endpoint_answers_models_and_health_without_worker(made: Attempt, served: Served) -> None:
     assert httpx2.get(f"{served.url}/health").json() == {"status": "ok"}
     listed = httpx2.get(f"{served.url}/v1/models", headers=made.bearer).json()
     assert [model["id"] for model in listed["data"]] == ["run-secret"]
@@ -131,14 +129,14 @@ def test_the_models_and_the_health_need_no_worker(made: Attempt, served: Served)
     assert httpx2.get(f"{served.url}/attempt/secret/v1/models").status_code == 200
 
 
-def test_endpoint_finds_a_model_by_the_name_of_its_run(made: Attempt, served: Served) -> None:
+def test_endpoint_finds_model_by_name_of_run(made: Attempt, served: Served) -> None:
     models = f"{served.url}/v1/models"
     assert httpx2.get(f"{models}/run-secret", headers=made.bearer).json()["id"] == "run-secret"
     assert code(httpx2.get(f"{models}/gpt/4", headers=made.bearer)) == (404, "model_not_found")
     assert code(httpx2.get(f"{models}/run-secret")) == (401, "invalid_api_key")
 
 
-def test_endpoint_answers_have_ids_that_calls_are_forwarded_with(made: Attempt, served: Served) -> None:
+def test_endpoint_answer_has_id_of_forwarded_call(made: Attempt, served: Served) -> None:
     with scripted_worker(whole(), whole()) as worker:
         made.held_by(worker.address)
         answers = [ask(served), ask(served), ask(served, key="unknown"), httpx2.get(f"{served.url}/health")]
@@ -148,7 +146,7 @@ def test_endpoint_answers_have_ids_that_calls_are_forwarded_with(made: Attempt, 
     assert [f"req_{name}" for name in forwarded] == names[:2]
 
 
-def test_endpoint_lets_no_page_use_an_attempts_key(made: Attempt, served: Served) -> None:
+def test_endpoint_refuses_attempt_key_from_page(made: Attempt, served: Served) -> None:
     asking = {"origin": "https://app.example.org", "access-control-request-method": "POST"}
     for path in (CHAT, f"/attempt/secret{CHAT}"):
         answer = httpx2.request("OPTIONS", served.url + path, headers=asking)
@@ -159,33 +157,33 @@ def test_endpoint_lets_no_page_use_an_attempts_key(made: Attempt, served: Served
 @pytest.mark.parametrize(
     "path", ["/v1/responses", "/v1/completions", "/", "/v1/chat/completions/", "/attempt/secret/v1/messages"]
 )
-def test_another_path_says_which_there_are(made: Attempt, served: Served, path: str) -> None:
+def test_endpoint_unknown_path_lists_known_paths(made: Attempt, served: Served, path: str) -> None:
     answer = ask(served, path=path)
     assert code(answer) == (404, "unknown_url")
     assert CHAT in answer.json()["error"]["message"]
     assert "secret" not in answer.text
 
 
-def test_another_method_says_which_there_is(served: Served) -> None:
+def test_endpoint_wrong_method_lists_allowed_methods(served: Served) -> None:
     answer = httpx2.get(served.url + CHAT)
     assert code(answer) == (405, "method_not_allowed")
     assert answer.headers["allow"] == "POST"
 
 
-def test_a_call_waits_for_a_holder(made: Attempt, served: Served) -> None:
+def test_endpoint_call_waits_for_worker(made: Attempt, served: Served) -> None:
     with scripted_worker(whole()) as worker:
         later(0.7, lambda: made.held_by(worker.address))
         assert ask(served).status_code == 200
 
 
-def test_a_call_that_no_worker_takes_is_told_when_to_come_again(made: Attempt, sqlite: Database) -> None:
+def test_endpoint_call_without_worker_gets_retry_after(made: Attempt, sqlite: Database) -> None:
     with endpoint_over(sqlite, EndpointLimits(wait_seconds=0.3)) as served:
         answer = ask(served)
         assert code(answer) == (503, "no_holder")
         assert int(answer.headers["retry-after"]) > 0
 
 
-def test_a_worker_that_does_not_hold_the_episode_is_left_for_the_one_that_does(made: Attempt, served: Served) -> None:
+def test_endpoint_moves_from_stale_worker_to_current_one(made: Attempt, served: Served) -> None:
     with scripted_worker(whole(status="421 Misdirected Request")) as old, scripted_worker(whole(b'{"new":1}')) as new:
         made.held_by(old.address)
         later(0.5, lambda: made.held_by(new.address))
@@ -196,7 +194,7 @@ def test_a_worker_that_does_not_hold_the_episode_is_left_for_the_one_that_does(m
         }
 
 
-def test_a_call_whose_worker_is_lost_is_forwarded_again_with_the_same_id(made: Attempt, served: Served) -> None:
+def test_endpoint_forwards_again_with_same_id_after_worker_loss(made: Attempt, served: Served) -> None:
     with scripted_worker(hang_up, hang_up, whole()) as worker:
         made.held_by(worker.address)
         assert ask(served).status_code == 200
@@ -205,7 +203,7 @@ def test_a_call_whose_worker_is_lost_is_forwarded_again_with_the_same_id(made: A
         assert len({request.headers["x-agentrl-created"] for request in worker.requests}) == 1
 
 
-def test_the_id_of_a_call_is_that_of_its_idempotency_key(made: Attempt, served: Served) -> None:
+def test_endpoint_call_id_derives_from_idempotency_key(made: Attempt, served: Served) -> None:
     with scripted_worker(whole()) as worker:
         made.held_by(worker.address)
         for _ in range(2):
@@ -214,7 +212,7 @@ def test_the_id_of_a_call_is_that_of_its_idempotency_key(made: Attempt, served: 
         assert [request.headers["x-agentrl-request"] for request in worker.requests] == [wanted, wanted]
 
 
-def test_a_stream_that_breaks_goes_on_where_it_broke(made: Attempt, served: Served) -> None:
+def test_endpoint_stream_resumes_where_it_broke(made: Attempt, served: Served) -> None:
     half = PIECES[1][:6]
     with scripted_worker(stream(PIECES[0], half, breaks=True), stream(PIECES[0], breaks=True), stream(*PIECES)) as worker:
         made.held_by(worker.address)
@@ -224,25 +222,25 @@ def test_a_stream_that_breaks_goes_on_where_it_broke(made: Attempt, served: Serv
         assert len(worker.requests) == 3
 
 
-def test_a_stream_that_comes_differently_the_second_time_ends_in_an_error(made: Attempt, served: Served) -> None:
+def test_endpoint_stream_that_differs_on_retry_ends_in_error(made: Attempt, served: Served) -> None:
     with scripted_worker(stream(PIECES[0], breaks=True), stream(PIECES[1], *PIECES)) as worker:
         made.held_by(worker.address)
         assert events_until_cut(served) == [json.loads(PIECES[0][6:]), "reply_broke"]
 
 
-def test_a_stream_that_is_shorter_the_second_time_ends_in_an_error(made: Attempt, served: Served) -> None:
+def test_endpoint_stream_shorter_on_retry_ends_in_error(made: Attempt, served: Served) -> None:
     with scripted_worker(stream(*PIECES[:2], breaks=True), stream(PIECES[0])) as worker:
         made.held_by(worker.address)
         assert events_until_cut(served)[-1] == "reply_broke"
 
 
-def test_a_stream_whose_episode_ends_meanwhile_says_so(made: Attempt, served: Served) -> None:
+def test_endpoint_stream_reports_end_of_episode(made: Attempt, served: Served) -> None:
     with scripted_worker(stream(PIECES[0], breaks=True), whole(b'{"error":{"code":"episode_over"}}', "409 Conflict")) as worker:
         made.held_by(worker.address)
         assert events_until_cut(served)[-1] == "episode_over"
 
 
-def test_a_whole_answer_that_breaks_in_the_middle_is_made_whole(made: Attempt, served: Served) -> None:
+def test_endpoint_completes_answer_that_broke_in_the_middle(made: Attempt, served: Served) -> None:
     async def half(request: Any, writer: Any) -> None:
         writer.write(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n{"ans')
         writer.close()
@@ -252,7 +250,7 @@ def test_a_whole_answer_that_breaks_in_the_middle_is_made_whole(made: Attempt, s
         assert ask(served).json() == {"answer": 42}
 
 
-def test_a_streaming_client_that_waits_gets_comments(made: Attempt, served: Served) -> None:
+def test_endpoint_sends_comments_to_waiting_stream(made: Attempt, served: Served) -> None:
     with scripted_worker(stream(*PIECES)) as worker:
         later(1.0, lambda: made.held_by(worker.address))
         answer = ask(served, body=STREAMED)
@@ -261,7 +259,7 @@ def test_a_streaming_client_that_waits_gets_comments(made: Attempt, served: Serv
 
 
 @pytest.mark.slow
-def test_a_streaming_client_gets_comments_between_lines_alone(made: Attempt, served: Served) -> None:
+def test_endpoint_sends_comments_only_between_lines(made: Attempt, served: Served) -> None:
     with scripted_worker(stream(PIECES[0], PIECES[1][:5], PIECES[1][5:], PIECES[2], pause=0.7)) as worker:
         made.held_by(worker.address)
         answer = ask(served, body=STREAMED)
@@ -269,13 +267,13 @@ def test_a_streaming_client_gets_comments_between_lines_alone(made: Attempt, ser
         assert without_comments(answer.content) == b"".join(PIECES)
 
 
-def test_an_error_after_comments_is_an_event(made: Attempt, served: Served) -> None:
+def test_endpoint_error_after_comments_is_an_event(made: Attempt, served: Served) -> None:
     with scripted_worker(whole(b'{"error":{"code":"context_length_exceeded"}}', "400 Bad Request")) as worker:
         later(1.0, lambda: made.held_by(worker.address))
         assert events_until_cut(served) == ["context_length_exceeded"]
 
 
-def test_a_client_that_waits_for_a_whole_answer_gets_no_comments(made: Attempt, served: Served) -> None:
+def test_endpoint_sends_no_comments_without_streaming(made: Attempt, served: Served) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": {"stream": True}}}}]
     with scripted_worker(whole(status="400 Bad Request", pause=1.0)) as worker:
         made.held_by(worker.address)
@@ -283,7 +281,7 @@ def test_a_client_that_waits_for_a_whole_answer_gets_no_comments(made: Attempt, 
         assert (answer.status_code, answer.content) == (400, b'{"answer":42}')
 
 
-def test_a_silent_worker_is_left_when_another_holds_the_episode(made: Attempt, served: Served) -> None:
+def test_endpoint_leaves_silent_worker_for_new_holder(made: Attempt, served: Served) -> None:
     started = threading.Event()
     with scripted_worker(silence(started)) as old, scripted_worker(whole()) as new:
         made.held_by(old.address)
@@ -292,7 +290,7 @@ def test_a_silent_worker_is_left_when_another_holds_the_episode(made: Attempt, s
         assert old.requests[0].gone.wait(10)
 
 
-def test_a_client_that_hangs_up_ends_the_call_at_the_worker(made: Attempt, served: Served) -> None:
+def test_endpoint_disconnect_ends_call_at_worker(made: Attempt, served: Served) -> None:
     started = threading.Event()
     with scripted_worker(silence(started)) as worker:
         made.held_by(worker.address)
@@ -301,7 +299,7 @@ def test_a_client_that_hangs_up_ends_the_call_at_the_worker(made: Attempt, serve
         assert worker.requests[0].gone.wait(10)
 
 
-def test_connections_to_a_worker_are_used_again(made: Attempt, served: Served) -> None:
+def test_endpoint_reuses_connections_to_worker(made: Attempt, served: Served) -> None:
     with scripted_worker(whole()) as worker:
         made.held_by(worker.address)
         for _ in range(5):

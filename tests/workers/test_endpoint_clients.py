@@ -58,7 +58,7 @@ def opened(served: Served, sent: bytes) -> socket.socket:
     return link
 
 
-def test_a_body_of_10_mb_is_refused_so_that_the_client_reads_it(made: Attempt, served: Served) -> None:
+def test_endpoint_refuses_10_mb_body_readably(made: Attempt, served: Served) -> None:
     body = b"x" * 10_000_000
     for sent in (request(body, b"connection: close"), chunked(body)):
         assert error(raw(served.address, sent)) == (413, "request_too_large")
@@ -68,7 +68,7 @@ def chunked(body: bytes) -> bytes:
     return HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
 
 
-def test_a_body_of_8_mb_is_forwarded_whole(made: Attempt, served: Served) -> None:
+def test_endpoint_forwards_8_mb_body(made: Attempt, served: Served) -> None:
     body = b"x" * (8 * 2**20)
     with scripted_worker(whole()) as worker:
         made.held_by(worker.address)
@@ -76,7 +76,7 @@ def test_a_body_of_8_mb_is_forwarded_whole(made: Attempt, served: Served) -> Non
         assert worker.requests[0].body == body
 
 
-def test_the_bodies_that_are_kept_are_bounded_together(made: Attempt, sqlite: Database) -> None:
+def test_endpoint_bounds_sum_of_held_bodies(made: Attempt, sqlite: Database) -> None:
     with endpoint_over(sqlite, EndpointLimits(held_bytes=1000)) as served:
         assert error(raw(served.address, request(b"x" * 2000, b"connection: close"))) == (429, "too_many_requests")
         with scripted_worker(whole()) as worker:
@@ -86,7 +86,7 @@ def test_the_bodies_that_are_kept_are_bounded_together(made: Attempt, sqlite: Da
 
 
 @pytest.mark.parametrize("limits", [EndpointLimits(open_calls=2), EndpointLimits(open_per_attempt=2)])
-def test_calls_beyond_the_limit_are_told_to_come_again(made: Attempt, sqlite: Database, limits: EndpointLimits) -> None:
+def test_endpoint_beyond_limit_sends_retry_after(made: Attempt, sqlite: Database, limits: EndpointLimits) -> None:
     started = threading.Event()
     with scripted_worker(silence(started)) as worker, endpoint_over(sqlite, limits) as served:
         made.held_by(worker.address)
@@ -99,7 +99,7 @@ def test_calls_beyond_the_limit_are_told_to_come_again(made: Attempt, sqlite: Da
         until(lambda: not served.app._open)  # their slots are free again
 
 
-def test_a_body_that_stops_is_given_up(made: Attempt, sqlite: Database) -> None:
+def test_endpoint_gives_up_stalled_body(made: Attempt, sqlite: Database) -> None:
     with (
         endpoint_over(sqlite, EndpointLimits(body_seconds=0.3)) as served,
         opened(served, HEAD + b"content-length: 100\r\n\r\n{") as link,
@@ -110,12 +110,12 @@ def test_a_body_that_stops_is_given_up(made: Attempt, sqlite: Database) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", HEAD, HEAD + b"x-slow: 1\r\n"], ids=["nothing", "line", "head", "header"])
-def test_a_client_without_a_whole_head_is_cut(served: Served, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_cuts_client_without_full_head(served: Served, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GuardedProtocol, "header_seconds", 0.3)
     assert raw(served.address, sent) == b""
 
 
-def test_a_head_that_comes_drop_by_drop_is_cut(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_cuts_dripping_head(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GuardedProtocol, "header_seconds", 0.5)
     with opened(served, HEAD) as link:
         until(lambda: was_cut(link))
@@ -130,7 +130,7 @@ def was_cut(link: socket.socket) -> bool:
     return False
 
 
-def test_a_client_that_never_reads_is_cut_and_its_worker_left(
+def test_endpoint_cuts_client_that_never_reads_and_frees_worker(
     made: Attempt, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GuardedProtocol, "stall_seconds", 0.5)
@@ -156,12 +156,12 @@ def test_a_client_that_never_reads_is_cut_and_its_worker_left(
         b"POST /\xff HTTP/1.1\r\nhost: x\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_refused_in_the_shape_of_the_api(made: Attempt, served: Served, sent: bytes) -> None:
+def test_endpoint_refuses_invalid_http_in_openai_shape(made: Attempt, served: Served, sent: bytes) -> None:
     assert error(raw(served.address, sent)) == (400, "invalid_http")
 
 
 @pytest.mark.parametrize("size", [40_000, 100_000])
-def test_a_long_head_is_refused_or_cut(made: Attempt, served: Served, size: int) -> None:
+def test_endpoint_refuses_or_cuts_long_head(made: Attempt, served: Served, size: int) -> None:
     sent = request(BODY, b"connection: close", b"x: " + b"y" * size)
     with scripted_worker(whole()) as worker:
         made.held_by(worker.address)
@@ -171,26 +171,26 @@ def test_a_long_head_is_refused_or_cut(made: Attempt, served: Served, size: int)
         assert not worker.requests
 
 
-def test_a_compressed_body_is_refused(made: Attempt, served: Served) -> None:
+def test_endpoint_refuses_compressed_body(made: Attempt, served: Served) -> None:
     sent = request(gzip.compress(BODY), b"content-encoding: gzip", b"connection: close")
     assert error(raw(served.address, sent)) == (415, "unsupported_encoding")
 
 
-def test_requests_sent_one_after_another_are_answered_in_turn(made: Attempt, served: Served) -> None:
+def test_endpoint_answers_pipelined_requests_in_order(made: Attempt, served: Served) -> None:
     with scripted_worker(whole(b'{"n":1}', pause=0.2), whole(b'{"n":2}')) as worker:
         made.held_by(worker.address)
         found = raw(served.address, request() + request(BODY, b"connection: close"))
         assert found.index(b'{"n":1}') < found.index(b'{"n":2}')
 
 
-def test_a_body_that_says_nonsense_about_streams_is_forwarded_all_the_same(made: Attempt, served: Served) -> None:
+def test_endpoint_forwards_body_with_invalid_stream_field(made: Attempt, served: Served) -> None:
     deep = b'{"stream":' + b"[" * 200_000
     with scripted_worker(whole(b"{}", "400 Bad Request", pause=0.7)) as worker:
         made.held_by(worker.address)
         assert httpx2.post(served.url + CHAT, content=deep, headers=made.bearer).status_code == 400
 
 
-def test_no_key_is_in_a_log(made: Attempt, served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_endpoint_logs_no_key(made: Attempt, served: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with scripted_worker(hang_up, whole()) as worker:
         made.held_by(worker.address)

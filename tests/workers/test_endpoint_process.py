@@ -55,7 +55,7 @@ def until(true: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_what_it_imports_holds_no_model_and_no_queue() -> None:
+def test_endpoint_imports_no_model_and_no_queue() -> None:
     code = "import sys, agentrl.workers.serving.endpoint; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "datasets", "celery", "fastapi", "starlette", "numpy"} & set(loaded)
@@ -63,7 +63,7 @@ def test_what_it_imports_holds_no_model_and_no_queue() -> None:
 
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.slow
-def test_a_killed_endpoint_comes_back_on_its_port_and_serves_who_called_meanwhile(database: Database, tmp_path: Path) -> None:
+def test_endpoint_restarts_on_its_port_after_kill(database: Database, tmp_path: Path) -> None:
     made = attempt(database, "k" * 30)
     listening = bind(LOOPBACK, 0)
     url = url_of(listening)
@@ -89,7 +89,7 @@ def test_a_killed_endpoint_comes_back_on_its_port_and_serves_who_called_meanwhil
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_it_says_its_url_in_the_rows(sqlite: Database, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_publishes_its_url(sqlite: Database, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert presence.find_endpoint_url(sqlite) is None
     assert presence.missing_endpoint_hints(sqlite) == ["No endpoint runs. Start one: agentrl worker endpoint"]
     with process(sqlite, tmp_path) as running:
@@ -105,20 +105,20 @@ def test_it_says_its_url_in_the_rows(sqlite: Database, tmp_path: Path, home: Pat
     assert presence.find_endpoint_url(sqlite) == "http://endpoint:8500"
 
 
-def test_the_latest_endpoint_is_the_one_that_is_found(database: Database) -> None:
+def test_endpoint_url_is_the_latest(database: Database) -> None:
     for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
         leases.publish_service(database, ENDPOINT, url, 60.0)
         assert leases.service_holder(database, ENDPOINT) == url
 
 
-def test_an_address_that_is_taken_is_an_error_with_a_way_out() -> None:
+def test_endpoint_address_in_use_is_an_error_with_remedy() -> None:
     with bind(LOOPBACK, 0) as first, pytest.raises(ServiceError, match="Address already in use") as refused:
         bind(LOOPBACK, first.getsockname()[1])
     assert "AGENTRL_ENDPOINT_PORT" in refused.value.hint
 
 
 @pytest.mark.slow
-def test_a_stack_has_an_endpoint_from_the_time_on_when_a_run_has_an_agent(own_database: Database) -> None:
+def test_stack_starts_endpoint_once_a_run_has_an_agent(own_database: Database) -> None:
     stack = Supervisor(settings())
     settings().stack_dir.mkdir(parents=True)
     start(own_database, submission("plain"))
@@ -141,7 +141,7 @@ def test_a_stack_has_an_endpoint_from_the_time_on_when_a_run_has_an_agent(own_da
         stack._end()
 
 
-def test_whether_a_run_has_an_agent_is_read_alike_in_both_databases(database: Database) -> None:
+def test_run_has_agent_reads_alike_in_both_databases(database: Database) -> None:
     start(database, submission("plain"))
     assert not some_run_has_agent(database)
     give_agent(database, None)

@@ -85,7 +85,7 @@ def answer_all(db: Database, result: ToolResult) -> None:
         assert record_result(db, number, result, datetime.now(UTC), "tools:1")
 
 
-def test_who_decides_needs_the_recorder_alone_from_the_first_turn_to_the_reward(database: Database) -> None:
+def test_recorder_suffices_from_first_turn_to_reward(database: Database) -> None:
     diary, ended = Diary(), list[int]()
     recorder = recorder_of(database, group_of(database, weights={LENGTH: 0.5}), diary)
     recorder.on_end = lambda episode: ended.append(episode.id)
@@ -116,7 +116,7 @@ def test_who_decides_needs_the_recorder_alone_from_the_first_turn_to_the_reward(
     assert diary.pages == ["begun, 0 steps", *told, "over, 2 steps"]
 
 
-def test_what_a_recorder_knows_of_an_episode_is_what_another_reads_from_the_rows(sqlite: Database) -> None:
+def test_recorder_state_equals_state_read_from_rows(sqlite: Database) -> None:
     group = group_of(sqlite)
     recorder = recorder_of(sqlite, group)
     recorder.commit_sampled([sampled(recorder.work, calls=(CALL,)), sampled(recorder.work, 1)])
@@ -127,14 +127,14 @@ def test_what_a_recorder_knows_of_an_episode_is_what_another_reads_from_the_rows
     assert recorder_of(sqlite, group).episodes == heir.episodes
 
 
-def test_an_episode_that_a_hook_does_not_let_be_sampled_has_ended(sqlite: Database) -> None:
+def test_recorder_ends_episode_that_hook_vetoes(sqlite: Database) -> None:
     recorder = recorder_of(sqlite, group_of(sqlite), Veto())
     assert not recorder.begin_step(recorder.episodes[1])
     assert list(recorder.episodes) == [2]
     assert values(sqlite, "SELECT error FROM episodes WHERE status = 'failed'") == ["PermissionError: not today"]
 
 
-def test_a_recorder_whose_group_somebody_else_has_writes_nothing_and_believes_nothing(database: Database) -> None:
+def test_recorder_of_lost_group_changes_nothing(database: Database) -> None:
     group = group_of(database)
     zombie = recorder_of(database, group)
     recorder_of(database, group)
@@ -148,7 +148,7 @@ def test_a_recorder_whose_group_somebody_else_has_writes_nothing_and_believes_no
     assert zombie.episodes == known
 
 
-def test_what_keeps_calls_waiting_is_told_to_the_runs_events_until_one_is_observed(sqlite: Database) -> None:
+def test_recorder_reports_waiting_calls_until_one_is_observed(sqlite: Database) -> None:
     recorder = recorder_of(sqlite, group_of(sqlite))
     recorder.commit_sampled([sampled(recorder.work, calls=(CALL,))])
     for _ in range(2):

@@ -30,7 +30,7 @@ def stack(short_folder: Path) -> Iterator[Stack]:
 
 
 @pytest.mark.slow
-def test_a_hostile_agent_is_answered_each_time_and_the_others_get_what_they_would_get(stack: Stack, short_folder: Path) -> None:
+def test_hostile_agent_is_answered_and_others_are_undisturbed(stack: Stack, short_folder: Path) -> None:
     model = str(tiny_random(short_folder / "model"))
     few = ("--max-tasks", "4", "--model", model, "--detach")
     stack.agentrl("submit", *RUN, *few, "--name", "calm")

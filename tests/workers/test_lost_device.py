@@ -44,7 +44,7 @@ def undisturbed(forks: Nursery, world_model: Path, migrated_file: Path) -> recor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
-def test_a_device_that_fails_ends_the_worker_and_costs_no_attempt(crew: Crew, undisturbed: record.Record, part: str) -> None:
+def test_worker_with_failed_device_ends_and_costs_no_attempt(crew: Crew, undisturbed: record.Record, part: str) -> None:
     never_fails(crew, *(other for other in PARTS if other != part))
     workers = crew.fork_each()
     crew.submit(**FRAGILE)
@@ -61,7 +61,7 @@ def test_a_device_that_fails_ends_the_worker_and_costs_no_attempt(crew: Crew, un
     assert crew.count("SELECT count(*) FROM events WHERE kind IN ('group_failed', 'update_failed', 'worker_lost')") == 0
 
 
-def test_person_s_own_process_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_failure_does_not_end_a_persons_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the strategy "threads" the run fails with the error instead."""
     monkeypatch.setattr(lost_device, "threaded", threading.Event())
     lost_device.threaded.set()

@@ -102,7 +102,7 @@ def cut_off_in_the_middle(cluster: Cluster) -> set[int]:
     return cluster.held_by(cluster.a)
 
 
-def test_what_a_worker_took_and_lost_before_its_message_was_marked_as_sent_is_sent_again(
+def test_dispatch_resends_message_lost_before_it_was_marked_sent(
     sqlite: Database, redis_server: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would be waited for as if it lay in a queue, for two leases or the time of two groups."""
@@ -151,7 +151,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_cut_link_is_noticed_on_both_ends_and_a_transaction_cut_off_leaves_its_rows_to_others(short_folder: Path) -> None:
+def test_network_cut_is_noticed_on_both_ends(short_folder: Path) -> None:
     with network(["far"]) as (net, (far,)), postgres_on(net) as url:
         database = Database(url)
         database.write(lambda tx: tx.execute(text("CREATE TABLE held AS SELECT 'nobody' AS by")))
@@ -171,7 +171,7 @@ def test_a_cut_link_is_noticed_on_both_ends_and_a_transaction_cut_off_leaves_its
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_host_that_is_cut_off_and_comes_back_costs_nothing_and_doubles_nothing(cluster: Cluster) -> None:
+def test_host_cut_off_and_back_loses_and_doubles_nothing(cluster: Cluster) -> None:
     here, database = cluster.here, cluster.here.database
     open_gate(cluster.home_of(cluster.b), "rollout")
     cluster.submit("first", 24, "tests.support.parity_hook:Lucky,tests.support.gate:InSecondIteration")

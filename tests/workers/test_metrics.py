@@ -60,7 +60,7 @@ def read(port: int, path: str = "/metrics") -> str:
     return text
 
 
-def test_work_is_counted_by_queue_and_lease(database: Database) -> None:
+def test_metrics_count_work_by_queue_and_lease(database: Database) -> None:
     groups = start(database, submission())
     claim(database, groups[0])
     found = parse(render(collect_work(database)))
@@ -74,17 +74,17 @@ def test_work_is_counted_by_queue_and_lease(database: Database) -> None:
     assert found["agentrl_iterations_done_total"] == [({"run": "first"}, 0.0)]
 
 
-def test_counts_of_an_empty_store_are_valid(database: Database) -> None:
+def test_metrics_of_empty_store_are_valid(database: Database) -> None:
     assert parse(render(collect_work(database))) == {}
 
 
-def test_labels_are_escaped() -> None:
+def test_metrics_escape_labels() -> None:
     hostile = 'a"b\\c\nd} 1\nagentrl_fake 2'
     found = parse(render([PrometheusMetric("runs", "Runs.", [({"run": hostile}, 1.0)])]))
     assert found == {"agentrl_runs": [({"run": hostile}, 1.0)]}
 
 
-def test_each_role_has_a_port_of_its_own() -> None:
+def test_metrics_port_differs_for_each_role() -> None:
     where = Settings(metrics_port=9464)
     assert sorted(port_of(where, [role]) for role in ROLES) == list(range(9464, 9464 + len(ROLES)))
     assert port_of(where, ["control"]) == 9464
@@ -167,7 +167,7 @@ def test_metrics_without_the_database_are_one_sentence(port: int) -> None:
         server.server_close()
 
 
-def test_a_module_adds_its_own_metrics(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_include_those_of_a_module(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_collectors", [])
     metrics.add_collector(lambda: [PrometheusMetric("sampler_turns", "Turns.", [({"of": "live"}, 3)])])
     where = Settings(metrics_port=port - port_of(Settings(metrics_port=1), ["endpoint"]) + 1)
@@ -180,7 +180,7 @@ def test_a_module_adds_its_own_metrics(port: int, monkeypatch: pytest.MonkeyPatc
         server.server_close()
 
 
-def test_json_records_have_the_fields_of_their_context() -> None:
+def test_log_records_in_json_have_context_fields() -> None:
     record = logging.LogRecord("agentrl.train", logging.WARNING, "f", 1, "iteration %d\nfailed", (3,), None)
     with log_fields(run="first", iteration=3), log_fields(attempt=2):
         row = json.loads(JsonFormatter().format(record))
@@ -240,7 +240,7 @@ def tend(notifier: Notifier, db: Database) -> None:
     notifier.join()
 
 
-def test_a_run_that_waits_and_ends_is_posted_once(database: Database, hook: Hook) -> None:
+def test_notifier_posts_waiting_and_ended_run_once(database: Database, hook: Hook) -> None:
     notifier = Notifier(Settings(notify_url=hook.url))
     tend(notifier, database)  # what happened before is history
     run = planning.submit(database, submission()).id
@@ -256,7 +256,7 @@ def test_a_run_that_waits_and_ends_is_posted_once(database: Database, hook: Hook
     ]
 
 
-def test_a_server_that_fails_is_given_up_after_some_attempts(database: Database, hook: Hook) -> None:
+def test_notifier_gives_up_failing_server(database: Database, hook: Hook) -> None:
     notifier = Notifier(Settings(notify_url=hook.url))
     tend(notifier, database)
     planning.submit(database, submission())
@@ -271,7 +271,7 @@ def test_a_server_that_fails_is_given_up_after_some_attempts(database: Database,
     assert run_events.list_unsent_events(database) == []
 
 
-def test_a_command_gets_the_event_on_its_input(database: Database, tmp_path: Path) -> None:
+def test_notifier_command_reads_event_on_stdin(database: Database, tmp_path: Path) -> None:
     file = tmp_path / "told.json"
     code = f"import sys; open({str(file)!r}, 'a').write(sys.stdin.read())"
     notifier = Notifier(Settings(notify_command=f'{sys.executable} -c "{code}"'))
@@ -282,7 +282,7 @@ def test_a_command_gets_the_event_on_its_input(database: Database, tmp_path: Pat
     assert json.loads(file.read_text())["detail"] == "the loss is nan"
 
 
-def test_a_command_that_hangs_is_ended_with_all_it_started(
+def test_notifier_ends_hanging_command_with_its_children(
     database: Database,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

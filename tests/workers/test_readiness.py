@@ -35,7 +35,7 @@ def test_readiness_logs_each_change_once_and_keeps_its_file(tmp_path: Path, capl
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_worker_is_ready_while_its_broker_answers_and_logs_a_loss_once(tmp_path: Path) -> None:
+def test_readiness_follows_broker_and_logs_loss_once(tmp_path: Path) -> None:
     where = Settings(home=tmp_path)
     if broker.find_server(where) is None:
         missing("a Redis server")
@@ -83,7 +83,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_node_names_of_hosts_differ_where_pids_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_names_differ_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers of `--scale rollout=2` have host names of their own, and pid 1; presence counts workers by node name."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     names = set()

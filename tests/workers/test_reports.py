@@ -112,7 +112,7 @@ def test_report_of_killed_processes_has_each_step_once(own_database: Database, f
     assert [line["run"] for line in lines() if "run" in line] == ["first"]
 
 
-def test_report_that_hangs_is_ended_and_told_once(own_database: Database, faults: pytest.MonkeyPatch) -> None:
+def test_report_that_hangs_is_ended_with_one_event(own_database: Database, faults: pytest.MonkeyPatch) -> None:
     play_run(own_database)
     faults.setenv("LINE_TRACKER", "hang:2")
     assert [write(own_database) for _ in range(2)] == [-signal.SIGALRM] * 2
@@ -145,7 +145,7 @@ def test_report_without_its_package_names_the_command(own_database: Database) ->
     assert sentence.startswith(f"{lacking} is not installed here: pip install ")
 
 
-def test_second_process_leaves_a_report_to_the_first(own_database: Database) -> None:
+def test_report_is_written_by_first_process_only(own_database: Database) -> None:
     play_run(own_database)
     assert leases.take_service_lease(own_database, run_reports.lease_name(1, LINES), "another", 60.0)
     assert write(own_database) == FAILED
@@ -155,7 +155,7 @@ def test_second_process_leaves_a_report_to_the_first(own_database: Database) -> 
     assert f"Another process is writing {LINES}." in done.stderr
 
 
-def test_processes_follow_a_run_and_end_with_it(own_database: Database, faults: pytest.MonkeyPatch) -> None:
+def test_report_processes_end_with_run(own_database: Database, faults: pytest.MonkeyPatch) -> None:
     faults.setenv("AGENTRL_TICK_SECONDS", "0.05")
     play_run(own_database, iterations=1)
     processes = ReportProcesses()
@@ -169,7 +169,7 @@ def test_processes_follow_a_run_and_end_with_it(own_database: Database, faults: 
     assert value(own_database, "SELECT count(*) FROM service_leases") == 0
 
 
-def test_processes_write_what_is_left_when_they_are_stopped(own_database: Database) -> None:
+def test_report_processes_write_the_rest_when_stopped(own_database: Database) -> None:
     play_run(own_database, iterations=2)
     processes = ReportProcesses()
     processes.tend(own_database)
@@ -262,7 +262,7 @@ def agentrl(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
 
 
-def test_tensorboard_reads_back_each_step_once(own_database: Database) -> None:
+def test_report_in_tensorboard_has_each_step_once(own_database: Database) -> None:
     if find_spec("tensorboard") is None:
         missing("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -290,12 +290,12 @@ def test_tensorboard_reads_back_each_step_once(own_database: Database) -> None:
     assert b"rollout.group_size" in anew.Tensors("run")[0].tensor_proto.string_val[0], "the config is written with the steps"
 
 
-def test_every_tracker_file_defines_a_tracker() -> None:
+def test_tracker_files_each_define_a_tracker() -> None:
     assert names("trackers") == ["mlflow", "tensorboard", "trackio", "wandb"]
     assert {type(find("trackers", name)) for name in names("trackers")} == {Tracker}
 
 
-def test_config_takes_trackers_by_commas_and_refuses_samples_without() -> None:
+def test_report_config_takes_commas_and_refuses_lone_samples() -> None:
     assert build({"report.to": "wandb, mlflow"}).report.to == ("wandb", "mlflow")
     assert build({"report.to": ["wandb"]}).report.to == ("wandb",)
     with pytest.raises(ConfigError, match=r"samples has no effect without report\.to"):
@@ -337,7 +337,7 @@ def test_mask_text_hides_keys_in_every_common_form(text: str, masked: str) -> No
     assert mask_text(text, {}) == masked
 
 
-def test_metrics_are_finite_and_named_as_people_know_them() -> None:
+def test_report_metrics_are_finite_with_usual_names() -> None:
     row = dict.fromkeys(("seconds", "tokens", "reward_high", "reward", "kl", "loss"))
     found = iteration_metrics({**row, "seconds": 2.0, "tokens": 10, "reward": 0.5, "reward_high": 0.75, "loss": float("inf")})
     assert found == {

@@ -71,7 +71,7 @@ def searching(folder: Path) -> requirements.Requirements:
     return asked(folder, tools=("search",))
 
 
-def test_a_process_without_a_tools_setting_lacks_it_for_the_tools_and_nothing_else(
+def test_worker_check_lacks_setting_only_for_its_role(
     home: Path, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTRL_SEARCH", str(texts))
@@ -86,7 +86,7 @@ def test_a_process_without_a_tools_setting_lacks_it_for_the_tools_and_nothing_el
     assert "The worker was started without AGENTRL_SEARCH." in said
 
 
-def test_another_value_is_named_and_never_travels(
+def test_worker_check_names_other_value_without_sending_it(
     home: Path, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTRL_SEARCH", "http://user:secret@host/search")
@@ -99,7 +99,7 @@ def test_another_value_is_named_and_never_travels(
     assert requirements.list_differences(question, ["rollout", "train"]) == []
 
 
-def test_a_folder_is_the_same_folder_from_wherever_it_is_named(
+def test_worker_check_compares_resolved_folders(
     home: Path, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(texts.parent)
@@ -110,7 +110,7 @@ def test_a_folder_is_the_same_folder_from_wherever_it_is_named(
     assert requirements.list_differences(question, ["tools"]) == []
 
 
-def test_an_env_that_brings_its_own_index_needs_no_setting(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_check_needs_no_setting_if_env_has_index(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGENTRL_SEARCH", raising=False)
     settings.cache_clear()
     assert requirements.list_lacks(asked(tmp_path, env="search_qa"), QUEUES) == []
@@ -126,16 +126,14 @@ def test_an_env_that_brings_its_own_index_needs_no_setting(home: Path, tmp_path:
         ({"weights": {"no_such_module:reward": 1.0}}, "rollout", "cannot be found"),
     ],
 )
-def test_what_is_not_here_is_said_by_the_worker_that_needs_it(
+def test_worker_check_reports_missing_part_for_its_role(
     home: Path, tmp_path: Path, changes: dict[str, Any], role: str, said: str
 ) -> None:
     found = requirements.list_lacks(replace(asked(tmp_path), **changes), [role])
     assert said in " ".join(found)
 
 
-def test_an_optimizer_that_does_not_work_there_is_said_by_the_worker_that_trains(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_check_reports_broken_optimizer_for_trainer(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import_module("agentrl.workflow.training.optimizer")  # as a worker that trains has
     question = asked(tmp_path, **{"update.optimizer": "adamw_8bit"})
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
@@ -144,7 +142,7 @@ def test_an_optimizer_that_does_not_work_there_is_said_by_the_worker_that_trains
     assert "The optimizer adamw_8bit does not work here on " in said
 
 
-def test_code_that_leaves_the_process_is_a_sentence_too(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_check_survives_module_that_exits(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leaving_here.py").write_text("raise SystemExit('no')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for role in ("rollout", "tools"):
@@ -154,9 +152,7 @@ def test_code_that_leaves_the_process_is_a_sentence_too(home: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_file_that_was_edited_since_a_process_read_it_is_named(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_check_names_file_edited_since_import(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "edited_here.py"
     file.write_text("def mine(episode): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -180,9 +176,7 @@ def test_a_file_that_was_edited_since_a_process_read_it_is_named(
     assert requirements.list_differences(after, ["train"]) == []
 
 
-def test_a_worker_that_imports_slowly_says_that_it_is_still_looking(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_check_reports_slow_import(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     going_on = tmp_path / "going_on"
     waits = f"import os, time\nwhile not os.path.exists({str(going_on)!r}): time.sleep(0.01)\n"
     (tmp_path / "slow_here.py").write_text(f"{waits}def mine(episode): return 1.0\n")
@@ -197,7 +191,7 @@ def test_a_worker_that_imports_slowly_says_that_it_is_still_looking(
     assert told["lacks"] == ()
 
 
-def test_a_stack_in_memory_is_known_by_what_it_was_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_check_knows_in_memory_stack_by_start_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = Settings(home=tmp_path, redis_server="none")
     where.stack_dir.mkdir(parents=True)
     monkeypatch.setenv("AGENTRL_SEARCH", "one")
@@ -235,9 +229,7 @@ def worker(
 ONE_EACH = dict.fromkeys(QUEUES, 1)
 
 
-def test_a_worker_that_lacks_something_is_refused_where_fit_ones_are_asked_for_else_told(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_workers_refuses_unfit_worker_if_required(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [worker(1, "rollout", "train"), worker(2, "tools", lacks=("says: no module",)), worker(3, "tools", found=False)]
     lacks = "The tools worker on host (pid 2) says: no module"
     mute = "The tools worker on host (pid 3) has not reported whether it can run this: it is still checking."
@@ -251,9 +243,7 @@ def test_a_worker_that_lacks_something_is_refused_where_fit_ones_are_asked_for_e
     assert ensure_workers._check_named_broker(question, there=False, fit=False) == [lacks, mute]
 
 
-def test_what_differs_and_who_is_mute_is_told_and_refuses_nothing(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_workers_only_reports_differing_and_silent(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_broker(monkeypatch, [worker(1, "rollout", "train", other=("AGENTRL_SEARCH", "the file of rewards mine"))], ONE_EACH)
     assert ensure_workers._check_named_broker(asked(tmp_path), there=True, fit=True) == [
         "The worker of the queue 'tools' has not reported whether it can run this: "
@@ -262,9 +252,7 @@ def test_what_differs_and_who_is_mute_is_told_and_refuses_nothing(
     ]
 
 
-def test_a_queue_without_a_worker_is_an_error_where_workers_must_be_there_else_told(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_workers_requires_worker_for_each_queue(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_broker(monkeypatch, [worker(1, "rollout", "train")], {**ONE_EACH, "tools": 0}, control=False)
     lines = ["No worker serves the queue 'tools'. Start one: agentrl worker tools", "No control loop runs."]
     monkeypatch.setattr(ensure_workers, "START_SECONDS", 0.0)
@@ -274,7 +262,7 @@ def test_a_queue_without_a_worker_is_an_error_where_workers_must_be_there_else_t
     assert ensure_workers._check_named_broker(asked(tmp_path), there=False, fit=False) == lines
 
 
-def test_named_broker_is_asked_again_until_its_workers_are_up(
+def test_named_broker_is_polled_until_workers_are_up(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`submit` right after `docker compose up -d`: the tools worker answers at the third look, and nothing is refused."""
@@ -294,9 +282,7 @@ def test_named_broker_is_asked_again_until_its_workers_are_up(
     ]
 
 
-def test_on_a_named_broker_without_workers_nobody_is_waited_for(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_broker_without_workers_is_not_waited_for(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is asked once, and no reply is the answer."""
     calls: list[str] = []
     question = asked(tmp_path)
@@ -328,7 +314,7 @@ def test_on_a_named_broker_without_workers_nobody_is_waited_for(
         ({"weights": {"own_here:mine": 1.0}}, ["PWD"]),
     ],
 )
-def test_a_stack_in_memory_may_stand_in_another_folder_unless_the_run_has_a_module_of_its_own(
+def test_memory_stack_may_be_elsewhere_without_own_module(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], elsewhere: list[str]
 ) -> None:
     monkeypatch.setenv("AGENTRL_REDIS_SERVER", "none")
@@ -344,7 +330,7 @@ def test_a_stack_in_memory_may_stand_in_another_folder_unless_the_run_has_a_modu
 
 
 @pytest.mark.parametrize("found", [False, True])
-def test_a_worker_that_is_still_looking_is_told_of_and_keeps_nobody_from_submitting(
+def test_submission_does_not_wait_for_busy_worker_check(
     own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool
 ) -> None:
     slow = requirements.WorkerCheck("host:7", QUEUES, found)
@@ -354,9 +340,7 @@ def test_a_worker_that_is_still_looking_is_told_of_and_keeps_nobody_from_submitt
     assert [line for line in told if "(pid 7) has not reported whether it can run this" in line] == told[-1:] * (not found)
 
 
-def test_a_stack_is_not_started_anew_under_a_run_that_came_while_this_command_looked(
-    own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stack_is_not_restarted_under_new_run(own_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renewed = list[object]()
     monkeypatch.setattr(embedded, "restart", lambda *stack: renewed.append(stack))
     monkeypatch.setattr(ensure_workers, "_list_unfit", lambda question: iter(["It lacks a module."]))
@@ -393,7 +377,7 @@ def about_own(stack: Stack, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_an_idle_stack_that_lacks_what_a_run_needs_starts_anew(stack: Stack, tmp_path: Path) -> None:
+def test_idle_stack_lacking_requirement_restarts(stack: Stack, tmp_path: Path) -> None:
     words = about_own(stack, tmp_path)
     up(stack)
     first = embedded.find_supervisor(stack.settings)
@@ -407,9 +391,7 @@ def test_an_idle_stack_that_lacks_what_a_run_needs_starts_anew(stack: Stack, tmp
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_stack_that_lacks_what_a_run_needs_is_left_to_the_runs_at_work_there(
-    stack: Stack, tmp_path: Path, texts: Path
-) -> None:
+def test_busy_stack_lacking_requirement_is_left_alone(stack: Stack, tmp_path: Path, texts: Path) -> None:
     words = about_own(stack, tmp_path)[:-2]
     stack.environment["AGENTRL_LEASE_SECONDS"] = "3600"  # what is claimed here stays claimed
     up(stack)
@@ -430,7 +412,7 @@ def test_a_stack_that_lacks_what_a_run_needs_is_left_to_the_runs_at_work_there(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_run_that_stopped_for_its_workers_environment_goes_on_once_resumed_with_it(stack: Stack, tmp_path: Path) -> None:
+def test_resume_continues_after_environment_is_fixed(stack: Stack, tmp_path: Path) -> None:
     about_own(stack, tmp_path)
     model = tmp_path / "model"
     wanted = submission("own", tasks=1)

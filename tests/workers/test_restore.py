@@ -33,7 +33,7 @@ def pg(program: str, url: str, *words: str) -> None:
     subprocess.run([binary, *where, *words], check=True, capture_output=True, text=True)
 
 
-def test_run_goes_on_from_a_dump_in_another_database(
+def test_run_continues_from_dump_in_another_database(
     postgres: Database, postgres_server: Engine, empty_postgres: str, tmp_path: Path
 ) -> None:
     groups = start(postgres, submission())

@@ -110,9 +110,7 @@ def stored(db: Database) -> dict[int, tuple[int, ...]]:
     return {episode: episode_rows.find_episode(db, episode).episode.context_ids for episode in ids}
 
 
-def test_a_job_that_is_sent_again_goes_on_from_exactly_the_committed_tokens(
-    sqlite: Database, sent: Callable[[], list[int]]
-) -> None:
+def test_resume_continues_from_committed_tokens(sqlite: Database, sent: Callable[[], list[int]]) -> None:
     group = group_of(sqlite)
     first = Worker(sqlite, group).starts().samples()
     answer(sqlite)
@@ -129,7 +127,7 @@ def test_a_job_that_is_sent_again_goes_on_from_exactly_the_committed_tokens(
     assert heir.requests == second, "it asks for what the first worker asked for"
 
 
-def test_what_a_lost_tools_worker_may_have_begun_is_sent_again_as_soon_as_it_is_missed_but_not_for_ever(
+def test_resume_resends_lost_tool_call_limited_times(
     own_database: Database, sent: Callable[[], list[int]], tmp_path: Path
 ) -> None:
     Worker(own_database, group_of(own_database), LEASE).starts().samples()
@@ -150,9 +148,7 @@ def test_what_a_lost_tools_worker_may_have_begun_is_sent_again_as_soon_as_it_is_
     assert values(own_database, "SELECT count(*) FROM tool_calls WHERE result IS NULL") == [2]
 
 
-def test_a_sampled_step_is_never_sampled_again_and_only_its_calls_without_a_result_are_sent_again(
-    sqlite: Database, sent: Callable[[], list[int]]
-) -> None:
+def test_resume_resends_only_unanswered_calls(sqlite: Database, sent: Callable[[], list[int]]) -> None:
     group = group_of(sqlite)
     Worker(sqlite, group).starts().samples()
     calls = sent()
@@ -172,9 +168,7 @@ def test_a_sampled_step_is_never_sampled_again_and_only_its_calls_without_a_resu
     assert values(sqlite, "SELECT attempts FROM v_tool_calls ORDER BY id") == [1, 2, 2, 2]
 
 
-def test_an_episode_whose_calls_were_all_answered_while_nobody_held_it_is_observed_and_goes_on(
-    sqlite: Database, sent: Callable[[], list[int]]
-) -> None:
+def test_resume_observes_calls_answered_without_holder(sqlite: Database, sent: Callable[[], list[int]]) -> None:
     group = group_of(sqlite)
     Worker(sqlite, group).starts().samples()
     answer(sqlite)
@@ -184,9 +178,7 @@ def test_an_episode_whose_calls_were_all_answered_while_nobody_held_it_is_observ
     assert values(sqlite, "SELECT status FROM episodes") == ["done"] * 2
 
 
-def test_an_env_that_is_not_replayed_begins_again_with_the_same_key_and_keeps_the_old_rows(
-    sqlite: Database, sent: Callable[[], list[int]]
-) -> None:
+def test_resume_restarts_env_without_replay_under_same_key(sqlite: Database, sent: Callable[[], list[int]]) -> None:
     group = group_of(sqlite, f"{__name__}:restarted")
     first = Worker(sqlite, group).starts().samples()
     heir = Worker(sqlite, group).starts().samples()
@@ -207,7 +199,7 @@ def test_an_env_that_is_not_replayed_begins_again_with_the_same_key_and_keeps_th
     assert values(sqlite, "SELECT steps FROM episodes") == [2, 2]
 
 
-def test_turns_of_a_lost_group_that_the_engine_has_not_begun_are_taken_back(sqlite: Database) -> None:
+def test_rollout_withdraws_unstarted_turns_of_lost_group(sqlite: Database) -> None:
     class Held:
         """Begins nothing."""
 
@@ -227,7 +219,7 @@ def test_turns_of_a_lost_group_that_the_engine_has_not_begun_are_taken_back(sqli
     assert [turn.cancelled() for turn in engine.turns] == [False, *[True] * (len(engine.turns) - 1)]
 
 
-def test_a_message_that_comes_twice_while_its_group_is_held_changes_nothing(own_database: Database) -> None:
+def test_rollout_message_for_held_group_changes_nothing(own_database: Database) -> None:
     group = group_of(own_database)
     claim(own_database, group)
     before = dump(own_database)
@@ -237,7 +229,7 @@ def test_a_message_that_comes_twice_while_its_group_is_held_changes_nothing(own_
     assert dump(own_database) == before
 
 
-def test_a_worker_that_is_stopping_claims_no_group_and_leaves_its_message_to_the_next(own_database: Database) -> None:
+def test_rollout_worker_that_stops_requeues_its_message(own_database: Database) -> None:
     group = group_of(own_database)
     before = dump(own_database)
     stopping.set()
@@ -250,9 +242,7 @@ def test_a_worker_that_is_stopping_claims_no_group_and_leaves_its_message_to_the
     assert dump(own_database) == before
 
 
-def test_a_message_that_comes_again_after_its_group_is_finished_counts_and_changes_nothing(
-    own_database: Database, sent: Callable[[], list[int]]
-) -> None:
+def test_rollout_message_for_finished_group_changes_nothing(own_database: Database, sent: Callable[[], list[int]]) -> None:
     group = group_of(own_database)
     worker = Worker(own_database, group, LEASE).starts().samples()
     answer(own_database)
@@ -264,7 +254,7 @@ def test_a_message_that_comes_again_after_its_group_is_finished_counts_and_chang
 
 
 @pytest.mark.parametrize("asleep", ["sampling", "waiting for tools", "before its last turn is stored"])
-def test_a_worker_that_wakes_up_after_its_group_was_taken_over_writes_nothing(
+def test_rollout_worker_that_lost_its_group_writes_nothing(
     sqlite: Database, sent: Callable[[], list[int]], asleep: str
 ) -> None:
     group = group_of(sqlite)
@@ -291,7 +281,7 @@ def test_a_worker_that_wakes_up_after_its_group_was_taken_over_writes_nothing(
     assert heir.driver.is_live
 
 
-def test_what_a_finished_group_says_of_its_worker_is_not_erased(sqlite: Database, sent: Callable[[], list[int]]) -> None:
+def test_finished_group_keeps_its_worker(sqlite: Database, sent: Callable[[], list[int]]) -> None:
     group = group_of(sqlite)
     worker = Worker(sqlite, group).starts().samples()
     answer(sqlite)
@@ -302,7 +292,7 @@ def test_what_a_finished_group_says_of_its_worker_is_not_erased(sqlite: Database
     assert dump(sqlite) == before
 
 
-def test_one_failure_of_an_attempt_is_counted_once(sqlite: Database) -> None:
+def test_rollout_failure_of_attempt_is_counted_once(sqlite: Database) -> None:
     fence = claim(sqlite, group_of(sqlite)).fence
     for _ in range(3):
         assert not rollout_claims.fail_attempt(sqlite, fence, "InfraError", "down", 3)
@@ -310,7 +300,7 @@ def test_one_failure_of_an_attempt_is_counted_once(sqlite: Database) -> None:
 
 
 @pytest.mark.parametrize("name", names("envs"))
-def test_a_shipped_env_that_is_replayed_says_the_same_each_time(name: str) -> None:
+def test_replayed_env_repeats_its_messages(name: str) -> None:
     env: Env = find("envs", name)
     assert env.resumability == "replay"
     tasks = submission(tasks=3).tasks

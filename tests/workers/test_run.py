@@ -60,7 +60,7 @@ def assert_whole(database: Database, iterations: int, episodes: int, trained: in
     assert count(database, f"{unanswered} (SELECT id FROM episodes WHERE stop_reason = 'answered')") == 0
 
 
-def test_a_run_rolls_out_trains_and_ends_as_planned_and_its_rows_can_be_asked_about(embedded: Stack, model: Path) -> None:
+def test_run_ends_as_planned_and_can_be_queried(embedded: Stack, model: Path) -> None:
     name = embedded.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", *SMALL, "--wait")
     run = name.strip()
     assert_whole(embedded.database, iterations=2, episodes=32)
@@ -74,14 +74,14 @@ def test_a_run_rolls_out_trains_and_ends_as_planned_and_its_rows_can_be_asked_ab
     assert "reward" in embedded.agentrl("replay", str(listed[0]["id"]))
 
 
-def test_submitting_the_same_name_twice_makes_one_run(stack: Stack, model: Path) -> None:
+def test_submit_twice_with_same_name_makes_one_run(stack: Stack, model: Path) -> None:
     asked = ("submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "4", "--name", "twice", *SMALL)
     assert stack.agentrl(*asked) == stack.agentrl(*asked, "--wait") == "twice\n"
     assert_whole(stack.database, iterations=1, episodes=16)
     stack.agentrl(*asked, "--seed", "7", code=3)
 
 
-def test_a_rollout_worker_killed_in_the_middle_costs_no_episode(embedded: Stack, model: Path, tmp_path: Path) -> None:
+def test_rollout_worker_kill_costs_no_episode(embedded: Stack, model: Path, tmp_path: Path) -> None:
     """Twice: it kills itself where it has just committed some turns, the first of the run and later ones."""
     blows = ("commit_sampled.after:2:kill", "commit_sampled.after:9:kill")
     embedded.environment |= {"AGENTRL_FAULT_DIR": str(tmp_path), "AGENTRL_FAULT": ",".join(blows)}
@@ -104,7 +104,7 @@ def held_run(stack: Stack, model: Path) -> str:
     return run
 
 
-def test_a_worker_that_is_told_to_stop_hands_its_claims_back_and_no_loss_is_counted(stack: ForkedStack, model: Path) -> None:
+def test_worker_stop_returns_claims_without_a_loss(stack: ForkedStack, model: Path) -> None:
     run = held_run(stack, model)
     stack.kill_worker("rollout,train", signal.SIGTERM)
     open_gate(stack.home, "rollout")
@@ -114,7 +114,7 @@ def test_a_worker_that_is_told_to_stop_hands_its_claims_back_and_no_loss_is_coun
     assert count(stack.database, "SELECT max(attempt) FROM groups") == 2
 
 
-def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path) -> None:
+def test_paused_run_waits_for_resume(stack: Stack, model: Path) -> None:
     run = held_run(stack, model)
     stack.agentrl("pause", run)
     stack.agentrl("pause", run)
@@ -127,7 +127,7 @@ def test_a_paused_run_stands_still_until_it_is_resumed(stack: Stack, model: Path
     stack.agentrl("resume", run, code=6)
 
 
-def test_a_run_that_is_done_is_made_longer_and_stays_one_run(stack: Stack, model: Path) -> None:
+def test_finished_run_can_be_extended(stack: Stack, model: Path) -> None:
     words = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", "--iterations", "2", *SMALL[2:])
     run = stack.agentrl("submit", *words, "--wait").strip()
     said = stack.agentrl("resume", run, "--iterations", "1")
@@ -137,7 +137,7 @@ def test_a_run_that_is_done_is_made_longer_and_stays_one_run(stack: Stack, model
     assert [row["run"] for row in json.loads(stack.agentrl("runs", "--json"))] == [run]
 
 
-def test_a_cancelled_run_stays_cancelled(stack: ForkedStack, model: Path) -> None:
+def test_cancelled_run_stays_cancelled(stack: ForkedStack, model: Path) -> None:
     run = held_run(stack, model)
     stack.agentrl("cancel", run)
     stack.agentrl("cancel", run)
@@ -148,7 +148,7 @@ def test_a_cancelled_run_stays_cancelled(stack: ForkedStack, model: Path) -> Non
     assert count(stack.database, "SELECT count(*) FROM episodes WHERE status <> 'cancelled'") == 0
 
 
-def test_workers_started_by_hand_run_on_postgres_and_redis_by_url(
+def test_workers_started_by_hand_use_postgres_and_redis_urls(
     redis_server: Settings, postgres: Database, model: Path, tmp_path: Path
 ) -> None:
     stack = Stack(
@@ -169,7 +169,7 @@ def test_workers_started_by_hand_run_on_postgres_and_redis_by_url(
         stack.close()
 
 
-def test_an_evaluation_is_a_run_of_its_own_with_an_interval(stack: Stack, model: Path) -> None:
+def test_evaluation_is_a_run_with_an_interval(stack: Stack, model: Path) -> None:
     said = json.loads(
         stack.agentrl("eval", "--policy", str(model), "--dataset", "arithmetic", "--split", "test", "-n", "6", "--json")
     )
@@ -201,7 +201,7 @@ def gsm8k_rows(folder: Path) -> Path:
     return folder
 
 
-def test_the_first_command_of_the_readme_runs_from_a_hub_cache(short_folder: Path) -> None:
+def test_readme_first_command_runs_from_hub_cache(short_folder: Path) -> None:
     stack = Stack(
         short_folder / "home",
         HF_HOME=str(hub_cache(short_folder / "hf", "Qwen/Qwen2.5-0.5B-Instruct")),
@@ -255,7 +255,7 @@ def diary_of_an_ended_run(folder: Path, after: int = 0) -> list[str]:
     return noted
 
 
-def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_episode(
+def test_hooks_add_reward_parts_and_exception_fails_episode(
     short_folder: Path, forks: Nursery, migrated_file: Path, model: Path
 ) -> None:
     (short_folder / "diary_hook.py").write_text(HOOK)
@@ -286,7 +286,7 @@ def test_hooks_are_called_and_add_reward_parts_and_one_that_raises_fails_its_epi
     assert "update_start" not in measured
 
 
-def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_sampled(stack: Stack, model: Path) -> None:
+def test_runs_sharing_a_folder_keep_their_checkpoints(stack: Stack, model: Path) -> None:
     asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", "--output-dir", str(stack.home / "out"))
     for seed in ("0", "1"):
         stack.agentrl("submit", *asked, *SMALL, "--seed", seed, "--name", f"seed-{seed}", "--wait")
@@ -298,7 +298,7 @@ def test_two_runs_into_one_folder_keep_their_checkpoints_and_the_newest_can_be_s
     assert said["episodes"] == 2
 
 
-def test_without_any_redis_the_stack_is_one_process_and_says_so(short_folder: Path, model: Path) -> None:
+def test_stack_without_redis_is_one_process(short_folder: Path, model: Path) -> None:
     stack = Stack(short_folder / "home", AGENTRL_REDIS_SERVER="none", AGENTRL_IDLE_STOP_SECONDS="3600")
     try:
         stack.agentrl("submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", *SMALL, "--wait")

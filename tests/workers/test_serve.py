@@ -92,7 +92,7 @@ def until(true: Any) -> None:
         time.sleep(0.05)
 
 
-def test_curl_needs_no_key_no_model_and_no_content_type(served: Served) -> None:
+def test_serve_needs_no_key_model_or_content_type(served: Served) -> None:
     said = subprocess.run(
         ["curl", "-sS", f"{served.url}/v1/chat/completions", "-d", json.dumps({"messages": QUESTION})],
         capture_output=True,
@@ -104,7 +104,7 @@ def test_curl_needs_no_key_no_model_and_no_content_type(served: Served) -> None:
     assert found["model"].startswith("serve-")
 
 
-def test_the_openai_package_talks_to_it_streams_and_brings_tools(served: Served) -> None:
+def test_serve_streams_and_calls_tools_of_openai_client(served: Served) -> None:
     with OpenAI(base_url=f"{served.url}/v1", api_key="sk-x", default_headers={"X-Agentrl-Episode": "sdk"}) as client:
         assert [model.id for model in client.models.list()] == ["serve-1"]
         asked: Any = {"model": "any", "messages": QUESTION, "tools": TOOLS, "seed": 1, "max_tokens": 20}
@@ -116,7 +116,7 @@ def test_the_openai_package_talks_to_it_streams_and_brings_tools(served: Served)
     assert served.rows(query) == [(2, "sdk")]
 
 
-def test_a_client_chooses_how_it_is_sampled_and_verify_draws_it_again(served: Served) -> None:
+def test_serve_client_sampling_choice_is_verified(served: Served) -> None:
     assert served.ask(temperature=2.0, seed=7) == served.ask(temperature=2.0, seed=7)
     assert len({served.ask(temperature=2.0) for _ in range(6)}) > 1
     assert len({served.ask(temperature=cold) for cold in (0, 0, 1e-320, 1e-45, 1e-4)}) == 1
@@ -128,7 +128,7 @@ def test_a_client_chooses_how_it_is_sampled_and_verify_draws_it_again(served: Se
     assert (report["same"], sum(step["mismatches"] + step["ties"] for step in report["steps"])) == (True, 0)
 
 
-def test_what_it_cannot_do_is_refused_in_the_apis_shape(served: Served) -> None:
+def test_serve_refuses_in_openai_shape(served: Served) -> None:
     refused = {
         json.dumps({"messages": QUESTION, "temperature": 3}): (400, "temperature"),
         json.dumps({"messages": []}): (400, "messages"),
@@ -142,7 +142,7 @@ def test_what_it_cannot_do_is_refused_in_the_apis_shape(served: Served) -> None:
     assert httpx2.get(f"{served.url}/v1/models", headers={"Origin": "http://attacker.example.org"}).status_code == 403
 
 
-def test_an_episode_ends_by_a_silence_and_all_others_with_the_process(world_model: Path, tmp_path: Path) -> None:
+def test_serve_ends_episode_by_silence_and_all_at_exit(world_model: Path, tmp_path: Path) -> None:
     with serving(world_model, tmp_path / "home", "--idle-seconds", "0.5") as made:
         made.post(x_agentrl_episode="quick")
         until(lambda: made.rows("SELECT status FROM episodes") == [("done",)])
@@ -153,7 +153,7 @@ def test_an_episode_ends_by_a_silence_and_all_others_with_the_process(world_mode
         assert made.rows("SELECT kind, status FROM runs") == [("serve", "done")]
 
 
-def test_nothing_is_kept_of_what_is_not_recorded(world_model: Path, tmp_path: Path) -> None:
+def test_serve_without_record_keeps_nothing(world_model: Path, tmp_path: Path) -> None:
     shared = Path("/dev/shm")
     before = set(shared.glob("agentrl-serve-*"))
     with serving(world_model, tmp_path / "home", "--no-record") as made:
@@ -164,7 +164,7 @@ def test_nothing_is_kept_of_what_is_not_recorded(world_model: Path, tmp_path: Pa
     assert not (tmp_path / "home" / "agentrl.db").exists()
 
 
-def test_a_killed_servers_run_is_ended_by_the_next_and_a_cancelled_one_ends_itself(world_model: Path, tmp_path: Path) -> None:
+def test_serve_ends_run_of_killed_server_and_obeys_cancel(world_model: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     with serving(world_model, home, AGENTRL_LEASE_SECONDS="2") as made:
         made.post()
@@ -179,7 +179,7 @@ def test_a_killed_servers_run_is_ended_by_the_next_and_a_cancelled_one_ends_itse
 
 
 @pytest.mark.parametrize("key", ["sesame\n", "open sesame", "sésame"])
-def test_a_key_that_no_header_brings_is_refused(key: str, tmp_path: Path) -> None:
+def test_serve_refuses_key_that_no_header_can_carry(key: str, tmp_path: Path) -> None:
     environment = {**os.environ, "AGENTRL_HOME": str(tmp_path), "AGENTRL_SERVE_KEY": key}
     command = [sys.executable, "-m", "agentrl.cli", "serve", "--policy", "tiny", "--port", "0"]
     found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
@@ -210,7 +210,7 @@ def test_serve_refuses_origins_that_it_cannot_serve(origins: str, key: str, said
         (("--policy", "tiny", "--host", "203.0.113.1", "--port", "0"), "annot listen"),
     ],
 )
-def test_what_cannot_be_served_is_said_before_a_model_is_loaded(words: Sequence[str], said: str, tmp_path: Path) -> None:
+def test_serve_refuses_before_loading_model(words: Sequence[str], said: str, tmp_path: Path) -> None:
     environment = {**os.environ, "AGENTRL_HOME": str(tmp_path), "AGENTRL_DATABASE_URL": ""}
     command = [sys.executable, "-m", "agentrl.cli", "serve", *words]
     found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)

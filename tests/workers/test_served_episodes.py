@@ -91,7 +91,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, error: Exce
     monkeypatch.setattr(target, name, fails)
 
 
-def test_serve_ends_a_lost_run_at_the_second_look(stage: Stage) -> None:
+def test_served_run_that_was_lost_ends_at_second_check(stage: Stage) -> None:
     config = serve_config(build({"model.path": "tiny"}), None, {})
     submission = serve_submission(stage.db, config, PolicyRef("tiny", "hash"), "", None)
     served_runs.open_run(stage.db, submission, "host:2/b", -1.0)
@@ -104,7 +104,7 @@ def test_serve_ends_a_lost_run_at_the_second_look(stage: Stage) -> None:
 AWAY = ServiceError("The database does not answer.", "Start it.")
 
 
-def test_an_end_while_the_database_is_away_is_written_once_it_is_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_episode_end_is_written_after_database_outage(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = stage.open()
     assert stage.ask(opened) == 200
     failing(monkeypatch, agent_attempts, "finish_agent", AWAY, times=3)
@@ -114,7 +114,7 @@ def test_an_end_while_the_database_is_away_is_written_once_it_is_back(stage: Sta
 
 
 @pytest.mark.parametrize("when", ["start", "_begin", "_commit", "_judge_agents"])
-def test_an_episode_goes_on_after_the_database_was_away(stage: Stage, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_served_episode_continues_after_database_outage(stage: Stage, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     failing(monkeypatch, AgentRollout, when, AWAY, times=2)
     opened = stage.open()
     assert stage.ask(opened) == 200
@@ -123,7 +123,7 @@ def test_an_episode_goes_on_after_the_database_was_away(stage: Stage, monkeypatc
     assert stage.rows("SELECT count(*) FROM steps") == [(1,)]
 
 
-def test_an_episode_that_fails_is_over_and_the_others_go_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_episode_failure_leaves_others_running(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = stage.open(), stage.open()
     failing(monkeypatch, AgentRollout, "_commit", RuntimeError("broken"))
     assert stage._ask(first) in (409, 421)
@@ -132,7 +132,7 @@ def test_an_episode_that_fails_is_over_and_the_others_go_on(stage: Stage, monkey
     assert stage.rows("SELECT status FROM episodes ORDER BY id")[0] == ("infra_error",)
 
 
-def test_lost_device_ends_the_serving(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_ends_if_device_is_lost(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """No later call could be sampled: the process has to be started again, which `agentrl serve` says with its exit code."""
     opened = stage.open()
     lost = DeviceLost("CUDA error: unspecified launch failure")
@@ -143,7 +143,7 @@ def test_lost_device_ends_the_serving(stage: Stage, monkeypatch: pytest.MonkeyPa
     assert stage.rows("SELECT failures FROM groups") == [(0,)]
 
 
-def test_what_cannot_be_forgotten_stops_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_run_cleanup_failure_is_harmless(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.episodes.forgets = True
     failing(monkeypatch, served_runs, "forget_ended", RuntimeError("broken"))
     for _ in range(2):

@@ -112,7 +112,7 @@ def builds(db: Database) -> list[int]:
 # one worker
 
 
-def test_names_last_from_one_call_to_the_next_and_the_row_says_what_the_sandbox_saw(database: Database, worker: Worker) -> None:
+def test_session_names_last_and_row_has_sandbox_report(database: Database, worker: Worker) -> None:
     work = begun(database)
     assert said(database, worker, work, 0, "x = 6") == ["(no output)"]
     assert said(database, worker, work, 1, "x * 7", "1 / 0")[0] == "42"
@@ -124,7 +124,7 @@ def test_names_last_from_one_call_to_the_next_and_the_row_says_what_the_sandbox_
     assert builds(database) == [1]
 
 
-def test_cells_of_one_turn_run_in_their_order_however_they_are_delivered(database: Database, worker: Worker) -> None:
+def test_session_runs_cells_of_turn_in_order(database: Database, worker: Worker) -> None:
     work = begun(database)
     ids = turn(database, work, 0, "x = [1]", "x.append(2)\nx", "x.append(3)\nx")
     for call in reversed(ids):
@@ -133,13 +133,13 @@ def test_cells_of_one_turn_run_in_their_order_however_they_are_delivered(databas
     assert builds(database) == [1]
 
 
-def test_two_episodes_share_no_name(database: Database, worker: Worker) -> None:
+def test_session_names_are_not_shared_by_episodes(database: Database, worker: Worker) -> None:
     work = begun(database)
     said(database, worker, work, 0, "x = 1")
     assert "NameError" in said(database, worker, work, 0, "x", position=1)[0]
 
 
-def test_wrong_arguments_are_told_and_no_cell(database: Database, worker: Worker) -> None:
+def test_session_refuses_wrong_arguments_without_a_cell(database: Database, worker: Worker) -> None:
     work = begun(database)
     wrong = CallRecord(ToolCall("python", {"program": "1"}), "repeatable", None)
     ((call,),) = steps.commit_sampled(database, work.fence, [sampled(work, 0, 0, (wrong,))])
@@ -148,9 +148,7 @@ def test_wrong_arguments_are_told_and_no_cell(database: Database, worker: Worker
     assert "<cell 1>" in said(database, worker, work, 1, "1 / 0")[0]
 
 
-def test_a_cell_that_the_system_failed_stays_without_a_result_and_the_names_are_there_when_it_is_sent_again(
-    database: Database, worker: Worker
-) -> None:
+def test_session_cell_failed_by_system_is_retried_with_its_names(database: Database, worker: Worker) -> None:
     work = begun(database)
     said(database, worker, work, 0, "x = 1")
     (call,) = turn(database, work, 1, "x += 1\nx")
@@ -179,9 +177,7 @@ HISTORY = (
 ASKED = "print(x, random.random(), {str(i) for i in range(5)})\n1 / 0"
 
 
-def test_another_worker_makes_the_interpreter_again_and_nothing_can_be_told_from_before(
-    database: Database, worker: Worker
-) -> None:
+def test_session_is_rebuilt_identically_by_another_worker(database: Database, worker: Worker) -> None:
     work = begun(database)
     for number, cell in enumerate(HISTORY):
         first = said(database, worker, work, number, cell)
@@ -202,9 +198,7 @@ def test_another_worker_makes_the_interpreter_again_and_nothing_can_be_told_from
     assert values(database, "SELECT count(*) FROM episodes WHERE tainted") == [0]
 
 
-def test_a_cell_that_comes_to_something_else_taints_the_episode_and_the_model_is_told(
-    database: Database, worker: Worker
-) -> None:
+def test_session_cell_with_other_result_taints_episode(database: Database, worker: Worker) -> None:
     work = begun(database)
     said(database, worker, work, 0, f"x = 5\n{CLOCK}")
     worker.close()
@@ -214,7 +208,7 @@ def test_a_cell_that_comes_to_something_else_taints_the_episode_and_the_model_is
     assert said(database, worker, work, 2, "x") == ["5"], "it is told once"
 
 
-def test_no_update_trains_on_a_tainted_episode_and_the_ledger_says_so(database: Database, worker: Worker) -> None:
+def test_update_skips_tainted_episode_and_ledger_says_so(database: Database, worker: Worker) -> None:
     groups = start(database, submission())
     work = claim(database, groups[0])
     said(database, worker, work, 0, CLOCK)
@@ -234,7 +228,7 @@ def test_no_update_trains_on_a_tainted_episode_and_the_ledger_says_so(database: 
     assert ledger.explain_fate(database, tainted)["fate"] == "tainted"
 
 
-def test_what_another_worker_recorded_first_is_what_the_next_cell_follows(database: Database, worker: Worker) -> None:
+def test_session_follows_result_recorded_by_another_worker(database: Database, worker: Worker) -> None:
     work = begun(database)
     (call,) = turn(database, work, 0, "x = 1\nx")
 
@@ -254,7 +248,7 @@ def test_what_another_worker_recorded_first_is_what_the_next_cell_follows(databa
     assert builds(database) == [3]
 
 
-def test_a_fork_goes_on_from_its_parents_names(database: Database, worker: Worker) -> None:
+def test_session_of_fork_has_names_of_parent(database: Database, worker: Worker) -> None:
     work = begun(database)
     said(database, worker, work, 0, "x = [1]")
     said(database, worker, work, 1, "x.append(2)")
@@ -265,7 +259,7 @@ def test_a_fork_goes_on_from_its_parents_names(database: Database, worker: Worke
     assert said(database, worker, forked, 1, "x") == ["[1]"]
 
 
-def test_an_interpreter_that_somebody_else_ended_is_no_fault_of_the_next_cell(database: Database, worker: Worker) -> None:
+def test_session_restarts_interpreter_that_was_killed(database: Database, worker: Worker) -> None:
     work = begun(database)
     said(database, worker, work, 0, "x = 1")
     (live,) = worker._lives.values()
@@ -279,7 +273,7 @@ def test_an_interpreter_that_somebody_else_ended_is_no_fault_of_the_next_cell(da
     assert said(database, worker, work, 3, "x") == ["1"]
 
 
-def test_a_tools_workers_own_login_may_do_all_of_it(postgres: Database, box: None) -> None:
+def test_session_needs_only_login_of_tools_worker(postgres: Database, box: None) -> None:
     login = Database(postgres.url.set(username="agentrl_tools").render_as_string(hide_password=False))
     work = begun(postgres)
     worker = Worker(login)
@@ -295,7 +289,7 @@ def test_a_tools_workers_own_login_may_do_all_of_it(postgres: Database, box: Non
 # room
 
 
-def test_who_was_not_used_for_longest_makes_room_and_comes_back(database: Database, box: None) -> None:
+def test_session_least_recently_used_is_evicted_and_rebuilt(database: Database, box: None) -> None:
     worker = Worker(database, most=1)
     work = begun(database)
     said(database, worker, work, 0, "x = 1")
@@ -307,7 +301,7 @@ def test_who_was_not_used_for_longest_makes_room_and_comes_back(database: Databa
     worker.close()
 
 
-def test_who_was_not_used_for_long_is_put_away_and_comes_back(database: Database, box: None) -> None:
+def test_session_idle_is_evicted_and_rebuilt(database: Database, box: None) -> None:
     worker = Worker(database, idle_seconds=0.0)
     work = begun(database)
     said(database, worker, work, 0, "x = 1")
@@ -317,7 +311,7 @@ def test_who_was_not_used_for_long_is_put_away_and_comes_back(database: Database
     worker.close()
 
 
-def test_a_session_ends_with_its_episode_and_its_lease_is_renewed_until_then(database: Database, worker: Worker) -> None:
+def test_session_ends_with_episode_and_renews_its_lease(database: Database, worker: Worker) -> None:
     work = begun(database)
     for position in range(2):
         said(database, worker, work, 0, "x = 1", position=position)
@@ -334,7 +328,7 @@ def test_a_session_ends_with_its_episode_and_its_lease_is_renewed_until_then(dat
     second.close()
 
 
-def test_an_episode_that_is_begun_again_has_another_session(database: Database, worker: Worker) -> None:
+def test_session_is_new_for_restarted_episode(database: Database, worker: Worker) -> None:
     work = begun(database)
     said(database, worker, work, 0, "x = 1")
     steps.restart_episode(database, work.fence, work.episodes[0].id)
@@ -348,14 +342,14 @@ def test_an_episode_that_is_begun_again_has_another_session(database: Database, 
 # which runs have them
 
 
-def test_a_run_takes_its_python_with_or_without_a_session() -> None:
+def test_python_tool_runs_with_or_without_session() -> None:
     assert offered_tools(Env(tools=("python",)), build({}))["python"] is python
     assert offered_tools(Env(tools=("python",)), build({"tools": "python_session"}))["python"] is python_session
     assert offered_tools(Env(), build({"tools": "python_session"}))["python"] is python_session
     assert find("tools", "python_session").effects == "repeatable"
 
 
-def test_where_there_is_no_episode_a_session_is_refused_or_lasts_the_conversation(box: None) -> None:
+def test_session_without_episode_is_refused_or_lasts_chat(box: None) -> None:
     with pytest.raises(ConfigError, match="needs an episode"):
         python_session.call({"code": "1"})
     notebook = Notebook()
@@ -394,7 +388,7 @@ def asked(stack: Stack, ids: list[int]) -> list[str]:
     return results(stack.database, ids)
 
 
-def test_the_rows_of_real_calls_say_how_they_ended(
+def test_tool_call_rows_tell_how_calls_ended(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stack.worker("tools")
@@ -432,7 +426,7 @@ def replayed(stack: Stack, work: GroupWork, monkeypatch: pytest.MonkeyPatch, cap
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_killed_workers_session_goes_on_elsewhere_as_if_nothing_had_happened(stack: Stack, box: None) -> None:
+def test_session_of_killed_worker_continues_elsewhere(stack: Stack, box: None) -> None:
     first = stack.worker("tools")
     work = real(stack, "python_session")
     cells = ["import random\nx = [random.random()]", "x.append(len(x))\nx", "x.append(random.random())\nx"]
@@ -457,7 +451,7 @@ def test_a_killed_workers_session_goes_on_elsewhere_as_if_nothing_had_happened(s
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_of_two_workers_each_call_comes_to_the_one_that_has_the_session(stack: Stack) -> None:
+def test_session_calls_reach_worker_that_has_it(stack: Stack) -> None:
     both = [stack.worker("tools") for _ in range(2)]
     work = real(stack, "python_session")
     said = []

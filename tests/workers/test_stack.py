@@ -67,7 +67,7 @@ def ensure(stack: Stack, stay: bool = False) -> bool:
 
 
 @pytest.mark.slow
-def test_who_asks_while_the_idle_stack_is_stopping_gets_a_new_one(stack: Stack) -> None:
+def test_stack_is_replaced_if_it_is_stopping(stack: Stack) -> None:
     assert ensure(stack)
     first = embedded.find_supervisor(stack.settings)
     asked_long_ago(stack)
@@ -82,7 +82,7 @@ def test_who_asks_while_the_idle_stack_is_stopping_gets_a_new_one(stack: Stack) 
 
 
 @pytest.mark.slow
-def test_up_keeps_a_stack_that_submit_started(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_command_keeps_stack_that_submit_started(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Supervisor, "_is_busy", lambda self: False)
     assert ensure(stack)
     assert '"started": false' in stack.agentrl("up", "--json")
@@ -103,7 +103,7 @@ def test_up_keeps_a_stack_that_submit_started(stack: Stack, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_supervisor_that_was_killed(stack: Stack) -> None:
+def test_stack_ends_with_killed_supervisor(stack: Stack) -> None:
     ensure(stack, stay=True)
     stack.wait(lambda: processes(stack) == WHOLE, "the supervisor, Redis and three workers")
     os.kill(embedded.find_supervisor(stack.settings) or 0, signal.SIGKILL)
@@ -112,7 +112,7 @@ def test_nothing_outlives_a_supervisor_that_was_killed(stack: Stack) -> None:
 
 
 @pytest.mark.slow
-def test_many_who_start_the_stack_at_once_get_one(stack: Stack) -> None:
+def test_stack_starts_once_for_concurrent_commands(stack: Stack) -> None:
     threads = [threading.Thread(target=ensure, args=[stack, True]) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -123,7 +123,7 @@ def test_many_who_start_the_stack_at_once_get_one(stack: Stack) -> None:
     stack.wait(lambda: processes(stack) == WHOLE, "one supervisor, one Redis and three workers")
 
 
-def test_a_database_that_is_away_is_no_reason_to_stop_the_stack(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_survives_missing_database(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_DATABASE_URL", "postgresql://nobody@127.0.0.1:1/nowhere")
     monkeypatch.setenv("AGENTRL_IDLE_STOP_SECONDS", "0")
     monkeypatch.setenv("AGENTRL_HOME", str(short_folder))
@@ -140,13 +140,13 @@ def left_behind(where: Settings) -> None:
     (where.stack_dir / "supervisor.json").write_text(json.dumps({"pid": 2**30, "stopping": False}))
 
 
-def test_a_supervisor_of_the_release_before_is_taken_for_one_whose_workers_share(tmp_path: Path) -> None:
+def test_stack_state_without_overlap_means_shared_workers(tmp_path: Path) -> None:
     where = Settings(home=tmp_path)
     left_behind(where)
     assert embedded.read_state(where) == {"pid": 2**30, "stopping": False, "separate": False}
 
 
-def test_a_supervisor_that_still_looks_into_the_database_is_not_taken_for_one_that_was_killed(stack: Stack) -> None:
+def test_supervisor_waiting_for_database_counts_as_alive(stack: Stack) -> None:
     left_behind(stack.settings)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # a database that takes its time
         silent.settimeout(120)
@@ -161,7 +161,7 @@ def test_a_supervisor_that_still_looks_into_the_database_is_not_taken_for_one_th
 
 
 @pytest.mark.slow
-def test_the_stack_starts_in_a_folder_with_packages_of_the_same_names(stack: Stack, short_folder: Path) -> None:
+def test_stack_starts_in_folder_with_same_package_names(stack: Stack, short_folder: Path) -> None:
     for package in ("workers", "workflow", "cli"):
         (short_folder / package).mkdir()
         (short_folder / package / "__init__.py").write_text("raise RuntimeError('not agentrl')")
@@ -172,14 +172,14 @@ def test_the_stack_starts_in_a_folder_with_packages_of_the_same_names(stack: Sta
     assert "not agentrl" not in stack.logs()
 
 
-def test_a_plug_in_that_is_not_there_is_still_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_missing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(ConfigError, match="cannot be found"):
         find("rewards", "not_mine:thing")
 
 
-def test_a_dead_result_store_is_said_as_a_service_that_is_away() -> None:
+def test_result_store_failure_is_a_missing_service() -> None:
     for error in (RuntimeError("\nRetry limit exceeded while trying to reconnect\n"), redis.ConnectionError("gone")):
         with pytest.raises(ServiceError, match="broker does not accept messages"), dispatch._broker_errors("chord"):
             raise error
@@ -187,7 +187,7 @@ def test_a_dead_result_store_is_said_as_a_service_that_is_away() -> None:
         raise RuntimeError("a mistake")
 
 
-def test_the_socket_folder_of_a_long_path_must_be_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broker_socket_folder_must_be_owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     where = Settings(home=tmp_path / ("long" * 30))
     folder = broker.socket_path(where).parent
@@ -203,7 +203,7 @@ def test_the_socket_folder_of_a_long_path_must_be_ones_own(tmp_path: Path, monke
         broker.socket_path(where)
 
 
-def test_the_private_socket_is_nobody_elses(redis_server: Settings) -> None:
+def test_broker_socket_is_private(redis_server: Settings) -> None:
     assert stat.S_IMODE(broker.socket_path(redis_server).stat().st_mode) == 0o700
 
 
@@ -226,7 +226,7 @@ worker.run(["control"])
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_a_control_loop_stops_though_the_signal_comes_while_it_goes_to_sleep(home: Path) -> None:
+def test_control_loop_stops_on_signal_before_sleep(home: Path) -> None:
     environment = {**os.environ, "AGENTRL_HOME": str(home)}
     done = subprocess.run(
         [sys.executable, "-c", STRUCK], env=environment, capture_output=True, text=True, timeout=60, check=False
@@ -255,7 +255,7 @@ worker.run(["rollout"])
 
 @pytest.mark.usefixtures("forked_programs")
 @pytest.mark.slow
-def test_a_message_that_reaches_a_worker_as_it_stops_waits_for_the_next(redis_server: Settings) -> None:
+def test_message_for_stopping_worker_waits_for_next(redis_server: Settings) -> None:
     command = [sys.executable, "-c", STOPPED]
     make_app(redis_server).send_task("agentrl.rollout", [[1, 2]])
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60, check=False)
@@ -265,7 +265,7 @@ def test_a_message_that_reaches_a_worker_as_it_stops_waits_for_the_next(redis_se
         assert connection.llen("agentrl.rollout") == 1
 
 
-def test_the_control_loop_goes_on_after_a_tick_that_failed(home: Path) -> None:
+def test_control_loop_continues_after_failed_tick(home: Path) -> None:
     home.write_text("a file where the data folder should be")
     settings.cache_clear()
     ticking = threading.Thread(target=control_loop.run)
@@ -280,7 +280,7 @@ def test_the_control_loop_goes_on_after_a_tick_that_failed(home: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_login_that_may_not_make_roles_upgrades_all_the_same_and_says_what_to_type(
+def test_upgrade_without_role_rights_names_the_command(
     postgres_server: Engine, empty_postgres: str, there: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTRL_READER_PASSWORD", "secret")

@@ -34,7 +34,7 @@ def post(served: Served, key: str, body: bytes, kind: str = JSON, **headers: str
     return httpx2.post(f"{served.url}/v1/traces", content=body, headers=told, timeout=300, verify=False)
 
 
-def test_a_real_exporter_is_taken_and_what_it_sends_again_is_written_once(stage: Stage, served: Served) -> None:
+def test_traces_take_real_exporter_and_write_resent_spans_once(stage: Stage, served: Served) -> None:
     number, key = began(stage)
     exporter = OTLPSpanExporter(endpoint=f"{served.url}/v1/traces", headers={"x-api-key": key})
     provider = TracerProvider(resource=Resource({"agentlightning.rollout_id": str(number)}))
@@ -55,7 +55,7 @@ def test_a_real_exporter_is_taken_and_what_it_sends_again_is_written_once(stage:
     assert value(stage.db, "SELECT count(*) FROM v_annotations WHERE seconds > 0") == 2
 
 
-def test_spans_of_a_strangers_episode_and_of_a_strangers_key_are_refused(stage: Stage, served: Served) -> None:
+def test_traces_refuse_foreign_episode_and_key(stage: Stage, served: Served) -> None:
     number, key = began(stage)
     other = [{"key": "agentlightning.rollout_id", "value": {"stringValue": str(number + 1)}}]
     refused = post(served, key, as_json(attributes=other))
@@ -67,7 +67,7 @@ def test_spans_of_a_strangers_episode_and_of_a_strangers_key_are_refused(stage: 
     assert value(stage.db, "SELECT count(*) FROM annotations") == 1
 
 
-def test_garbage_and_bombs_are_refused_in_the_exporters_form_and_leave_nothing(stage: Stage, served: Served) -> None:
+def test_traces_refuse_garbage_and_bombs_without_a_trace(stage: Stage, served: Served) -> None:
     _, key = began(stage)
     for name in HOSTILE:
         body, kind, encoding = hostile_export(name)
@@ -77,7 +77,7 @@ def test_garbage_and_bombs_are_refused_in_the_exporters_form_and_leave_nothing(s
         assert value(stage.db, "SELECT count(*) FROM annotations") == 0, name
 
 
-def test_a_span_that_cannot_be_kept_costs_no_other(stage: Stage, served: Served) -> None:
+def test_traces_invalid_span_costs_no_other(stage: Stage, served: Served) -> None:
     _, key = began(stage)
     spans = json.loads(as_json())["resourceSpans"][0]["scopeSpans"][0]["spans"]
     bad = {**spans[0], "spanId": "ef" * 8, "name": "agentlightning.reward"}
@@ -91,7 +91,7 @@ def test_a_span_that_cannot_be_kept_costs_no_other(stage: Stage, served: Served)
 
 
 @pytest.mark.slow
-def test_who_posts_much_waits_for_itself_and_keeps_no_other_waiting(stage: Stage, served: Served) -> None:
+def test_traces_of_busy_client_delay_no_other(stage: Stage, served: Served) -> None:
     _, key = began(stage)
     other = new_emit_key()
     made = attempt(stage.db, "other")
@@ -106,7 +106,7 @@ def test_who_posts_much_waits_for_itself_and_keeps_no_other_waiting(stage: Stage
     assert len(served.app._turns) == 0
 
 
-def test_what_an_export_becomes_counts_among_the_bytes_that_are_held(stage: Stage) -> None:
+def test_traces_count_among_held_bytes(stage: Stage) -> None:
     _, key = began(stage)
     text = [{"key": "k", "value": {"stringValue": "x" * 50_000}}]
     spans = [{"traceId": TRACE, "spanId": f"{n:016x}", "attributes": text} for n in range(1, 101)]
@@ -117,7 +117,7 @@ def test_what_an_export_becomes_counts_among_the_bytes_that_are_held(stage: Stag
     assert value(stage.db, "SELECT count(*) FROM annotations") == 0
 
 
-def test_other_types_methods_and_ended_episodes_are_refused(stage: Stage, served: Served) -> None:
+def test_traces_refuse_other_types_methods_and_ended_episodes(stage: Stage, served: Served) -> None:
     _, key = began(stage)
     assert post(served, key, b"x", "text/plain").status_code == 415
     assert post(served, key, b"", PROTOBUF).status_code == 200

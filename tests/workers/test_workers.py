@@ -101,14 +101,12 @@ def work_for(function: Callable[..., Any]) -> CallWork:
         (impatient, "impatient failed: TimeoutError: the page did not load", "tool_crash"),
     ],
 )
-def test_whatever_a_tool_does_is_a_text_for_the_model(
-    function: Callable[..., Any], content: str, error_class: str | None
-) -> None:
+def test_tool_call_always_gives_text(function: Callable[..., Any], content: str, error_class: str | None) -> None:
     found = run_tool(Tool(function), work_for(function))
     assert (found.content, found.error_class) == (content, error_class)
 
 
-def test_calls_that_never_end_take_no_place_from_others() -> None:
+def test_tool_calls_that_never_end_block_no_others() -> None:
     stuck = [threading.Thread(target=run_tool, args=(Tool(hanging), work_for(hanging)), daemon=True) for _ in range(100)]
     for thread in stuck:
         thread.start()
@@ -137,7 +135,7 @@ def in_line(x: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_a_process_that_stands_still_takes_none_of_a_calls_time() -> None:
+def test_tool_call_time_excludes_suspension() -> None:
     with ExitStack() as opened:
         processes = [opened.enter_context(_calling(function)) for function in (steady, in_line)]
         for process in processes:
@@ -161,7 +159,7 @@ def _calling(function: Callable[..., Any]) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_a_process_that_stands_still_before_it_has_looked_even_once_takes_none_of_a_calls_time_either() -> None:
+def test_tool_call_time_excludes_suspension_before_first_look() -> None:
     script = (
         "import os, signal\n"
         "from agentrl.workflow.runtime.wait_budget import Patience\n"
@@ -179,9 +177,7 @@ def test_a_process_that_stands_still_before_it_has_looked_even_once_takes_none_o
 
 
 @pytest.mark.parametrize("env", ["no_such_module_anywhere:env", f"{__name__}:leaving_env", f"{__name__}:bare"])
-def test_who_waits_for_a_call_whose_tool_cannot_be_loaded_is_told_why_at_once_and_the_model_nothing(
-    own_database: Database, env: str
-) -> None:
+def test_unloadable_tool_is_reported_to_waiter_not_model(own_database: Database, env: str) -> None:
     wanted = submission()
     group, *_ = start(own_database, replace(wanted, config={**wanted.config, "env": env}))
     work = claim(own_database, group)
@@ -196,7 +192,7 @@ def test_who_waits_for_a_call_whose_tool_cannot_be_loaded_is_told_why_at_once_an
     assert steps.load_results(own_database, [number]) == {}
 
 
-def test_a_tool_that_its_worker_was_not_told_of_is_said_in_the_runs_events_until_a_call_is_answered(
+def test_tool_unknown_to_worker_is_a_run_event_until_answered(
     own_database: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AGENTRL_SEARCH", raising=False)
@@ -235,7 +231,7 @@ def failing(x: str) -> str:
 failing_tool = Tool(failing)
 
 
-def test_a_call_that_was_run_and_that_the_system_fails_each_time_fails_its_attempt_and_asks_for_no_other_worker(
+def test_tool_call_that_always_fails_fails_its_attempt(
     own_database: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
@@ -253,7 +249,7 @@ def test_a_call_that_was_run_and_that_the_system_fails_each_time_fails_its_attem
     assert values(own_database, "SELECT failures FROM groups") == [1], "an attempt of the group's"
 
 
-def test_who_was_refused_once_and_failed_by_the_system_since_fails_an_attempt(
+def test_tool_call_refused_then_failed_fails_attempt(
     sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
@@ -268,7 +264,7 @@ def test_who_was_refused_once_and_failed_by_the_system_since_fails_an_attempt(
         driver.poll_calls()
 
 
-def test_a_reply_that_somebody_else_pushed_is_cut_and_changes_nothing(redis_server: Settings) -> None:
+def test_tool_reply_forged_by_others_is_cut_and_ignored(redis_server: Settings) -> None:
     replies, told = Replies(redis_server), list[str]()
     heard = threading.Event()
     replies.expect(7, lambda call, reason: (told.append(reason), heard.set())[0])
@@ -419,31 +415,31 @@ def ends(db: Database) -> set[tuple[Any, ...]]:
         (LongName, "a name has 1 to 64 printable characters"),
     ],
 )
-def test_a_hooks_reward_that_is_none_fails_its_episode_loudly(sqlite: Database, hook: type, why: str) -> None:
+def test_hook_reward_that_is_none_fails_episode(sqlite: Database, hook: type, why: str) -> None:
     play(rollout_of(sqlite, [ANSWER, ANSWER], hooks=[f"{__name__}:{hook.__name__}"]), turns=2)
     ((status, error_class, error, reward),) = ends(sqlite)
     assert (status, error_class, reward) == ("failed", "RewardError", None)
     assert why in error
 
 
-def test_a_hook_that_returns_nothing_adds_nothing(sqlite: Database) -> None:
+def test_hook_without_result_adds_nothing(sqlite: Database) -> None:
     play(rollout_of(sqlite, [ANSWER, ANSWER], hooks=[f"{__name__}:Returns"]), turns=2)
     ((status, error_class, _, reward),) = ends(sqlite)
     assert (status, error_class, reward) == ("done", "", 0.5)
 
 
-def test_a_hooks_reward_part_counts_as_the_number_it_is(sqlite: Database) -> None:
+def test_hook_reward_part_counts_as_its_number(sqlite: Database) -> None:
     play(rollout_of(sqlite, [ANSWER, ANSWER], hooks=[f"{__name__}:Good"]), turns=2)
     assert {status for status, *_ in ends(sqlite)} == {"done"}
     assert values(sqlite, "SELECT value FROM rewards WHERE part = 'bonus'") == [0.5, 0.5]
 
 
-def test_an_env_that_cannot_open_an_episode_fails_it(sqlite: Database) -> None:
+def test_env_that_cannot_open_fails_episode(sqlite: Database) -> None:
     play(rollout_of(sqlite, [], env=f"{__name__}:no_reset"), turns=0)
     assert ends(sqlite) == {("failed", "EnvError", "ValueError: no world today", None)}
 
 
-def test_an_env_that_says_the_system_failed_is_believed(sqlite: Database) -> None:
+def test_env_may_report_system_failure(sqlite: Database) -> None:
     with pytest.raises(InfraError, match="sandbox is down"):
         play(rollout_of(sqlite, [], env=f"{__name__}:outage"), turns=0)
 
@@ -456,7 +452,7 @@ def answer(db: Database, driver: GroupRollout) -> None:
 
 
 @pytest.mark.parametrize(("env", "error"), [("no_step", "KeyError: 'state'"), ("mute", "the env must give messages with text")])
-def test_an_env_that_cannot_go_on_fails_its_episode(sqlite: Database, in_memory: None, env: str, error: str) -> None:
+def test_env_that_cannot_continue_fails_episode(sqlite: Database, in_memory: None, env: str, error: str) -> None:
     driver = rollout_of(sqlite, [ASK, ASK], env=f"{__name__}:{env}")
     play(driver, turns=2)
     answer(sqlite, driver)
@@ -466,7 +462,7 @@ def test_an_env_that_cannot_go_on_fails_its_episode(sqlite: Database, in_memory:
     assert not driver.is_live
 
 
-def test_a_call_that_nobody_answers_is_sent_again_a_few_times_and_then_the_attempt_fails(
+def test_tool_call_without_answer_is_resent_then_fails_attempt(
     sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
@@ -480,7 +476,7 @@ def test_a_call_that_nobody_answers_is_sent_again_a_few_times_and_then_the_attem
     assert "sent once without an answer. Is a tools worker running?" in first, "said with the first call that is overdue"
 
 
-def test_a_call_that_is_answered_late_is_observed(sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_call_answered_late_is_observed(sqlite: Database, in_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_calls, "RESEND_SECONDS", -1000.0)
     driver = rollout_of(sqlite, [ASK, ASK, ANSWER, ANSWER])
     play(driver, turns=2)
@@ -495,9 +491,7 @@ def test_a_call_that_is_answered_late_is_observed(sqlite: Database, in_memory: N
 # --- the model --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_folder_that_was_made_anew_is_loaded_anew_and_an_unchanged_one_is_kept(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_folder_is_reloaded_only_if_rewritten(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_DEVICE", "cpu")
     settings.cache_clear()
     folder, models = tiny_random(tmp_path / "m"), Models()
@@ -511,9 +505,7 @@ def test_a_model_folder_that_was_made_anew_is_loaded_anew_and_an_unchanged_one_i
         anew.engine.close()
 
 
-def test_a_model_folder_that_is_replaced_while_it_is_read_is_read_again(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_folder_replaced_during_read_is_read_again(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_DEVICE", "cpu")
     settings.cache_clear()
     mine, other = tiny_random(tmp_path / "mine"), tiny_random(tmp_path / "other", seed=1)
@@ -536,9 +528,7 @@ def test_a_model_folder_that_is_replaced_while_it_is_read_is_read_again(
         assert loaded.policy.base_hash == expected["mine"], "the files that it asked for first are back"
 
 
-def test_jobs_of_two_bases_take_turns_and_a_base_is_not_changed_for_each_job(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_of_two_bases_take_turns_without_reload_each(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_DEVICE", "cpu")
     settings.cache_clear()
     bases, models = {name: str(tiny_random(tmp_path / name)) for name in "AB"}, Models()
@@ -565,9 +555,7 @@ def test_jobs_of_two_bases_take_turns_and_a_base_is_not_changed_for_each_job(
 # --- the supervisor ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_is_killed_again_and_again_is_not_kept_back_longer_than_half_a_lease(
-    tmp_path: Path, own_database: Database
-) -> None:
+def test_supervisor_delays_restart_at_most_half_a_lease(tmp_path: Path, own_database: Database) -> None:
     watching = Supervisor(Settings(home=tmp_path, lease_seconds=4.0))
     with subprocess.Popen(["true"]) as process:
         process.wait()
@@ -583,7 +571,7 @@ def test_a_process_that_is_killed_again_and_again_is_not_kept_back_longer_than_h
 # --- the link to Redis ------------------------------------------------------------------------------------------------------
 
 
-def test_a_link_that_is_given_up_with_a_message_in_hand_is_a_lost_one_and_no_reason_to_end(redis_server: Settings) -> None:
+def test_broker_link_given_up_with_message_is_a_lost_one(redis_server: Settings) -> None:
     with Connection(broker.broker_url(redis_server)) as connection:
         held = connection.SimpleQueue("held")
         held.put({})
@@ -593,7 +581,7 @@ def test_a_link_that_is_given_up_with_a_message_in_hand_is_a_lost_one_and_no_rea
             connection.default_channel.close()
 
 
-def test_a_channel_makes_one_client_for_all_its_commands_and_another_for_another_link(redis_server: Settings) -> None:
+def test_broker_channel_has_one_client_for_each_link(redis_server: Settings) -> None:
     with Connection(broker.broker_url(redis_server)) as connection:
         channel = connection.default_channel
         with channel.conn_or_acquire() as first, channel.conn_or_acquire() as again:
@@ -607,7 +595,7 @@ def test_a_channel_makes_one_client_for_all_its_commands_and_another_for_another
 # --- replies ----------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_reply_does_not_end_the_reader(redis_server: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_reply_reader_survives_invalid_reply(redis_server: Settings, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     replies, heard = Replies(redis_server), threading.Event()
     replies.expect(7, lambda call, reason: heard.set())
