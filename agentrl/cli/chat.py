@@ -219,7 +219,7 @@ def _exit(loading: Loading, given: str) -> None:
     raise EOFError
 
 
-class Command(NamedTuple):
+class ChatCommand(NamedTuple):
     """A command of the chat: what runs, and its line in /help."""
 
     run: Callable[[Loading, str], None]
@@ -228,13 +228,13 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "/reset": Command(_reset, "", "forget the conversation"),
-    "/tools": Command(_tools, "[on|off] [NAME]", "list the tools; switch all of them, or one, on or off"),
-    "/temperature": Command(_temperature, "[X]", "sample at this temperature, above 0 and at most 10"),
-    "/save": Command(_save, "FILE.jsonl", "append the conversation to a file for agentrl sft --dataset FILE.jsonl"),
-    "/replay": Command(_replay, "", "the conversation with its tokens and logprobs"),
-    "/help": Command(_help, "", "this"),
-    "/exit": Command(_exit, "", "quit (Ctrl-D)"),
+    "/reset": ChatCommand(_reset, "", "forget the conversation"),
+    "/tools": ChatCommand(_tools, "[on|off] [NAME]", "list the tools; switch all of them, or one, on or off"),
+    "/temperature": ChatCommand(_temperature, "[X]", "sample at this temperature, above 0 and at most 10"),
+    "/save": ChatCommand(_save, "FILE.jsonl", "append the conversation to a file for agentrl sft --dataset FILE.jsonl"),
+    "/replay": ChatCommand(_replay, "", "the conversation with its tokens and logprobs"),
+    "/help": ChatCommand(_help, "", "this"),
+    "/exit": ChatCommand(_exit, "", "quit (Ctrl-D)"),
 }
 KEYS = (
     ('LINE\\ or """', "continues on the next line; three quotation marks start and end a block of lines"),

@@ -37,7 +37,7 @@ class Keyboard:
     """
 
     def __init__(self, history: Path) -> None:
-        self._history = History(history)
+        self._history = TypedLines(history)
         self._readline: Any = _find_readline()
         self._last = ""
         for message in self._history.read() if self._readline else ():
@@ -99,7 +99,7 @@ def _find_readline() -> Any:
     return readline
 
 
-class History:
+class TypedLines:
     """A file of bounded size with the messages of earlier chats; it stays as it is if it is not ours or cannot be opened."""
 
     def __init__(self, file: Path) -> None:

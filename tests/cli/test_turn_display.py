@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.cli.keyboard import HEADER, MAX_FILE_BYTES, MAX_MESSAGES, History, read_message
+from agentrl.cli.keyboard import HEADER, MAX_FILE_BYTES, MAX_MESSAGES, TypedLines, read_message
 from agentrl.cli.turn_display import Voice
 from agentrl.workflow.chat.parsing import parse_text
 from agentrl.workflow.errors import ConfigError
@@ -33,10 +33,10 @@ def test_keyboard_joins_blocks_and_continued_lines() -> None:
 
 def test_history_is_bounded_and_survives_torn_lines(tmp_path: Path) -> None:
     file = tmp_path / "home" / "chat_history"
-    History(file).add("first")
+    TypedLines(file).add("first")
     with file.open("a") as lines:
         lines.write('"torn\n[1]\n"\\u001b[2J"\n' + '""\n')
-    history = History(file)
+    history = TypedLines(file)
     for number in range(3000):
         history.add(f"{number} " + "x" * 400)
     history.add("y" * 20_000)
@@ -63,7 +63,7 @@ def test_history_file_that_is_not_ours_is_left_alone(
         file.symlink_to(tmp_path / "other")
     else:
         file.write_bytes(found if isinstance(found, bytes) else found.encode())
-    history = History(file)
+    history = TypedLines(file)
     assert history.read() == []
     history.add("hello")
     said = capsys.readouterr().err

@@ -128,9 +128,9 @@ def end_agent(stage: Stage, episode: int, **said: Any) -> None:
         episode=episode,
         **said,
     )
-    from agentrl.workers.jobs.inbox import Event
+    from agentrl.workers.jobs.inbox import InboxEvent
 
-    stage.driver.inbox.put(Event(stage.group, episode, woken=True))
+    stage.driver.inbox.put(InboxEvent(stage.group, episode, woken=True))
 
 
 def write(db: Database, statement: str, **parameters: Any) -> None:

@@ -343,9 +343,9 @@ def test_lost_agent_restarts_with_same_sampling_keys(db: Database) -> None:
 
 
 def _woken(stage: Stage) -> Any:
-    from agentrl.workers.jobs.inbox import Event
+    from agentrl.workers.jobs.inbox import InboxEvent
 
-    return Event(stage.group, 1, woken=True)
+    return InboxEvent(stage.group, 1, woken=True)
 
 
 ENDS = {

@@ -48,6 +48,6 @@ def test_agent_without_supervisor_restarts_limited_times(stage: Stage, monkeypat
 
 
 def wake(stage: Stage) -> None:
-    from agentrl.workers.jobs.inbox import Event
+    from agentrl.workers.jobs.inbox import InboxEvent
 
-    stage.driver.inbox.put(Event(stage.group, 1, woken=True))
+    stage.driver.inbox.put(InboxEvent(stage.group, 1, woken=True))

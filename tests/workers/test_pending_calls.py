@@ -7,7 +7,7 @@ from queue import SimpleQueue
 import pytest
 
 from agentrl.workers.jobs import pending_calls
-from agentrl.workers.jobs.inbox import Event
+from agentrl.workers.jobs.inbox import InboxEvent
 from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workflow.errors import InfraError, ServiceError
 from agentrl.workflow.store import steps
@@ -24,7 +24,7 @@ class Waiting:
 
     def __init__(self, db: Database) -> None:
         work = claim(db, start(db, submission(tasks=1))[0])
-        self.db, self.told, self.inbox = db, list[str](), SimpleQueue[Event]()
+        self.db, self.told, self.inbox = db, list[str](), SimpleQueue[InboxEvent]()
         self.ids = steps.commit_sampled(db, work.fence, [sampled(work, place, calls=(CALL, CALL)) for place in (0, 1)])
         self.calls = PendingCalls(db, work.fence.group, self.inbox, self.told.append)
         for episode, ids in zip((1, 2), self.ids, strict=True):
@@ -113,8 +113,8 @@ def test_pending_calls_reply_wakes_only_its_waiter(sqlite: Database, sent: Calla
     replies.answer(first)
     replies.answer(third, "It has no calculator.")
     assert [waiting.inbox.get_nowait() for _ in range(2)] == [
-        Event(group=1, episode=1, call=first),
-        Event(group=1, episode=2, call=third, reason="It has no calculator."),
+        InboxEvent(group=1, episode=1, call=first),
+        InboxEvent(group=1, episode=2, call=third, reason="It has no calculator."),
     ]
     waiting.calls.forget()
     replies.answer(second)

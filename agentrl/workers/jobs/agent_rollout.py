@@ -16,7 +16,7 @@ from typing import Any
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Refused
 from agentrl.workers.jobs.agent_conversation import TOP, AgentTurn, Conversation, choice_id, prompt_hash, too_long
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
-from agentrl.workers.jobs.inbox import Event, Inbox
+from agentrl.workers.jobs.inbox import Inbox, InboxEvent
 from agentrl.workers.jobs.pending_agents import Agents, PendingAgents
 from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
@@ -178,16 +178,16 @@ class AgentRollout:
     def take(self, call: AgentCall) -> None:
         """Put a request into the inbox. Thread-safe."""
         self._arrived.add(call)
-        self.inbox.put(Event(self.work.fence.group, call.episode, request=call))
+        self.inbox.put(InboxEvent(self.work.fence.group, call.episode, request=call))
         if self._is_closed:  # the inbox is no longer read
             call.tell(AttemptGone())
 
     def left(self, call: AgentCall) -> None:
         """Cancel the request because its client disconnected. Thread-safe."""
         call.gone.set()
-        self.inbox.put(Event(self.work.fence.group, call.episode, request=call))
+        self.inbox.put(InboxEvent(self.work.fence.group, call.episode, request=call))
 
-    def handle(self, events: Sequence[Event]) -> None:
+    def handle(self, events: Sequence[InboxEvent]) -> None:
         """Commit sampled turns, begin requested turns, and end the episodes whose agents have ended."""
         self._commit([event.turn for event in events if event.turn is not None])
         for event in events:
@@ -284,7 +284,7 @@ class AgentRollout:
 
     def _put_over(self, turn: AgentTurn, future: "Future[Completion]") -> None:
         if turn.is_over:
-            self.inbox.put(Event(self.work.fence.group, turn.call.episode, completion=future, turn=turn))
+            self.inbox.put(InboxEvent(self.work.fence.group, turn.call.episode, completion=future, turn=turn))
 
     def _leave(self, call: AgentCall, conversation: Conversation | None) -> None:
         """Cancel abandoned turns, and mark partially sent answers as undelivered."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
-from agentrl.workers.jobs.inbox import Event, Inbox, put_completion
+from agentrl.workers.jobs.inbox import Inbox, InboxEvent, put_completion
 from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workflow.agent import Action, CallTools, Finish, Generate, next_action, refusal
 from agentrl.workflow.chat.rendering import Chat
@@ -76,7 +76,7 @@ class GroupRollout:
         self.recorder.begin()
         self._advance(list(self.recorder.episodes))
 
-    def handle(self, events: Sequence[Event]) -> None:
+    def handle(self, events: Sequence[InboxEvent]) -> None:
         """Commit sampled turns and answered calls, then take each episode's next action."""
         turns = [event for event in events if event.completion is not None and event.episode in self._drafts]
         if turns:
@@ -144,7 +144,7 @@ class GroupRollout:
             self._opening = draft_turn(self.chat, episode, messages, self.schemas)
         return self._opening
 
-    def _commit_sampled(self, events: Sequence[Event]) -> None:
+    def _commit_sampled(self, events: Sequence[InboxEvent]) -> None:
         """Commit T1, then send the calls. A step without calls to send has recorded answers, and is observed at once."""
         records = [self._sampled_step(event) for event in events]
         refused, others = set[int](), list[int]()
@@ -164,7 +164,7 @@ class GroupRollout:
     def _needs_tools(self, episode: int) -> bool:
         return isinstance(next_action(self.recorder.episodes[episode], self.env, self.limits), CallTools)
 
-    def _sampled_step(self, event: Event) -> StepRecord:
+    def _sampled_step(self, event: InboxEvent) -> StepRecord:
         assert event.completion is not None
         completion = event.completion.result()
         message = self.chat.parse(completion.token_ids, self.schemas)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class InboxEvent:
     """An event of a rollout job: a completion of `episode`, the answer to its tool call `call`, or the reason why a worker
     could not run it.
 
@@ -32,7 +32,7 @@ class Event:
     woken: bool = False
 
 
-Inbox = SimpleQueue[Event]
+Inbox = SimpleQueue[InboxEvent]
 
 POLL_SECONDS = 2.0
 """Seconds between two reads of the rows of waiting episodes."""
@@ -41,13 +41,13 @@ GATHER_SECONDS = 0.001
 """The wait for turns that end in the same decoding step, to commit them together. Answered calls do not wait."""
 
 
-def take_events(inbox: Inbox, gathers: bool = True) -> list[Event]:
+def take_events(inbox: Inbox, gathers: bool = True) -> list[InboxEvent]:
     """Wait for an event, and for a moment longer after a sampled turn; then take all events.
 
     Args:
         gathers: whether other turns may end in the same decoding step; if not, there is no second wait.
     """
-    events: list[Event] = []
+    events: list[InboxEvent] = []
     try:
         events.append(inbox.get(timeout=POLL_SECONDS))
         if gathers and events[0].completion is not None:
@@ -60,9 +60,9 @@ def take_events(inbox: Inbox, gathers: bool = True) -> list[Event]:
 
 def put_completion(inbox: Inbox, group: int, episode: int, future: "Future[Completion]") -> None:
     """Put the engine's completion into the inbox."""
-    inbox.put(Event(group, episode, completion=future))
+    inbox.put(InboxEvent(group, episode, completion=future))
 
 
 def put_reply(inbox: Inbox, group: int, episode: int, call: int, reason: str) -> None:
     """Put a tool's reply into the inbox."""
-    inbox.put(Event(group, episode, call=call, reason=reason))
+    inbox.put(InboxEvent(group, episode, call=call, reason=reason))

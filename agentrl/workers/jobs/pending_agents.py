@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from agentrl.workers.jobs.inbox import Event, Inbox
+from agentrl.workers.jobs.inbox import Inbox, InboxEvent
 from agentrl.workers.stack.dispatch import send_agent
 from agentrl.workers.stack.replies import Replies
 from agentrl.workflow.errors import ServiceError
@@ -118,7 +118,7 @@ class PendingAgents:
 
 
 def _wake(inbox: Inbox, group: int, episode: int, _episode: int, _reason: str) -> None:
-    inbox.put(Event(group, episode, woken=True))
+    inbox.put(InboxEvent(group, episode, woken=True))
 
 
 @Once

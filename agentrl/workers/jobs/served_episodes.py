@@ -15,7 +15,7 @@ from logging import getLogger
 from queue import SimpleQueue
 
 from agentrl.workers.jobs.agent_rollout import AgentRollout
-from agentrl.workers.jobs.inbox import POLL_SECONDS, Event, Inbox, take_events
+from agentrl.workers.jobs.inbox import POLL_SECONDS, Inbox, InboxEvent, take_events
 from agentrl.workers.jobs.sampling_server import SamplingServer
 from agentrl.workers.stack.heartbeat import Heartbeat
 from agentrl.workflow import engines
@@ -188,8 +188,8 @@ class ServedEpisodes:
     def _may_gather(self) -> bool:
         return any(rollout.may_gather for rollout in self._rollouts.values())
 
-    def _handle(self, events: Sequence[Event]) -> None:
-        by_group: dict[int, list[Event]] = {}
+    def _handle(self, events: Sequence[InboxEvent]) -> None:
+        by_group: dict[int, list[InboxEvent]] = {}
         for event in events:
             by_group.setdefault(event.group, []).append(event)
         for group, mine in by_group.items():
@@ -248,7 +248,7 @@ class ServedEpisodes:
     def _write_end(self, opened: ServedEpisode) -> None:
         agent_attempts.finish_agent(self.db, opened.agent, self.run.worker, self._ending[opened.id])
         if (rollout := self._rollouts.get(opened.group)) is not None:
-            self._guard(rollout, partial(rollout.handle, [Event(opened.group, opened.id, woken=True)]))
+            self._guard(rollout, partial(rollout.handle, [InboxEvent(opened.group, opened.id, woken=True)]))
 
     def _guard(self, rollout: AgentRollout, act: Callable[[], None]) -> None:
         """Run an action of an episode. Its failure ends that episode only; a failure of the database ends none, and the episode
@@ -344,4 +344,4 @@ class ServedEpisodes:
             ended.set_result(None)
 
     def _wake(self) -> None:
-        self._inbox.put(Event(0, 0, woken=True))
+        self._inbox.put(InboxEvent(0, 0, woken=True))

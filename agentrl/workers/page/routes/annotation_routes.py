@@ -24,7 +24,7 @@ FewSize = Annotated[int, Query(ge=1, le=100)]
 GAIN = ("first", "second", "difference", "low", "high", "interval_by", "p_value", "method", "tasks", "won", "lost", "tied")
 
 
-class Annotation(BaseModel):
+class AnnotationRow(BaseModel):
     """An annotation of an episode by an agent, a tool or a hook. `cut` has the full lengths of shortened values, in
     characters.
     """
@@ -47,7 +47,7 @@ class Annotation(BaseModel):
 class AnnotationsPage(BaseModel):
     """A page of annotations."""
 
-    rows: list[Annotation]
+    rows: list[AnnotationRow]
     next: str
 
 
@@ -68,7 +68,7 @@ class Gain(BaseModel):
     tied: int
 
 
-class Prompt(BaseModel):
+class PromptVersion(BaseModel):
     """A version of a prompt. Its rewards are null if it has too many groups to read."""
 
     id: int
@@ -87,12 +87,12 @@ class Prompt(BaseModel):
     cut: dict[str, int] | None = None
 
 
-class PromptsPage(BaseModel):
+class PromptsAnswer(BaseModel):
     """A page of prompt versions. `held_out` is null without an evaluation; `left_out` counts the versions with too many groups
     to read.
     """
 
-    rows: list[Prompt]
+    rows: list[PromptVersion]
     next: str
     left_out: int
     held_out: Gain | None
@@ -139,7 +139,7 @@ def list_annotations(
     return answer({"rows": cut_rows(found.rows), "next": found.next})
 
 
-@router.get("/runs/{run}/prompts", response_model=PromptsPage)
+@router.get("/runs/{run}/prompts", response_model=PromptsAnswer)
 def list_prompts(store: Store, run: int, size: FewSize = 20, cursor: str = "") -> Response:
     """Return the versions of the run's prompts, at most 50, and what a search gained."""
 

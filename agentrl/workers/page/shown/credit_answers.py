@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class CreditReader:
     """The run and the update that trained on an episode. If no update did, the episode's own run and None."""
 
     run: Row
@@ -56,17 +56,17 @@ class TokenCredit:
     of_steps: Mapping[int, Sequence[float]] | None = None
 
 
-def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> tuple[Reader, list[Row]]:
+def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> tuple[CreditReader, list[Row]]:
     """Return the reader of the episode (an update of its own run, if there is one), and all updates that trained on it."""
     found = load_readers(tx, episode)
     if not found:
-        return Reader(run or load_run_of(tx, run_id), None), []
+        return CreditReader(run or load_run_of(tx, run_id), None), []
     first = found[0]
     same = run is not None and run["id"] == first["run_id"]
-    return Reader(run if same and run is not None else load_run_of(tx, first["run_id"]), first), found
+    return CreditReader(run if same and run is not None else load_run_of(tx, first["run_id"]), first), found
 
 
-def explain_members(tx: Any, reader: Reader, members: Sequence[Member], recorded: Mapping[int, float]) -> dict[int, Any]:
+def explain_members(tx: Any, reader: CreditReader, members: Sequence[Member], recorded: Mapping[int, float]) -> dict[int, Any]:
     """Return the explanation of the advantage of each member of a group, by episode.
 
     Args:
@@ -93,7 +93,7 @@ def explain_members(tx: Any, reader: Reader, members: Sequence[Member], recorded
     }
 
 
-def explain_episode(tx: Any, reader: Reader, episode: int, group: int) -> dict[str, Any]:
+def explain_episode(tx: Any, reader: CreditReader, episode: int, group: int) -> dict[str, Any]:
     """Return the explanation of the episode's advantage, and the run whose update computed it (`run`, `run_id`)."""
     members = load_group_members(tx, group, reader.run["reward_set"])
     recorded = {} if reader.recorded is None else {episode: reader.recorded}
@@ -119,7 +119,7 @@ def _scored(member: Member) -> Scored:
 class _Update:
     """The episodes of an update, loaded once when needed."""
 
-    def __init__(self, tx: Any, reader: Reader) -> None:
+    def __init__(self, tx: Any, reader: CreditReader) -> None:
         self._tx, self._reader = tx, reader
         self._found: list[Member] | None = None
 
@@ -135,7 +135,7 @@ class _Update:
         return [_scored(member) for member in self.members() if member.trainable]
 
 
-def credit_tokens(tx: Any, reader: Reader, episode: int) -> TokenCredit:
+def credit_tokens(tx: Any, reader: CreditReader, episode: int) -> TokenCredit:
     name, options = load_algorithm(reader.run["config"])
     if reader.recorded is None:
         return TokenCredit("missing", "No update has used this episode.")
@@ -161,7 +161,7 @@ def _from_a_model(options: Mapping[str, Any]) -> bool:
     return options.get("kl_in") == "reward" and bool(options.get("kl_coef"))
 
 
-def _credit_by_returns(tx: Any, reader: Reader, episode: int, name: str, discount: float) -> TokenCredit:
+def _credit_by_returns(tx: Any, reader: CreditReader, episode: int, name: str, discount: float) -> TokenCredit:
     members = _Update(tx, reader).members()
     if name == "reinforce":
         members = [member for member in members if member.row["id"] == episode]

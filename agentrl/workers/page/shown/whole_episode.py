@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.workers.page.shown.credit_answers import Reader, explain_episode, find_reader
+from agentrl.workers.page.shown.credit_answers import CreditReader, explain_episode, find_reader
 from agentrl.workers.page.shown.shown_texts import (
     MAX_MESSAGES,
     SHOWN_CHARS,
@@ -182,7 +182,7 @@ def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
     return found
 
 
-def list_commands(row: EpisodeRow, run: Row, reader: Reader) -> dict[str, str | None]:
+def list_commands(row: EpisodeRow, run: Row, reader: CreditReader) -> dict[str, str | None]:
     """Return commands about the episode by kind; null for a command that is impossible."""
     name, agent = typed_run(run["id"], row.run), bool(run["config"].get("agent"))
     sampled_here = run["kind"] != "import"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workers.page.shown.credit_answers import Reader, explain_members
+from agentrl.workers.page.shown.credit_answers import CreditReader, explain_members
 from agentrl.workers.page.shown.episode_tokens import packed_line, place_in_line
 from agentrl.workers.page.shown.shown_texts import ShownTexts, cut_texts, new_messages, shown_message, shown_task
 from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
@@ -75,7 +75,7 @@ def _explain(tx: Any, group: GroupOf, run: Row) -> tuple[dict[str, Any], dict[in
     """Return how the group's advantages were computed and by which run, and the explanation for each episode."""
     readers = load_sibling_readers(tx, [episode.id for episode in group.episodes], group.run_id)
     trained = load_run_of(tx, readers[0]["run_id"]) if readers and readers[0]["run_id"] != group.run_id else run
-    reader = Reader(trained, readers[0] if readers else None)
+    reader = CreditReader(trained, readers[0] if readers else None)
     members = load_group_members(tx, group.row.id, trained["reward_set"])
     recorded = {row["episode_id"]: row["advantage"] for row in readers}
     advantages = explain_members(tx, reader, members, recorded)
