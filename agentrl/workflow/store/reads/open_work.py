@@ -1,14 +1,14 @@
 """Open work of the running runs: claims that workers hold, work that waits in queues, and counts for monitoring."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, select, text
+from sqlalchemy import Connection, select
 
 from agentrl.workflow.store.connect import read_transaction
-from agentrl.workflow.store.driver_reader import select_rows, sql_read_transaction
+from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.leases import LOSS_EVENTS
 from agentrl.workflow.tables.columns import now_ms
 
@@ -59,7 +59,6 @@ def list_open_work(tx: Any, limit: int = 1000) -> list[OpenWork]:
     return [OpenWork(**row) for row in select_rows(tx, f"{OPEN_WORK} ORDER BY 3, 4, 1, 2 LIMIT :limit", limit=limit)]
 
 
-Row = Mapping[str, Any]
 MAX_RUNS = 100
 """The maximum number of running runs that are counted one by one, the newest first. Monitoring keeps a time series for each."""
 FAILURES = (*LOSS_EVENTS, "update_failed", "group_failed", "report_failed")
@@ -111,8 +110,5 @@ _SANDBOX = f"""
 def count_work(tx: Connection) -> WorkCounts:
     """Count waiting work, claimed work and lost workers. Leases are compared with the database's clock."""
     now = tx.execute(select(now_ms())).scalar_one()
-
-    def rows(query: str, **values: Any) -> list[Row]:
-        return [dict(row) for row in tx.execute(text(query), values).mappings()]
-
-    return WorkCounts(rows(_QUEUES, now=now), rows(_RUNS), rows(_EVENTS), rows(_RUNNING), rows(_SANDBOX))
+    others = (select_rows(tx, query) for query in (_RUNS, _EVENTS, _RUNNING, _SANDBOX))
+    return WorkCounts(select_rows(tx, _QUEUES, now=now), *others)
