@@ -24,7 +24,7 @@ FewSize = Annotated[int, Query(ge=1, le=100)]
 GAIN = ("first", "second", "difference", "low", "high", "interval_by", "p_value", "method", "tasks", "won", "lost", "tied")
 
 
-class AnnotationRow(BaseModel):
+class EpisodeAnnotation(BaseModel):
     """An annotation of an episode by an agent, a tool or a hook. `cut` has the full lengths of shortened values, in
     characters.
     """
@@ -47,7 +47,7 @@ class AnnotationRow(BaseModel):
 class AnnotationsPage(BaseModel):
     """A page of annotations."""
 
-    rows: list[AnnotationRow]
+    rows: list[EpisodeAnnotation]
     next: str
 
 

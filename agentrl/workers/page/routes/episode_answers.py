@@ -156,7 +156,7 @@ class Advantage(BaseModel):
     run_id: int | None = None
 
 
-class ForkPoint(BaseModel):
+class ForkedEpisode(BaseModel):
     """An episode that continues from a step of this one."""
 
     id: int
@@ -199,7 +199,7 @@ class WholeEpisode(BaseModel):
     read_by: list[dict[str, Any]]
     advantage: Advantage
     parent: Parent | None
-    forks: list[ForkPoint]
+    forks: list[ForkedEpisode]
     forks_left_out: int
     annotations: list[ShownAnnotation]
     annotations_left_out: int
