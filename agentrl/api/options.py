@@ -16,7 +16,7 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as keys of the config.
 
     Raises:
-        ConfigError: there is no such option, with the nearest one; or a config cannot hold its value.
+        ConfigError: there is no such option (the message names the nearest one), or a config cannot hold an option's value.
     """
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     leaves: dict[str, list[str]] = {}

@@ -228,7 +228,7 @@ def message_of(message: "Message | Mapping[str, Any]") -> Message:
     role, content = message.get("role"), message.get("content")
     roles: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
     if role not in roles or not isinstance(content, str):
-        raise ConfigError(f"A message needs one of the roles {', '.join(roles)} and a text, not {message!r:.100}.")
+        raise ConfigError(f"A message needs a text and a role ({', '.join(roles)}), not {message!r:.100}.")
     return Message(roles[role], content)
 
 

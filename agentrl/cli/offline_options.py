@@ -158,7 +158,7 @@ class StoredEpisodes:
         return Start(config.model, self.groups.start, config.rollout.temperature, manifest)
 
     def recipe(self, examples: int, passes: int, options: Mapping[str, Any]) -> "Recipe":
-        """Return the recipe for this many examples and passes, with the options in `asked`. The learning rate is the run's by
+        """Return the recipe for this many examples and passes, with these options. The learning rate is the run's by
         default.
         """
         from agentrl.workflow.training.offline_training import recipe_for

@@ -90,7 +90,7 @@ def serve(
 
     The routes are GET /tools, GET /tools/NAME and POST /tools/NAME/call with {"arguments": {...}}. Each request needs the
     header `Authorization: Bearer TOKEN`. The token is AGENTRL_TOOLS_TOKEN, or a random one that is printed. POST /sessions
-    opens a session, which keeps the variables of python_session between calls: POST /sessions/SESSION/tools/NAME/call. DELETE
+    opens a session: calls to POST /sessions/SESSION/tools/NAME/call share the variables of python_session. DELETE
     /sessions/SESSION ends it. /openapi.json describes all routes.
     """
     from agentrl.workers.requests.tool_selection import select_tools

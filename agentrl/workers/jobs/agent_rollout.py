@@ -203,7 +203,7 @@ class AgentRollout:
         """Read the rows of agents and judges without waiting for a wake-up, and send lost messages again.
 
         Raises:
-            ServiceError, InfraError: no worker serves the tools, or runs agents.
+            ServiceError, InfraError: no worker serves the tools, or no worker runs agents.
         """
         self._observe(self.judging.by_episode.keys())
         self.judging.send_overdue()

@@ -25,7 +25,7 @@ GOODBYE_SECONDS = 1
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """The rules of access to the page, its link, and a link for a browser that is started on this machine."""
+    """The page's address: who may open it, its link, and a second link for a browser started on this machine."""
 
     rules: Rules
     link: str

@@ -138,7 +138,8 @@ def stop(where: Settings) -> bool:
 
 
 def restart(where: Settings, separate: bool = False) -> None:
-    """Restart the stack with the environment of this process. Its `stay` is kept, and so is a `separate` that is true.
+    """Restart the stack with the environment of this process. The old stack's `stay` is kept. The new one is separate
+    if the old one was, or if `separate` is true.
 
     Raises:
         ServiceError, ConfigError: as `ensure_running`.

@@ -70,7 +70,11 @@ def _compile(source: str) -> Template:
 
 
 def renderer(source: str, tokens: Mapping[str, str]) -> Render:
-    """Return a function that renders a template, always with the same time. `tokens` are the special tokens that it names."""
+    """Return a function that renders the template, in which the current time is always the time of this call.
+
+    Args:
+        tokens: the special tokens that the template names.
+    """
     clock = datetime.now(UTC)
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool) -> str:

@@ -82,7 +82,7 @@ class Fields:
         return bool(value)
 
     def integer(self, name: str, lowest: int, highest: int) -> int | None:
-        """Return an integer from `least` to `most`; None if the field is missing."""
+        """Return an integer from `lowest` to `highest`; None if the field is missing."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -95,7 +95,7 @@ class Fields:
         return value
 
     def number(self, name: str, lowest: float, highest: float) -> float | int | None:
-        """Return a number from `least` to `most`; None if the field is missing."""
+        """Return a number from `lowest` to `highest`; None if the field is missing."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -124,7 +124,7 @@ class Fields:
         return value
 
     def objects(self, name: str, max_items: int) -> Iterator["Fields"]:
-        """Yield the objects of an array of at most `most` entries."""
+        """Yield the objects of an array of at most `max_items` entries."""
         for number, value in enumerate(self.array(name, max_items)):
             if not isinstance(value, dict):
                 raise self._type_error(f"{name}[{number}]", "an object", value)

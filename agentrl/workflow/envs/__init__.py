@@ -66,9 +66,9 @@ class Env:
         tools: the names of its tools, or tools that were created for this env (`search_in(folder)`).
         rewards: reward name -> weight; the scalar reward is the weighted sum.
         correct: the names of the reward parts that decide whether an episode is correct: all must have the full value, 1
-            (`agentrl eval`: accuracy, pass@k). If empty, the heaviest parts of the env's own decide, see
-            `stats.evaluation.is_right`. Parts that a run adds never decide. If a run's hooks may have added parts that look
-            like the env's own, nothing decides.
+            (`agentrl eval`: accuracy, pass@k). If empty, the env's own parts with the largest weight decide (see
+            `stats.evaluation.is_right`). Parts that a run adds never decide. If a run's hooks may have added parts that
+            cannot be told from the env's own, no episode has an answer to this question.
         resumability: what happens after a lost worker: `replay` continues from the record, `restart` starts the episode again.
     """
 

@@ -28,7 +28,7 @@ _UNAVAILABLE_STATUSES = (429, 502, 503, 504)
 
 
 class RequestRefused(ModelError):
-    """The server refused a request. `said` is the text of its response, `status` the HTTP status."""
+    """The server refused a request. `reason` is the text of its response, `status` the HTTP status."""
 
     def __init__(self, url: str, path: str, status: int, reason: str) -> None:
         super().__init__(f"The server at {url} refused {path}: {status} {reason:.300}")

@@ -136,7 +136,7 @@ class Policy:
 
     @contextmanager
     def training(self) -> Iterator[nn.Module]:
-        """Yield the trained weights in train mode. Inside the context, products compute in `mixed_dtype`."""
+        """Yield the trained weights in train mode. Matrix products inside are computed in `mixed_dtype`."""
         with self.lock, self._mixed_precision():
             yield self._active("policy").train()
 
@@ -347,7 +347,8 @@ class Policy:
     def _fill(self, slot: Slot, weights: Mapping[str, Tensor]) -> None:
         parameters = self._slot(slot)
         if {n: p.shape for n, p in parameters.items()} != {n: t.shape for n, t in weights.items()}:
-            raise CheckpointError(f"The weights do not fit this model: {len(weights)} tensors for {len(parameters)}.")
+            counts = f"they have {len(weights)} tensors, the model has {len(parameters)}, or their shapes differ"
+            raise CheckpointError(f"The weights do not fit this model: {counts}.")
         if slot == "sampler":
             self._pass = None  # it was made of the old weights; a process that only trains never makes one
         for name, parameter in parameters.items():

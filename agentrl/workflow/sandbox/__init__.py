@@ -79,7 +79,7 @@ class CodeResult:
     Args:
         status: see `Status`.
         output: stdout and stderr in the order of writing; bytes that are not UTF-8 as backslash escapes.
-        exit_code: the exit code of the process, negative for a signal, or that of a cell; None if it was killed from outside.
+        exit_code: the exit code of the process or the cell, negative if a signal ended it; None if it was killed from outside.
         cpu_seconds, wall_seconds: the processor time and the wall-clock time that it used, in seconds.
         kind: the sandbox's kind: bwrap, landlock, docker, unsafe.
         value: the return value of a call, as JSON text (see `sandbox.exact_json`); empty without one. The code inside may have

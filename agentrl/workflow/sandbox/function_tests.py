@@ -33,7 +33,7 @@ class Case:
     tolerance: float = 0.0
 
     def passes(self, result: Any) -> bool:
-        """Return whether the value `found`, as plain data, passes. A value that cannot be compared, such as a number beyond any
+        """Return whether `result`, a value of plain data, passes. A value that cannot be compared, such as a number beyond any
         float, fails.
         """
         try:

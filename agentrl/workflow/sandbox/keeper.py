@@ -299,7 +299,8 @@ def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None
 
 
 def too_full(folder: str, pids: list[str], max_bytes: int) -> bool:
-    """Return whether the folder, with its deleted files still open or mapped, holds more than `max_bytes` or `ENTRIES` files.
+    """Return whether the folder, with its deleted files still open or mapped, holds more than `max_bytes` bytes, or more
+    than `ENTRIES` files.
 
     A file that is only mapped, and whose size is unknown, counts as the largest that one file may be.
     """

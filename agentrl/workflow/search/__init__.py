@@ -208,7 +208,9 @@ def names_taken(run: Callable[..., Any]) -> list[str]:
     arg_names = list(Given.__dataclass_fields__)
     names = list(inspect.signature(run).parameters)
     if strange := [name for name in names if name not in arg_names]:
-        raise ConfigError(f"A search does not get a parameter {strange[0]!r}.", f"Its run may take {', '.join(arg_names)}.")
+        raise ConfigError(
+            f"agentrl has no value for the parameter {strange[0]!r} of `run`.", f"It may have {', '.join(arg_names)}."
+        )
     return names
 
 

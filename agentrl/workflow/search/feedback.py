@@ -37,7 +37,7 @@ def describe_group(group: Group) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """Return the text; remove its middle if it has more than `most` characters."""
+    """Return the text; remove its middle if it has more than `max_chars` characters."""
     half = max_chars // 2
     return text if len(text) <= max_chars else f"{text[:half]} [...] {text[-half:]}"
 

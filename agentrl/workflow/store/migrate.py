@@ -62,8 +62,8 @@ def open_database(url: str) -> Database:
     """Open the database, ready to use. A SQLite database is upgraded at once.
 
     Raises:
-        ServiceError: a Postgres database has another revision, a newer agentrl or another program wrote the database, or it
-            does not answer.
+        ServiceError: the database does not answer; it was written by a newer agentrl or by another program; or it is a
+            Postgres database of another revision.
     """
     database = Database(url)
     with database.read() as tx:

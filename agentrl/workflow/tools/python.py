@@ -88,7 +88,7 @@ class CodeTool(Tool):
 
     def _run_program(self, arguments: Mapping[str, Any]) -> CodeResult:
         if self.keeps:
-            raise ConfigError(f"The tool {self.name!r} needs an episode, and there is none.", "Take python.")
+            raise ConfigError(f"The tool {self.name!r} needs an episode, and there is none.", "Use the tool python instead.")
         return sandbox().run(self._program(arguments), limits=self.limits)
 
     def _program(self, arguments: Mapping[str, Any]) -> str:

@@ -245,7 +245,7 @@ def importance_weights(
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Return the KL estimate logprobs - reference: unbiased, of high variance, possibly negative; (B, T) in and out.
+    """Return the KL estimate `logprobs - reference`, (B, T). It is unbiased, has high variance and may be negative.
 
     Its expected gradient is 0, so it is of use only in rewards.
     """

@@ -156,8 +156,8 @@ class Objective(Generic[T]):
         rows: a function that returns an example's rows.
         weight: a function that returns an example's weight. A batch's loss is the sum over its examples, divided by the sum of
             their weights.
-        terms: a function from examples, and the summed logprobs of each example's rows (rows,) in nats, to sums over these
-            examples. The first of them, `loss`, carries the gradient.
+        terms: a function of two arguments: the examples, and for each example a tensor (rows,) with the summed logprob of
+            each of its rows, in nats. It returns sums over these examples by name; the first, `loss`, carries the gradient.
         temperature: the divisor of the logits.
     """
 

@@ -231,7 +231,7 @@ def _load_existing(model: str, config: ModelConfig | None, device: str, threads:
 
 
 def demonstrations(dataset: Dataset | Sequence[Demonstration], limit: int | None, seed: int) -> Iterator[Demonstration | None]:
-    """Return an iterator over the first `most` demonstrations, in the form of an episode of the dataset's env.
+    """Return an iterator over the first `limit` demonstrations, each in the form of an episode of the dataset's env.
 
     A task without a demonstration gives None.
 
@@ -278,7 +278,7 @@ def segments_of(chat: Chat, demonstration: Demonstration) -> Segments:
         else:
             ids, reason = chat.opening(heard, demonstration.tools), ""
         if ids is None:
-            raise DatasetError(f"A demonstration cannot be one row of tokens: {reason}.")
+            raise DatasetError(f"This demonstration cannot be written as one row of tokens: {reason}.")
         segments += [(ids, False), (chat.turn(message, demonstration.tools), True)]
         heard = []
     return segments

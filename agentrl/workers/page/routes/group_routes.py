@@ -54,7 +54,7 @@ class PartingAt(BaseModel):
 
 
 class Branch(BaseModel):
-    """Tokens from `from_token` to before `to_token` that all of these episodes share, including everything before."""
+    """The tokens `from_token` to `to_token` - 1. All of these episodes have them in common, and every earlier token."""
 
     from_token: int
     to_token: int

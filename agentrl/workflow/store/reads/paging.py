@@ -95,7 +95,8 @@ def select_page(
         paging: the page to return.
         orders: the names by which the list can be sorted -> the columns.
         own: the name of the list's default order.
-        table: the table in which the page's ids are found, without joins for skipped rows; empty for the view itself.
+        table: the table in which the page's ids are looked up, so that the view's joins do not run for skipped rows; empty:
+            they are looked up in the view.
 
     Raises:
         ConfigError: there is no such order, the size is out of bounds, or the cursor is not one of this list.

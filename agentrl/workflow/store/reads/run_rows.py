@@ -114,7 +114,7 @@ SAME_WORK = (
 
 @sql_read_transaction
 def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> tuple[str, list[float]] | None:
-    """Find the newest of the last 50 training runs with the same model and SAME_WORK keys.
+    """Find, among the last 50 training runs, the newest with this model and the same values of the keys SAME_WORK.
 
     Return its name and the durations of its last 20 done iterations, in seconds; None if there is no such run.
 
@@ -205,13 +205,17 @@ def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
-    """Return figures that may explain equal rewards: of the run's done episodes in done iterations from the number `since`
-    (from 1) on.
+    """Return figures that may explain why all rewards are equal.
+
+    They cover the run's done episodes in its done iterations, starting at iteration `since` (counted from 1).
 
     Returns:
-        episodes: their number; called: the number with a call that could be parsed; unreadable: the number with a call that
-            could not; parts: each part of the reward as `part`, `least` and `most`; example: `id` and `final_answer` of the
-            newest; algorithm: the run's algorithm.
+        episodes: the number of these episodes.
+        called: the number of episodes with a call that could be parsed.
+        unreadable: the number of episodes with a call that could not be parsed.
+        parts: each part of the reward, as `part`, `least` and `most`.
+        example: `id` and `final_answer` of the newest episode.
+        algorithm: the run's algorithm.
     """
     chosen = """
         FROM episodes e JOIN iterations i ON i.id = e.iteration_id

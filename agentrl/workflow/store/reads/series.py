@@ -35,8 +35,9 @@ KIND = "series"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Partial sums of some rows: `iteration`, and `count`, `sum`, `min` and `max` of the finite values. `next` is the cursor of
-    the next window; empty after the last.
+    """Aggregates of some rows, one entry per `iteration`: `count`, `sum`, `min` and `max` of the finite values.
+
+    `next` is the cursor of the next window; empty after the last.
     """
 
     rows: Sequence[Mapping[str, Any]]
