@@ -129,8 +129,8 @@ def console(stderr: bool = False) -> Any:
 
 
 def format_interval(measures: Mapping[str, Any]) -> str:
-    """Return an interval such as `95% Wilson [0.15, 0.85]`, from `low` to `high`. Older evaluations do not record the
-    method.
+    """Return an interval such as `95% Wilson [0.15, 0.85]`, from `low` to `high`. Older evaluations do not record
+    the method (here Wilson); it is then left out.
     """
     whose = f"{measures['interval_by']} " if measures["interval_by"] else ""
     return f"95% {whose}[{cell(measures['low'])}, {cell(measures['high'])}]"

@@ -20,7 +20,7 @@ def torch_facts(device: str) -> dict[str, Any]:
     """Return torch's version, its threads, the GPUs, the CPU, and the facts of the device that models use (see
     `_device_facts`).
 
-    The key `lacking` has, for each dtype that the sampler can pack on a CPU, why this CPU cannot pack it; empty if it can.
+    The key `lacking` maps each dtype that needs packing to the reason why this CPU cannot pack it; empty if it can.
     """
     import torch
 

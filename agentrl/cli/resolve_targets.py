@@ -214,7 +214,7 @@ def is_stored_policy(text: str) -> bool:
 
 
 def find_stored_start(policy: str | None) -> tuple[Any, Any]:
-    """Return the database, and the run's policy to start from; None to start from the policy of the stored episodes.
+    """Return the database and the run's policy to start from; the policy is None if training starts from that of the episodes.
 
     Raises:
         NotFoundError: there is no database yet, or no such run.

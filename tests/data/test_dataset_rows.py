@@ -339,7 +339,7 @@ def test_answer_list_becomes_reference_and_aliases(tmp_path: Path) -> None:
     rows = [{"question": "a", "answer": answer, "aliases": []} for answer in ([], ["a", "b"], [["a"]], ["a", None])]
     said = refusal(write(tmp_path / "bad.jsonl", rows))
     assert "line 1: 'answer' is an empty list" in said
-    assert "line 2: 'answer' is a list, and 'aliases' is there too" in said
+    assert "line 2: 'answer' is a list, so the row may not have 'aliases' as well" in said
     assert "line 3: 'answer' must be text, not a list" in said
 
 

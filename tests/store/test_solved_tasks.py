@@ -39,7 +39,7 @@ def test_choose_by_difficulty_keeps_sometimes_solved_tasks(database: Database) -
     chosen = choose_by_difficulty(database, asked, tasks)
     assert set(map(repr, chosen.tasks)) == {repr(solved), repr(tasks[2])}, "what was never sampled is kept"
     assert "2 of 3 tasks are kept, 1 of them without a stored episode; 1 are solved more rarely, 0 more" in chosen.remarks[0]
-    with pytest.raises(DatasetError, match="Widen it"):
+    with pytest.raises(DatasetError, match="solved in"):
         choose_by_difficulty(database, DatasetConfig(keep_solved="0.8..0.9"), tasks[:2])
     ordered = choose_by_difficulty(database, DatasetConfig(order="easy_first"), tasks)
     assert (len(ordered.tasks), ordered.difficulties) == (3, {solved.content_hash: 0.5, never.content_hash: 1.0})

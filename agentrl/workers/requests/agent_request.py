@@ -49,7 +49,7 @@ def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
     silent = [task.key for task in tasks if not task.messages]
     if silent:
         some = f"{len(silent)} of {len(tasks)} tasks of {experiment.config.dataset.name!r}"
-        raise DatasetError(f"{some} have no messages, the first is {silent[0]!r:.80}: an agent gets nothing else.")
+        raise DatasetError(f"{some} have no messages (the first is {silent[0]!r:.80}). An agent receives only messages.")
     if experiment.weights or gives_rewards(experiment.env) or experiment.config.hooks:
         return experiment.config
     return experiment.config.model_copy(update={"agent": agent.model_copy(update={"own_rewards": True})})

@@ -50,7 +50,10 @@ def choose_by_difficulty(db: Database | None, config: DatasetConfig, tasks: Sequ
     low, high = solved_range(config.keep_solved)
     chosen_tasks = tuple(task for task in tasks if low <= shares.get(task.content_hash, low) <= high)
     if not chosen_tasks:
-        raise DatasetError(f"No task of {config.name!r} was solved in {config.keep_solved} of its episodes.", "Widen it.")
+        raise DatasetError(
+            f"No task of {config.name!r} was solved in {config.keep_solved} of its episodes.",
+            "Widen the range of --keep-solved.",
+        )
     rarely, often = (sum(share < low for share in shares.values()), sum(share > high for share in shares.values()))
     remark = (
         f"keep_solved {config.keep_solved}: {len(chosen_tasks)} of {len(tasks)} tasks are kept, {len(tasks) - len(shares)} of "

@@ -301,9 +301,8 @@ def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], 
         ids += step.sampled_ids
     vocabulary = policy.vocabulary
     if not 0 <= min(ids) <= max(ids) < vocabulary:
-        raise ModelError(
-            f"The record has a token outside of the model's {vocabulary}: {max(ids) if min(ids) >= 0 else min(ids)}."
-        )
+        outside = max(ids) if min(ids) >= 0 else min(ids)
+        raise ModelError(f"Token {outside} of the record is outside of the model's vocabulary of {vocabulary} tokens.")
     return ids, places
 
 

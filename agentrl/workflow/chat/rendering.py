@@ -156,7 +156,7 @@ class Chat:
             opens a new training row with `opening` of all messages.
 
         Raises:
-            ModelError, TooLong: as of `opening`.
+            ModelError, TooLong: in the same cases as `opening`.
         """
         before = self._prefix(tools, options)
         conversation = [_PROBE_QUESTION, _PROBE_ANSWER, *messages]

@@ -308,7 +308,7 @@ def _is_folder(files: Any) -> bool:
 
 
 def host_trouble(path: str, error: Exception) -> ConfigError | ServiceError | None:
-    """Return the exception for a host that may not read or write, or whose disk is full; None for other errors."""
+    """Return the exception to raise if this host has no permission to read or write, or its disk is full; else None."""
     found = error.errno if isinstance(error, OSError) else None
     if isinstance(error, PermissionError) or found in _DENIED_ERRNOS:
         said = f"The checkpoint {path!r} cannot be read by this host ({socket.gethostname()}): {_words(error)}."

@@ -102,7 +102,7 @@ def split_mixture(name: str) -> dict[str, float | None]:
         except ValueError:
             value = math.nan
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{weight!r} is not a weight of the dataset {part!r}.", "Write --dataset A=0.7,B=0.3")
+            raise ConfigError(f"{weight!r} is not a valid weight of the dataset {part!r}.", "Write --dataset A=0.7,B=0.3")
         part = part if separator else weight
         if not part or part in parts:
             raise ConfigError(f"--dataset {name!r:.200} names {part!r} twice." if part else f"--dataset {name!r} lacks a name.")

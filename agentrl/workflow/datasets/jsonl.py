@@ -203,7 +203,7 @@ def _first_answer(name: str, answers: list[Any], metadata: Mapping[str, Any]) ->
     if not answers:
         raise ValueError(f"{name!r} is an empty list")
     if len(answers) > 1 and "aliases" in metadata:
-        raise ValueError(f"{name!r} is a list, and 'aliases' is there too")
+        raise ValueError(f"{name!r} is a list, so the row may not have 'aliases' as well")
     others = [_reference(f"{name}[{number}]", answer) for number, answer in enumerate(answers[1:], start=1)]
     return answers[0], {**metadata, "aliases": others} if others else dict(metadata)
 

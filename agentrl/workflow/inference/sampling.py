@@ -25,13 +25,13 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
     """Draw one token per row by inverse CDF over float32 probabilities, in vocabulary order.
 
     Probabilities are first summed by blocks of the vocabulary, and then inside the block that contains the draw. So only one
-    pass writes a tensor as large as the logits, and none of them in float64.
+    tensor as large as the logits is written, and none in float64.
 
     Args:
         logits: (N, V); float64 is kept, other types are computed in float32.
         uniforms: (N,) float64 in [0, 1).
         temperature: a number, or (N,).
-        floor: (N,), the least logit, divided by the temperature, that may be drawn (see `lowest_logit`).
+        floor: (N,), the lowest logit that may be drawn, already divided by the temperature (see `lowest_logit`).
 
     Returns:
         ids (N,) int64, never one of probability 0, and their logprobs (N,) float32 over the whole vocabulary. A row with a NaN

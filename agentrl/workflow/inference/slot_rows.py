@@ -56,7 +56,9 @@ class SlotRows:
                     self._slots.wipe(slot)
 
     def resume(self, first: int, rows: Sequence[tuple[SlotStates, Tokens]]) -> None:
-        """Put the kept rows back and read the tokens since, fewest first."""
+        """Put the kept rows back, then read the tokens that each got since it was kept; rows with the fewest such tokens
+        come first.
+        """
         for slot, (states, _) in enumerate(rows, start=first):
             self._slots.put(states, slot)
         for start, count in _chunks([len(tokens) for _, tokens in rows], padded=self.rewinds):

@@ -71,7 +71,7 @@ def _act(action: str, where: str) -> None:
         case "sleep":
             _stand_still(float(os.environ.get("AGENTRL_FAULT_SLEEP", "5")))
         case _:
-            raise ValueError(f"AGENTRL_FAULT asks for {action!r}: kill, raise or sleep.")
+            raise ValueError(f"AGENTRL_FAULT names the unknown action {action!r}. Use kill, raise or sleep.")
 
 
 def _stand_still(seconds: float) -> None:

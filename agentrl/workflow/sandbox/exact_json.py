@@ -179,7 +179,7 @@ def _deque(items: list[Any]) -> Any:
 
 def _type(name: str) -> type:
     if name not in _TYPES:
-        raise ValueError(f"{name!r:.40} is no type that has a name here")
+        raise ValueError(f"{name!r:.40} is not the name of a known type")
     return _TYPES[name]
 
 

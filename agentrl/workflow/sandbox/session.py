@@ -144,7 +144,10 @@ class CellSession:
         if changed := [name for name in fixed if getattr(limits, name) != getattr(self._limits, name)]:
             raise ConfigError(f"A cell's {changed[0]} differs from its session's.", "Open the session with that limit.")
         if limits.cpu_seconds > self._limits.cpu_seconds:
-            raise ConfigError("A cell's cpu_seconds are more than its session's.", "Open the session with as many.")
+            raise ConfigError(
+                "A cell's cpu_seconds are more than its session's.",
+                "Open the session with at least the cpu_seconds of the cell.",
+            )
         with self._lock, self._turns.hold():
             if not self.alive:
                 return CodeResult("killed", ENDED_TEXT, None, 0.0, 0.0, self._kind)

@@ -122,8 +122,8 @@ def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, se
         claim: the name of the lost claim, which starts with its worker's `host:pid`.
         what: the claimed work, in words.
         heir: the name of the new claim.
-        seen_ms: when the lost worker last renewed its lease, in ms since 1970. Older loss events belong to another process: a
-            process that restarts in a container has the same name and pid as the one before.
+        seen_ms: when the lost worker last renewed its lease, in ms since 1970. A loss event from before that time is about an
+            earlier process with the same name and pid (a container restarts with both), so it does not count.
     """
     worker, events = claim.partition("/")[0], schema.events.c
     seen = datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=seen_ms - 1000)  # SQLite's events have whole seconds

@@ -91,7 +91,7 @@ def open_database(url: str) -> Database:
 
 
 def check_revision(revision: str | None) -> None:
-    """Check that this code has the migrations from a database's revision on.
+    """Check that this code can upgrade a database of this revision.
 
     Raises:
         ServiceError: the database is older than the first migration.

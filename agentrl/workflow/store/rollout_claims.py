@@ -249,7 +249,7 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
 
 @transaction
 def note_code(tx: Connection, run_id: int, code_hash: str) -> None:
-    """Write an event, once, that the code of the run's rewards differs from the code at submission."""
+    """Record once, as an event, that the code of the run's rewards differs from the code at submission."""
     tx.execute(
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # so that of two at once one sees the other

@@ -67,7 +67,7 @@ def find_stored_policy(db: Queryable, run: str, version: Version) -> PolicyRef:
 
     Raises:
         NotFoundError: there is no such run or version.
-        CheckpointError: its weights were collected.
+        CheckpointError: `agentrl gc` or `--save-every` has removed its weights.
     """
     row = find_policy(db, run, version)
     return PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"])
@@ -79,7 +79,7 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
 
     Raises:
         NotFoundError: there is no such run or version.
-        CheckpointError: its weights were collected.
+        CheckpointError: `agentrl gc` or `--save-every` has removed its weights.
     """
     row = find_run(tx, run)
     version = _require_best_version(tx, row) if version == "best" else version

@@ -44,7 +44,7 @@ class _ViewType(ABCMeta):
 
 
 class ViewRow(Mapping[str, Any], metaclass=_ViewType):
-    """A row of a view: frozen, with an attribute for each column, and a mapping of column to value.
+    """A frozen row of a view. It has an attribute for each column, and is itself a mapping of column to value.
 
     A subclass declares a view: `class RunRow(ViewRow, view="v_runs", source="runs r")`. The view selects the columns from its
     source; from several sources it has the rows of all. The docstring is the view's meaning.

@@ -248,7 +248,7 @@ def failure(tool: Tool, error: BaseException) -> ToolResult:
 def run_within(tool: Tool, run: Callable[[], ToolResult], seconds: float | None) -> ToolResult:
     """Run a call in a thread of its own, and return its result; errors become a result that the model reads.
 
-    The thread keeps a call that never ends from blocking anything else.
+    In a thread of its own, a call that never ends blocks nothing else.
 
     Args:
         run: runs the tool.

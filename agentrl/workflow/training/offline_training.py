@@ -226,7 +226,8 @@ def training_key(learner: Learner, recipe: Recipe, source: Mapping[str, Any], ex
 def split_examples(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
     """Return the examples to learn and those to hold out.
 
-    The latter are that share, but each list has at least one example. With share 0 none are held out.
+    The second list has `share` of the examples. If `share` is above 0, each list has at least one; if it is 0, none are
+    held out.
     """
     if not share:
         return list(examples), []

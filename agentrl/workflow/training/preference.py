@@ -117,7 +117,9 @@ def dpo(
         (ids, PreferencePair(*rows)) for ids, rows in zip(pairs, zip(chosen, rejected, strict=True), strict=True) if all(rows)
     ]
     if not both:
-        raise StateError(f"In none of {len(pairs)} pairs both episodes sampled anything to learn from.", "agentrl episodes RUN")
+        raise StateError(
+            f"Each of the {len(pairs)} pairs has an episode that sampled nothing to learn from.", "agentrl episodes RUN"
+        )
     recipe = recipe or recipe_for(len(both), PASSES, 1e-4)
     check_optimizer(recipe.optimizer, pick_device(device))
     learner = load_learner(start, device, threads)

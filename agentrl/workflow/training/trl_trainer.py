@@ -185,7 +185,7 @@ class TrlTrainer(Trainer):
 
 
 def select_whole_groups(groups: Sequence[Group], size: int) -> tuple[list[Group], dict[int, str]]:
-    """Return the groups in which every episode can train and is one row, and why others are dropped, by slot."""
+    """Return the groups whose episodes can all train and have one row each; and, by slot, why each other group is dropped."""
     chosen, dropped = select_groups(groups, needs_group=True)
     whole_groups = []
     for group in chosen:

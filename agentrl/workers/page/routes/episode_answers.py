@@ -92,7 +92,7 @@ class TurnAnswer(ShownRow):
     `messages`: the messages that are new in its prompt, without those that repeat the result of a call. `shared_messages`: for
     the first turn of a chain that begins inside another chain, the number of messages that it shares. `equal`: the number of
     turns with the same tokens, if there are several. `inherited`: the turn was taken from the parent of a fork. `trains`:
-    updates that use the episode train on the turn.
+    an update of this episode also trains on this turn.
     """
 
     step: int

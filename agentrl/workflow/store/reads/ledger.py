@@ -40,7 +40,7 @@ def count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
 
 @sql_read_transaction
 def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = WINDOW_EPISODES) -> list[dict[str, Any]]:
-    """Return the counts of `count_fates` for the iterations after the number `after`, from 1.
+    """Return the counts of `count_fates` for the iterations with a number above `after`; iterations are counted from 1.
 
     Args:
         size: the maximum number of iterations.

@@ -201,7 +201,9 @@ def _check_harmless(connection: "psycopg.Connection[tuple[Any, ...]]") -> None:
     row = connection.execute(writes).fetchone()
     connection.rollback()
     if row is not None and row[0]:
-        raise AccessDenied("The reader login may write.", "Set AGENTRL_DATABASE_READER_URL to a login that may only SELECT.")
+        raise AccessDenied(
+            "The reader login has the right to write.", "Set AGENTRL_DATABASE_READER_URL to a login that may only SELECT."
+        )
 
 
 if __name__ == "__main__":
