@@ -183,9 +183,9 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
 
 def _run_update(trainer: Trainer, work: IterationWork) -> Update:
     """Run the update on the iteration's groups, or on those that dynamic sampling chooses."""
-    if not work.wanted:
+    if not work.max_groups:
         return trainer.update(work.groups, work.number)
-    chosen, left_out = choose_groups(work.groups, work.wanted)
+    chosen, left_out = choose_groups(work.groups, work.max_groups)
     update = trainer.update(chosen, work.number) if chosen else Update(skipped="no group has variance")
     return replace(update, dropped={**left_out, **update.dropped})
 
@@ -214,7 +214,7 @@ def _repeat_update(
 ) -> None:
     """Repeat the update that made the broken checkpoint, into a folder of its own."""
     source = replace(work, number=rebuild.broken.version - 1, policy=rebuild.start, groups=rebuild.groups)
-    source = replace(source, wanted=rebuild.wanted)
+    source = replace(source, max_groups=rebuild.max_groups)
     try:
         trainer = _load_trainer(source, experiment, loaded)
     except CheckpointError as error:
