@@ -73,8 +73,8 @@ def _train_claimed(work: IterationWork) -> None:
             write_when_possible(partial(_fail_run, work, failure))
         else:
             log.exception("%s: iteration %d was not trained", work.run, work.iteration)
-            said, attempts = f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"]
-            train_claims.fail_update(database(), work, said, attempts)
+            message, attempts = f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"]
+            train_claims.fail_update(database(), work, message, attempts)
         _notify_end(work)
     else:
         _send_next(work, published)
@@ -96,14 +96,14 @@ def _notify_end(work: IterationWork) -> None:
         log.exception("%s: a hook failed at the end", work.run)
 
 
-def _dispatch_more_groups(made: MoreGroupsPlanned) -> None:
+def _dispatch_more_groups(plan: MoreGroupsPlanned) -> None:
     log.info(
-        "iteration %d: %d of %d groups have variance, sampling %d more", made.iteration, made.varied, made.groups, made.more
+        "iteration %d: %d of %d groups have variance, sampling %d more", plan.iteration, plan.varied, plan.groups, plan.more
     )
     try:
-        dispatch(database(), made.iteration)
+        dispatch(database(), plan.iteration)
     except ServiceError as error:
-        log.warning("the control loop will send the added groups of iteration %d: %s", made.iteration, error)
+        log.warning("the control loop will send the added groups of iteration %d: %s", plan.iteration, error)
     else:
         faultpoint("sampled_on.end")
 
@@ -252,8 +252,8 @@ def _fail_run(work: IterationWork, error: Exception) -> None:
 def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedModel) -> Trainer:
     """Load the trainer with exactly the state that this update starts from."""
     path, part = work.policy.path, _checkpoint_part(work, work.policy.path)
-    wanted = (work.run_id, path)
-    if loaded.trainer is None or loaded.trainer_holds != wanted:
+    key = (work.run_id, path)
+    if loaded.trainer is None or loaded.trainer_holds != key:
         loaded.trainer, loaded.trainer_holds = None, None  # the trainer holds no state until one is loaded whole
         trainer = trainers.start(experiment.trainer, loaded.policy, experiment.config, work.iterations)
         with loaded.policy.training() as module:
