@@ -139,7 +139,7 @@ def _find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last
     claims = select(schema.iterations.c.number, schema.iterations.c.train_token)
     open_ones = tx.execute(claims.where(schema.iterations.c.run_id == run_id, schema.iterations.c.status.in_(OPEN)))
     needs = Needs(
-        named={_checkpoint_name(path) for path in paths if path not in unneeded},
+        referenced={_checkpoint_name(path) for path in paths if path not in unneeded},
         collected={_checkpoint_name(path) for path in (*gone, *unneeded)},
         resumable={_checkpoint_name(path) for path in mine[:restartable]},
         claims={(row.number, row.train_token) for row in open_ones},
