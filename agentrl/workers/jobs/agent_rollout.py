@@ -601,7 +601,7 @@ class AgentRecords:
             request=request,
             shared_messages=draft.shared_messages,
             beside=first,
-            shown={} if first else conversation.shown(turn.ask),
+            earlier_results={} if first else conversation.shown(turn.ask),
         )
 
 

@@ -97,7 +97,7 @@ class EpisodeRecorder:
         for record, step in zip(records, committed, strict=True):
             number = record.episode
             if number in self.episodes and step.index == len(self.episodes[number].steps):
-                self._show_results(number, record.shown)
+                self._show_results(number, record.earlier_results)
                 self._add_step(number, step)
         self._report_going_on()
         return committed

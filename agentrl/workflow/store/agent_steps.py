@@ -137,7 +137,7 @@ def _show_results(tx: Connection, record: StepRecord, held: HeldEpisodes) -> Non
     now = datetime.now(UTC)
     key = {"of_episode": record.episode, "of_attempt": held.attempts[record.episode]}
     steps = set[int]()
-    for (step, call), result in record.shown.items():
+    for (step, call), result in record.earlier_results.items():
         values = {"status": "done", "result": storable(result), "finished_at": now}
         if _SHOW_RESULT.run(tx, {**key, "of_step": step, "of_call": call, **values}):
             steps.add(step)
