@@ -61,9 +61,9 @@ def error_of(code: int, text: str) -> AgentRLError:
 
 
 def _kinds(kind: type[AgentRLError]) -> Iterator[type[AgentRLError]]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from _kinds(each)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _kinds(subclass)
 
 
 def follow(place: StoreLocation, run: Run) -> None:
@@ -96,8 +96,8 @@ def _growing_curve(run: Run) -> Iterator[Callable[[], None]]:
     if shell is None or not hasattr(shell.get_ipython(), "kernel"):
         yield lambda: None
         return
-    shown = import_module("IPython.display").display(run.curve(), display_id=True)
+    display = import_module("IPython.display").display(run.curve(), display_id=True)
     try:
-        yield lambda: shown.update(run.curve())
+        yield lambda: display.update(run.curve())
     finally:
-        shown.update(run.curve())
+        display.update(run.curve())

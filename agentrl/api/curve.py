@@ -53,25 +53,25 @@ class Curve:
         return pandas.DataFrame(values, index=pandas.Index(self.iterations, name="iteration"), dtype="float64")
 
     def __repr__(self) -> str:
-        known = [reward for reward in self.rewards if reward is not None]
-        if not known:
+        rewards = [reward for reward in self.rewards if reward is not None]
+        if not rewards:
             return f"<curve of {self.run}: no iteration has ended>"
-        low, high = min(known), max(known)
-        points = _thinned(known, 40)
+        low, high = min(rewards), max(rewards)
+        points = _thinned(rewards, 40)
         levels = (round((len(BLOCKS) - 1) * (point - low) / (high - low)) if high > low else 0 for point in points)
         line = "".join(BLOCKS[level] for level in levels)
-        return f"<curve of {self.run}: {known[0]:.3f} {line} {known[-1]:.3f}, {len(self)} iterations>"
+        return f"<curve of {self.run}: {rewards[0]:.3f} {line} {rewards[-1]:.3f}, {len(self)} iterations>"
 
     def _repr_html_(self) -> str:
-        named = (("reward", self.rewards, "#1f77b4"), ("held out", self.evals, "#d62728"))
-        values = [value for _, column, _ in named for value in column if value is not None]
+        columns = (("reward", self.rewards, "#1f77b4"), ("held out", self.evals, "#d62728"))
+        values = [value for _, column, _ in columns for value in column if value is not None]
         if not values:
             return f"<p>{html.text(repr(self))}</p>"
         low, high = min(values), max(values)
-        lines = "".join(_line(self.iterations, column, low, high, color) for _, column, color in named)
+        lines = "".join(_line(self.iterations, column, low, high, color) for _, column, color in columns)
         legend = "".join(
             f"<tspan fill='{color}' dx='12'>{name}</tspan>"
-            for name, column, color in named
+            for name, column, color in columns
             if any(value is not None for value in column)
         )
         return (
@@ -85,19 +85,19 @@ class Curve:
 
 
 def _line(iterations: Sequence[int], values: Sequence[float | None], low: float, high: float, color: str) -> str:
-    known = [(at, value) for at, value in zip(iterations, values, strict=True) if value is not None]
-    if not known:
+    points = [(at, value) for at, value in zip(iterations, values, strict=True) if value is not None]
+    if not points:
         return ""
-    step = max(1, len(known) // MAX_POINTS)
+    step = max(1, len(points) // MAX_POINTS)
     first, last = iterations[0], iterations[-1]
     placed = " ".join(
         f"{MARGIN + (WIDTH - 2 * MARGIN) * (at - first) / max(1, last - first):.1f},"
         f"{HEIGHT - 20 - (HEIGHT - 50) * (value - low) / ((high - low) or 1.0):.1f}"
-        for at, value in [*known[::step], known[-1]]
+        for at, value in [*points[::step], points[-1]]
     )
     dots = "".join(f"<circle cx='{x}' cy='{y}' r='2' fill='{color}'/>" for x, y in (one.split(",") for one in placed.split()))
-    return f"<polyline points='{placed}' fill='none' stroke='{color}' stroke-width='1.5'/>{dots if len(known) < 60 else ''}"
+    return f"<polyline points='{placed}' fill='none' stroke='{color}' stroke-width='1.5'/>{dots if len(points) < 60 else ''}"
 
 
-def _thinned(values: Sequence[float], most: int) -> Sequence[float]:
-    return values if len(values) <= most else [values[len(values) * n // most] for n in range(most)]
+def _thinned(values: Sequence[float], max_points: int) -> Sequence[float]:
+    return values if len(values) <= max_points else [values[len(values) * n // max_points] for n in range(max_points)]

@@ -62,11 +62,11 @@ def _read(dataset: Any, what: str) -> Iterator[Any]:
         except StopIteration:
             return
         except Exception as error:
-            said = f"The {what}_dataset raised after {number} rows: {type(error).__name__}: {error}."
-            raise DatasetError(said, "Nothing was submitted. Fix the dataset, and pass it again.") from error
+            message = f"The {what}_dataset raised after {number} rows: {type(error).__name__}: {error}."
+            raise DatasetError(message, "Nothing was submitted. Fix the dataset, and pass it again.") from error
         if number == MAX_ROWS:
-            said = f"The {what}_dataset has more than {MAX_ROWS} rows."
-            raise DatasetError(said, "Pass fewer rows: itertools.islice(rows, 1000).")
+            message = f"The {what}_dataset has more than {MAX_ROWS} rows."
+            raise DatasetError(message, "Pass fewer rows: itertools.islice(rows, 1000).")
         number += 1
         yield row
 
@@ -75,9 +75,9 @@ def _rows(dataset: Any) -> Iterable[Any]:
     if hasattr(dataset, "to_dict") and hasattr(dataset, "columns"):  # a DataFrame
         return list(dataset.to_dict("records"))
     if isinstance(dataset, Mapping) or not isinstance(dataset, Iterable):
-        said = f"A dataset is a name, a path, or rows, not {type(dataset).__name__!r}"
+        message = f"A dataset is a name, a path, or rows, not {type(dataset).__name__!r}"
         splits = f", of which it has several: {', '.join(map(str, islice(dataset, 8)))}" if isinstance(dataset, Mapping) else ""
-        raise DatasetError(f"{said}{splits}.", EXAMPLE)
+        raise DatasetError(f"{message}{splits}.", EXAMPLE)
     return dataset
 
 

@@ -93,8 +93,8 @@ class Trial:
             if parts:
                 reward = (episode.reward or 0.0) + sum(parts.values())
                 episode = replace(episode, rewards={**episode.rewards, **parts}, reward=reward)
-        shown = ", ".join(f"{name} {cell(value)}" for name, value in episode.rewards.items())
-        _print(f"{episode.stop_reason}: reward {cell(episode.reward)}{f' ({shown})' if shown else ''}\n")
+        parts_text = ", ".join(f"{name} {cell(value)}" for name, value in episode.rewards.items())
+        _print(f"{episode.stop_reason}: reward {cell(episode.reward)}{f' ({parts_text})' if parts_text else ''}\n")
         return episode
 
     def _loop(self, policy: OpenPolicy) -> Callable[[Task], Episode]:

@@ -75,9 +75,11 @@ class StoredEpisode:
                 f"<div>call <b>{html.text(call.name)}</b>{html.pre(json.dumps(dict(call.arguments), ensure_ascii=False))}</div>"
                 for call in message.tool_calls[:SHOWN_CALLS]
             ]
-        for each in self.annotations[:SHOWN_CALLS]:
-            said = json.dumps(dict(each.data), ensure_ascii=False)
-            parts.append(f"<div>{html.text(f'{each.source} said: {each.kind} {each.name}')}{html.pre(said)}</div>")
+        for annotation in self.annotations[:SHOWN_CALLS]:
+            data = json.dumps(dict(annotation.data), ensure_ascii=False)
+            parts.append(
+                f"<div>{html.text(f'{annotation.source} said: {annotation.kind} {annotation.name}')}{html.pre(data)}</div>"
+            )
         for name, earned in self.rewards.items():
             parts.append(html.table(["reward set", *earned], [[name, *earned.values()]]))
         return "".join(parts)
@@ -134,13 +136,13 @@ def find(db: Reader, number: int) -> StoredEpisode:
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages in the format of the chat API. The arguments of calls are JSON text."""
-    found = []
+    rows = []
     for message in messages:
         row = message_row(message)
         for call in row.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _last_line(episode: Episode) -> Sequence[Message]:

@@ -10,16 +10,16 @@ MAX_CHARS = 2000
 CELL_CHARS = 120
 
 
-def text(value: object, most: int = MAX_CHARS) -> str:
-    """Return a value as escaped HTML text of at most `most` characters."""
+def text(value: object, max_chars: int = MAX_CHARS) -> str:
+    """Return a value as escaped HTML text of at most `max_chars` characters."""
     if isinstance(value, float):
-        said = f"{value:.4g}"
+        content = f"{value:.4g}"
     elif isinstance(value, datetime):
-        said = f"{value:%Y-%m-%d %H:%M:%S}"
+        content = f"{value:%Y-%m-%d %H:%M:%S}"
     else:
-        said = "" if value is None else str(value)
-    said = "".join(char if char.isprintable() or char in "\n\t" else "�" for char in said[: most + 1])
-    return escape(said[:most] + ("…" if len(said) > most else ""))
+        content = "" if value is None else str(value)
+    content = "".join(char if char.isprintable() or char in "\n\t" else "�" for char in content[: max_chars + 1])
+    return escape(content[:max_chars] + ("…" if len(content) > max_chars else ""))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], more: bool = False) -> str:

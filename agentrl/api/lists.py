@@ -120,14 +120,14 @@ class Table:
 def _arrow_type(hint: Any) -> "pyarrow.DataType":
     import pyarrow
 
-    (kind,) = [each for each in (get_args(hint) or (hint,)) if each is not type(None)] or [str]
-    known: Mapping[Any, pyarrow.DataType] = {
+    (kind,) = [member for member in (get_args(hint) or (hint,)) if member is not type(None)] or [str]
+    arrow_types: Mapping[Any, pyarrow.DataType] = {
         bool: pyarrow.bool_(),
         int: pyarrow.int64(),
         float: pyarrow.float64(),
         datetime: pyarrow.timestamp("us", tz="UTC"),
     }
-    return known.get(kind, pyarrow.string())
+    return arrow_types.get(kind, pyarrow.string())
 
 
 def _plain(row: ViewRow) -> dict[str, Any]:

@@ -109,7 +109,9 @@ class RolloutWorker:
                         results = tuple(
                             self._call(notebook, step, index, call) for index, call in enumerate(step.message.tool_calls)
                         )
-                        emitted = [replace(each, step=step.index) for result in results for each in result.annotations]
+                        emitted = [
+                            replace(annotation, step=step.index) for result in results for annotation in result.annotations
+                        ]
                         episode = replace(episode, annotations=(*episode.annotations, *emitted))
                         episode = episode.with_step(replace(step, results=results))
                     case Finish(reason):
@@ -166,10 +168,10 @@ class GRPOTrainer:
         limits = {f"rollout.{name}": value for name, value in policy.limits.model_dump().items()}
         model = policy.policy.config
         config = build(limits | {f"model.{name}": value for name, value in model.model_dump().items()} | keys)
-        asked = resolve_chat(config.model, policy.policy.folder).model_dump()
+        resolved = resolve_chat(config.model, policy.policy.folder).model_dump()
         for key in keys:
             section, _, name = key.partition(".")
-            if section == "model" and asked[name] != getattr(model, name):
+            if section == "model" and resolved[name] != getattr(model, name):
                 how = f"Open it with that: GRPO(MODEL, {name}=...).open()"
                 raise ConfigError(f"{key} cannot change: the model is already open.", how)
         self._config = resolve_run(config)
@@ -199,7 +201,7 @@ class GRPOTrainer:
         done = self._trainer.update(groups, self._updates)
         if done.bad:
             raise StateError(f"The update was undone: {done.skipped}.", "Create a new trainer with a lower learning rate.")
-        rewards = [each.reward for group in groups for each in group.episodes if each.reward is not None]
+        rewards = [episode.reward for group in groups for episode in group.episodes if episode.reward is not None]
         metrics: dict[str, Any] = {"reward": sum(rewards) / max(1, len(rewards)), **done.metrics}
         if done.skipped:
             return metrics | {"skipped": done.skipped}

@@ -88,8 +88,8 @@ def path_here(value: Any, name: str, where: Settings) -> str:
     try:
         path = path_of(value, name, where, is_local=True)
     except ConfigError:
-        known = (path for path, other in _objects_here.items() if other is value)
-        path = next(known, f"{HERE}:{name}_{len(_objects_here)}")
+        paths = (path for path, other in _objects_here.items() if other is value)
+        path = next(paths, f"{HERE}:{name}_{len(_objects_here)}")
         _objects_here[path] = value
     if path.startswith((CODE_PREFIX, HERE)):
         lend(path, value)
@@ -151,8 +151,8 @@ class SourceModule:
             text = literal(attribute)
             if text is None:
                 held = _with_article(type(attribute).__name__)
-                said = f"The {kind.__name__} holds {key!r}, {held} of this process, which workers do not have."
-                raise ConfigError(said, "Create it on first use, or pass the class.")
+                message = f"The {kind.__name__} holds {key!r}, {held} of this process, which workers do not have."
+                raise ConfigError(message, "Create it on first use, or pass the class.")
             fields.append(f"{key!r}: {text}")
         lines = [f"{name} = {kind.__name__}.__new__({kind.__name__})"]
         if fields:
@@ -224,8 +224,8 @@ def _is_importable(module: str) -> bool:
     top = module.partition(".")[0]
     if top in sys.builtin_module_names or top in sys.stdlib_module_names:
         return top != MAIN
-    found = sys.modules.get(top)
-    places = list(getattr(found, "__path__", ())) or [getattr(found, "__file__", None)]
+    package = sys.modules.get(top)
+    places = list(getattr(package, "__path__", ())) or [getattr(package, "__file__", None)]
     folders = {*_import_folders(), str(Path.cwd())}
     return any(str(Path(place).absolute().parent) in folders for place in places if place)
 
@@ -357,8 +357,8 @@ def _refuse_constant(value: Any, name: str) -> None:
 
 
 def _unreachable_error(name: str, module: str) -> ConfigError:
-    said = f"{name!r} is of the module {module!r}, which workers cannot import."
-    return ConfigError(said, "Add its folder to PYTHONPATH, or start Python in its folder.")
+    message = f"{name!r} is of the module {module!r}, which workers cannot import."
+    return ConfigError(message, "Add its folder to PYTHONPATH, or start Python in its folder.")
 
 
 def _with_article(word: str) -> str:

@@ -51,8 +51,8 @@ def keys_of_file(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     if not isinstance(config, str | Path):
-        said = f"config= must be the path of a YAML file, not a {type(config).__name__}."
-        raise ConfigError(said, "Pass keys as options: Trainer(seed=1).")
+        message = f"config= must be the path of a YAML file, not a {type(config).__name__}."
+        raise ConfigError(message, "Pass keys as options: Trainer(seed=1).")
     return read_yaml(Path(config))
 
 
@@ -72,15 +72,15 @@ def _as_in_file(key: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, default=lambda other: str(other) if isinstance(other, Path) else plain(other)))
     except (TypeError, ValueError, RecursionError) as error:
-        said = f"The option {key!r} cannot be {value!r:.60}: {error}."
-        raise ConfigError(said, "Pass objects as the Trainer's agent, env, rewards, hooks or algorithm.") from error
+        message = f"The option {key!r} cannot be {value!r:.60}: {error}."
+        raise ConfigError(message, "Pass objects as the Trainer's agent, env, rewards, hooks or algorithm.") from error
 
 
-def _no_option_error(name: str, known: Collection[str]) -> ConfigError:
+def _no_option_error(name: str, options: Collection[str]) -> ConfigError:
     if name in elsewhere.OPTIONS:
         advice = elsewhere.OPTIONS[name]
         hint = f"{advice[:1].upper()}{advice[1:]}."
     else:
-        near = did_you_mean(name[:100], known)
+        near = did_you_mean(name[:100], options)
         hint = near if near.startswith("Did") else "`agentrl config show` lists them."
     return ConfigError(f"There is no option {name!r:.100}.", hint)

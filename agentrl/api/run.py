@@ -238,10 +238,10 @@ def filter_of(kind: type[Any], chosen: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: the class has no such field.
     """
-    known = kind.__dataclass_fields__
+    fields = kind.__dataclass_fields__
     for name in chosen:
-        if name not in known:
-            raise ConfigError(f"Unknown filter {name!r:.60}.", did_you_mean(name[:60], known))
+        if name not in fields:
+            raise ConfigError(f"Unknown filter {name!r:.60}.", did_you_mean(name[:60], fields))
     return kind(**chosen)
 
 

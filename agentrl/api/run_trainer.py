@@ -138,8 +138,8 @@ class Trainer:
             AgentRLError: the run cannot be trained, and why; or it stopped before its end.
         """
         if self._is_threaded and not wait:
-            said = "wait=False is impossible with threads: they train only while fit waits."
-            raise ConfigError(said, 'Leave wait out, or pass strategy="processes".')
+            message = "wait=False is impossible with threads: they train only while fit waits."
+            raise ConfigError(message, 'Leave wait out, or pass strategy="processes".')
         with self._workers():
             if self._attached is not None:
                 _refuse_new(agent, train_dataset, val_dataset, options)
@@ -289,8 +289,8 @@ class Trainer:
             if not broker:
                 raise ConfigError("A cluster needs a broker.", "Set AGENTRL_BROKER_URL to its Redis.")
             if n_runners is not None:
-                said = "n_runners has no effect on running workers."
-                raise ConfigError(said, "Leave it out, and start workers with: agentrl worker agents --concurrency N")
+                message = "n_runners has no effect on running workers."
+                raise ConfigError(message, "Leave it out, and start workers with: agentrl worker agents --concurrency N")
             return {}
         if n_runners is not None and not (type(n_runners) is int and 1 <= n_runners <= 10_000):
             raise ConfigError(f"n_runners must be an integer from 1 to 10000, not {n_runners!r:.40}.")
@@ -342,8 +342,8 @@ def _env_object(env: Any) -> Any:
     try:
         return env()
     except Exception as error:
-        said = f"Cannot create the env {env.__name__!r} without arguments: {type(error).__name__}: {error}."
-        raise ConfigError(said, "Pass an instance.") from error
+        message = f"Cannot create the env {env.__name__!r} without arguments: {type(error).__name__}: {error}."
+        raise ConfigError(message, "Pass an instance.") from error
 
 
 def _are_unanswered(train: Any, keys: Mapping[str, Any]) -> bool:
@@ -368,17 +368,17 @@ def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _listed(given: Any) -> list[Any]:
-    if given is None:
+def _listed(value: Any) -> list[Any]:
+    if value is None:
         return []
-    return list(given) if isinstance(given, list | tuple) else [given]
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _weighed(given: Any) -> Iterator[tuple[Any, float]]:
-    if isinstance(given, Mapping):
-        yield from given.items()
+def _weighed(rewards: Any) -> Iterator[tuple[Any, float]]:
+    if isinstance(rewards, Mapping):
+        yield from rewards.items()
         return
-    for reward in _listed(given):
+    for reward in _listed(rewards):
         yield (reward[0], reward[1]) if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
 
 

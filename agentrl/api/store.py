@@ -55,8 +55,8 @@ class Store:
         Raises:
             ConfigError: there is no such filter.
         """
-        asked = filter_of(RunFilter, chosen)
-        return Rows(RunRow, lambda paging: run_rows.list_runs(self._db, asked, paging), lambda row: Run(self._db, row))
+        run_filter = filter_of(RunFilter, chosen)
+        return Rows(RunRow, lambda paging: run_rows.list_runs(self._db, run_filter, paging), lambda row: Run(self._db, row))
 
     def run(self, name: "str | int | None" = None) -> Run:
         """Return a run by its name or number; by default the newest.
@@ -64,10 +64,10 @@ class Store:
         Raises:
             NotFoundError: there is no such run, or no run yet.
         """
-        found = run_rows.find_newest_run(self._db) if name is None else str(name)
-        if found is None:
+        run_name = run_rows.find_newest_run(self._db) if name is None else str(name)
+        if run_name is None:
             raise NotFoundError("There is no run yet.", "Submit one: agentrl submit --dataset gsm8k")
-        return Run(self._db, run_rows.describe_run(self._db, found))
+        return Run(self._db, run_rows.describe_run(self._db, run_name))
 
     def episodes(self, run: "str | int | None" = None, **chosen: Any) -> Episodes:
         """Return the episodes that match the filter. The run is the newest by default; see `Run.episodes`."""
@@ -191,8 +191,8 @@ class StoreLocation:
     def settings(self) -> Settings:
         """The settings of a process that uses this location."""
         names = {f"AGENTRL_{name.upper()}": name for name in Settings.model_fields}
-        given = {names[variable]: value for variable, value in self.variables.items() if variable in names}
-        return Settings.model_validate(settings().model_dump() | given)
+        overrides = {names[variable]: value for variable, value in self.variables.items() if variable in names}
+        return Settings.model_validate(settings().model_dump() | overrides)
 
     def environment(self, **more: str) -> dict[str, str]:
         """Return the environment of a process that uses this location."""
@@ -260,5 +260,5 @@ def write_once(file: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
-        said = f"Cannot write to the folder {str(file.parent)!r}: {error.strerror or error}."
-        raise ServiceError(said, "Pass another store, or set AGENTRL_HOME to a folder of yours.") from error
+        message = f"Cannot write to the folder {str(file.parent)!r}: {error.strerror or error}."
+        raise ServiceError(message, "Pass another store, or set AGENTRL_HOME to a folder of yours.") from error

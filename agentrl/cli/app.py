@@ -24,8 +24,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(print_version: bool) -> None:
+    if print_version:
         from agentrl import __version__
 
         print(__version__)

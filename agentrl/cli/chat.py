@@ -129,24 +129,24 @@ def _screen_writer(screen: Any) -> Callable[[str, str], None]:
 # commands
 
 
-def _help(loading: Loading, given: str) -> None:
+def _help(loading: Loading, argument: str) -> None:
     lines = [*((f"{name} {command.arguments}".rstrip(), command.effect) for name, command in COMMANDS.items()), *KEYS]
     width = max(len(left) for left, _ in lines)
     show_lines((f"{left.ljust(width)}  {right}", "") for left, right in lines)
 
 
-def _reset(loading: Loading, given: str) -> None:
+def _reset(loading: Loading, argument: str) -> None:
     loading.talk().reset()
     say("The conversation was deleted.")
 
 
-def _tools(loading: Loading, given: str) -> None:
+def _tools(loading: Loading, argument: str) -> None:
     talk = loading.talk()
-    if given:
-        word, _, name = given.partition(" ")
+    if argument:
+        word, _, name = argument.partition(" ")
         name = name.strip()
         if word not in ("on", "off"):
-            raise ConfigError(f"{one_line(given)!r} is not `on` or `off`.", "/tools on, /tools off calculator")
+            raise ConfigError(f"{one_line(argument)!r} is not `on` or `off`.", "/tools on, /tools off calculator")
         if name and name not in talk.tools:
             raise ConfigError(f"There is no tool {one_line(name)!r} here.", did_you_mean(name, talk.tools))
         meant = {name} if name else set(talk.tools)
@@ -155,34 +155,34 @@ def _tools(loading: Loading, given: str) -> None:
         say("This chat has no tools. Start it with --env NAME.")
     width = max(map(len, talk.tools), default=0)
     for name, tool in talk.tools.items():
-        told = one_line(tool.schema["function"]["description"], 80)
-        show_lines([(f"{'off' if name in talk.off else 'on ':3}  {name.ljust(width)}  {told}", "")])
+        description = one_line(tool.schema["function"]["description"], 80)
+        show_lines([(f"{'off' if name in talk.off else 'on ':3}  {name.ljust(width)}  {description}", "")])
 
 
-def _temperature(loading: Loading, given: str) -> None:
+def _temperature(loading: Loading, argument: str) -> None:
     policy = loading.talk().policy
-    if given:
-        policy.limits = policy.within(temperature=_parse_temperature(given))
+    if argument:
+        policy.limits = policy.within(temperature=_parse_temperature(argument))
     say(f"temperature {policy.limits.temperature:g}")
 
 
-def _parse_temperature(given: str) -> float:
+def _parse_temperature(argument: str) -> float:
     try:
-        asked = float(given)
+        temperature = float(argument)
     except ValueError:
-        asked = 0.0
-    if not 0 < asked <= 10:
-        said = f"{one_line(given)!r} is not a temperature: a number above 0 and at most 10."
-        raise ConfigError(said, "For example: /temperature 0.7")
-    return asked
+        temperature = 0.0
+    if not 0 < temperature <= 10:
+        message = f"{one_line(argument)!r} is not a temperature: a number above 0 and at most 10."
+        raise ConfigError(message, "For example: /temperature 0.7")
+    return temperature
 
 
-def _save(loading: Loading, given: str) -> None:
-    if not given.endswith(".jsonl"):
+def _save(loading: Loading, argument: str) -> None:
+    if not argument.endswith(".jsonl"):
         raise ConfigError("Conversations are saved to .jsonl files only.", "/save demonstrations.jsonl")
     from agentrl.workflow.training.demonstrations import line_of
 
-    file = Path(given).expanduser()
+    file = Path(argument).expanduser()
     try:
         line = line_of(loading.talk().demonstration())
     except ValueError as error:
@@ -211,11 +211,11 @@ def _append_line(file: Path, line: bytes) -> None:
             raise
 
 
-def _replay(loading: Loading, given: str) -> None:
+def _replay(loading: Loading, argument: str) -> None:
     show_lines(conversation_lines(loading.talk().steps))
 
 
-def _exit(loading: Loading, given: str) -> None:
+def _exit(loading: Loading, argument: str) -> None:
     raise EOFError
 
 

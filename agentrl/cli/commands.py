@@ -113,8 +113,8 @@ class LazyCommands(Mapping[str, Any]):
 
             complete(target)
         settings = {"token_normalize_func": with_hyphens}
-        wanted = CommandInfo(name, cls=Command, callback=target, context_settings=settings)
-        return get_command_from_info(wanted, pretty_exceptions_short=True, rich_markup_mode=None)
+        command = CommandInfo(name, cls=Command, callback=target, context_settings=settings)
+        return get_command_from_info(command, pretty_exceptions_short=True, rich_markup_mode=None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)

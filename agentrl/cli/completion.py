@@ -96,8 +96,8 @@ def _assignment_choices(incomplete: str) -> list[Choice]:
     """Return `key=` for each config key; after the `=`, the values of a key that names a plug-in or has fixed values."""
     from agentrl.workflow.config import DESCRIPTIONS, KEYS
 
-    key, given, word = incomplete.partition("=")
-    if not given:
+    key, separator, word = incomplete.partition("=")
+    if not separator:
         return [(f"{option}=", DESCRIPTIONS.get(option, "")) for option in KEYS]
     last = {"dataset.name": "dataset", "model.path": "model", "rollout.engine": "engine", "algorithm.name": "algorithm"}
     values = CHOICES.get(last.get(key, key))

@@ -126,8 +126,8 @@ class Talk:
     def _sample_turn(self, new: tuple[Message, ...], voice: MakesVoice | None) -> Generator[Line, None, Step]:
         """Sample the next turn, show it and return its step."""
         again = bool(self.steps) and not self._row
-        heard = (*(message for step in self.steps for message in (*step.prompt, step.message)), *new) if again else new
-        stream = self.policy.stream(heard, tuple(self.offered_tools.values()), before=self._row, sample=self._draws)
+        messages = (*(message for step in self.steps for message in (*step.prompt, step.message)), *new) if again else new
+        stream = self.policy.stream(messages, tuple(self.offered_tools.values()), before=self._row, sample=self._draws)
         try:
             opens = self.policy.chat.manner.tool_format.opens
             display = voice(self._thinks_first(stream.context), opens) if voice else None

@@ -153,8 +153,8 @@ def _rows_config(
 ) -> "DatasetConfig":
     from agentrl.workflow.config import build
 
-    given = {"name": dataset, "split": split, "map": map, "filter": filter, "max_tasks": max_tasks}
-    return build({f"dataset.{key}": value for key, value in given.items() if value is not None}).dataset
+    values = {"name": dataset, "split": split, "map": map, "filter": filter, "max_tasks": max_tasks}
+    return build({f"dataset.{key}": value for key, value in values.items() if value is not None}).dataset
 
 
 def _run_config(rows: "DatasetConfig", env: str | None, model: str | None) -> "tuple[RunConfig, PolicyRef | None]":

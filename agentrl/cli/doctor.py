@@ -135,11 +135,11 @@ def _database(where: Any) -> Check:
         if file is not None and not file.exists():
             return Check("database", "ok", f"{file} does not exist; the first command that needs it creates it")
         with closing(Database(where.database)) as database:
-            revision, wanted, url = migrate.current(database), migrate.head(), database.url.render_as_string(hide_password=True)
+            revision, head, url = migrate.current(database), migrate.head(), database.url.render_as_string(hide_password=True)
     except AgentRLError as error:
         return Check("database", "fail", error.message, error.hint)
-    if revision != wanted:
-        return Check("database", "fail", f"{url} is at revision {revision or 'none'}, not {wanted}", "agentrl db upgrade")
+    if revision != head:
+        return Check("database", "fail", f"{url} is at revision {revision or 'none'}, not {head}", "agentrl db upgrade")
     return Check("database", "ok", f"{url} at {revision}")
 
 
@@ -189,10 +189,10 @@ def _workers(coming: str) -> Iterator[Check]:
         return
     served = presence.count_workers_by_queue()
     no_control = bool(lost)
-    wanted = [*served, *([AGENTS] if has_agent and AGENTS not in served else [])]
+    queues = [*served, *([AGENTS] if has_agent and AGENTS not in served else [])]
     if has_agent and db:
         lost += presence.missing_endpoint_hints(db)
-    for hint in (*presence.missing_worker_hints(queue for queue in wanted if not served.get(queue)), *lost):
+    for hint in (*presence.missing_worker_hints(queue for queue in queues if not served.get(queue)), *lost):
         problem, _, start = hint.partition(". Start one: ")
         yield Check("workers", "warn", problem, coming or start)
     there = [f"{queue} {count}" for queue, count in served.items() if count and "." not in queue]

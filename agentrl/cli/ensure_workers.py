@@ -63,11 +63,11 @@ def with_resume_hint(error: AgentRLError, run: str, options: str = "") -> AgentR
     return type(error)(f"{run}: {error.message}", f"{error.hint.rstrip('.')}, then: agentrl resume {run}{options}")
 
 
-def start_services(wanted: "Submission", required: bool) -> list[str]:
+def start_services(submission: "Submission", required: bool) -> list[str]:
     """Start the embedded stack, or check the broker of the settings; return remarks on the workers.
 
     Args:
-        wanted: the submission.
+        submission: the submission.
         required: raise an error if a queue has no worker, or if a worker cannot run it.
 
     Raises:
@@ -78,8 +78,10 @@ def start_services(wanted: "Submission", required: bool) -> list[str]:
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workflow.store.iterations import staleness_of
 
-    needs = requirements_of(wanted.config, wanted.weights, wanted.policy.base, wanted.output_dir, rolls_out=not wanted.groups)
-    return ready_workers(wanted.name, needs, staleness_of(wanted.config) > 0, required, required)
+    needs = requirements_of(
+        submission.config, submission.weights, submission.policy.base, submission.output_dir, rolls_out=not submission.groups
+    )
+    return ready_workers(submission.name, needs, staleness_of(submission.config) > 0, required, required)
 
 
 def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, fit: bool) -> list[str]:

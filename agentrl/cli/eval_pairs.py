@@ -60,15 +60,15 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
     from agentrl.workers.requests.eval_config import stored_sampling_values
     from agentrl.workflow.store.reads import eval_results
 
-    wanted = {key: value for key, value in (("dataset", dataset), ("split", split)) if value is not None}
+    conditions = {key: value for key, value in (("dataset", dataset), ("split", split)) if value is not None}
     sides = [
-        [candidate for candidate in _find_candidates(name, dataset) if wanted.items() <= dict(candidate.row).items()]
+        [candidate for candidate in _find_candidates(name, dataset) if conditions.items() <= dict(candidate.row).items()]
         for name in (first, second)
     ]
     tasks = cache(partial(eval_results.load_measured_tasks, stored_reader()))
     for name, mine, others in ((first, sides[0], sides[1]), (second, sides[1], sides[0])):
         if not mine:
-            where = "".join(f" --{key} {value}" for key, value in wanted.items())
+            where = "".join(f" --{key} {value}" for key, value in conditions.items())
             there = _same_tasks_options(others[0].row, len(tasks(others[0].row["id"]))) if others else where
             raise NotFoundError(f"{name!r} has no finished evaluation{where}.", f"agentrl eval --policy {name}{there}")
     pairs = _pairs_on_one_split(first, second, sides, tasks)

@@ -54,8 +54,8 @@ def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
     there = {file.stem: file for file in sorted(folder.glob("*.log")) if file.is_file() and not file.is_symlink()}
     if not there:
         raise NotFoundError(f"No embedded stack has run in {str(folder.parent)!r} yet.", "Start one: agentrl up")
-    wanted = role.replace(",", "-") if role else None
-    logs = {name: file for name, file in there.items() if wanted in (None, name) or wanted in name.split("-")}
+    log_name = role.replace(",", "-") if role else None
+    logs = {name: file for name, file in there.items() if log_name in (None, name) or log_name in name.split("-")}
     if not logs:
         roles = {part for name in there for part in name.split("-")}
         raise NotFoundError(f"No process {str(role)!r:.60} has written a log here.", did_you_mean(str(role)[:60], roles))

@@ -122,17 +122,17 @@ def recipe_options(
     """Return the options of the recipe that were given, by the recipe's field names."""
     if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise ConfigError(f"--learning-rate must be above 0, not {learning_rate:g}.")
-    wanted: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
-    wanted["gradient_accumulation_steps"] = pieces
-    wanted["optimizer"] = build({} if optimizer is None else {"update.optimizer": optimizer}).update.optimizer
-    return {key: value for key, value in wanted.items() if value is not None}
+    values: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
+    values["gradient_accumulation_steps"] = pieces
+    values["optimizer"] = build({} if optimizer is None else {"update.optimizer": optimizer}).update.optimizer
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def refuse_options(options: Mapping[str, Any], why: str, hint: str) -> None:
     """Raise ConfigError with the names of the options that were given; do nothing if none was."""
-    given = [option for option, value in options.items() if value is not None]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: {why}", hint)
+    names = [option for option, value in options.items() if value is not None]
+    if names:
+        raise ConfigError(f"{', '.join(names)}: {why}", hint)
 
 
 @dataclass(frozen=True)

@@ -54,5 +54,5 @@ TemplateFile = Annotated[
 
 def chat_values(tool_format: str | None, chat_template: str | None) -> dict[str, Any]:
     """Return the given chat options as config keys."""
-    given = {"model.tool_format": tool_format, "model.chat_template": chat_template}
-    return {key: value for key, value in given.items() if value is not None}
+    values = {"model.tool_format": tool_format, "model.chat_template": chat_template}
+    return {key: value for key, value in values.items() if value is not None}

@@ -65,14 +65,14 @@ def prompts(
 
 
 def _version(rows: "list[ResourceRow]", word: str) -> "ResourceRow":
-    wanted = [row for row in rows if (row.chosen if word == "best" else str(row.version) == word)]
+    matches = [row for row in rows if (row.chosen if word == "best" else str(row.version) == word)]
     names = sorted({row.name for row in rows})
-    if len(wanted) > 1:
+    if len(matches) > 1:
         raise ConfigError(f"There are several texts: {', '.join(names)}.", f"Pass --name {names[0]}")
-    if not wanted:
+    if not matches:
         advice = "the search has not chosen one" if word == "best" else f"versions are 0 to {max(row.version for row in rows)}"
         raise NotFoundError(f"There is no version {word!r:.40}: {advice}.", f"agentrl prompts {rows[0].run}")
-    return wanted[0]
+    return matches[0]
 
 
 def _list(db: Any, run: str, rows: "list[ResourceRow]", as_json: bool) -> None:

@@ -157,9 +157,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _greeting(run: str, what: str, url: str, how: "Serving") -> "Iterator[str]":
-    wanted = "the key is AGENTRL_SERVE_KEY" if how.key else "no key"
+    key_note = "the key is AGENTRL_SERVE_KEY" if how.key else "no key"
     recording = f"its episodes: agentrl episodes {run}" if how.records else "nothing is recorded"
-    yield f"{run}: {what} at {url}/v1, {wanted}; {recording}"
+    yield f"{run}: {what} at {url}/v1, {key_note}; {recording}"
     header = ' -H "Authorization: Bearer $AGENTRL_SERVE_KEY"' if how.key else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What is 15 minus 8?"}]})
     yield f"  curl {url}/v1/chat/completions{header} -d '{body}'"

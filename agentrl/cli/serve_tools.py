@@ -76,7 +76,7 @@ def _table_cells(row: dict[str, Any]) -> list[Any]:
 @tools.command("serve")
 def serve(
     env: Annotated[str | None, typer.Option(metavar="NAME", help="All tools of an env.", show_default=False)] = None,
-    named: Annotated[
+    tool_names: Annotated[
         list[str] | None,
         typer.Option("--tools", metavar="NAME,...", help="Tools to serve; mcp:COMMAND too. Repeatable.", show_default=False),
     ] = None,
@@ -101,7 +101,7 @@ def serve(
     token, own = _read_token()
     if path is not None and (host, port) != (HOST, PORT):
         raise ConfigError("--socket and --host or --port exclude each other.", "Choose one.")
-    offer = select_tools(env, [name for option in named or () for name in _tool_names(option)])
+    offer = select_tools(env, [name for option in tool_names or () for name in _tool_names(option)])
     where: AbstractContextManager[socket.socket]
     where = (
         tool_server.listen_at_path(path.expanduser().absolute())
@@ -123,12 +123,12 @@ def _read_token() -> tuple[str, bool]:
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.settings import settings
 
-    given = settings().tools_token
-    if given and not TOKEN_CHARACTERS.fullmatch(given):
+    token = settings().tools_token
+    if token and not TOKEN_CHARACTERS.fullmatch(token):
         raise ConfigError(
             "AGENTRL_TOOLS_TOKEN has characters that an HTTP header cannot carry.", "Use only letters, digits and -._~+/=."
         )
-    return given or token_urlsafe(24), bool(given)
+    return token or token_urlsafe(24), bool(token)
 
 
 def _tool_names(text: str) -> list[str]:

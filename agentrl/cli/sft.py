@@ -189,8 +189,8 @@ class _LearningOptions:
             ConfigError: the options do not fit the model, or contradict each other.
         """
         values = {**self.parts, **self.chat}
-        given = {f"model.{name}": value for name, value in values.items() if value is not None}
-        return build({**given, "model.path": path, "model.trust_remote_code": trusted}).model
+        keys = {f"model.{name}": value for name, value in values.items() if value is not None}
+        return build({**keys, "model.path": path, "model.trust_remote_code": trusted}).model
 
 
 def _as_flags(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,8 +271,8 @@ def _find_named_policy(model: str, how: _LearningOptions) -> "tuple[ModelConfig,
             refuse_options(how.of_model, "a new model trains all weights.", "Leave it out.")
         return how.model(model, how.trust_remote_code), None, {}
     if how.lora == "continue":
-        given = how.of_model | how.of_chat
-        refuse_options(given, "not for a run's policy, which has its own.", "Leave it out, or pass --lora new.")
+        options = how.of_model | how.of_chat
+        refuse_options(options, "not for a run's policy, which has its own.", "Leave it out, or pass --lora new.")
     run_config, policy, manifest = find_trained_policy(model, "--model")
     if how.lora == "continue":
         return run_config.model.model_copy(update={"path": f"{run_config.name}@{policy.version}"}), policy, manifest

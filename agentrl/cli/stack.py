@@ -179,12 +179,12 @@ def _config_values(
     from agentrl.workflow.resolve import resolve
 
     if run is None:
-        given, origins = resolve(file, {}, tuple(assignments or ()), os.environ)
-        config = resolve_run(given)
+        run_config, origins = resolve(file, {}, tuple(assignments or ()), os.environ)
+        config = resolve_run(run_config)
         trainers.check(config)
-        before, values = given.flat(), config.flat()
+        before, values = run_config.flat(), config.flat()
         settled = {key for key, value in values.items() if value != before[key]}
-        return values, origins | dict.fromkeys(settled, given.algorithm.name), settled
+        return values, origins | dict.fromkeys(settled, run_config.algorithm.name), settled
     if file or assignments:
         raise ConfigError("--run excludes --config and -s: it shows a stored config.", "Choose one.")
     from agentrl.cli.resolve_targets import stored_database

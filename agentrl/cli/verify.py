@@ -212,8 +212,8 @@ def _verdict_line(origin: "Origin", reports: Mapping[str, Any], same: bool, veri
 
 
 def _tool_lines(report: "ToolsReport") -> Iterator[Line]:
-    taken = ", ".join(f"{count} {reason}" for reason, count in report.taken.items())
-    note = f", from the record: {taken}" if taken else ""
+    counts = ", ".join(f"{count} {reason}" for reason, count in report.taken.items())
+    note = f", from the record: {counts}" if counts else ""
     yield f"tools    {report.ran} calls run again, {report.differing} differ{note}", line_style(report.same)
     if (first := report.first) is not None:
         yield f"  first: step {first.step}, call {first.call} ({first.tool})", "red"

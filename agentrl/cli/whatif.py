@@ -76,7 +76,7 @@ def _run_whatif(request: "WhatIfRequest") -> "list[Finding]":
     from agentrl.workflow.stats.group_variance import choose_groups
 
     past, where = request.past, settings()
-    groups = choose_groups(past.groups, past.wanted)[0] if past.wanted else past.groups
+    groups = choose_groups(past.groups, past.max_groups)[0] if past.max_groups else past.groups
     model, run = request.configs[0].model, past.run
     policy = open_run_base(model, run["base"], run["base_hash"], run["manifest"], where.device, where.threads)
     return list(look(policy, request.configs, past.policy, past.is_borrowed, groups, past.number, run["iterations"]))

@@ -243,7 +243,7 @@ class StepRecord:
             and the chain of its step.
         shared_messages: how many of the first messages of its prompt are those of its parent's line.
         beside: the id of a request that is committed with this step; the step of that request becomes its parent.
-        shown: (step, call) -> the result of an earlier call, as the request shows it.
+        earlier_results: (step, call) -> the result of an earlier call, as the request shows it.
     """
 
     episode: int
@@ -254,7 +254,7 @@ class StepRecord:
     request: StepRequest | None = None
     shared_messages: int = 0
     beside: str = ""
-    shown: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    earlier_results: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
 
 def messages_of(steps: Sequence[Step], index: int) -> tuple[Message, ...]:
@@ -262,12 +262,12 @@ def messages_of(steps: Sequence[Step], index: int) -> tuple[Message, ...]:
 
     A step with `shared` has all messages of its request itself, so no earlier step is read.
     """
-    found: list[tuple[Message, ...]] = []
+    parts: list[tuple[Message, ...]] = []
     while index != ROOT:
         step = steps[index]
-        found.append((*step.prompt, step.message))
+        parts.append((*step.prompt, step.message))
         index = step.parent if step.parent is not None and step.shared is None else ROOT
-    return tuple(message for part in reversed(found) for message in part)
+    return tuple(message for part in reversed(parts) for message in part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +303,11 @@ class Episode:
 
     def line(self, index: int) -> tuple[Step, ...]:
         """Return the step at that index and all steps that it continues, oldest first."""
-        found: list[Step] = []
+        steps: list[Step] = []
         while index != ROOT:
-            found.append(self.steps[index])
-            index = found[-1].parent if found[-1].parent is not None else ROOT
-        return tuple(reversed(found))
+            steps.append(self.steps[index])
+            index = steps[-1].parent if steps[-1].parent is not None else ROOT
+        return tuple(reversed(steps))
 
     def tokens_of(self, index: int) -> tuple[int, ...]:
         """Return all token ids up to the end of that step, prompt and sampled; empty for `ROOT`."""
@@ -327,9 +327,9 @@ class Episode:
         ends, count = {ROOT: 0}, 0
         for index, step in enumerate(self.steps[:before]):
             start = ends[step.parent if step.parent is not None else ROOT] if step.shared is None else step.shared
-            asked = start + len(step.prompt_ids)
-            ends[index] = asked + len(step.sampled_ids)
-            count += asked == len(prompt_ids) and self.tokens_of(index)[:asked] == prompt_ids
+            prompt_end = start + len(step.prompt_ids)
+            ends[index] = prompt_end + len(step.sampled_ids)
+            count += prompt_end == len(prompt_ids) and self.tokens_of(index)[:prompt_end] == prompt_ids
         return count
 
     @property
@@ -468,15 +468,15 @@ class SamplingKey:
         """The key of the episode as a 64-bit integer."""
         return _bits(self._text)
 
-    def of_turn(self, prompt_ids: tuple[int, ...], asked: int) -> int:
+    def of_turn(self, prompt_ids: tuple[int, ...], repeats: int) -> int:
         """Return the key of a turn as a 64-bit integer.
 
         Args:
             prompt_ids: the whole prompt, each id below 2**31.
-            asked: how often the episode sampled from exactly this prompt before.
+            repeats: how often the episode sampled from exactly this prompt before.
         """
         prompt = hashlib.sha256(struct.pack(f"<{len(prompt_ids)}i", *prompt_ids)).hexdigest()
-        return _bits(f"{self._text}|{prompt}|{asked}")
+        return _bits(f"{self._text}|{prompt}|{repeats}")
 
     def of_next(self, episode: Episode, prompt_ids: tuple[int, ...]) -> int:
         """Return the key of the turn that follows the episode's recorded steps."""

@@ -160,7 +160,7 @@ def test_traced_steps_join_exact_continuations_into_chain() -> None:
     given = turns(((ASKED,), CALL), ((ASKED, CALL, RESULT), ANSWER))
     first, second = traced_steps(given, [0.5, None], chat(), len(tokenizer()), exact=True)
     assert (first.step.prompt, second.step.prompt) == ((ASKED,), (RESULT,))
-    assert second.shown == {(0, 0): "5"}
+    assert second.earlier_results == {(0, 0): "5"}
     assert (second.step.parent, second.step.shared, second.step.new_row) == (0, None, None)
     episode = Episode(Task("k", (ASKED,), ""), steps=(first.step, second.step))
     assert [len(chain) for chain in chains_of(episode)] == [2]

@@ -295,7 +295,7 @@ class World(RuleBasedStateMachine):
 
     def commit_of(self, trainer: Trainer, twice: bool = False, send: bool = True) -> None:
         work = trainer.work
-        chosen, dropped = choose_groups(work.groups, work.wanted) if work.wanted else (work.groups, {})
+        chosen, dropped = choose_groups(work.groups, work.max_groups) if work.max_groups else (work.groups, {})
         done = [e.id for group in chosen for e in group.episodes if e.trainable]
         name = f"out/{next(self.number)}"
         record = update_of(work, advantages=dict.fromkeys(done, 0.5), dropped=dropped, path=name, sha256=name)

@@ -138,12 +138,12 @@ def test_agent_tool_calls_are_answered_by_next_request(database: Database) -> No
     lost = CallRecord(ToolCall("", {}, "no JSON"), "none", ToolResult("no JSON", "parse_error"))
     calls = (MADE, MADE, lost)
     (first,) = commit(database, work, answer(work, "a", turn(calls=calls), calls))
-    assert tool_calls.lost_calls(database, most=5) == []
+    assert tool_calls.lost_calls(database, max_sends=5) == []
     assert all(tool_calls.find_call(database, number) is None for number in values(database, "SELECT id FROM tool_calls"))
-    commit(database, work, answer(work, "b", turn(parent=0), shown={(0, 0): "forty\0two"}))
+    commit(database, work, answer(work, "b", turn(parent=0), earlier_results={(0, 0): "forty\0two"}))
     assert stored(database, work)[0] == first, "one of two is still to come"
     shown = {(0, 0): "another story", (0, 1): "42"}
-    (third,) = commit(database, work, answer(work, "c", turn(parent=0), shown=shown))
+    (third,) = commit(database, work, answer(work, "c", turn(parent=0), earlier_results=shown))
     results = (ToolResult("forty\ufffdtwo"), ToolResult("42"), ToolResult("no JSON", "parse_error"))
     assert stored(database, work)[0] == replace(first, results=results)
     assert stored(database, work)[third.index] == third

@@ -99,10 +99,10 @@ def test_open_calls_are_those_of_running_episodes(database: Database) -> None:
     steps.commit_sampled(database, over.fence, [sampled(over, calls=(CALL,))])
     fail(database, over, 0)
     tool_calls.record_result(database, second, answered(), datetime.now(UTC), "tools:1")
-    assert tool_calls.lost_calls(database, most=3) == [first, third]
+    assert tool_calls.lost_calls(database, max_sends=3) == [first, third]
     tool_calls.count_sending(database, [third])
-    assert tool_calls.lost_calls(database, most=3) == [first], "the other was sent three times"
-    assert tool_calls.lost_calls(database, most=3) == []
+    assert tool_calls.lost_calls(database, max_sends=3) == [first], "the other was sent three times"
+    assert tool_calls.lost_calls(database, max_sends=3) == []
     assert values(database, "SELECT sends FROM tool_calls ORDER BY id") == [3, 1, 3, 1]
 
 

@@ -469,7 +469,7 @@ def test_tool_session_idle_is_closed_but_not_while_busy(box: None) -> None:
 
 def test_tool_sessions_are_limited() -> None:
     async def filled() -> None:
-        sessions = ServedSessions(most=2)
+        sessions = ServedSessions(max_sessions=2)
         first, _ = sessions.open(), sessions.open()
         with pytest.raises(StateError, match="2 sessions are open"):
             sessions.open()

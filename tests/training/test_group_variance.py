@@ -73,7 +73,7 @@ def sample_on(db: Database, iteration: int, reward: float) -> None:
 
 def commit(db: Database, work: IterationWork) -> None:
     """The update on what was chosen of the work, as the train job records it."""
-    chosen, dropped = choose_groups(work.groups, work.wanted)
+    chosen, dropped = choose_groups(work.groups, work.max_groups)
     credit = {episode.id: 0.5 for group in chosen for episode in group.episodes}
     skipped: dict[str, Any] = {} if chosen else {"path": "", "sha256": "", "metrics": (), "skipped": "no group has variance"}
     train_commits.commit_update(db, work, update_of(work, advantages=credit, dropped=dropped, **skipped), 3)
@@ -97,7 +97,7 @@ def test_dynamic_sampling_adds_groups_until_enough_vary(database: Database) -> N
     assert asked(database, iteration) == MoreGroupsPlanned(iteration, varied=1, groups=3, more=1)
     sample_on(database, iteration, VARIED)
     work = claim_training(database, iteration)
-    assert (len(work.groups), work.wanted) == (4, 2)
+    assert (len(work.groups), work.max_groups) == (4, 2)
     commit(database, work)
     assert fates(database) == {"trained": 4, "no_variance": 4}
     assert values(database, "SELECT slot FROM groups WHERE dropped <> '' ORDER BY slot") == [0, 2]
@@ -127,7 +127,7 @@ def test_dynamic_sampling_at_limit_trains_with_what_it_has(database: Database, r
 
 def test_flat_groups_train_as_usual_without_dynamic_sampling(database: Database) -> None:
     work = claim_training(database, begin(database, FLAT, FLAT, limit=1))
-    assert work.wanted == 0
+    assert work.max_groups == 0
 
 
 def test_dynamic_sampling_wants_no_more_than_short_iteration(database: Database) -> None:
@@ -258,7 +258,7 @@ def test_broken_checkpoint_is_rebuilt_from_its_own_groups(database: Database) ->
     following = repair.mark_broken(database, 1, "out/v1", "it is gone")
     assert following is not None
     rebuild = repair.load_rebuild(database, claim_training(database, following))
-    chosen, _ = choose_groups(rebuild.groups, rebuild.wanted)
+    chosen, _ = choose_groups(rebuild.groups, rebuild.max_groups)
     assert {episode.id for group in chosen for episode in group.episodes} == rebuild.advantages.keys()
 
 

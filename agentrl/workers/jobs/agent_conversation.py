@@ -203,7 +203,7 @@ class Conversation:
     requests: dict[int, StepRequest] = field(default_factory=dict)
     open: list[AgentTurn] = field(default_factory=list)
     is_ending: bool = False
-    given: dict[str, AgentCall] = field(default_factory=dict)
+    receivers: dict[str, AgentCall] = field(default_factory=dict)
     _history: History = field(default_factory=History)
     _sessions: dict[int, int] = field(default_factory=dict)
     _prompts: dict[str, set[int]] = field(default_factory=dict)
@@ -211,10 +211,10 @@ class Conversation:
     @classmethod
     def of(cls, episode: Episode, attempt: int, requests: Mapping[int, StepRequest]) -> "Conversation":
         """Build it from the stored episode and the requests that its steps answered."""
-        made = cls(attempt)
+        conversation = cls(attempt)
         for step in episode.steps:
-            made.add(step, requests.get(step.index))
-        return made
+            conversation.add(step, requests.get(step.index))
+        return conversation
 
     @property
     def count(self) -> int:
@@ -240,8 +240,8 @@ class Conversation:
         whole = self.lines.tokens(step.index)
         return whole[: len(whole) - len(step.sampled_ids)]
 
-    def draft(self, chat: Chat, ask: Ask, most: int) -> Draft:
-        """Return the requested turn's prompt of at most `most` tokens.
+    def draft(self, chat: Chat, ask: Ask, max_tokens: int) -> Draft:
+        """Return the requested turn's prompt of at most `max_tokens` tokens.
 
         Raises:
             RequestError: the template refuses these messages, or they are far too long.
@@ -251,17 +251,17 @@ class Conversation:
         try:
             if match.step != ROOT:
                 new, turn = ask.messages[match.count :], self.lines.steps[match.step].sampled_ids
-                ids, refusal = chat.continuation(new, ask.tools, turn, ask.template_options, most)
+                ids, refusal = chat.continuation(new, ask.tools, turn, ask.template_options, max_tokens)
                 if ids is not None:
                     return continuing(self.lines, match.step, new, ids, match.equal)
                 reason = refusal or None
-            ids = chat.opening(ask.messages, ask.tools, ask.template_options, most)
+            ids = chat.opening(ask.messages, ask.tools, ask.template_options, max_tokens)
             return opening(self.lines, ask.messages, ids, reason)
         except TooLong as error:
-            raise too_long(most, "more") from error
+            raise too_long(max_tokens, "more") from error
         except Exception as error:  # a template is a program, and the messages are anybody's
-            said = str(error) if isinstance(error, ModelError) else f"The chat template cannot render these messages: {error}."
-            raise RequestError(400, said[:1000], code="invalid_messages", param="messages") from error
+            text = str(error) if isinstance(error, ModelError) else f"The chat template cannot render these messages: {error}."
+            raise RequestError(400, text[:1000], code="invalid_messages", param="messages") from error
 
     def messages(self, draft: Draft) -> tuple[Message, ...]:
         """Return all messages of the draft's chain."""
@@ -272,17 +272,17 @@ class Conversation:
     def shown(self, ask: Ask) -> dict[tuple[int, int], str]:
         """Return (step, call) -> result, for calls without a stored result whose result the request contains."""
         pending = {step.index: _calls_key(step.message) for step in self.lines.steps if step.pending}
-        found: dict[tuple[int, int], str] = {}
+        results: dict[tuple[int, int], str] = {}
         for place, message in enumerate(ask.messages):
             if not pending:
                 break
             key = _calls_key(message) if message.role == "assistant" and message.tool_calls else None
-            index = next((index for index, wanted in pending.items() if wanted == key), None) if key else None
+            index = next((index for index, pending_key in pending.items() if pending_key == key), None) if key else None
             if index is not None:
                 del pending[index]
                 readable = [n for n, call in enumerate(self.lines.steps[index].message.tool_calls) if call.error is None]
-                found |= {(index, n): said for n, said in zip(readable, _results(ask.messages, place + 1), strict=False)}
-        return found
+                results |= {(index, n): result for n, result in zip(readable, _results(ask.messages, place + 1), strict=False)}
+        return results
 
     def session(self, draft: Draft) -> int:
         """Return the engine's cache key for a draft: its parent's, if it continues that one."""
@@ -316,11 +316,11 @@ class Conversation:
     def recorded(self, call: AgentCall) -> list[int]:
         """Return the steps, one per choice, of the recorded answer that the call repeats; empty if there is none."""
         firsts = {step: one for step, one in self.requests.items() if "." not in one.id and CANCELLED not in one.id}
-        found = [step for step, one in firsts.items() if one.id == call.request_id]
-        if call.retry and not found:
-            found = [step for step, one in firsts.items() if one.body_hash == call.body_hash]
-            found.sort(key=lambda step: (not self.lines.steps[step].delivered, step))
-        return self.answers(self.requests[found[-1]].id, call.ask.count) if found else []
+        matches = [step for step, one in firsts.items() if one.id == call.request_id]
+        if call.retry and not matches:
+            matches = [step for step, one in firsts.items() if one.body_hash == call.body_hash]
+            matches.sort(key=lambda step: (not self.lines.steps[step].delivered, step))
+        return self.answers(self.requests[matches[-1]].id, call.ask.count) if matches else []
 
     def draws(self, call: AgentCall, prompt_hash: str) -> tuple[int, ...]:
         """Return, for each choice, the lowest number that no other answer to this prompt has.
@@ -348,8 +348,8 @@ class Conversation:
 
     def turn_of(self, index: int) -> ResponseTurn:
         """Return the turn of a stored step, as a reply has it."""
-        step, asked = self.lines.steps[index], self.requests[index].asked
-        top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in asked.get(TOP, ()))
+        step, options = self.lines.steps[index], self.requests[index].asked
+        top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in options.get(TOP, ()))
         done = Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds, top)
         return ResponseTurn(step.message, done)
 
@@ -365,16 +365,16 @@ def _own_id(request: StepRequest) -> str:
     return request.id.partition(CANCELLED)[0].partition(".")[0]
 
 
-def too_long(most: int, tokens: int | str) -> RequestError:
+def too_long(max_tokens: int, tokens: int | str) -> RequestError:
     """Return the error for messages that take too many tokens."""
-    said = f"This model's maximum context length is {most} tokens; the messages have {tokens}."
-    return RequestError(400, said, code="context_length_exceeded", param="messages")
+    message = f"This model's maximum context length is {max_tokens} tokens; the messages have {tokens}."
+    return RequestError(400, message, code="context_length_exceeded", param="messages")
 
 
 def _calls_key(message: Message) -> str:
     """Return a text that is equal for equal readable tool calls."""
-    made = [(call.name, call.arguments) for call in message.tool_calls if call.error is None]
-    return json.dumps(made, sort_keys=True, default=dict)
+    calls = [(call.name, call.arguments) for call in message.tool_calls if call.error is None]
+    return json.dumps(calls, sort_keys=True, default=dict)
 
 
 def _results(messages: Sequence[Message], place: int) -> list[str]:

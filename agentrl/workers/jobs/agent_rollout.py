@@ -84,8 +84,8 @@ def judge_end(episode: Episode, end: AgentOutcome) -> StopReason | Outcome:
     """Return the episode's stop reason; if no turn was delivered, return how it failed."""
     last = episode.last_turn
     if last is None:
-        said = end.error or "The agent ended without a completed model call."
-        return Outcome(episode.id, "failed", error_class="AgentError", error=said)
+        message = end.error or "The agent ended without a completed model call."
+        return Outcome(episode.id, "failed", error_class="AgentError", error=message)
     if end.error_class:
         return "timeout" if end.error_class == TIMEOUT else "agent_error"
     if last.finish_reason == "length":
@@ -239,8 +239,8 @@ class AgentRollout:
         ):
             raise RequestError(409, "This episode has ended, or has a newer attempt.", code="episode_over")
         if conversation.is_other(call):
-            said = "This Idempotency-Key was used before with another body."
-            raise RequestError(422, said, code="idempotency_key_reused")
+            message = "This Idempotency-Key was used before with another body."
+            raise RequestError(422, message, code="idempotency_key_reused")
         flying = conversation.in_flight(call)
         if flying is not None:
             flying.later.append(call) if flying.stopped else flying.join(call)
@@ -257,7 +257,7 @@ class AgentRollout:
         prompt = conversation.prompt(first)
         created = int(request.asked.get("created", call.created))
         self._mark(call, conversation, steps, delivered=True)
-        conversation.given[request.id] = call
+        conversation.receivers[request.id] = call
         call.answered = request.id
         call.tell(Accepted(prompt, request.id, created, len(prompt) - len(first.prompt_ids)))
         call.tell(Answered(tuple(map(conversation.turn_of, steps))))
@@ -275,9 +275,9 @@ class AgentRollout:
         conversation.open.append(turn)
         turn.join(call)
         self.sampling.note_asked(call.ask)
-        most, episode = self.records.most_tokens(turn), self.recorder.episodes[call.episode]
+        max_tokens, episode = self.records.most_tokens(turn), self.recorder.episodes[call.episode]
         for choice, draw in enumerate(turn.draws):
-            turn.futures.append(self.engine.submit(self.sampling.request(turn, choice, draw, most, episode)))
+            turn.futures.append(self.engine.submit(self.sampling.request(turn, choice, draw, max_tokens, episode)))
         for future in list(turn.futures):
             future.add_done_callback(partial(self._put_over, turn))
         faultpoint("generate.sent")
@@ -291,7 +291,7 @@ class AgentRollout:
         if conversation is None or conversation.attempt != call.attempt:
             return
         if call.answered:
-            if conversation.given.get(call.answered) is call:
+            if conversation.receivers.get(call.answered) is call:
                 self._mark(call, conversation, conversation.answers(call.answered, call.ask.count), delivered=False)
             return
         for turn in conversation.open:
@@ -313,10 +313,10 @@ class AgentRollout:
         if not fresh:
             return
         faultpoint("agent_call.sampled")
-        made = iter(self.recorder.commit_calls([record for turn in fresh for record in records[turn]]))
+        steps = iter(self.recorder.commit_calls([record for turn in fresh for record in records[turn]]))
         faultpoint("agent_call.committed")
         for turn in fresh:
-            stored = [next(made) for _ in records[turn]]
+            stored = [next(steps) for _ in records[turn]]
             self._release_turn(turn, records[turn], stored)
         faultpoint("agent_call.released")
 
@@ -337,7 +337,7 @@ class AgentRollout:
         if turn.cut:
             turn.leave()
         else:
-            conversation.given[turn.call.request_id] = turn.waiting[-1]
+            conversation.receivers[turn.call.request_id] = turn.waiting[-1]
             turn.answer(tuple(conversation.turn_of(step.index) for step in stored))
         self._arrived.update(turn.later)
         for call in turn.later:
@@ -378,8 +378,8 @@ class AgentRollout:
             turn.stop()
             turn.leave()
         if state.losses + state.is_overdue >= MAX_LOSSES:
-            said = f"its agent was lost {MAX_LOSSES} times{f': {state.error}' if state.error else ''}"
-            self._finish([Outcome(number, "infra_error", error_class="lost", error=said)])
+            message = f"its agent was lost {MAX_LOSSES} times{f': {state.error}' if state.error else ''}"
+            self._finish([Outcome(number, "infra_error", error_class="lost", error=message)])
             return
         self._free(conversation)
         self.recorder.restart(number)
@@ -403,11 +403,11 @@ class AgentRollout:
             else:
                 stopped[number] = judged
         faultpoint("agent.rewarded")
-        outcomes, asked = self.recorder.ask_judges(stopped)
-        for number, calls in asked.items():
+        outcomes, judge_calls = self.recorder.ask_judges(stopped)
+        for number, calls in judge_calls.items():
             self.judging.add(number, calls, self.experiment.judges)
-        self._observe(asked.keys())  # another worker may have asked the judges before
-        for number in asked.keys() & self.judging.by_episode.keys():
+        self._observe(judge_calls.keys())  # another worker may have asked the judges before
+        for number in judge_calls.keys() & self.judging.by_episode.keys():
             self.judging.send(number)
         self._finish([*failures, *outcomes])
 
@@ -472,11 +472,13 @@ class AgentSampling:
             RequestError: it made too many, or too many are open.
         """
         if conversation.count >= self.agent.max_calls:
-            said = f"This episode has used all of its {self.agent.max_calls} model calls (agent.max_calls)."
-            raise RequestError(429, said, code="max_calls")
-        most = settings().endpoint_calls if self.is_clients else MAX_OPEN
-        if len(conversation.open) >= most:
-            raise RequestError(429, f"{most} calls of this episode are open, which is the limit.", code="rate_limit_exceeded")
+            message = f"This episode has used all of its {self.agent.max_calls} model calls (agent.max_calls)."
+            raise RequestError(429, message, code="max_calls")
+        max_open = settings().endpoint_calls if self.is_clients else MAX_OPEN
+        if len(conversation.open) >= max_open:
+            raise RequestError(
+                429, f"{max_open} calls of this episode are open, which is the limit.", code="rate_limit_exceeded"
+            )
 
     def check(self, ask: Ask) -> None:
         """Check that the engine supports the request's options.
@@ -485,11 +487,11 @@ class AgentSampling:
             RequestError: it does not.
         """
         if ask.top_logprobs and not self.engine.top_logprobs:
-            said = f"The engine {self.engine.name!r} does not support top_logprobs."
-            raise RequestError(400, said, code="unsupported_parameter", param="top_logprobs")
+            message = f"The engine {self.engine.name!r} does not support top_logprobs."
+            raise RequestError(400, message, code="unsupported_parameter", param="top_logprobs")
         if ask.stop and "stop" not in self.engine.options:
-            said = f"The engine {self.engine.name!r} does not support stop strings."
-            raise RequestError(400, said, code="unsupported_parameter", param="stop")
+            message = f"The engine {self.engine.name!r} does not support stop strings."
+            raise RequestError(400, message, code="unsupported_parameter", param="stop")
         try:
             engines.check_options(self.engine, self._limits(ask))
         except ConfigError as error:
@@ -501,7 +503,7 @@ class AgentSampling:
             return tuple(range(call.ask.count))
         return conversation.draws(call, prompt_hash(draft))
 
-    def request(self, turn: AgentTurn, choice: int, draw: int, most: int, episode: Episode) -> GenerateRequest:
+    def request(self, turn: AgentTurn, choice: int, draw: int, max_tokens: int, episode: Episode) -> GenerateRequest:
         """Return the engine's request. In training, only the client's stop strings and its token limit apply."""
         limits, ask = self._limits(turn.ask), turn.ask
         keys = self.work.sampling_key(episode)
@@ -510,7 +512,7 @@ class AgentSampling:
         request = GenerateRequest.within(limits, turn.draft.context, self.work.policy, key, session=turn.session)
         return replace(
             request,
-            max_new_tokens=most,
+            max_new_tokens=max_tokens,
             follows_length=True,
             heard=partial(turn.hear, choice),
             top_logprobs=ask.top_logprobs,
@@ -545,23 +547,23 @@ class AgentRecords:
         """
         turn.completions = [_result(future) for future in turn.futures]
         turn.cut = any(done is None for done in turn.completions) or (turn.stopped and self._is_cut(turn))
-        found: list[StepRecord] = []
+        step_records: list[StepRecord] = []
         first = ""
         for choice, done in enumerate(turn.completions):
             if done is not None and (done.token_ids or not turn.cut):
                 request = self._request(turn, conversation, choice, done)
-                found.append(self._record(turn, conversation, done, request, first))
+                step_records.append(self._record(turn, conversation, done, request, first))
                 first = first or request.id
-        return found
+        return step_records
 
     def most_tokens(self, turn: AgentTurn) -> int:
         """Return the turn's token limit: the smallest of the run's, the context's and the client's."""
-        most = min(self.max_context - len(turn.draft.context), self.limits.max_new_tokens)
-        return most if turn.ask.max_tokens is None else min(most, turn.ask.max_tokens)
+        limit = min(self.max_context - len(turn.draft.context), self.limits.max_new_tokens)
+        return limit if turn.ask.max_tokens is None else min(limit, turn.ask.max_tokens)
 
     def _is_cut(self, turn: AgentTurn) -> bool:
-        most = self.most_tokens(turn)
-        return any(done.finish_reason == "length" and len(done.token_ids) < most for done in turn.completions if done)
+        limit = self.most_tokens(turn)
+        return any(done.finish_reason == "length" and len(done.token_ids) < limit for done in turn.completions if done)
 
     def _request(self, turn: AgentTurn, conversation: Conversation, choice: int, done: Completion) -> StepRequest:
         """Return the request as the row of that choice stores it."""
@@ -580,7 +582,7 @@ class AgentRecords:
         """Return the record of one choice; `first` is the request id of the first choice, whose prompt the others share."""
         draft = turn.draft.sibling(conversation.messages(turn.draft), ANOTHER_CHOICE) if first else turn.draft
         message = parse_turn(self.chat, turn.ask, draft.context, done.token_ids)
-        calls = tuple(CallRecord(made, "none", _refusal(made)) for made in message.tool_calls)
+        calls = tuple(CallRecord(parsed, "none", _refusal(parsed)) for parsed in message.tool_calls)
         refused = tuple(item.result for item in calls if item.result is not None)
         step = draft.step(
             len(conversation.lines.steps),
@@ -599,7 +601,7 @@ class AgentRecords:
             request=request,
             shared_messages=draft.shared_messages,
             beside=first,
-            shown={} if first else conversation.shown(turn.ask),
+            earlier_results={} if first else conversation.shown(turn.ask),
         )
 
 
@@ -609,8 +611,8 @@ def _kept(turn: AgentTurn, done: Completion) -> dict[str, Any]:
     The client's stop strings explain why the turn ended. The number of equal histories is stored if it is above one. The
     likeliest tokens of each position are stored if they were requested, so that a repeated request gets the same reply.
     """
-    found = {"stop": list(turn.ask.stop), EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
-    return {name: value for name, value in found.items() if value}
+    fields = {"stop": list(turn.ask.stop), EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _refusal(call: ToolCall) -> ToolResult | None:

@@ -69,9 +69,9 @@ def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> C
     broken = rebuild.broken.version
     versions = repair.list_versions_before(database(), work.run_id, broken)
     whole = next((version for version, path, sha256 in versions if not path or not checkpoints.find_fault(path, sha256)), None)
-    found = f"the last intact version is {whole}" if whole is not None else "no earlier version is intact"
+    intact = f"the last intact version is {whole}" if whole is not None else "no earlier version is intact"
     start = f", or train on its episodes: agentrl submit --from-episodes {work.run} --policy {work.run}@{whole}"
     return CheckpointError(
-        f"Version {broken} of {work.run!r} is broken and cannot be rebuilt ({reason}); {found}.",
+        f"Version {broken} of {work.run!r} is broken and cannot be rebuilt ({reason}); {intact}.",
         f"Put the files back and type `agentrl resume {work.run}`{start if whole is not None else ''}.",
     )

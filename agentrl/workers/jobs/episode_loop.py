@@ -198,11 +198,11 @@ class GroupRollout:
 
     def _end(self, ended: Mapping[int, StopReason], failures: Sequence[Outcome]) -> None:
         """End episodes that failed, and finished ones whose judges have answered."""
-        outcomes, asked = self.recorder.ask_judges(ended)
-        for episode, calls in asked.items():
+        outcomes, judge_calls = self.recorder.ask_judges(ended)
+        for episode, calls in judge_calls.items():
             self.calls.add(episode, calls, self.judges)
-        self._observe(asked.keys())  # another worker may have asked the judges before
-        for episode in asked.keys() & self.calls.by_episode.keys():
+        self._observe(judge_calls.keys())  # another worker may have asked the judges before
+        for episode in judge_calls.keys() & self.calls.by_episode.keys():
             self.calls.send(episode)
         self.recorder.finish([*failures, *outcomes])
 

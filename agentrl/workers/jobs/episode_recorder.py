@@ -93,14 +93,14 @@ class EpisodeRecorder:
         """Commit the answers to external agents, and the results of earlier calls that their requests contain; return the
         steps.
         """
-        made = agent_steps.commit_calls(self.db, self.work.fence, records)
-        for record, step in zip(records, made, strict=True):
+        committed = agent_steps.commit_calls(self.db, self.work.fence, records)
+        for record, step in zip(records, committed, strict=True):
             number = record.episode
             if number in self.episodes and step.index == len(self.episodes[number].steps):
-                self._show_results(number, record.shown)
+                self._show_results(number, record.earlier_results)
                 self._add_step(number, step)
         self._report_going_on()
-        return made
+        return committed
 
     def mark_delivered(self, number: int, index: int, delivered: bool) -> None:
         """Record whether the client received the whole step."""
@@ -129,11 +129,11 @@ class EpisodeRecorder:
             The outcomes of episodes without judges, for `finish`, and the ids of the other episodes' calls, which may now be
                 sent.
         """
-        outcomes, asked = [], []
-        told = episode_annotations.load_annotations(self.db, list(ended)) if ended else {}
+        outcomes, judge_questions = [], []
+        by_episode = episode_annotations.load_annotations(self.db, list(ended)) if ended else {}
         for number, stop_reason in ended.items():
-            said = told.get(number, ())
-            episode = replace(self.episodes[number], status="done", stop_reason=stop_reason, annotations=said)
+            annotations = by_episode.get(number, ())
+            episode = replace(self.episodes[number], status="done", stop_reason=stop_reason, annotations=annotations)
             try:
                 about = questions(episode, self.judges, optional_rewards(self.env, self.work.weights))
             except RewardError as error:
@@ -141,11 +141,11 @@ class EpisodeRecorder:
                 continue
             if about:
                 self._judged[number] = (episode, tuple(about))
-                asked.append(JudgeQuestions(number, episode.steps[-1].index, about))
+                judge_questions.append(JudgeQuestions(number, episode.steps[-1].index, about))
             else:
                 outcomes.append(self._score(episode))
-        calls = steps.commit_asked(self.db, self.work.fence, asked) if asked else []
-        return outcomes, {one.episode: ids for one, ids in zip(asked, calls, strict=True)}
+        calls = steps.commit_asked(self.db, self.work.fence, judge_questions) if judge_questions else []
+        return outcomes, {one.episode: ids for one, ids in zip(judge_questions, calls, strict=True)}
 
     def finish(self, outcomes: Sequence[Outcome]) -> None:
         """End these episodes with their rewards."""
@@ -184,14 +184,14 @@ class EpisodeRecorder:
         if not step.pending:
             self._call_hooks("on_trace_end", episode)
 
-    def _show_results(self, number: int, shown: Mapping[tuple[int, int], str]) -> None:
+    def _show_results(self, number: int, contained: Mapping[tuple[int, int], str]) -> None:
         """Add the results of earlier calls that a request contained, as `agent_steps` stored them."""
-        told = self._shown.setdefault(number, {})
-        for key, said in shown.items():
-            told.setdefault(key, storable(said))
-        for index in sorted({index for index, _ in shown}):
+        stored = self._shown.setdefault(number, {})
+        for key, content in contained.items():
+            stored.setdefault(key, storable(content))
+        for index in sorted({index for index, _ in contained}):
             step = self.episodes[number].steps[index]
-            results = [_agent_result(call, told.get((index, n))) for n, call in enumerate(step.message.tool_calls)]
+            results = [_agent_result(call, stored.get((index, n))) for n, call in enumerate(step.message.tool_calls)]
             if step.pending and all(result is not None for result in results):
                 self._change_step(number, replace(step, results=tuple(result for result in results if result is not None)))
 
@@ -200,37 +200,37 @@ class EpisodeRecorder:
         changed = (*episode.steps[: step.index], step, *episode.steps[step.index + 1 :])
         self.episodes[number] = replace(episode, steps=changed)
 
-    def _score(self, ended: Episode, judges: Sequence[str] = (), said: Sequence[ToolResult] = ()) -> Outcome:
-        answers = dict(zip(judges, said, strict=True))
+    def _score(self, ended: Episode, judges: Sequence[str] = (), results: Sequence[ToolResult] = ()) -> Outcome:
+        answers = dict(zip(judges, results, strict=True))
         own = {**rewards_of(ended.annotations, len(ended.steps)), **self.own_rewards.get(ended.id, {})}
         weight = 1.0 if self.counts_own or not (self.work.weights or gives_rewards(self.env)) else 0.0
-        heard: list[Annotation] = []
-        with emitters.collected(heard, "hook", "hook:score"):
+        annotations: list[Annotation] = []
+        with emitters.collected(annotations, "hook", "hook:score"):
             outcome = scored_outcome(ended, self.work, self.env, self.hooks, self.judges, answers, own, weight)
-        self._note(ended, heard)
+        self._note(ended, annotations)
         return outcome
 
     def _call_hooks(self, place: str, episode: Episode) -> None:
         """Call every hook for this event; a hook that raises fails the episode."""
         for number, hook in enumerate(self.hooks):
-            said: list[Annotation] = []
+            annotations: list[Annotation] = []
             try:
-                with emitters.collected(said, "hook", f"hook:{number}:{place}:{len(episode.steps)}"):
+                with emitters.collected(annotations, "hook", f"hook:{number}:{place}:{len(episode.steps)}"):
                     getattr(hook, place)(episode)
             except Exception as error:  # noqa: BLE001 - a user's code; the episode fails with its message
                 failure = Outcome(episode.id, "failed", error_class="HookError", error=f"{type(error).__name__}: {error}")
                 self.finish([failure])
                 return
-            self._note(episode, said)
+            self._note(episode, annotations)
 
-    def _note(self, episode: Episode, said: Sequence[Annotation]) -> None:
+    def _note(self, episode: Episode, annotations: Sequence[Annotation]) -> None:
         """Store the hooks' annotations of the episode; those repeated after a lost worker are stored already."""
-        if said:
-            episode_annotations.note_annotations(self.db, self.work.fence, episode.id, len(episode.steps), said)
+        if annotations:
+            episode_annotations.note_annotations(self.db, self.work.fence, episode.id, len(episode.steps), annotations)
 
 
-def _agent_result(call: ToolCall, said: str | None) -> ToolResult | None:
+def _agent_result(call: ToolCall, result: str | None) -> ToolResult | None:
     """Return the result of a call that the agent ran itself, as far as it is known."""
     if call.error is not None:
         return ToolResult(call.error, "parse_error")
-    return None if said is None else ToolResult(said)
+    return None if result is None else ToolResult(result)

@@ -18,7 +18,7 @@ def scored_outcome(
     env: Env,
     hooks: Sequence[Hook],
     judges: Mapping[str, Judge],
-    said: Mapping[str, ToolResult],
+    judge_results: Mapping[str, ToolResult],
     own: Mapping[str, float | Sequence[float]] = MappingProxyType({}),
     own_weight: float = 0.0,
 ) -> Outcome:
@@ -26,7 +26,7 @@ def scored_outcome(
 
     Args:
         ended: the episode with its stop_reason.
-        said: the answers of the judges.
+        judge_results: the answers of the judges.
         own: the rewards from the episode's agent and its tools.
         own_weight: the weight of each of them.
 
@@ -34,13 +34,13 @@ def scored_outcome(
         InfraError: the system failed a reward.
     """
     try:
-        parts = score_episode(env, ended, work.weights, verdicts(judges, said, optional_rewards(env, work.weights)))
+        parts = score_episode(env, ended, work.weights, verdicts(judges, judge_results, optional_rewards(env, work.weights)))
         parts |= _parts_from_agent(own, parts, len(ended.steps))
         own_weights = dict.fromkeys(own, own_weight)
         weights = {**own_weights, **work.weights}
-        told = assign_rewards(ended, parts, weights)
+        rewarded = assign_rewards(ended, parts, weights)
         for hook in hooks:
-            parts |= _parts_from_hook(hook, told)
+            parts |= _parts_from_hook(hook, rewarded)
         reward = total_reward(parts, weights)
         return Outcome(ended.id, "done", ended.stop_reason, reward, parts, ended.final_answer, own_weights=own_weights)
     except RewardError as error:
@@ -58,10 +58,10 @@ def _parts_from_agent(own: Mapping[str, float | Sequence[float]], parts: Mapping
     return check_parts({name: numbers(value) for name, value in own.items()}, steps, "the agent")
 
 
-def _parts_from_hook(hook: Hook, told: Episode) -> dict[str, Part]:
-    source, (read, places) = f"{type(hook).__name__}.on_rollout_end", as_read(told)
+def _parts_from_hook(hook: Hook, episode: Episode) -> dict[str, Part]:
+    source, (read, places) = f"{type(hook).__name__}.on_rollout_end", as_read(episode)
     try:
         parts = {str(name): numbers(value) for name, value in parts_told(hook, read).items()}
     except Exception as error:
         raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
-    return spread(check_parts(parts, len(places), source), places, len(told.steps))
+    return spread(check_parts(parts, len(places), source), places, len(episode.steps))

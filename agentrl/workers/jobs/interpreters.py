@@ -64,12 +64,12 @@ class Sessions:
         owner: str,
         lease_seconds: float,
         failed: Callable[[CodeTool, BaseException], ToolResult],
-        most: int = MAX_SESSIONS,
+        max_sessions: int = MAX_SESSIONS,
         idle_seconds: float = IDLE_SECONDS,
     ) -> None:
         self._db, self.owner, self._lease, self._failed = db, owner, lease_seconds, failed
         self._idle_seconds = idle_seconds
-        self._places = threading.Semaphore(most)
+        self._places = threading.Semaphore(max_sessions)
         self._lock = threading.Lock()
         self._lives: dict[SessionKey, _LiveSession] = {}
 
@@ -87,18 +87,18 @@ class Sessions:
         with self._hold(key) as live:
             while True:
                 cells = tool_sessions.load_cells_until(self._db, key, call)
-                asked = next((cell for cell in cells if cell.result is None), None)
-                if asked is None:
+                requested = next((cell for cell in cells if cell.result is None), None)
+                if requested is None:
                     return self.owner
-                past = [cell for cell in cells[: cells.index(asked)] if cell.result and cell.result.exit]
+                past = [cell for cell in cells[: cells.index(requested)] if cell.result and cell.result.exit]
                 if not self._is_prefix(live, past):
                     owner = tool_sessions.take(self._db, key, self.owner, self._lease)
                     if owner != self.owner:
                         self._put_away(live)
                         return owner
                     self._open_session(live, tool)
-                if not self._run_cells(live, tool, past, asked, last=asked.id in ended):
-                    ended.add(asked.id)
+                if not self._run_cells(live, tool, past, requested, last=requested.id in ended):
+                    ended.add(requested.id)
 
     def close(self) -> None:
         """Close all interpreters that no call is using."""
@@ -107,7 +107,7 @@ class Sessions:
 
     # cells
 
-    def _run_cells(self, live: _LiveSession, tool: CodeTool, past: Sequence[Cell], asked: Cell, last: bool) -> bool:
+    def _run_cells(self, live: _LiveSession, tool: CodeTool, past: Sequence[Cell], requested: Cell, last: bool) -> bool:
         """Run the cells that the interpreter has not run, then the requested one, and record its result.
 
         Return False if the whole sandbox ended meanwhile. A second run (`last`) then shows whether the cell caused that.
@@ -115,10 +115,10 @@ class Sessions:
         try:
             note = "" if self._run_past_cells(live, tool, past) else RERUN_NOTE
             started = datetime.now(UTC)
-            result = self._run_cell(live, tool, asked, note)
+            result = self._run_cell(live, tool, requested, note)
             if not (last or (live.session and live.session.alive)):
                 return False
-            recorded = tool_calls.record_result(self._db, asked.id, result, started, worker_name())
+            recorded = tool_calls.record_result(self._db, requested.id, result, started, worker_name())
         except BaseException:
             self._put_away(live)  # the interpreter may have seen a cell that is not recorded
             raise
@@ -143,19 +143,19 @@ class Sessions:
             if seen is None or seen.code is None or seen.code < 0 or seen.status == "killed":
                 live.session.run("pass")  # the cell died, and only its number counts
             else:
-                found = self._run_code(tool, live.session, cell)
-                same = self._compare(live.key, cell, found) and same
+                result = self._run_code(tool, live.session, cell)
+                same = self._compare(live.key, cell, result) and same
             live.seen.append(cell.id)
         return same
 
-    def _compare(self, key: SessionKey, cell: Cell, found: ToolResult) -> bool:
+    def _compare(self, key: SessionKey, cell: Cell, result: ToolResult) -> bool:
         assert cell.result is not None
         before = (cell.result.content.removeprefix(RERUN_NOTE), cell.result.error_class)
-        if before == (storable(found.content), found.error_class):
+        if before == (storable(result.content), result.error_class):
             return True
-        said = f"call {cell.id} came to {found.error_class or 'ok'} {found.content[:300]!r}, not {before[1] or 'ok'}"
-        log.warning("episode %d: %s", key.episode, said)
-        tool_sessions.taint(self._db, key, storable(f"{said} {before[0][:300]!r}"))
+        difference = f"call {cell.id} came to {result.error_class or 'ok'} {result.content[:300]!r}, not {before[1] or 'ok'}"
+        log.warning("episode %d: %s", key.episode, difference)
+        tool_sessions.taint(self._db, key, storable(f"{difference} {before[0][:300]!r}"))
         return False
 
     def _run_cell(self, live: _LiveSession, tool: CodeTool, cell: Cell, note: str) -> ToolResult:

@@ -130,8 +130,8 @@ class PendingCalls:
             slow = not waiting.refused and _replies().answered_at > waiting.sent
             waiting.in_vain = 0 if slow else waiting.in_vain + 1
             if waiting.in_vain > RESENDS or waiting.sendings > MAX_SENDINGS:
-                said = f"Tool calls {waiting.calls} {waiting.fate}"
-                raise ServiceError(waiting.refused) if waiting.refused else InfraError(said, _TOOLS_WORKER_HINT)
+                message = f"Tool calls {waiting.calls} {waiting.fate}"
+                raise ServiceError(waiting.refused) if waiting.refused else InfraError(message, _TOOLS_WORKER_HINT)
             if not waiting.refused and not slow:  # in the same words for all episodes, so that the run's events say it once
                 self.report_wait(f"Tool calls {waiting.fate} {_TOOLS_WORKER_HINT}")
             self.send_again(episode)

@@ -153,8 +153,8 @@ def _check_code(work: GroupWork, experiment: Experiment) -> None:
     if held in (work.code_hash, ""):
         return
     if _scoring_hash(experiment, anew=True) == work.code_hash:
-        said = f"A file of the rewards of {work.run} has changed since the running workers read it."
-        raise ConfigError(said, "Restart them: agentrl down")
+        message = f"A file of the rewards of {work.run} has changed since the running workers read it."
+        raise ConfigError(message, "Restart them: agentrl down")
     store.note_code(database(), work.run_id, held)
 
 

@@ -93,12 +93,12 @@ class SamplingServer:
         """
         hashed = key_hash(key)
         if hashed not in self._keys:
-            found = await asyncio.to_thread(agent_holds.find_key, self.rows(), hashed)
-            if found is None:
+            location = await asyncio.to_thread(agent_holds.find_key, self.rows(), hashed)
+            if location is None:
                 raise _not_here()
             if len(self._keys) >= KEPT_KEYS:
                 self._keys.clear()
-            self._keys[hashed] = found
+            self._keys[hashed] = location
         episode, attempt = self._keys[hashed]
         held = self._held.get(episode)
         if held is None:
@@ -141,23 +141,23 @@ class SamplingServer:
         body = await exchange.body()
         ask = chat_completions.read(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(chat_completions.read, body)
         ask = ask if ask.model else replace(ask, model=holder.model)
-        said: asyncio.Queue[RolloutMessage] = asyncio.Queue()
+        queue: asyncio.Queue[RolloutMessage] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         held: list[RolloutMessage] = []
 
-        def tell(word: RolloutMessage) -> None:
-            held.append(word)
-            if isinstance(word, Accepted) and not ask.stream:
+        def tell(message: RolloutMessage) -> None:
+            held.append(message)
+            if isinstance(message, Accepted) and not ask.stream:
                 return  # nothing is written yet: it wakes nobody
-            words, held[:] = tuple(held), []
+            batch, held[:] = tuple(held), []
             with suppress(RuntimeError):  # the loop is closed: the process ends
-                loop.call_soon_threadsafe(_put_all, said, words)
+                loop.call_soon_threadsafe(_put_all, queue, batch)
 
         body_hash = hashlib.sha256(body).hexdigest()
         call = AgentCall(episode, attempt, *exchange.identity(body_hash), body_hash, ask, tell)
         holder.take(call)
-        reply = asyncio.ensure_future(_reply(exchange, holder, ask, said))
+        reply = asyncio.ensure_future(_reply(exchange, holder, ask, queue))
         gone = asyncio.ensure_future(exchange.wait_gone())
         try:
             await asyncio.wait((reply, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -177,71 +177,71 @@ class SamplingServer:
     async def _note(self, exchange: "HttpExchange") -> None:
         """Store an agent's annotations of its episode."""
         episode, attempt, _ = await self.find(sampling_key(exchange.key()))
-        said = await asyncio.to_thread(_read_annotations, await exchange.body())
+        annotations = await asyncio.to_thread(_read_annotations, await exchange.body())
         try:
-            await asyncio.to_thread(add_annotations, self.rows(), episode, attempt, said)
+            await asyncio.to_thread(add_annotations, self.rows(), episode, attempt, annotations)
         except StateError as error:
             raise RequestError(409, error.message, code="episode_over") from None
         except ConflictError as error:
             raise RequestError(400, error.message, code="invalid_annotation") from None
-        await exchange.answer(200, {"annotations": len(said)})
+        await exchange.answer(200, {"annotations": len(annotations)})
 
 
 def _read_annotations(body: bytes) -> Sequence[Annotation]:
     try:
-        if len(body) > MAX_ANNOTATIONS or not isinstance(found := json.loads(body), dict) or found.keys() != {"annotations"}:
+        if len(body) > MAX_ANNOTATIONS or not isinstance(tree := json.loads(body), dict) or tree.keys() != {"annotations"}:
             raise ValueError(f"the body must be an object with only `annotations`, of at most {MAX_ANNOTATIONS} bytes")
-        return read_annotations(found["annotations"])
+        return read_annotations(tree["annotations"])
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"No annotations: {str(error)[:500]}.", code="invalid_annotation") from None
 
 
-def _put_all(said: "asyncio.Queue[RolloutMessage]", words: Iterable[RolloutMessage]) -> None:
-    for word in words:
-        said.put_nowait(word)
+def _put_all(queue: "asyncio.Queue[RolloutMessage]", messages: Iterable[RolloutMessage]) -> None:
+    for message in messages:
+        queue.put_nowait(message)
 
 
 class _BrokenOff(Exception):
     """A stream that began and cannot be completed by this process."""
 
 
-async def _reply(exchange: "HttpExchange", holder: EpisodeServer, ask: Ask, said: "asyncio.Queue[RolloutMessage]") -> None:
+async def _reply(exchange: "HttpExchange", holder: EpisodeServer, ask: Ask, queue: "asyncio.Queue[RolloutMessage]") -> None:
     """Write the reply as the rollout's messages arrive."""
-    accepted = await said.get()
+    accepted = await queue.get()
     if isinstance(accepted, Refused):
         raise accepted.error
     if not isinstance(accepted, Accepted):
         raise _not_here()
     head = ReplyHead(accepted.prompt_ids, accepted.request_id, accepted.created, holder.fingerprint, accepted.cached_tokens)
     if ask.stream:
-        await _stream(exchange, chat_completions.StreamEvents(ask, head, holder.chat), said)
+        await _stream(exchange, chat_completions.StreamEvents(ask, head, holder.chat), queue)
         return
-    while not isinstance(word := await said.get(), Answered):
-        if isinstance(word, Refused):
-            raise word.error
-        if isinstance(word, AttemptGone):
+    while not isinstance(message := await queue.get(), Answered):
+        if isinstance(message, Refused):
+            raise message.error
+        if isinstance(message, AttemptGone):
             raise _not_here()
-    await exchange.answer(200, chat_completions.whole(ask, word.turns, head, holder.chat))
+    await exchange.answer(200, chat_completions.whole(ask, message.turns, head, holder.chat))
 
 
-async def _stream(exchange: "HttpExchange", events: Any, said: "asyncio.Queue[RolloutMessage]") -> None:
+async def _stream(exchange: "HttpExchange", events: Any, queue: "asyncio.Queue[RolloutMessage]") -> None:
     """Write the events, choice by choice, so that the bytes are the same whenever they are written."""
     await exchange.begin_stream()
     await exchange.write(events.begin())
     drawn: dict[int, list[int]] = {}
-    while not isinstance(word := await said.get(), Answered):
-        if isinstance(word, Refused | AttemptGone):  # the connection ends without the last event: whoever forwards asks again
-            raise _BrokenOff(word)
-        if isinstance(word, Drawn):
-            drawn.setdefault(word.choice, []).append(word.token)
-            if word.choice == 0:
-                await exchange.write(events.token(0, word.token))
-    for choice, turn in enumerate(word.turns):
+    while not isinstance(message := await queue.get(), Answered):
+        if isinstance(message, Refused | AttemptGone):
+            raise _BrokenOff(message)  # the connection ends without the last event, so the proxy sends the call again
+        if isinstance(message, Drawn):
+            drawn.setdefault(message.choice, []).append(message.token)
+            if message.choice == 0:
+                await exchange.write(events.token(0, message.token))
+    for choice, turn in enumerate(message.turns):
         written = len(drawn.get(0, ())) if choice == 0 else 0
         for token in turn.completion.token_ids[written:]:
             await exchange.write(events.token(choice, token))
         await exchange.write(events.end(choice, turn))
-    await exchange.write(events.close(word.turns))
+    await exchange.write(events.close(message.turns))
     await exchange.end_stream()
 
 
@@ -284,18 +284,18 @@ class HttpExchange:
         Raises:
             RequestError: it is too large, or did not arrive in time.
         """
-        kept = bytearray()
+        content = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 while True:
                     message = await self.receive()
                     if message["type"] == "http.disconnect":
                         raise RequestError(400, "The body ends too early.", code="invalid_request")
-                    kept += message.get("body", b"")
-                    if len(kept) > MAX_BODY:
+                    content += message.get("body", b"")
+                    if len(content) > MAX_BODY:
                         raise RequestError(413, f"The body has more than {MAX_BODY} bytes.", code="request_too_large")
                     if not message.get("more_body"):
-                        return bytes(kept)
+                        return bytes(content)
         except TimeoutError as error:
             raise RequestError(408, f"The body was not received within {BODY_SECONDS:.0f} s.", code="timeout") from error
 
@@ -348,13 +348,13 @@ def _listen(host: str) -> socket.socket:
         host = _own_address()
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
-        made.bind(address)
-        made.listen(1024)
+        listener = socket.socket(family, kind, protocol)
+        listener.bind(address)
+        listener.listen(1024)
     except OSError as error:
-        said = f"Cannot serve agents at {host!r}: {error.strerror or error}."
-        raise ServiceError(said, "Set AGENTRL_SAMPLER_HOST to an address of this machine.") from error
-    return made
+        message = f"Cannot serve agents at {host!r}: {error.strerror or error}."
+        raise ServiceError(message, "Set AGENTRL_SAMPLER_HOST to an address of this machine.") from error
+    return listener
 
 
 def _own_address() -> str:
@@ -377,16 +377,16 @@ def start(rows: Callable[[], Database] = database, host: str | None = None) -> S
     Raises:
         ServiceError: the address cannot be used.
     """
-    made, listener = SamplingServer(rows=rows), _listen(host or settings().sampler_host)
+    app, listener = SamplingServer(rows=rows), _listen(host or settings().sampler_host)
     host, port = listener.getsockname()[:2]
-    made.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    app.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     config = uvicorn.Config(
-        made, loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        app, loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         date_header=False, timeout_keep_alive=75,
     )  # fmt: skip
     server = uvicorn.Server(config)
     threading.Thread(target=lambda: server.run(sockets=[listener]), name="sampling server", daemon=True).start()
-    return made
+    return app
 
 
 @Once

@@ -39,7 +39,7 @@ def advance(work: IterationWork, is_fenced: Callable[[], bool]) -> bool:
     """
     tasks = search_rounds.load_search_tasks(database(), work.run_id)
     try:
-        found = _go_on(work, tasks)
+        decision = _go_on(work, tasks)
     except ServiceError as error:
         blocked_runs.wait_for(database(), work.run_id, str(error))
         raise
@@ -48,13 +48,13 @@ def advance(work: IterationWork, is_fenced: Callable[[], bool]) -> bool:
     if is_fenced():
         raise Fenced(f"Another worker took over the search of {work.run}.")
     faultpoint("search.before")
-    if isinstance(found, Request):
-        search_rounds.add_round(database(), work, _planned(found, tasks))
-        log.info("%s: %d groups of %d candidates", work.run, len(found.groups), len(found.candidates))
+    if isinstance(decision, Request):
+        search_rounds.add_round(database(), work, _planned(decision, tasks))
+        log.info("%s: %d groups of %d candidates", work.run, len(decision.groups), len(decision.candidates))
     else:
-        search_rounds.finish_search(database(), work, found.candidate)
+        search_rounds.finish_search(database(), work, decision.candidate)
     faultpoint("search.after")
-    return isinstance(found, Request)
+    return isinstance(decision, Request)
 
 
 def _go_on(work: IterationWork, tasks: SearchTasks) -> Request | Chosen:
@@ -67,9 +67,9 @@ def _go_on(work: IterationWork, tasks: SearchTasks) -> Request | Chosen:
         critic = None
         if "critic" in names_taken(run) and config.search.critic is not None:
             answers = search_rounds.load_answers(database(), work.run_id)
-            kept = partial(search_rounds.record_answer, database(), work.run_id, config.search.critic)
-            critic = stack.enter_context(closing(RecordedCritic(config.search, settings(), answers, kept)))
-        given = Given(
+            record_answer = partial(search_rounds.record_answer, database(), work.run_id, config.search.critic)
+            critic = stack.enter_context(closing(RecordedCritic(config.search, settings(), answers, record_answer)))
+        inputs = Given(
             resources=Resources(config.resources),
             rollouts=Rollouts(config.resources, record),
             train_tasks=list(tasks.train.values()),
@@ -80,17 +80,17 @@ def _go_on(work: IterationWork, tasks: SearchTasks) -> Request | Chosen:
             store=settings().database,
         )
         try:
-            return go_on(run, given, list(tasks.held_out.values()))
+            return go_on(run, inputs, list(tasks.held_out.values()))
         except AgentRLError:
             raise
         except Exception as error:
             log.exception("%s: its algorithm", work.run)
-            said = f"The algorithm {config.algorithm.name!r} raised {type(error).__name__}: {error}"
-            raise ConfigError(f"{said}.", f"Fix it, then: agentrl resume {work.run}") from error
+            message = f"The algorithm {config.algorithm.name!r} raised {type(error).__name__}: {error}"
+            raise ConfigError(f"{message}.", f"Fix it, then: agentrl resume {work.run}") from error
 
 
 def _with_parts(group: Group, parts: Mapping[int, Mapping[str, float]]) -> Group:
-    return replace(group, episodes=tuple(replace(each, rewards=parts.get(each.id, {})) for each in group.episodes))
+    return replace(group, episodes=tuple(replace(episode, rewards=parts.get(episode.id, {})) for episode in group.episodes))
 
 
 def _planned(request: Request, tasks: SearchTasks) -> list[PlannedGroup]:

@@ -68,8 +68,8 @@ class _Clients:
         """Return episode -> its client's state. No client counts as lost while this process serves it, even after the machine
         slept.
         """
-        found = agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds, episodes)
-        return {episode: replace(state, is_overdue=False) for episode, state in found.items()}
+        states = agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds, episodes)
+        return {episode: replace(state, is_overdue=False) for episode, state in states.items()}
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
         """Do nothing: clients are not sent."""
@@ -323,20 +323,20 @@ class ServedEpisodes:
     # orders
 
     def _order(self, act: Callable[[], "OpenEpisode | None"]) -> "Future[OpenEpisode]":
-        told: Future[OpenEpisode] = Future()
+        future: Future[OpenEpisode] = Future()
 
         def run() -> None:
             try:
-                made = act()
+                opened = act()
             except Exception as error:  # noqa: BLE001 - whoever ordered it is told
-                told.set_exception(error)
+                future.set_exception(error)
             else:
-                if made is not None:
-                    told.set_result(made)
+                if opened is not None:
+                    future.set_result(opened)
 
         self._orders.append(run)
         self._wake()
-        return told
+        return future
 
     def _notify_ended(self, episode: int) -> None:
         ended = self._ended.pop(episode, None)

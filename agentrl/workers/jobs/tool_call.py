@@ -132,8 +132,8 @@ def _load_tool(work: CallWork) -> Tool:
         raise
     except (Exception, SystemExit) as error:
         log.exception("tool %s of env %s cannot be loaded", work.tool, work.env)
-        said = str(error) if isinstance(error, AgentRLError) else f"{type(error).__name__}: {error}"
-        raise Unready(f"The tools worker {worker_name()} cannot load {work.tool}: {said[:1000]}", RESTART_HINT) from error
+        reason = str(error) if isinstance(error, AgentRLError) else f"{type(error).__name__}: {error}"
+        raise Unready(f"The tools worker {worker_name()} cannot load {work.tool}: {reason[:1000]}", RESTART_HINT) from error
     return tool
 
 
@@ -165,8 +165,8 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
     attempt = (answer, partial(_run_timed, tool, work, patience))
     threading.Thread(target=_settle, args=attempt, name=f"tool-{tool.name}", daemon=True).start()
     error = _wait_for_answer(answer, tool, patience)
-    told = answer.result() if error is None else _failure_result(tool, error)
-    return replace(told, seconds=patience.own_seconds)
+    result = answer.result() if error is None else _failure_result(tool, error)
+    return replace(result, seconds=patience.own_seconds)
 
 
 def _wait_for_answer(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> BaseException | None:
@@ -196,22 +196,22 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
     patience = Patience()
     try:
         with patience.hold():
-            told = notebook.run(tool, arguments)
+            result = notebook.run(tool, arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's tool; failures of the system are raised again
-        told = _failure_result(tool, error)
-    return replace(told, seconds=patience.own_seconds)
+        result = _failure_result(tool, error)
+    return replace(result, seconds=patience.own_seconds)
 
 
 def _run_timed(tool: Tool, work: CallWork, patience: Patience) -> ToolResult:
     """Return the tool's result with its annotations, and this thread's processor time if no sandbox measured it."""
-    said: list[Annotation] = []
+    annotations: list[Annotation] = []
     try:
-        with patience.hold(), emitters.collected(said, "tool", f"call:{work.id}"):
-            told = tool.run(work.arguments)
+        with patience.hold(), emitters.collected(annotations, "tool", f"call:{work.id}"):
+            result = tool.run(work.arguments)
     except ToolFailure as error:
-        told = failure(tool, error)
-    told = replace(told, annotations=tuple(said)) if said else told
-    return told if told.exit else replace(told, cpu_seconds=time.thread_time())
+        result = failure(tool, error)
+    result = replace(result, annotations=tuple(annotations)) if annotations else result
+    return result if result.exit else replace(result, cpu_seconds=time.thread_time())
 
 
 def _settle(answer: "Future[Answer]", work: Callable[[], Answer]) -> None:
@@ -249,10 +249,10 @@ def _failure_result(tool: Tool, error: BaseException) -> ToolResult:
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
         log.error("the system failed tool %s: %s", tool.name, error)
         raise InfraError(f"{tool.name} cannot run on {worker_name()}: {error.message}", error.hint) from error
-    told = failure(tool, error)
-    if told.error_class == "tool_crash":
+    result = failure(tool, error)
+    if result.error_class == "tool_crash":
         log.error("tool %s raised", tool.name, exc_info=error)
-    return told
+    return result
 
 
 @lru_cache(maxsize=64)
@@ -263,9 +263,9 @@ def load_toolset(db: Database, run: int) -> Mapping[str, Tool]:
 
 @Once
 def _sessions() -> Sessions:
-    made = Sessions(database(), own_queue(), settings().lease_seconds, _failure_result)
-    made.start()
-    return made
+    sessions = Sessions(database(), own_queue(), settings().lease_seconds, _failure_result)
+    sessions.start()
+    return sessions
 
 
 @Once

@@ -73,8 +73,8 @@ def _train_claimed(work: IterationWork) -> None:
             write_when_possible(partial(_fail_run, work, failure))
         else:
             log.exception("%s: iteration %d was not trained", work.run, work.iteration)
-            said, attempts = f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"]
-            train_claims.fail_update(database(), work, said, attempts)
+            message, attempts = f"{type(error).__name__}: {error}", work.config["rollout"]["max_attempts"]
+            train_claims.fail_update(database(), work, message, attempts)
         _notify_end(work)
     else:
         _send_next(work, published)
@@ -96,14 +96,14 @@ def _notify_end(work: IterationWork) -> None:
         log.exception("%s: a hook failed at the end", work.run)
 
 
-def _dispatch_more_groups(made: MoreGroupsPlanned) -> None:
+def _dispatch_more_groups(plan: MoreGroupsPlanned) -> None:
     log.info(
-        "iteration %d: %d of %d groups have variance, sampling %d more", made.iteration, made.varied, made.groups, made.more
+        "iteration %d: %d of %d groups have variance, sampling %d more", plan.iteration, plan.varied, plan.groups, plan.more
     )
     try:
-        dispatch(database(), made.iteration)
+        dispatch(database(), plan.iteration)
     except ServiceError as error:
-        log.warning("the control loop will send the added groups of iteration %d: %s", made.iteration, error)
+        log.warning("the control loop will send the added groups of iteration %d: %s", plan.iteration, error)
     else:
         faultpoint("sampled_on.end")
 
@@ -183,9 +183,9 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
 
 def _run_update(trainer: Trainer, work: IterationWork) -> Update:
     """Run the update on the iteration's groups, or on those that dynamic sampling chooses."""
-    if not work.wanted:
+    if not work.max_groups:
         return trainer.update(work.groups, work.number)
-    chosen, left_out = choose_groups(work.groups, work.wanted)
+    chosen, left_out = choose_groups(work.groups, work.max_groups)
     update = trainer.update(chosen, work.number) if chosen else Update(skipped="no group has variance")
     return replace(update, dropped={**left_out, **update.dropped})
 
@@ -214,7 +214,7 @@ def _repeat_update(
 ) -> None:
     """Repeat the update that made the broken checkpoint, into a folder of its own."""
     source = replace(work, number=rebuild.broken.version - 1, policy=rebuild.start, groups=rebuild.groups)
-    source = replace(source, wanted=rebuild.wanted)
+    source = replace(source, max_groups=rebuild.max_groups)
     try:
         trainer = _load_trainer(source, experiment, loaded)
     except CheckpointError as error:
@@ -252,8 +252,8 @@ def _fail_run(work: IterationWork, error: Exception) -> None:
 def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedModel) -> Trainer:
     """Load the trainer with exactly the state that this update starts from."""
     path, part = work.policy.path, _checkpoint_part(work, work.policy.path)
-    wanted = (work.run_id, path)
-    if loaded.trainer is None or loaded.trainer_holds != wanted:
+    key = (work.run_id, path)
+    if loaded.trainer is None or loaded.trainer_holds != key:
         loaded.trainer, loaded.trainer_holds = None, None  # the trainer holds no state until one is loaded whole
         trainer = trainers.start(experiment.trainer, loaded.policy, experiment.config, work.iterations)
         with loaded.policy.training() as module:

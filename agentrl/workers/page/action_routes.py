@@ -77,11 +77,11 @@ class Done(BaseModel):
 
 
 @router.post("/{kind}", response_model=Done)
-async def act(kind: Kind, asked: Action, store: Store, request: Request) -> Response:
+async def act(kind: Kind, action: Action, store: Store, request: Request) -> Response:
     """Run a command of agentrl, and return its output."""
     if not request.app.state.actions:
         raise AccessDenied("This page is read-only.", "Restart it with actions: agentrl ui --actions")
-    words = await run_in_threadpool(make_words, store, kind, asked)
+    args = await run_in_threadpool(make_words, store, kind, action)
     state = request.app.state
     if not hasattr(state, "acting"):
         state.acting = set()
@@ -89,12 +89,12 @@ async def act(kind: Kind, asked: Action, store: Store, request: Request) -> Resp
         raise StateError(f"A {kind} is running already.", "Wait until it has ended.")
     state.acting.add(kind)
     try:
-        return answer(await _run(words, _environment(store), SECONDS[kind], state.is_ending))
+        return answer(await _run(args, _environment(store), SECONDS[kind], state.is_ending))
     finally:
         state.acting.discard(kind)
 
 
-def make_words(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
+def make_words(store: ReadOnlyStore, kind: str, action: Action) -> list[str]:
     """Return the arguments of the command, after `agentrl`.
 
     Raises:
@@ -102,26 +102,28 @@ def make_words(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
         NotFoundError: there is no such run or episode.
     """
     if kind in ("tag", "untag", "note"):
-        if asked.run is None or not asked.text.strip():
+        if action.run is None or not action.text.strip():
             raise ConfigError(f"A {kind} needs a run and a text.", "Send `run` and `text`.")
-        number, said = asked.run, storable(asked.text)
+        number, content = action.run, storable(action.text)
         run = store.ask(lambda tx: run_name(tx, number))  # a command takes a number for a name first
-        return ["tag", f"--remove={said}", "--", run] if kind == "untag" else [kind, "--", run, said]
-    shown = _shown_command(store, kind, asked)
+        return ["tag", f"--remove={content}", "--", run] if kind == "untag" else [kind, "--", run, content]
+    command_args = _shown_command(store, kind, action)
     if kind == "fork":
-        return [*_changed(shown, "--step", asked.step), *(["-n", str(asked.n)] if asked.n else ())]
+        return [*_changed(command_args, "--step", action.step), *(["-n", str(action.n)] if action.n else ())]
     if kind == "whatif":
-        return _changed(_changed(shown, "--algorithm", storable(asked.algorithm) or None), "--iteration", asked.iteration)
+        return _changed(
+            _changed(command_args, "--algorithm", storable(action.algorithm) or None), "--iteration", action.iteration
+        )
     if kind == "rescore":
-        if not asked.reward:
-            raise ConfigError("Which reward?", f"Type it: agentrl rescore {shlex.quote(shown[1])} --reward NAME")
-        return [*shown[:2], *(f"--reward={storable(each)}" for each in asked.reward[:20])]
-    return shown
+        if not action.reward:
+            raise ConfigError("Which reward?", f"Type it: agentrl rescore {shlex.quote(command_args[1])} --reward NAME")
+        return [*command_args[:2], *(f"--reward={storable(reward)}" for reward in action.reward[:20])]
+    return command_args
 
 
-def _shown_command(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
+def _shown_command(store: ReadOnlyStore, kind: str, action: Action) -> list[str]:
     """Return the arguments of the command that the page shows for the episode, after `agentrl`."""
-    episode = asked.episode
+    episode = action.episode
     if episode is None:
         raise ConfigError(f"To {kind} needs an episode.", "Send `episode`, its number.")
     commands = store.ask(lambda tx: load_episode_answer(tx, episode, 0, 1))["commands"]
@@ -131,12 +133,12 @@ def _shown_command(store: ReadOnlyStore, kind: str, asked: Action) -> list[str]:
     return shlex.split(line)[1:]
 
 
-def _changed(words: Sequence[str], option: str, value: object) -> list[str]:
+def _changed(args: Sequence[str], option: str, value: object) -> list[str]:
     """Return the arguments with another value of an option. With None they are unchanged."""
     if value is None:
-        return [*words]
-    at = words.index(option) + 1
-    return [*words[:at], str(value), *words[at + 1 :]]
+        return [*args]
+    at = args.index(option) + 1
+    return [*args[:at], str(value), *args[at + 1 :]]
 
 
 def _environment(store: ReadOnlyStore) -> dict[str, str]:
@@ -145,12 +147,12 @@ def _environment(store: ReadOnlyStore) -> dict[str, str]:
     return {**os.environ, **here, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
 
 
-async def _run(words: Sequence[str], environment: Mapping[str, str], seconds: float, is_ending: Any) -> dict[str, Any]:
+async def _run(args: Sequence[str], environment: Mapping[str, str], seconds: float, is_ending: Any) -> dict[str, Any]:
     """Run the command until it ends. Kill its process group if it takes too long, or if the page's service stops."""
     began = time.monotonic()
     with tempfile.TemporaryFile() as printed:  # no pipe, which a service that the command starts would keep open
         child = await asyncio.create_subprocess_exec(
-            *(*COMMAND, *words),
+            *(*COMMAND, *args),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
@@ -170,8 +172,8 @@ async def _run(words: Sequence[str], environment: Mapping[str, str], seconds: fl
                     os.killpg(child.pid, signal.SIGKILL)
         code = await child.wait()
         output = _read_end(printed)
-    told = {"command": shlex.join(["agentrl", *words]), "exit_code": code, "output": output}
-    return {**told, "seconds": time.monotonic() - began, "timed_out": late}
+    result = {"command": shlex.join(["agentrl", *args]), "exit_code": code, "output": output}
+    return {**result, "seconds": time.monotonic() - began, "timed_out": late}
 
 
 def _read_end(file: IO[bytes]) -> str:

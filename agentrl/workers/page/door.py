@@ -98,8 +98,8 @@ class RequestGuard:
         refusal = self._refuse(scope, headers)
         if refusal is not None:
             await _answer(bound, *refusal, as_json=api)
-        elif (given := _query_token(scope)) is not None:
-            await self._take(given, bound)
+        elif (token := _query_token(scope)) is not None:
+            await self._take(token, bound)
         else:
             await self.app(scope, _hurried(receive), bound)
 
@@ -112,8 +112,8 @@ class RequestGuard:
                 "This page is not served under this host name.",
                 f"Open http://127.0.0.1:{self.rules.port}/, or use its address.",
             )
-        known = self._knows(headers, self.rules.token)
-        if not known and _query_token(scope) is None:
+        has_token = self._knows(headers, self.rules.token)
+        if not has_token and _query_token(scope) is None:
             return 401, "The token is missing.", PRINTED
         if scope["method"] in ("GET", "HEAD"):
             return None
@@ -146,20 +146,20 @@ class RequestGuard:
     def _knows(self, headers: dict[bytes, bytes], token: str) -> bool:
         if not token:
             return True
-        given = _cookies(headers.get(b"cookie", b""), self.rules.cookie)
+        cookie_tokens = _cookies(headers.get(b"cookie", b""), self.rules.cookie)
         bearer = headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")
-        return any(hmac.compare_digest(each.encode(), token.encode()) for each in (*given, bearer))
+        return any(hmac.compare_digest(candidate.encode(), token.encode()) for candidate in (*cookie_tokens, bearer))
 
-    async def _take(self, given: str, send: Send) -> None:
+    async def _take(self, token: str, send: Send) -> None:
         """Check the token in the URL; respond with a cookie and a redirect to the URL without the token."""
-        wanted = self.rules.token or self.rules.action_token
-        first = bool(self._once) and hmac.compare_digest(given.encode(), self._once.encode())
+        secret = self.rules.token or self.rules.action_token
+        first = bool(self._once) and hmac.compare_digest(token.encode(), self._once.encode())
         if first:
             self._once = ""
-        if not wanted or not (first or hmac.compare_digest(given.encode(), wanted.encode())):
+        if not secret or not (first or hmac.compare_digest(token.encode(), secret.encode())):
             await _answer(send, 401, "The token is wrong.", "Open the link that `agentrl ui` printed last.", as_json=False)
             return
-        cookie = f"{self.rules.cookie}={wanted}; HttpOnly; SameSite=Strict; Path=/"
+        cookie = f"{self.rules.cookie}={secret}; HttpOnly; SameSite=Strict; Path=/"
         await send(
             {"type": "http.response.start", "status": 303, "headers": [(b"location", b"/"), (b"set-cookie", cookie.encode())]}
         )
@@ -194,10 +194,10 @@ def names_of(host: str, own: Iterable[str]) -> frozenset[str]:
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
     """Return the headers by name. A header that must be unique but was sent twice gets an invalid value."""
-    found: dict[bytes, bytes] = {}
+    headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
-        found[name] = b"," if name in found and name in (b"host", b"origin", b"content-length") else value
-    return found
+        headers[name] = b"," if name in headers and name in (b"host", b"origin", b"content-length") else value
+    return headers
 
 
 def _split_host(host: str) -> tuple[str, str]:
@@ -236,7 +236,7 @@ def _is_address(name: str) -> bool:
 def _cookies(text: bytes, name: str) -> list[str]:
     """Return the values of all cookies with this name. Pages on other ports of this host may have set some too."""
     pairs = (part.strip().partition("=") for part in text.decode("latin-1").split(";"))
-    return [value for found, _, value in pairs if found == name]
+    return [value for cookie, _, value in pairs if cookie == name]
 
 
 def _query_token(scope: Scope) -> str | None:
@@ -244,19 +244,19 @@ def _query_token(scope: Scope) -> str | None:
     if scope["path"] != "/" or scope["method"] != "GET" or b"token=" not in scope["query_string"]:
         return None
     try:
-        found: str = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=10).get("token", [""])[0]
+        token: str = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=10).get("token", [""])[0]
     except ValueError:
         return ""
-    return found
+    return token
 
 
-async def _answer(send: Send, status: int, said: str, hint: str, as_json: bool) -> None:
+async def _answer(send: Send, status: int, message: str, hint: str, as_json: bool) -> None:
     """Send a refusal as JSON, or as a plain HTML page."""
     if as_json:
-        body, kind = json.dumps({"error": said, "hint": hint}).encode(), b"application/json"
+        body, kind = json.dumps({"error": message, "hint": hint}).encode(), b"application/json"
     else:
         body, kind = (
-            f"<!doctype html><title>agentrl</title><p>{escape(said)}<p>{escape(hint)}".encode(),
+            f"<!doctype html><title>agentrl</title><p>{escape(message)}<p>{escape(hint)}".encode(),
             b"text/html; charset=utf-8",
         )
     headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]

@@ -52,7 +52,7 @@ class _Recording:
     client: httpx2.AsyncClient
     limit: int
     progress: Callable[[str], None]
-    told: float = field(default_factory=time.monotonic)
+    reported: float = field(default_factory=time.monotonic)
     size: int = 0
     answers: dict[str, bytes] = field(default_factory=dict)
 
@@ -64,14 +64,14 @@ class _Recording:
         """
         body = await self._body(path)
         if path not in self.answers:
-            made = embed_json(body)
-            cost = len(made) + len(embed(path)) + 2
+            embedded = embed_json(body)
+            cost = len(embedded) + len(embed(path)) + 2
             if self.size + cost > self.limit:
                 raise _NotTaken(path)
-            self.answers[path] = made
+            self.answers[path] = embedded
             self.size += cost
-            if time.monotonic() - self.told >= SILENCE_SECONDS:
-                self.told = time.monotonic()
+            if time.monotonic() - self.reported >= SILENCE_SECONDS:
+                self.reported = time.monotonic()
                 self.progress(f"{len(self.answers):,} answers of the page, {self.size / 1e6:.1f} MB so far")
         return json.loads(body)
 
@@ -138,10 +138,10 @@ def write_export(
     row = run_rows.describe_run(store, run)
     title = f"agentrl: {row.run}"
     empty = len(write_page(title, {"run": row.id}, {})) + ABOUT_BYTES
-    made = asyncio.run(_record(store, row.id, list(dict.fromkeys(episodes)), limit_bytes - empty, empty, progress))
-    left_out = _left_out(row.id, made, task_rows.count_tasks(store, row.id), limit_bytes)
+    recording = asyncio.run(_record(store, row.id, list(dict.fromkeys(episodes)), limit_bytes - empty, empty, progress))
+    left_out = _left_out(row.id, recording, task_rows.count_tasks(store, row.id), limit_bytes)
     about = {"run": row.id, "made_at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "left_out": left_out}
-    _write(out, write_page(title, about, made.answers), force)
+    _write(out, write_page(title, about, recording.answers), force)
     return left_out
 
 
@@ -175,160 +175,167 @@ async def _record(
     transport = httpx2.ASGITransport(application(store))
     headers = {"Accept-Encoding": "identity"}
     async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers, timeout=None) as client:
-        made = _Recording(client, room, progress)
-        tasks = await _take_run(made, run, around)
-        await _take_chosen(made, run, episodes, (room + around) / 1e6)
-        tasks += await _take_more_tasks(made, run)
-        free = room - made.size
-        made.limit = room - int(free * (1 - ITERATIONS_SHARE))
-        await made.many(_work(made, f"api/runs/{run}/iterations/{number}") for number in _iterations(made, run))
-        made.limit = room - int(free * (1 - TASKS_SHARE))
-        await made.many(_work(made, f"api/runs/{run}/tasks/{task}") for task in tasks)
-        made.limit = room
-        await made.many(_groups(made, run))
-    return made
+        recording = _Recording(client, room, progress)
+        tasks = await _take_run(recording, run, around)
+        await _take_chosen(recording, run, episodes, (room + around) / 1e6)
+        tasks += await _take_more_tasks(recording, run)
+        free = room - recording.size
+        recording.limit = room - int(free * (1 - ITERATIONS_SHARE))
+        await recording.many(_work(recording, f"api/runs/{run}/iterations/{number}") for number in _iterations(recording, run))
+        recording.limit = room - int(free * (1 - TASKS_SHARE))
+        await recording.many(_work(recording, f"api/runs/{run}/tasks/{task}") for task in tasks)
+        recording.limit = room
+        await recording.many(_groups(recording, run))
+    return recording
 
 
-def _work(made: _Recording, *paths: str) -> Callable[[], Awaitable[None]]:
+def _work(recording: _Recording, *paths: str) -> Callable[[], Awaitable[None]]:
     async def work() -> None:
         for path in paths:
-            await made.ask(path)
+            await recording.ask(path)
 
     return work
 
 
-async def _take_run(made: _Recording, run: int, around: int) -> list[int]:
+async def _take_run(recording: _Recording, run: int, around: int) -> list[int]:
     """Record what the run's page shows first; return the ids of the tasks in its list.
 
     Raises:
         ConfigError: even these responses do not fit.
     """
-    room, made.limit = made.limit, 1 << 62
+    room, recording.limit = recording.limit, 1 << 62
     here = f"api/runs/{run}"
     try:
-        told = await made.ask(here)
-        curves = await made.ask(f"{here}/curves")
+        shown_run = await recording.ask(here)
+        curves = await recording.ask(f"{here}/curves")
         while curves["more"]:
-            curves = await made.ask(f"{here}/curves?after={curves['rows'][-1][0]}")
+            curves = await recording.ask(f"{here}/curves?after={curves['rows'][-1][0]}")
         for path in ("events?size=500&sort=-id", "lanes", "episodes?size=50"):
-            await made.ask(f"{here}/{path}")
-        tasks = await made.ask(f"{here}/tasks?size=25")
+            await recording.ask(f"{here}/{path}")
+        tasks = await recording.ask(f"{here}/tasks?size=25")
         for path in ("annotations?size=100", "prompts", "critic-calls?size=20"):
-            await made.ask(f"{here}/{path}")
-        await made.ask(f"api/evals?measures={run}&size=200")
-        await made.ask("api/views")
-        page = await made.ask(f"{here}/ledger")
+            await recording.ask(f"{here}/{path}")
+        await recording.ask(f"api/evals?measures={run}&size=200")
+        await recording.ask("api/views")
+        page = await recording.ask(f"{here}/ledger")
         while page["next"]:
-            page = await made.ask(f"{here}/ledger?after={page['next']}")
-        _put(made, "api/runs?size=50", {"rows": [told["run"]], "next": ""})  # the others are nobody's business
-        _put(made, "api/store", await _store(made))
+            page = await recording.ask(f"{here}/ledger?after={page['next']}")
+        _put(recording, "api/runs?size=50", {"rows": [shown_run["run"]], "next": ""})  # the others are nobody's business
+        _put(recording, "api/store", await _store(recording))
     except _NotTaken as error:
         raise ServiceError(f"The store did not answer {str(error)!r}.", "Open the run instead: agentrl ui") from error
-    if made.size > room:
-        least = (made.size + around) / 1e6 + 0.1
+    if recording.size > room:
+        least = (recording.size + around) / 1e6 + 0.1
         raise ConfigError(f"The run's curves and lists alone need {least:.1f} MB.", f"Raise the limit: --limit-mb {least:.1f}")
-    made.limit = room
+    recording.limit = room
     return [row["task_id"] for row in tasks["rows"]]
 
 
-async def _take_more_tasks(made: _Recording, run: int) -> list[int]:
+async def _take_more_tasks(recording: _Recording, run: int) -> list[int]:
     """Record the further pages of the list of tasks that fit; return the ids of their tasks."""
-    found: list[int] = []
-    page = json.loads(made.answers[f"api/runs/{run}/tasks?size=25"])
+    task_ids: list[int] = []
+    page = json.loads(recording.answers[f"api/runs/{run}/tasks?size=25"])
     try:
         while page["next"]:
-            page = await made.ask(f"api/runs/{run}/tasks?cursor={quote(page['next'], safe='')}&size=25")
-            found += [row["task_id"] for row in page["rows"]]
+            page = await recording.ask(f"api/runs/{run}/tasks?cursor={quote(page['next'], safe='')}&size=25")
+            task_ids += [row["task_id"] for row in page["rows"]]
     except _NotTaken:
         pass
-    return found
+    return task_ids
 
 
-async def _store(made: _Recording) -> dict[str, Any]:
+async def _store(recording: _Recording) -> dict[str, Any]:
     """Return the description of the store, without the path of its folder."""
-    told: dict[str, Any] = await made.ask("api/store")
-    made.size -= len(made.answers.pop("api/store"))
-    return {**told, "place": str(told["place"]).partition("?")[0].rpartition("/")[2], "newest_run": None, "actions": False}
+    description: dict[str, Any] = await recording.ask("api/store")
+    recording.size -= len(recording.answers.pop("api/store"))
+    return {
+        **description,
+        "place": str(description["place"]).partition("?")[0].rpartition("/")[2],
+        "newest_run": None,
+        "actions": False,
+    }
 
 
-def _put(made: _Recording, path: str, value: Any) -> None:
-    made.answers[path] = embed(value)
-    made.size += len(made.answers[path]) + len(path) + 6
+def _put(recording: _Recording, path: str, value: Any) -> None:
+    recording.answers[path] = embed(value)
+    recording.size += len(recording.answers[path]) + len(path) + 6
 
 
-async def _take_chosen(made: _Recording, run: int, named: Sequence[int], limit_mb: float) -> None:
+async def _take_chosen(recording: _Recording, run: int, chosen: Sequence[int], limit_mb: float) -> None:
     """Record the named episodes. Then record the best, the worst and the last episode if they fit.
 
     Raises:
         NotFoundError, ConfigError: a named episode does not exist, belongs to another run, or does not fit.
     """
-    for episode in named:
-        answered = await made.client.get(f"/api/episodes/{episode}")
+    for episode in chosen:
+        answered = await recording.client.get(f"/api/episodes/{episode}")
         if answered.status_code in (404, 422):
             raise NotFoundError(f"There is no episode {episode}.", f"List the run's: agentrl episodes {run}")
         of = answered.json().get("episode", {})
         if of.get("run_id", run) != run:
             raise ConfigError(f"Episode {episode} is of run {of['run_id']}.", f"List the run's: agentrl episodes {run}")
-        if not await made.whole(_episode(made, run, episode, beside=True)):
+        if not await recording.whole(_episode(recording, run, episode, beside=True)):
             raise ConfigError(f"Episode {episode} does not fit into {limit_mb:.0f} MB.", "Raise --limit-mb.")
     for order in ("sort=-reward&status=done", "sort=reward&status=done", "sort=-id"):
-        answered = await made.client.get(f"/api/runs/{run}/episodes?size=1&{order}")
+        answered = await recording.client.get(f"/api/runs/{run}/episodes?size=1&{order}")
         rows = answered.json()["rows"] if answered.status_code == 200 else ()
         for row in rows:
-            await made.whole(_episode(made, run, row["id"], beside=True))
+            await recording.whole(_episode(recording, run, row["id"], beside=True))
 
 
-def _episode(made: _Recording, run: int, episode: int, beside: bool = False) -> Callable[[], Awaitable[None]]:
+def _episode(recording: _Recording, run: int, episode: int, beside: bool = False) -> Callable[[], Awaitable[None]]:
     """Return a work that records an episode with all turns and tokens. With `beside` it also records its group, iteration and
     task.
     """
 
     async def work() -> None:
         here = f"api/episodes/{episode}"
-        told = page = await made.ask(here)
+        first_page = page = await recording.ask(here)
         while page["next_turn"] is not None:
-            page = await made.ask(f"{here}?turn={page['next_turn']}")
+            page = await recording.ask(f"{here}?turn={page['next_turn']}")
         start, total = 0, 1
         while start < total:
-            tokens = await made.ask(f"{here}/tokens?size={TOKENS}&start={start}")
+            tokens = await recording.ask(f"{here}/tokens?size={TOKENS}&start={start}")
             start, total = start + len(tokens["ids"]), tokens["total"] if tokens["ids"] else 0
         if beside:
-            row = told["episode"]
-            await made.ask(f"api/groups/{row['group_id']}")
-            await made.ask(f"api/runs/{run}/iterations/{row['iteration']}")
-            await made.ask(f"api/runs/{run}/tasks/{told['task']['id']}")
+            row = first_page["episode"]
+            await recording.ask(f"api/groups/{row['group_id']}")
+            await recording.ask(f"api/runs/{run}/iterations/{row['iteration']}")
+            await recording.ask(f"api/runs/{run}/tasks/{first_page['task']['id']}")
 
     return work
 
 
-def _groups(made: _Recording, run: int) -> "Iterable[Callable[[], Awaitable[None]]]":
+def _groups(recording: _Recording, run: int) -> "Iterable[Callable[[], Awaitable[None]]]":
     """Yield works that record the groups and their episodes, those of the newest iterations first."""
-    for number in _iterations(made, run):
-        document = made.answers.get(f"api/runs/{run}/iterations/{number}")
+    for number in _iterations(recording, run):
+        document = recording.answers.get(f"api/runs/{run}/iterations/{number}")
         for group in json.loads(document)["groups"] if document else ():
-            yield _work(made, f"api/groups/{group['id']}")
+            yield _work(recording, f"api/groups/{group['id']}")
             for episode in group["episodes"]:
-                yield _episode(made, run, episode["id"])
+                yield _episode(recording, run, episode["id"])
 
 
-def _iterations(made: _Recording, run: int) -> list[int]:
+def _iterations(recording: _Recording, run: int) -> list[int]:
     """Return the numbers of the iterations, newest first."""
-    return [row["iteration"] for row in reversed(_curves(made, run))]
+    return [row["iteration"] for row in reversed(_curves(recording, run))]
 
 
-def _curves(made: _Recording, run: int) -> list[dict[str, Any]]:
-    pages = (json.loads(made.answers[path]) for path in made.answers if path.startswith(f"api/runs/{run}/curves"))
+def _curves(recording: _Recording, run: int) -> list[dict[str, Any]]:
+    pages = (json.loads(recording.answers[path]) for path in recording.answers if path.startswith(f"api/runs/{run}/curves"))
     return [dict(zip(page["columns"], row, strict=True)) for page in pages for row in page["rows"]]
 
 
-def _left_out(run: int, made: _Recording, tasks: int, limit_bytes: int) -> str:
+def _left_out(run: int, recording: _Recording, tasks: int, limit_bytes: int) -> str:
     """Return a sentence about what the run has but the file does not have; empty if the file is complete."""
-    curves = _curves(made, run)
-    taken = {
-        "iterations": sum(path.startswith(f"api/runs/{run}/iterations/") for path in made.answers),
-        "groups": sum(path.startswith("api/groups/") for path in made.answers),
-        "episodes": sum(path.startswith("api/episodes/") and path.count("/") == 2 and "?" not in path for path in made.answers),
-        "tasks": sum(path.startswith(f"api/runs/{run}/tasks/") for path in made.answers),
+    curves = _curves(recording, run)
+    recorded = {
+        "iterations": sum(path.startswith(f"api/runs/{run}/iterations/") for path in recording.answers),
+        "groups": sum(path.startswith("api/groups/") for path in recording.answers),
+        "episodes": sum(
+            path.startswith("api/episodes/") and path.count("/") == 2 and "?" not in path for path in recording.answers
+        ),
+        "tasks": sum(path.startswith(f"api/runs/{run}/tasks/") for path in recording.answers),
     }
     there = {
         "iterations": len(curves),
@@ -336,7 +343,7 @@ def _left_out(run: int, made: _Recording, tasks: int, limit_bytes: int) -> str:
         "episodes": sum(row["episodes"] or 0 for row in curves),
         "tasks": tasks,
     }
-    missing = [f"{there[what] - taken[what]:,} of {there[what]:,} {what}" for what in there if there[what] > taken[what]]
+    missing = [f"{there[what] - recorded[what]:,} of {there[what]:,} {what}" for what in there if there[what] > recorded[what]]
     return f"Left out to stay below {limit_bytes / 1e6:.0f} MB: {', '.join(missing)}." if missing else ""
 
 

@@ -97,13 +97,13 @@ class Live:
         watch.listeners += 1
         if watch.task is None:
             watch.task = asyncio.create_task(self._look(run, watch))
-        told: Seen | None = None
+        last: Seen | None = None
         spoke = time.monotonic()
         try:
             while not self.is_ending():
-                seen = await _next(watch, told)
-                if seen is not None and seen != told:
-                    told, spoke = seen, time.monotonic()
+                seen = await _next(watch, last)
+                if seen is not None and seen != last:
+                    last, spoke = seen, time.monotonic()
                     yield seen
                     if seen.gone:
                         return
@@ -129,28 +129,28 @@ class Live:
             task = read[mark, since] = asyncio.create_task(asyncio.to_thread(_changes, self._store, run, since))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed one is asked for again
         try:
-            found: dict[str, Any] = await asyncio.shield(task)
+            result: dict[str, Any] = await asyncio.shield(task)
         except Exception:
             read.pop((mark, since), None)
             raise
-        return found
+        return result
 
     async def _look(self, run: int | None, watch: _Watch) -> None:
-        told = 0.0
+        last_change = 0.0
         while True:
             seen = await asyncio.to_thread(_see, self._store, run)
             at = time.monotonic()
             only_work = watch.seen is not None and replace(seen, work=watch.seen.work) == watch.seen
-            if seen != watch.seen and (not only_work or at - told >= WORK_SECONDS):
-                told = at
+            if seen != watch.seen and (not only_work or at - last_change >= WORK_SECONDS):
+                last_change = at
                 moved, watch.seen, watch.moved = watch.moved, seen, asyncio.Event()
                 moved.set()
             await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _next(watch: _Watch, told: Seen | None) -> Seen | None:
-    """Return the newest state: at once if it differs from `told`, else after a change or LOOK_SECONDS."""
-    if watch.seen in (None, told):
+async def _next(watch: _Watch, last: Seen | None) -> Seen | None:
+    """Return the newest state: at once if it differs from `last`, else after a change or LOOK_SECONDS."""
+    if watch.seen in (None, last):
         with suppress(TimeoutError):
             await asyncio.wait_for(watch.moved.wait(), LOOK_SECONDS)
     return watch.seen
@@ -192,7 +192,7 @@ async def follow(
 
 
 async def _events(live: Live, run: int | None, last: str) -> AsyncGenerator[str]:
-    known, mark = _parse_id(last)
+    closed, mark = _parse_id(last)
     yield f"retry: {RETRY_MS}\n\n"
     if live.listeners >= MAX_LISTENERS:  # others came in while this one did
         yield _event("busy", {"error": _TOO_MANY.message})
@@ -206,13 +206,13 @@ async def _events(live: Live, run: int | None, last: str) -> AsyncGenerator[str]
             elif seen.busy:
                 yield _event("busy", {"error": seen.busy})
             elif mark != seen.mark:
-                since = seen.closed if known is None else min(known, seen.closed)
+                since = seen.closed if closed is None else min(closed, seen.closed)
                 async for read in _read(live, run, since, seen.mark):
                     if isinstance(read, AgentRLError):
                         yield _event("busy", {"error": read.message})
                     else:
-                        known, mark = seen.closed, seen.mark
-                        yield _event("change", read, f"{known}.{mark}")
+                        closed, mark = seen.closed, seen.mark
+                        yield _event("change", read, f"{closed}.{mark}")
 
 
 async def _read(live: Live, run: int | None, since: int, mark: str) -> AsyncGenerator[dict[str, Any] | AgentRLError]:

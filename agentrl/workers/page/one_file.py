@@ -45,11 +45,11 @@ def write_page(title: str, about: Mapping[str, object], answers: Mapping[str, by
     head, between = _STYLE.sub("", index).split(_TITLE)
     before, after = _SCRIPT.split(between)[::2]
     before = _ICON.sub(f'<link rel="icon" href="data:image/svg+xml;base64,{image}">\n<style>{style}</style>', before)
-    shown = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{html.escape(title)}</title>'
+    policy_and_title = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{html.escape(title)}</title>'
     licenses = (STATIC / "vendor/LICENSES.txt").read_text(encoding="utf-8")
     recorded = b",".join(embed(path) + b":" + body for path, body in answers.items())
     parts = (
-        f"{head}{shown}{before}".encode(),
+        f"{head}{policy_and_title}{before}".encode(),
         b'<script type="application/json" id="recorded">',
         embed(dict(about))[:-1],
         b',"answers":{',
@@ -76,23 +76,23 @@ def join_modules(folder: Path, first: str) -> str:
     return "\n".join(_as_function(folder, name) for name in _in_order(folder, first, [])) + "\n"
 
 
-def _in_order(folder: Path, name: str, known: list[str]) -> list[str]:
-    """Append the modules that this module imports to `known`, then the module itself; return `known`."""
+def _in_order(folder: Path, name: str, modules: list[str]) -> list[str]:
+    """Append the modules that this module imports to `modules`, then the module itself; return `modules`."""
     for _, needed in _IMPORT.findall(_source(folder, name)):
-        _in_order(folder, needed, known)
-    if name not in known:
-        known.append(name)
-    return known
+        _in_order(folder, needed, modules)
+    if name not in modules:
+        modules.append(name)
+    return modules
 
 
 def _as_function(folder: Path, name: str) -> str:
     source = _source(folder, name)
     source = _IMPORT.sub(_taken, source)
     if listed := _EXPORT_LIST.search(source):  # a vendored one: what looks like an export before it is in a comment
-        given, body = _returned(listed[1].split(",")), source[: listed.start()]
+        exports, body = _returned(listed[1].split(",")), source[: listed.start()]
     else:
-        given, body = _EXPORTED.findall(source), _EXPORTED.sub("", source)
-    return f"const {_variable(name)} = (() => {{\n{body}\nreturn {{ {', '.join(given)} }};\n}})();"
+        exports, body = _EXPORTED.findall(source), _EXPORTED.sub("", source)
+    return f"const {_variable(name)} = (() => {{\n{body}\nreturn {{ {', '.join(exports)} }};\n}})();"
 
 
 def _source(folder: Path, name: str) -> str:
@@ -102,16 +102,16 @@ def _source(folder: Path, name: str) -> str:
     return text
 
 
-def _taken(found: re.Match[str]) -> str:
-    words, name = found.groups()
-    if not words.startswith("{"):
-        return f"const {words} = {_variable(name)}.default;\n"
-    return f"const {words.replace(' as ', ': ')} = {_variable(name)};\n"
+def _taken(match: re.Match[str]) -> str:
+    names, name = match.groups()
+    if not names.startswith("{"):
+        return f"const {names} = {_variable(name)}.default;\n"
+    return f"const {names.replace(' as ', ': ')} = {_variable(name)};\n"
 
 
-def _returned(words: Iterable[str]) -> list[str]:
+def _returned(exports: Iterable[str]) -> list[str]:
     """Convert each export `a as b` to a property `b: a`."""
-    pairs = [word.split(" as ") for word in words]
+    pairs = [word.split(" as ") for word in exports]
     return [f"{pair[-1].strip()}: {pair[0].strip()}" for pair in pairs]
 
 

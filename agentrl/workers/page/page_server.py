@@ -38,13 +38,13 @@ def prepare_door(listening: socket.socket, token: str, actions: bool) -> PageAdd
     local = is_loopback(listening)
     everywhere = host in ("0.0.0.0", "::")
     own = () if local else (socket.gethostname(), socket.getfqdn())
-    wanted = "" if local else token
+    required_token = "" if local else token
     once = token_urlsafe(24)
-    rules = Rules(names_of("" if everywhere else host, own), port, not local, wanted, token if actions else "", once)
+    rules = Rules(names_of("" if everywhere else host, own), port, not local, required_token, token if actions else "", once)
     # The compose stack publishes the port at the host's own loopback address.
     everywhere_name = "127.0.0.1" if settings().image else socket.gethostname()
-    shown = everywhere_name if everywhere else f"[{host}]" if ":" in host else host
-    at, secret = f"http://{shown}:{port}/", bool(wanted or actions)
+    public_host = everywhere_name if everywhere else f"[{host}]" if ":" in host else host
+    at, secret = f"http://{public_host}:{port}/", bool(required_token or actions)
     return PageAddress(rules, f"{at}?token={token}" if secret else at, f"{at}?token={once}" if secret else at)
 
 

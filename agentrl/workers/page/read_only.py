@@ -84,20 +84,22 @@ class ReadOnlyStore:
             else "SELECT 1 AS name WHERE to_regclass('alembic_version') IS NOT NULL"
         )
         rows = tx.rows("SELECT version_num FROM alembic_version", {}) if tx.rows(exists, {}) else []
-        found = str(rows[0]["version_num"]) if rows else ""
-        known = newest_revision()
-        if found > known:
+        revision = str(rows[0]["version_num"]) if rows else ""
+        newest = newest_revision()
+        if revision > newest:
             raise ServiceError(
-                f"A newer agentrl wrote this store (revision {found}; known here: {known}).", "Use that version."
+                f"A newer agentrl wrote this store (revision {revision}; known here: {newest}).", "Use that version."
             )
-        if found < known:
-            said = (
-                f"The store is of revision {found}; this agentrl reads {known}."
-                if found
+        if revision < newest:
+            message = (
+                f"The store is of revision {revision}; this agentrl reads {newest}."
+                if revision
                 else "There is no store in this database."
             )
-            raise ServiceError(said, "Type: agentrl db upgrade" if found else "Create one: agentrl submit --dataset gsm8k")
-        self._revision = found
+            raise ServiceError(
+                message, "Type: agentrl db upgrade" if revision else "Create one: agentrl submit --dataset gsm8k"
+            )
+        self._revision = revision
 
     @contextmanager
     def _sqlite(self, file: Path) -> Iterator[DriverTransaction]:
@@ -131,10 +133,10 @@ class ReadOnlyStore:
             _translate(error, not error.sqlstate or error.sqlstate.startswith(_PASSING_STATES))
 
 
-def _read_json(said: str) -> Any:
+def _read_json(text: str) -> Any:
     """Return the parsed value; an empty object if the text is damaged, so that the rest of the page can still be shown."""
     try:
-        return json.loads(said)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return {}
 

@@ -35,8 +35,8 @@ def application(store: ReadOnlyStore, actions: bool = False) -> FastAPI:
         task_routes,
     )
 
-    shown = (store_routes, run_routes, task_routes, group_routes, episode_routes, eval_routes, annotation_routes, series_routes)
-    modules = (*shown, sql_routes, live_routes, action_routes)
+    reads = (store_routes, run_routes, task_routes, group_routes, episode_routes, eval_routes, annotation_routes, series_routes)
+    modules = (*reads, sql_routes, live_routes, action_routes)
     app = FastAPI(
         title="agentrl ui",
         version=__version__,
@@ -71,8 +71,8 @@ async def _refuse_path(_: Request, error: Exception) -> Response:
 async def _answer_mistake(_: Request, error: Exception) -> Response:
     """Respond to an unexpected error with status 500. The traceback is printed by the process of `agentrl ui`."""
     traceback.print_exception(error)
-    said = f"The page cannot show this: {type(error).__name__}."
-    return answer({"error": said, "hint": "The output of `agentrl ui` shows where it failed; please report it."}, 500)
+    message = f"The page cannot show this: {type(error).__name__}."
+    return answer({"error": message, "hint": "The output of `agentrl ui` shows where it failed; please report it."}, 500)
 
 
 async def _refuse_values(_: Request, error: Exception) -> Response:

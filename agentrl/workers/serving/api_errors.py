@@ -32,14 +32,14 @@ class ApiError(Exception):
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers that belong to the error, without those of its body."""
-        found = []
+        headers = []
         if self.retry_after is not None:
-            found.append((b"retry-after", str(self.retry_after).encode()))
+            headers.append((b"retry-after", str(self.retry_after).encode()))
         if self.final:
-            found.append((b"x-should-retry", b"false"))
+            headers.append((b"x-should-retry", b"false"))
         if self.allow:
-            found.append((b"allow", self.allow.encode()))
-        return found
+            headers.append((b"allow", self.allow.encode()))
+        return headers
 
 
 def as_json(value: Any) -> bytes:
@@ -54,8 +54,8 @@ def event(body: bytes) -> bytes:
 
 def unknown_key() -> ApiError:
     """Return the error for a missing key, or a key of no attempt."""
-    said = "Unknown API key. Send the attempt's key: Authorization: Bearer KEY, x-api-key: KEY, or /attempt/KEY/v1."
-    return ApiError(401, said, "invalid_api_key", final=True)
+    message = "Unknown API key. Send the attempt's key: Authorization: Bearer KEY, x-api-key: KEY, or /attempt/KEY/v1."
+    return ApiError(401, message, "invalid_api_key", final=True)
 
 
 def no_route(routes: str) -> ApiError:
@@ -63,9 +63,9 @@ def no_route(routes: str) -> ApiError:
     return ApiError(404, f"Unknown path. Paths: {routes}.", "unknown_url")
 
 
-def no_model(asked: str, served: str) -> ApiError:
+def no_model(name: str, served: str) -> ApiError:
     """Return the error for the lookup of a model that is not served. Requests for turns may name any model."""
-    return ApiError(404, f"Unknown model {asked[:100]!r}. Use {served!r}.", "model_not_found")
+    return ApiError(404, f"Unknown model {name[:100]!r}. Use {served!r}.", "model_not_found")
 
 
 def wrong_method(allow: str) -> ApiError:
@@ -73,9 +73,9 @@ def wrong_method(allow: str) -> ApiError:
     return ApiError(405, f"This path supports only {allow}.", "method_not_allowed", allow=allow)
 
 
-def long_head(most: int) -> ApiError:
+def long_head(max_bytes: int) -> ApiError:
     """Return the error for a path and headers over the limit."""
-    return ApiError(431, f"The path and the headers have more than {most} bytes.", "headers_too_large")
+    return ApiError(431, f"The path and the headers have more than {max_bytes} bytes.", "headers_too_large")
 
 
 def encoded_body() -> ApiError:
@@ -83,14 +83,14 @@ def encoded_body() -> ApiError:
     return ApiError(415, "The body must not be compressed. Leave Content-Encoding out.", "unsupported_encoding")
 
 
-def wrong_type(known: str) -> ApiError:
+def wrong_type(content_type: str) -> ApiError:
     """Return the error for a body of another content type."""
-    return ApiError(415, f"The body's Content-Type must be {known}.", "unsupported_media_type")
+    return ApiError(415, f"The body's Content-Type must be {content_type}.", "unsupported_media_type")
 
 
-def too_large(most: int) -> ApiError:
+def too_large(max_bytes: int) -> ApiError:
     """Return the error for a body over the limit."""
-    return ApiError(413, f"The body has more than {most} bytes.", "request_too_large")
+    return ApiError(413, f"The body has more than {max_bytes} bytes.", "request_too_large")
 
 
 def too_slow(seconds: float) -> ApiError:
@@ -110,8 +110,8 @@ def too_many(what: str) -> ApiError:
 
 def no_holder(seconds: float) -> ApiError:
     """Return the error for an episode for which no process samples."""
-    said = f"No rollout worker has served this episode for {seconds:g} s. Send the call again."
-    return ApiError(503, said, "no_holder", "server_error", retry_after=5)
+    message = f"No rollout worker has served this episode for {seconds:g} s. Send the call again."
+    return ApiError(503, message, "no_holder", "server_error", retry_after=5)
 
 
 def broken(seconds: float) -> ApiError:

@@ -40,11 +40,12 @@ class _CallerSession:
 class ServedSessions:
     """The sessions of one server. Use it only in the server's event loop, except for `end`."""
 
-    def __init__(self, most: int = MAX_SESSIONS, idle_seconds: float = IDLE_SECONDS) -> None:
-        self.most, self.idle_seconds = most, idle_seconds
+    def __init__(self, max_sessions: int = MAX_SESSIONS, idle_seconds: float = IDLE_SECONDS) -> None:
+        self.max_sessions, self.idle_seconds = max_sessions, idle_seconds
         self._sessions: dict[str, _CallerSession] = {}
         self._ending: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
-        self._threads = ThreadPoolExecutor(most, "session")  # one per session: cells that wait for a core block no other
+        # One thread per session: cells that wait for a core block no other session.
+        self._threads = ThreadPoolExecutor(max_sessions, "session")
 
     def open(self) -> str:
         """Open a session and return its name.
@@ -52,9 +53,9 @@ class ServedSessions:
         Raises:
             StateError: too many sessions are open.
         """
-        if len(self._sessions) >= self.most:
+        if len(self._sessions) >= self.max_sessions:
             idle = f"wait until one has been idle for {self.idle_seconds:g} s"
-            raise StateError(f"{self.most} sessions are open, which is the limit.", f"Close one, or {idle}.")
+            raise StateError(f"{self.max_sessions} sessions are open, which is the limit.", f"Close one, or {idle}.")
         name = token_urlsafe(NAME_BYTES)
         self._sessions[name] = _CallerSession()
         self._start_idle_timer(name)

@@ -110,15 +110,15 @@ class ClientDoor:
         """See `Authenticator`; empty if the server has no key."""
         return self.allowed_origins if self.key else frozenset()
 
-    async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
+    async def find_run(self, api_key: str, headers: Mapping[bytes, bytes]) -> str:
         """See `Authenticator`."""
-        self._identify(shown, headers)
+        self._identify(api_key, headers)
         return self.run
 
     @asynccontextmanager
-    async def enter(self, shown: str, headers: Mapping[bytes, bytes], path: str) -> AsyncIterator[str]:
+    async def enter(self, api_key: str, headers: Mapping[bytes, bytes], path: str) -> AsyncIterator[str]:
         """See `Authenticator`. A client's annotations open an episode as its other requests do."""
-        who = self._identify(shown, headers)
+        who = self._identify(api_key, headers)
         client = self._open_client(who) or self._begin(who)
         client.calls += 1
         self.calls += 1
@@ -136,9 +136,9 @@ class ClientDoor:
             if not client.open_calls:
                 self._rest(who, client)
 
-    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
+    async def answer(self, path: str, api_key: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
         """End the client's episode with the answer and the rewards in the body."""
-        who = self._identify(shown, headers)  # before anything is kept of who may not
+        who = self._identify(api_key, headers)  # before anything is kept of who may not
         end = _read_end(await read(MAX_END_BYTES))
         client = self._clients.pop(who, None)
         if client is None:
@@ -169,11 +169,11 @@ class ClientDoor:
 
     def _begin(self, who: tuple[str, str]) -> _Client:
         if len(self._clients) >= MAX_CLIENTS:
-            said = f"{MAX_CLIENTS} episodes are open, which is the limit. End some: POST {END}."
-            raise ApiError(429, said, "too_many_episodes", "rate_limit_error", retry_after=5)
+            message = f"{MAX_CLIENTS} episodes are open, which is the limit. End some: POST {END}."
+            raise ApiError(429, message, "too_many_episodes", "rate_limit_error", retry_after=5)
         name = who[1] or ONE_FOR_ALL
-        made = self._clients[who] = _Client(name, asyncio.create_task(self._open(name)))
-        return made
+        client = self._clients[who] = _Client(name, asyncio.create_task(self._open(name)))
+        return client
 
     async def _open(self, name: str) -> OpenedEpisode:
         opened: OpenedEpisode = await asyncio.wrap_future(self.episodes.open(name))
@@ -208,24 +208,24 @@ class ClientDoor:
         if opened is not None:
             self.episodes.end(opened.id, None, None)
 
-    def _identify(self, shown: str, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
+    def _identify(self, api_key: str, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
         """Return (API key, name) of the client.
 
         Raises:
             ApiError: its key is wrong, or it is a page of another site.
         """
         if self.key:
-            if not hmac.compare_digest(shown.encode(errors="surrogateescape"), self.key.encode()):
-                said = "Wrong or missing API key. Send it: Authorization: Bearer KEY."
-                raise ApiError(401, said, "invalid_api_key", final=True)
-            shown = ""
+            if not hmac.compare_digest(api_key.encode(errors="surrogateescape"), self.key.encode()):
+                message = "Wrong or missing API key. Send it: Authorization: Bearer KEY."
+                raise ApiError(401, message, "invalid_api_key", final=True)
+            api_key = ""
         else:
             _check_local(headers)
         name = headers.get(HEADER, b"").strip()
         if len(name) > MAX_NAME or not all(32 < letter < 127 for letter in name):
-            said = f"X-Agentrl-Episode must have at most {MAX_NAME} printable ASCII characters and no spaces."
-            raise ApiError(400, said, "invalid_episode")
-        return shown, name.decode()
+            message = f"X-Agentrl-Episode must have at most {MAX_NAME} printable ASCII characters and no spaces."
+            raise ApiError(400, message, "invalid_episode")
+        return api_key, name.decode()
 
 
 def _opened_by(client: _Client) -> OpenedEpisode | None:
@@ -243,8 +243,8 @@ def _check_local(headers: Mapping[bytes, bytes]) -> None:
     origin = headers.get(b"origin", b"").decode("latin-1")
     host = headers.get(b"host", b"localhost").decode("latin-1")
     if not _names_loopback(f"//{host}") or (origin and not _names_loopback(origin)):
-        said = "Without a key, only this machine is served, as localhost or 127.0.0.1. Set AGENTRL_SERVE_KEY."
-        raise ApiError(403, said, "not_local", "permission_error", final=True)
+        message = "Without a key, only this machine is served, as localhost or 127.0.0.1. Set AGENTRL_SERVE_KEY."
+        raise ApiError(403, message, "not_local", "permission_error", final=True)
 
 
 def _names_loopback(url: str) -> bool:
@@ -263,14 +263,14 @@ def _read_end(body: bytes) -> AgentResult:
     """
     try:
         value = json.loads(body, parse_int=parse_digits) if body.strip() else None
-        found = read_result(value)
-        if any(abs(reward) > MAX_REWARD for reward in (found.rewards or {}).values()):
+        result = read_result(value)
+        if any(abs(reward) > MAX_REWARD for reward in (result.rewards or {}).values()):
             raise ValueError(f"a reward is between -{MAX_REWARD:g} and {MAX_REWARD:g}")
-        return found
+        return result
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        said = str(error).partition("\n")[0][:200]
+        reason = str(error).partition("\n")[0][:200]
         hint = 'Send nothing, a number, or {"text": ANSWER, "rewards": {NAME: NUMBER}}.'
-        raise ApiError(400, f"Cannot end the episode: {said}. {hint}", "invalid_request") from error
+        raise ApiError(400, f"Cannot end the episode: {reason}. {hint}", "invalid_request") from error
 
 
 def _unavailable(what: str) -> ApiError:

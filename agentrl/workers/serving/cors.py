@@ -42,8 +42,8 @@ def answer_headers(headers: Mapping[bytes, bytes], origins: Set[str]) -> Headers
 
 def preflight_headers(headers: Mapping[bytes, bytes], method: str) -> Headers:
     """Return the headers of the response to a preflight, besides those of `answer_headers`."""
-    asked = headers.get(b"access-control-request-headers", b"").lower().replace(b" ", b"").split(b",")
-    of_sdk = [name for name in asked[:50] if _OF_SDK.fullmatch(name)]
+    names = headers.get(b"access-control-request-headers", b"").lower().replace(b" ", b"").split(b",")
+    of_sdk = [name for name in names[:50] if _OF_SDK.fullmatch(name)]
     return [
         (b"access-control-allow-methods", method.encode()),
         (b"access-control-allow-headers", b", ".join([HEADERS, *of_sdk])),

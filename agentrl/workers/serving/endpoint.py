@@ -106,6 +106,6 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def raise_file_limit() -> None:
     """Raise this process's limit of open files: an open request takes two connections."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -66,7 +66,7 @@ class EndpointLimits:
 
 
 class Authenticator(Protocol):
-    """Authenticates a request and maps it to an attempt. `shown` is the request's key, "" if it has none."""
+    """Authenticates a request and maps it to an attempt. `api_key` is the request's key, "" if it has none."""
 
     @property
     def routes(self) -> Mapping[str, str]:
@@ -76,14 +76,14 @@ class Authenticator(Protocol):
     def origins(self) -> Set[str]:
         """Return the origins of pages that may read the responses."""
 
-    async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
+    async def find_run(self, api_key: str, headers: Mapping[bytes, bytes]) -> str:
         """Return the name of the run that a request with this key reaches.
 
         Raises:
             ApiError: the key is not accepted.
         """
 
-    def enter(self, shown: str, headers: Mapping[bytes, bytes], path: str) -> AbstractAsyncContextManager[str]:
+    def enter(self, api_key: str, headers: Mapping[bytes, bytes], path: str) -> AbstractAsyncContextManager[str]:
         """Give the key of the request's attempt while the request is open: the key for annotations if the path needs it, else
         the key for sampling.
 
@@ -91,7 +91,7 @@ class Authenticator(Protocol):
             ApiError: the key is not accepted.
         """
 
-    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
+    async def answer(self, path: str, api_key: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
         """Return the JSON response to a request for one of the authenticator's own paths; `read` reads a body of at most so
         many bytes.
 
@@ -116,23 +116,23 @@ class AttemptDoor:
         """See `Authenticator`: no page may use an attempt's key."""
         return frozenset()
 
-    async def find_run(self, shown: str, headers: Mapping[bytes, bytes]) -> str:
+    async def find_run(self, api_key: str, headers: Mapping[bytes, bytes]) -> str:
         """See `Authenticator`."""
-        return require_open(await find_place(self.places, _checked(shown))).run
+        return require_open(await find_place(self.places, _checked(api_key))).run
 
     @asynccontextmanager
-    async def enter(self, shown: str, headers: Mapping[bytes, bytes], path: str) -> AsyncIterator[str]:
+    async def enter(self, api_key: str, headers: Mapping[bytes, bytes], path: str) -> AsyncIterator[str]:
         """See `Authenticator`."""
-        yield _checked(shown)
+        yield _checked(api_key)
 
-    async def answer(self, path: str, shown: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
+    async def answer(self, path: str, api_key: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
         """See `Authenticator`: no extra routes."""
 
 
-def _checked(shown: str) -> str:
-    if not 0 < len(shown) <= MAX_KEY_CHARS:
+def _checked(api_key: str) -> str:
+    if not 0 < len(api_key) <= MAX_KEY_CHARS:
         raise api_errors.unknown_key()
-    return shown
+    return api_key
 
 
 async def find_place(places: Places, key: str) -> AttemptLocation | None:
@@ -198,34 +198,34 @@ class Endpoint:
         if path == HEALTH:
             await exchange.answer(200, api_errors.as_json({"status": "ok"}))
             return
-        shown = key or _key_in_headers(headers)
+        api_key = key or _key_in_headers(headers)
         if path == TRACES:
-            await self._trace(shown, headers, exchange)
+            await self._trace(api_key, headers, exchange)
             return
         if path in (CHAT, ANNOTATIONS):
-            async with door.enter(shown, headers, path) as key:
+            async with door.enter(api_key, headers, path) as key:
                 await self._call(path, key, headers, exchange)
             return
-        with self._slot(key_hash(shown)):
+        with self._slot(key_hash(api_key)):
             if path == MODELS:
-                answer = await self._model(model, shown, headers)
+                answer = await self._model(model, api_key, headers)
             else:
-                answer = await door.answer(path, shown, headers, partial(self._read_own, headers, exchange))
+                answer = await door.answer(path, api_key, headers, partial(self._read_own, headers, exchange))
         await exchange.answer(200, api_errors.as_json(answer))
 
-    async def _model(self, name: str, shown: str, headers: dict[bytes, bytes]) -> Any:
+    async def _model(self, name: str, api_key: str, headers: dict[bytes, bytes]) -> Any:
         """Return the model of that name or, without a name, the list of models, which has one entry."""
-        run = await self._door.find_run(shown, headers)
+        run = await self._door.find_run(api_key, headers)
         if name not in ("", run):
             raise api_errors.no_model(name, run)
         model = {"id": run, "object": "model", "created": 0, "owned_by": "agentrl"}
         return model if name else {"object": "list", "data": [model]}
 
-    async def _trace(self, shown: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> None:
+    async def _trace(self, api_key: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> None:
         """Store an export of OpenTelemetry: its spans become annotations of the key's episode."""
         kind = headers.get(b"content-type", b"").decode("latin-1")[:100].lower()
         try:
-            async with self._door.enter(shown, headers, ANNOTATIONS) as key:
+            async with self._door.enter(api_key, headers, ANNOTATIONS) as key:
                 rejected, why = await self._take_spans(key, kind, headers, exchange)
         except ApiError as error:
             await exchange.answer(
@@ -249,31 +249,32 @@ class Endpoint:
         async with self._body(headers, exchange) as body, self._reading:  # one at a time: a small body may become much
             read = partial(span_annotations.read_export, body, kind, encoding, str(place.episode))
             try:
-                found = await asyncio.to_thread(read)
+                export = await asyncio.to_thread(read)
             except otlp.OtlpError as error:
                 raise ApiError(400, f"Cannot read the traces: {error}.", "invalid_traces") from None
         with self._held() as take:
-            take(sum(map(len, found.parts)))
-            for part in found.parts:
-                status, told = await self._annotate(key, part, headers)
+            take(sum(map(len, export.parts)))
+            for part in export.parts:
+                status, response = await self._annotate(key, part, headers)
                 if status != 200:
-                    raise ApiError(status, f"The spans were not stored: {told[:300].decode('utf-8', 'replace')}", "not_kept")
-        return found.rejected, found.why
+                    why = response[:300].decode("utf-8", "replace")
+                    raise ApiError(status, f"The spans were not stored: {why}", "not_kept")
+        return export.rejected, export.why
 
     async def _annotate(self, key: str, part: bytes, headers: dict[bytes, bytes]) -> tuple[int, bytes]:
         """Return the worker's response to annotations."""
-        told, answered = bytearray(), [500]
+        response, answered = bytearray(), [500]
 
         async def begin(status: int, headers: Headers) -> None:
             answered[0] = status
 
         async def write(piece: bytes, more: bool) -> None:
-            told.extend(piece)
+            response.extend(piece)
 
         limits = self.limits
         call = ForwardedCall(key_hash(sampling_key(key)), ANNOTATIONS, _headers_for_worker(key, headers, token_hex(16)), part)
         await Forwarding(call, self.places, self.upstreams, begin, write, limits.wait_seconds, limits.quiet_seconds).run()
-        return answered[0], bytes(told)
+        return answered[0], bytes(response)
 
     @cached_property
     def _door(self) -> Authenticator:
@@ -286,9 +287,9 @@ class Endpoint:
             forwarded = _headers_for_worker(key, headers, exchange.request_id)
             await self._forward(path, key_hash(samples), forwarded, headers, exchange)
 
-    async def _read_own(self, headers: Mapping[bytes, bytes], exchange: AsgiExchange, most: int) -> bytes:
-        most, length = min(most, self.limits.body_bytes), headers.get(b"content-length", b"")
-        return await exchange.body(length, most, self.limits.body_seconds, lambda size: None)
+    async def _read_own(self, headers: Mapping[bytes, bytes], exchange: AsgiExchange, max_bytes: int) -> bytes:
+        max_bytes, length = min(max_bytes, self.limits.body_bytes), headers.get(b"content-length", b"")
+        return await exchange.body(length, max_bytes, self.limits.body_seconds, lambda size: None)
 
     async def _forward(
         self, path: str, attempt: str, forwarded: Headers, headers: dict[bytes, bytes], exchange: AsgiExchange
@@ -322,19 +323,19 @@ class Endpoint:
         Raises:
             ApiError: too many bytes are reserved.
         """
-        taken = 0
+        held_bytes = 0
 
         def take(size: int) -> None:
-            nonlocal taken
+            nonlocal held_bytes
             if self._held_bytes + size > self.limits.held_bytes:
                 raise api_errors.too_many(f"The bodies of all open calls have {self.limits.held_bytes} bytes")
             self._held_bytes += size
-            taken += size
+            held_bytes += size
 
         try:
             yield take
         finally:
-            self._held_bytes -= taken
+            self._held_bytes -= held_bytes
 
     @contextmanager
     def _slot(self, attempt: str) -> Iterator[None]:
@@ -358,8 +359,8 @@ class Endpoint:
 
 def _split_path(path: str) -> tuple[str, str]:
     """Return the path without a key, and the key in it, or ""."""
-    found = _IN_PATH.fullmatch(path)
-    return (found[2], found[1]) if found else (path, "")
+    match = _IN_PATH.fullmatch(path)
+    return (match[2], match[1]) if match else (path, "")
 
 
 def _split_model(path: str) -> tuple[str, str]:
@@ -369,10 +370,10 @@ def _split_model(path: str) -> tuple[str, str]:
 
 
 def _first_of_each(headers: Headers) -> dict[bytes, bytes]:
-    found: dict[bytes, bytes] = {}
+    first: dict[bytes, bytes] = {}
     for name, value in headers:
-        found.setdefault(name.lower(), value)
-    return found
+        first.setdefault(name.lower(), value)
+    return first
 
 
 def _key_in_headers(headers: dict[bytes, bytes]) -> str:
@@ -383,8 +384,8 @@ def _key_in_headers(headers: dict[bytes, bytes]) -> str:
 
 
 def _headers_for_worker(key: str, headers: dict[bytes, bytes], request_id: str) -> Headers:
-    named = headers.get(b"idempotency-key")
-    request = hashlib.sha256(b"key:" + named).hexdigest()[:32] if named else request_id
+    client_key = headers.get(b"idempotency-key")
+    request = hashlib.sha256(b"key:" + client_key).hexdigest()[:32] if client_key else request_id
     retry = headers.get(b"x-stainless-retry-count", b"0")
     return [
         (b"authorization", b"Bearer " + key.encode("latin-1", errors="replace")),

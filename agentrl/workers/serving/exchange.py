@@ -44,8 +44,8 @@ class AsgiExchange:
     async def answer(self, status: int, body: bytes, headers: Headers | None = None, kind: str = "") -> None:
         """Read the rest of the request, then send a complete response, as JSON or of another content type `kind`."""
         await self._drain()
-        told = (b"content-type", otlp.PROTOBUF.encode()) if kind.startswith(otlp.PROTOBUF) else _JSON
-        await self.begin(status, [told, (b"content-length", str(len(body)).encode()), *(headers or [])])
+        content_type = (b"content-type", otlp.PROTOBUF.encode()) if kind.startswith(otlp.PROTOBUF) else _JSON
+        await self.begin(status, [content_type, (b"content-length", str(len(body)).encode()), *(headers or [])])
         await self.write(body, False)
 
     async def answer_empty(self, headers: Headers) -> None:
@@ -59,27 +59,28 @@ class AsgiExchange:
         if not self._begun:
             await self.answer(error.status, error.body, error.headers)
 
-    async def body(self, length: bytes, most: int, seconds: float, take: Callable[[int], None]) -> bytes:
-        """Read the body of at most `most` bytes within `seconds`; call `take` with the size of each piece before it is kept.
+    async def body(self, length: bytes, max_bytes: int, seconds: float, take: Callable[[int], None]) -> bytes:
+        """Read the body of at most `max_bytes` bytes within `seconds`; call `take` with the size of each piece before it is
+        kept.
 
         Raises:
             ApiError: it is too large, or did not arrive in time.
             ClientGone: the client disconnected.
         """
-        if length.isdigit() and int(length[:20]) > most:
-            raise api_errors.too_large(most)
-        found = bytearray()
+        if length.isdigit() and int(length[:20]) > max_bytes:
+            raise api_errors.too_large(max_bytes)
+        content = bytearray()
         try:
             async with asyncio.timeout(seconds):
                 while self._unread:
                     piece = await self._piece()
-                    if len(found) + len(piece) > most:
-                        raise api_errors.too_large(most)
+                    if len(content) + len(piece) > max_bytes:
+                        raise api_errors.too_large(max_bytes)
                     take(len(piece))
-                    found += piece
+                    content += piece
         except TimeoutError:
             raise api_errors.too_slow(seconds) from None
-        return bytes(found)
+        return bytes(content)
 
     async def unless_gone(self, work: Awaitable[None]) -> None:
         """Wait for the work, and cancel it when the client disconnects."""

@@ -144,7 +144,7 @@ class Forwarding:
         if self._status is None:
             await self._begin(status, headers)
         elif status != self._status:
-            raise _Said(await self._read_short(connection))
+            raise _WorkerError(await self._read_short(connection))
         skipping, seen = self._given, hashlib.sha256()
         while (piece := await self._listen(connection, connection.piece)) is not None:
             if skipping:
@@ -161,14 +161,14 @@ class Forwarding:
         faultpoint("endpoint.released")
 
     async def _begin(self, status: int, headers: Headers) -> None:
-        kept = [(name, value) for name, value in headers if name.lower() not in _DROPPED]
-        kind = next((value for name, value in kept if name.lower() == b"content-type"), b"")
+        forwarded = [(name, value) for name, value in headers if name.lower() not in _DROPPED]
+        kind = next((value for name, value in forwarded if name.lower() == b"content-type"), b"")
         self._is_stream = kind.lower().startswith(b"text/event-stream")
         if self._is_stream:
-            kept = [(name, value) for name, value in kept if name.lower() != b"x-accel-buffering"]
-            kept.append((b"x-accel-buffering", b"no"))
+            forwarded = [(name, value) for name, value in forwarded if name.lower() != b"x-accel-buffering"]
+            forwarded.append((b"x-accel-buffering", b"no"))
         self._status, self._heard_at = status, time.monotonic()
-        await self._begin_client(status, kept)
+        await self._begin_client(status, forwarded)
 
     async def _give(self, piece: bytes) -> None:
         self._digest.update(piece)
@@ -197,12 +197,12 @@ class Forwarding:
 
     async def _read_short(self, connection: WorkerConnection) -> bytes:
         """Return a short body; empty if it is long."""
-        found = bytearray()
+        body = bytearray()
         while (piece := await self._listen(connection, connection.piece)) is not None:
-            found += piece
-            if len(found) > ERROR_BYTES:
+            body += piece
+            if len(body) > ERROR_BYTES:
                 raise Broken("the body is too long")
-        return bytes(found)
+        return bytes(body)
 
     async def _break_off(self, body: bytes) -> None:
         """Tell a streaming client why its response ends; the caller then closes the connection."""
@@ -210,21 +210,21 @@ class Forwarding:
             await self._write_client((b"" if self._at_line_start else b"\n\n") + api_errors.event(body), True)
 
 
-class _Said(ApiError):
+class _WorkerError(ApiError):
     """The worker's error for a response that began with another status."""
 
-    def __init__(self, said: bytes) -> None:
+    def __init__(self, response: bytes) -> None:
         super().__init__(500, "", "")
-        self.said = said
+        self.response = response
 
     @property
     def body(self) -> bytes:
         """Return the worker's error on one line, or the error that the response cannot be completed."""
         try:
-            found = json.loads(self.said)
+            document = json.loads(self.response)
         except (ValueError, RecursionError):
-            found = None
-        return api_errors.as_json(found) if isinstance(found, dict) and "error" in found else api_errors.differs().body
+            document = None
+        return api_errors.as_json(document) if isinstance(document, dict) and "error" in document else api_errors.differs().body
 
 
 def require_open(place: AttemptLocation | None) -> AttemptLocation:
@@ -251,7 +251,7 @@ async def _asks_for_stream(body: bytes) -> bool:
 
 def _reads_stream(body: bytes) -> bool:
     try:
-        asked = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError):
         return False
-    return isinstance(asked, dict) and asked.get("stream") is True
+    return isinstance(document, dict) and document.get("stream") is True

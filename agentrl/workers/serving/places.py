@@ -36,8 +36,8 @@ class Places:
         Raises:
             ServiceError: the database does not answer.
         """
-        if not fresh and (found := self._known.get(key_hash)) and time.monotonic() - found[0] < KNOWN_SECONDS:
-            return found[1]
+        if not fresh and (cached := self._known.get(key_hash)) and time.monotonic() - cached[0] < KNOWN_SECONDS:
+            return cached[1]
         waiting = self._asked.get(key_hash)
         if waiting is None:
             waiting = self._asked[key_hash] = asyncio.get_running_loop().create_future()
@@ -53,15 +53,15 @@ class Places:
         while self._asked:
             batch = {name: self._asked.pop(name) for name in list(self._asked)[:MAX_READ]}
             try:
-                found = await asyncio.get_running_loop().run_in_executor(self._thread, self._read, list(batch))
+                places = await asyncio.get_running_loop().run_in_executor(self._thread, self._read, list(batch))
             except Exception as error:  # noqa: BLE001 - those who wait are told
                 for future in batch.values():
                     future.set_exception(error)
                     future.exception()  # seen, also where nobody waits any more
             else:
                 for name, future in batch.items():
-                    self._remember(name, found.get(name))
-                    future.set_result(found.get(name))
+                    self._remember(name, places.get(name))
+                    future.set_result(places.get(name))
         self._reading = None
 
     def _remember(self, key_hash: str, place: AttemptLocation | None) -> None:

@@ -82,8 +82,8 @@ def serve_policy(
 
 
 async def _serve(db: Database, door: ClientDoor, episodes: ServedEpisodes, listening: socket.socket) -> None:
-    most = settings().endpoint_calls
-    limits = EndpointLimits(open_calls=most, open_per_attempt=most, wait_seconds=WAIT_SECONDS)
+    max_calls = settings().endpoint_calls
+    limits = EndpointLimits(open_calls=max_calls, open_per_attempt=max_calls, wait_seconds=WAIT_SECONDS)
     app = Endpoint(Places(partial(endpoint_reads.find_places, db)), limits, door=door)
     server = make_server(app)
 
@@ -112,8 +112,8 @@ def unrecorded_database() -> Iterator[Database]:
             shutil.rmtree(left, ignore_errors=True)
     folder = mkdtemp(prefix=f"{UNRECORDED}{os.getpid()}-", dir=parent)
     try:
-        with closing(open_database(f"sqlite:///{folder}/agentrl.db")) as made:
-            yield made
+        with closing(open_database(f"sqlite:///{folder}/agentrl.db")) as database:
+            yield database
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

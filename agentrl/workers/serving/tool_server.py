@@ -100,7 +100,7 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
 
     app.add_exception_handler(NotFoundError, _problem_handler(404))
     app.add_exception_handler(StateError, _problem_handler(429))
-    kept = [name for name, tool in tools.items() if keeps_session(tool)]
+    session_tools = [name for name, tool in tools.items() if keeps_session(tool)]
 
     async def require_tool(name: str) -> Tool:
         if name not in tools:
@@ -115,7 +115,7 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
     @app.post("/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS | _SESSION_PROBLEMS, openapi_extra=_BODY)
     async def call_tool(tool: Annotated[Tool, Depends(require_tool)], request: Request) -> CallResult:
         """Run the tool; what it says to wrong arguments is an answer too."""
-        if tool.name in kept:
+        if tool.name in session_tools:
             raise HTTPException(409, f"{tool.name!r} needs a session. {_SESSION_HINT}")
         return await run_in_threadpool(_call_answer, tool, await _arguments(request))
 
@@ -127,7 +127,7 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
     @app.post("/sessions", status_code=201, responses={401: _PROBLEMS[401], 429: {"description": "Too many sessions are open"}})
     async def open_session() -> SessionInfo:
         """Open a session."""
-        return SessionInfo(sessions.open(), kept, sessions.idle_seconds)
+        return SessionInfo(sessions.open(), session_tools, sessions.idle_seconds)
 
     @app.post("/sessions/{session}/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS, openapi_extra=_BODY)
     async def call_in_session(session: str, tool: Annotated[Tool, Depends(require_tool)], request: Request) -> CallResult:
@@ -152,8 +152,8 @@ def _problem_handler(status: int) -> Callable[[Request, Exception], Awaitable[JS
 def _token_check(token: str) -> Callable[..., Awaitable[None]]:
     scheme = HTTPBearer(auto_error=False)
 
-    async def check(given: Annotated[HTTPAuthorizationCredentials | None, Depends(scheme)]) -> None:
-        if given is None or not secrets.compare_digest(given.credentials.encode(), token.encode()):
+    async def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(scheme)]) -> None:
+        if credentials is None or not secrets.compare_digest(credentials.credentials.encode(), token.encode()):
             raise HTTPException(401, "The token is missing or wrong.", {"WWW-Authenticate": "Bearer"})
 
     return check
@@ -172,23 +172,23 @@ async def _arguments(request: Request) -> dict[str, Any]:
 
 async def _body(request: Request) -> bytes:
     # Read to its end even if it is too long: a client that is cut off while it sends reads no answer.
-    kept, size = bytearray(), 0
+    content, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)
         if size <= MAX_BYTES:
-            kept += chunk
+            content += chunk
     if size > MAX_BYTES:
         raise HTTPException(413, f"The body has {size} bytes; at most {MAX_BYTES} are accepted.")
-    return bytes(kept)
+    return bytes(content)
 
 
 def _call_answer(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None = None) -> CallResult:
     refused = refusal(ToolCall(tool.name, arguments), 0, {tool.name: tool}, RolloutConfig())
     try:
-        told = refused or _run_tool(tool, arguments, notebook)
+        result = refused or _run_tool(tool, arguments, notebook)
     except InfraError as error:
         raise HTTPException(503, storable(str(error))) from error
-    return CallResult(storable(told.content), told.error_class, told.seconds)
+    return CallResult(storable(result.content), result.error_class, result.seconds)
 
 
 def _run_tool(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None) -> ToolResult:
@@ -214,17 +214,17 @@ def listen_at_address(host: str, port: int, guarded: bool) -> Iterator[socket.so
             raise ConfigError(
                 f"Cannot listen at {host!r} without a token: other machines can reach it.", "Set AGENTRL_TOOLS_TOKEN."
             )
-        made = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise _cannot_serve_error(host, error) from error
-    with made:
+    with listener:
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-            made.listen(BACKLOG)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
         except OSError as error:
             raise _cannot_serve_error(f"{host} port {port}", error) from error
-        yield made
+        yield listener
 
 
 @contextmanager
@@ -234,16 +234,16 @@ def listen_at_path(path: Path) -> Iterator[socket.socket]:
     Raises:
         ServiceError: the path cannot be used, or another server listens there.
     """
-    with socket.socket(socket.AF_UNIX) as made:
+    with socket.socket(socket.AF_UNIX) as listener:
         try:
             _remove_stale_socket(path)
-            made.bind(str(path))
+            listener.bind(str(path))
             path.chmod(0o600)  # nobody can connect before it listens
-            made.listen(BACKLOG)
+            listener.listen(BACKLOG)
         except OSError as error:
             raise _cannot_serve_error(str(path), error) from error
         try:
-            yield made
+            yield listener
         finally:
             path.unlink(missing_ok=True)
 

@@ -63,11 +63,11 @@ class WorkerConnection:
             Broken: the connection failed.
         """
         while True:
-            found = await self._next_event()
-            if isinstance(found, h11.Response):
-                return found.status_code, [(bytes(name), bytes(value)) for name, value in found.headers]
-            if not isinstance(found, h11.InformationalResponse):
-                raise Broken(type(found).__name__)
+            event = await self._next_event()
+            if isinstance(event, h11.Response):
+                return event.status_code, [(bytes(name), bytes(value)) for name, value in event.headers]
+            if not isinstance(event, h11.InformationalResponse):
+                raise Broken(type(event).__name__)
 
     async def piece(self) -> bytes | None:
         """Return the next bytes of the response's body; None after the last. May be called again after it was cancelled.
@@ -76,20 +76,20 @@ class WorkerConnection:
             Broken: the connection failed.
         """
         while True:
-            found = await self._next_event()
-            if isinstance(found, h11.Data):
-                return bytes(found.data)
-            if isinstance(found, h11.EndOfMessage):
+            event = await self._next_event()
+            if isinstance(event, h11.Data):
+                return bytes(event.data)
+            if isinstance(event, h11.EndOfMessage):
                 return None
-            raise Broken(type(found).__name__)
+            raise Broken(type(event).__name__)
 
     async def _next_event(self) -> object:
         try:
-            while (found := self._http.next_event()) is h11.NEED_DATA:
+            while (event := self._http.next_event()) is h11.NEED_DATA:
                 self._http.receive_data(await self._reader.read(PIECE))
         except (OSError, h11.RemoteProtocolError) as error:
             raise Broken(type(error).__name__) from None
-        return found
+        return event
 
     def is_reusable(self) -> bool:
         """Return whether the connection can send another request, as far as this side knows."""
@@ -123,10 +123,10 @@ class Upstreams:
             Broken: the connection failed.
         """
         while self._idle.get(address):
-            kept = self._idle[address].pop()
-            if kept.is_reusable():
-                return kept
-            kept.cut()
+            connection = self._idle[address].pop()
+            if connection.is_reusable():
+                return connection
+            connection.cut()
         host, _, port = address.rpartition(":")
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -138,24 +138,24 @@ class Upstreams:
 
     def give_back(self, connection: WorkerConnection) -> None:
         """Keep the connection for another request, or close it."""
-        for address in [address for address, kept in self._idle.items() if not self._still_kept(kept)]:
+        for address in [address for address, idle in self._idle.items() if not self._still_kept(idle)]:
             del self._idle[address]
-        kept = self._idle[connection.address]
-        if len(kept) < MAX_IDLE and connection.rest():
-            kept.append(connection)
+        idle = self._idle[connection.address]
+        if len(idle) < MAX_IDLE and connection.rest():
+            idle.append(connection)
         else:
             connection.cut()
 
     @staticmethod
-    def _still_kept(kept: list[WorkerConnection]) -> bool:
+    def _still_kept(connections: list[WorkerConnection]) -> bool:
         """Close connections that were idle for too long, the oldest first; return whether any is left."""
-        while kept and not kept[0].is_reusable():
-            kept.pop(0).cut()
-        return bool(kept)
+        while connections and not connections[0].is_reusable():
+            connections.pop(0).cut()
+        return bool(connections)
 
     def close(self) -> None:
         """Close all idle connections."""
-        for kept in self._idle.values():
-            for connection in kept:
+        for connections in self._idle.values():
+            for connection in connections:
                 connection.cut()
         self._idle.clear()

@@ -34,13 +34,13 @@ class Needs:
     """The folders of one run that its rows need, by name.
 
     Args:
-        named: checkpoints that a policy names and that are not collected.
+        referenced: checkpoints that a policy names and that are not collected.
         collected: checkpoints whose policies were collected.
         resumable: checkpoints that an update may start from, so their optimizer state is needed.
         claims: (iteration, train token) of the updates that a live trainer may still publish.
     """
 
-    named: Collection[str]
+    referenced: Collection[str]
     collected: Collection[str]
     resumable: Collection[str]
     claims: Collection[tuple[int, int]]
@@ -95,10 +95,10 @@ def _waste(folder: Folder, needs: Needs, key: str, present: Collection[str]) -> 
     name, claim = _parse_name(folder.name, key) or ("", (0, 0))
     if folder.name in needs.collected:
         return Waste("adapters", folder.name, folder.bytes)
-    if folder.name in needs.named:
+    if folder.name in needs.referenced:
         spare = folder.optimizer and folder.name not in needs.resumable
         return Waste("optimizers", folder.name, folder.optimizer) if spare else None
-    only_copy = name in needs.named and name not in present  # a crash between the two renames of `sealed_folder.write`
+    only_copy = name in needs.referenced and name not in present  # a crash between the two renames of `sealed_folder.write`
     # A checkpoint that is made again (`.r`) is made under the token of a later iteration.
     live = claim in needs.claims or (".r" in name and claim[1] in {token for _, token in needs.claims})
     return None if only_copy or live else Waste("leftovers", folder.name, folder.bytes)
@@ -106,8 +106,8 @@ def _waste(folder: Folder, needs: Needs, key: str, present: Collection[str]) -> 
 
 def _parse_name(name: str, key: str) -> tuple[str, tuple[int, int]] | None:
     """Return the name of the checkpoint that a folder is or was to become, and the (iteration, train token) that wrote it."""
-    found = re.fullmatch(rf"(v(\d{{5,}})\.[tr](\d+)\.{re.escape(key)})(\.tmp|\.old)?", name)
-    return (found[1], (int(found[2]) - 1, int(found[3]))) if found else None
+    match = re.fullmatch(rf"(v(\d{{5,}})\.[tr](\d+)\.{re.escape(key)})(\.tmp|\.old)?", name)
+    return (match[1], (int(match[2]) - 1, int(match[3]))) if match else None
 
 
 def _measure(name: str, files: Mapping[str, int]) -> Folder:

@@ -35,8 +35,8 @@ class EpochEnds:
 
 def epoch_number(name: str) -> int | None:
     """Return the epoch of a link's name; None for any other name."""
-    found = NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def link_epochs(ends: EpochEnds) -> None:
@@ -67,10 +67,10 @@ def unlink_epochs(ends: EpochEnds) -> None:
     Raises:
         OSError: the links cannot be removed.
     """
-    wanted = _wanted_links(ends)
+    targets = _wanted_links(ends)
     for entry in _links(ends):
         now = os.readlink(entry)
-        other = now.endswith(f".{ends.key}") and now != wanted.get(entry.name)
+        other = now.endswith(f".{ends.key}") and now != targets.get(entry.name)
         if other or not entry.exists():
             entry.unlink(missing_ok=True)
 

@@ -164,8 +164,8 @@ def _upload(folder: Path, url: str) -> None:
         for name in sorted(names, key=lambda name: (name == MANIFEST, name)):
             put(url, name, folder / name)
     except FileNotFoundError as error:
-        said = f"Cannot write the checkpoint {url!r}: {error}."
-        raise CheckpointError(said, "Check that the bucket exists, then type `agentrl resume`.") from error
+        message = f"Cannot write the checkpoint {url!r}: {error}."
+        raise CheckpointError(message, "Check that the bucket exists, then type `agentrl resume`.") from error
 
 
 def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
@@ -272,11 +272,11 @@ def sizes(url: str) -> dict[str, dict[str, int]]:
     """Checkpoint -> path in it -> bytes, for every file under a run's URL; empty if nothing was ever written."""
     files, key = _store(url)
     listed: dict[str, Any] = _retry(url, lambda: files.find(key, detail=True))
-    found: dict[str, dict[str, int]] = {}
+    sizes_by_name: dict[str, dict[str, int]] = {}
     for path, entry in listed.items():
         name, _, file = path.removeprefix(f"{key}/").partition("/")
-        found.setdefault(name, {})[file] = int(entry["size"])
-    return found
+        sizes_by_name.setdefault(name, {})[file] = int(entry["size"])
+    return sizes_by_name
 
 
 def remove(url: str, name: str = "") -> None:
@@ -309,13 +309,13 @@ def _is_folder(files: Any) -> bool:
 
 def host_trouble(path: str, error: Exception) -> ConfigError | ServiceError | None:
     """Return the exception to raise if this host has no permission to read or write, or its disk is full; else None."""
-    found = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, PermissionError) or found in _DENIED_ERRNOS:
-        said = f"The checkpoint {path!r} cannot be read by this host ({socket.gethostname()}): {_words(error)}."
-        return ConfigError(said, "Check the credentials and rights, then `agentrl resume`.")
-    if found in NO_SPACE_ERRNOS:
-        said = f"This host ({socket.gethostname()}) has no space for the checkpoint {path!r}: {_words(error)}."
-        return ServiceError(said, "Free disk space.")
+    code = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, PermissionError) or code in _DENIED_ERRNOS:
+        message = f"The checkpoint {path!r} cannot be read by this host ({socket.gethostname()}): {_words(error)}."
+        return ConfigError(message, "Check the credentials and rights, then `agentrl resume`.")
+    if code in NO_SPACE_ERRNOS:
+        message = f"This host ({socket.gethostname()}) has no space for the checkpoint {path!r}: {_words(error)}."
+        return ServiceError(message, "Free disk space.")
     return None
 
 

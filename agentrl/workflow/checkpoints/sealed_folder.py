@@ -308,10 +308,10 @@ def _record(entry: Mapping[str, Any]) -> FileRecord:
     return FileRecord(size, sha256, shared)
 
 
-def broken_error(where: Path | str, found: str) -> BrokenCheckpoint:
+def broken_error(where: Path | str, damage: str) -> BrokenCheckpoint:
     """Return the exception for a checkpoint, in a folder or at a URL, whose files have changed or are missing."""
     return BrokenCheckpoint(
-        f"The checkpoint {str(where)!r} is damaged: {found}.",
+        f"The checkpoint {str(where)!r} is damaged: {damage}.",
         "Put the files back. An unfinished run rebuilds its newest checkpoint by itself.",
     )
 

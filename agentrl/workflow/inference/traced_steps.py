@@ -51,7 +51,9 @@ def traced_steps(
         results = _shown(records, draft, turn.answers) if draft.shared is None else {}
         request = StepRequest(f"import:{step.index}", "", tools=turn.tools)
         calls = tuple(CallRecord(call, "none", None) for call in step.message.tool_calls)
-        records.append(StepRecord(0, step, 0, chat.decode(sampled_ids), calls, request, draft.shared_messages, shown=results))
+        records.append(
+            StepRecord(0, step, 0, chat.decode(sampled_ids), calls, request, draft.shared_messages, earlier_results=results)
+        )
     return records
 
 

@@ -74,11 +74,11 @@ def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = 
         raise OtlpError(f"it does not have the shape of an export of traces ({type(error).__name__})") from None
 
 
-def inflated(body: bytes, encoding: str, most: int) -> bytes:
+def inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """Return the decompressed body.
 
     Raises:
-        OtlpError: it is not compressed as declared, or has more than `most` bytes.
+        OtlpError: it is not compressed as declared, or has more than `max_bytes` bytes.
     """
     if encoding not in ("", "identity", "gzip", "deflate"):
         raise OtlpError(f"it is encoded as {encoding[:40]!r}; only gzip is supported")
@@ -86,11 +86,11 @@ def inflated(body: bytes, encoding: str, most: int) -> bytes:
         return body
     try:
         inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or zlib, as its head says
-        data = inflate.decompress(body, most + 1)
+        data = inflate.decompress(body, max_bytes + 1)
     except zlib.error:
         raise OtlpError("it is not compressed as declared") from None
-    if len(data) > most or inflate.unconsumed_tail:
-        raise OtlpError(f"it has more than {most} bytes when it is decompressed")
+    if len(data) > max_bytes or inflate.unconsumed_tail:
+        raise OtlpError(f"it has more than {max_bytes} bytes when it is decompressed")
     if not inflate.eof:
         raise OtlpError("the compressed data is truncated")
     return data
@@ -103,9 +103,9 @@ def _from_protobuf(data: bytes, budget: "_Budget") -> Iterator[Span]:
     for of_resource in _all(memoryview(data), 1, budget):
         resource = _attributes(_last(of_resource, budget).get(1, b""), 1, budget)
         for scope in _all(of_resource, 2, budget):
-            for found in _all(scope, 2, budget):
+            for span in _all(scope, 2, budget):
                 budget.spend_span()
-                yield _span(found, resource, budget)
+                yield _span(span, resource, budget)
 
 
 def _span(data: Any, resource: Mapping[str, Any], budget: "_Budget") -> Span:
@@ -120,7 +120,7 @@ def _span(data: Any, resource: Mapping[str, Any], budget: "_Budget") -> Span:
         end=_whole(last.get(8, 0)),
         attributes=_attributes(data, 9, budget),
         resource=resource,
-        events=tuple(_event(each, budget) for each in _few(_all(data, 11, budget))),
+        events=tuple(_event(event, budget) for event in _few(_all(data, 11, budget))),
         error=_text(status.get(2, b"")) if status.get(3, 0) == 2 else None,
     )
 
@@ -154,7 +154,7 @@ def _value(data: Any, budget: "_Budget", depth: int) -> Any:
         case 4:
             return _finite(struct.unpack("<d", struct.pack("<Q", value))[0])
         case 5:
-            return [_value(each, budget, depth - 1) for each in _all(value, 1, budget)]
+            return [_value(item, budget, depth - 1) for item in _all(value, 1, budget)]
         case 6:
             return dict(_pairs(_all(value, 1, budget), budget, depth - 1))
         case 7:
@@ -195,10 +195,10 @@ def _message(data: Any) -> memoryview:
     return memoryview(data)
 
 
-def _varint(data: memoryview, place: int, most: int) -> tuple[int, int]:
-    """Return an integer of at most `most` bytes, and the position after it."""
+def _varint(data: memoryview, place: int, max_bytes: int) -> tuple[int, int]:
+    """Return an integer of at most `max_bytes` bytes, and the position after it."""
     value = 0
-    for shift, byte in enumerate(data[place : place + most]):
+    for shift, byte in enumerate(data[place : place + max_bytes]):
         value |= (byte & 127) << 7 * shift
         if byte < 128:
             return value & (2**64 - 1), place + shift + 1
@@ -206,7 +206,7 @@ def _varint(data: memoryview, place: int, most: int) -> tuple[int, int]:
 
 
 def _all(data: Any, number: int, budget: "_Budget") -> Iterator[Any]:
-    return (value for found, value in _fields(data, budget) if found == number)
+    return (value for field, value in _fields(data, budget) if field == number)
 
 
 def _last(data: Any, budget: "_Budget") -> dict[int, Any]:
@@ -227,57 +227,57 @@ def _from_json(data: bytes, budget: "_Budget") -> Iterator[Span]:
     for of_resource in _list(tree, "resourceSpans"):
         resource = _json_attributes(of_resource.get("resource") or {}, budget)
         for scope in _list(of_resource, "scopeSpans"):
-            for found in _list(scope, "spans"):
+            for span in _list(scope, "spans"):
                 budget.spend_span()
-                yield _json_span(found, resource, budget)
+                yield _json_span(span, resource, budget)
 
 
-def _json_span(found: Mapping[str, Any], resource: Mapping[str, Any], budget: "_Budget") -> Span:
-    events, status = _few(iter(_list(found, "events"))), found.get("status") or {}
+def _json_span(span: Mapping[str, Any], resource: Mapping[str, Any], budget: "_Budget") -> Span:
+    events, status = _few(iter(_list(span, "events"))), span.get("status") or {}
     return Span(
-        trace_id=_id(str(found.get("traceId", "")).lower(), 32),
-        span_id=_id(str(found.get("spanId", "")).lower(), 16),
-        parent_id=_id(str(found.get("parentSpanId", "")).lower(), 16, empty=True),
-        name=_text(found.get("name", "")),
-        start=_whole(found.get("startTimeUnixNano", 0)),
-        end=_whole(found.get("endTimeUnixNano", 0)),
-        attributes=_json_attributes(found, budget),
+        trace_id=_id(str(span.get("traceId", "")).lower(), 32),
+        span_id=_id(str(span.get("spanId", "")).lower(), 16),
+        parent_id=_id(str(span.get("parentSpanId", "")).lower(), 16, empty=True),
+        name=_text(span.get("name", "")),
+        start=_whole(span.get("startTimeUnixNano", 0)),
+        end=_whole(span.get("endTimeUnixNano", 0)),
+        attributes=_json_attributes(span, budget),
         resource=resource,
-        events=tuple(Event(_text(each.get("name", "")), _json_attributes(each, budget)) for each in events),
+        events=tuple(Event(_text(event.get("name", "")), _json_attributes(event, budget)) for event in events),
         error=_text(status.get("message", "")) if status.get("code") in (2, "STATUS_CODE_ERROR") else None,
     )
 
 
-def _json_attributes(found: Mapping[str, Any], budget: "_Budget") -> dict[str, Any]:
-    pairs = _list(found, "attributes")
+def _json_attributes(node: Mapping[str, Any], budget: "_Budget") -> dict[str, Any]:
+    pairs = _list(node, "attributes")
     return _named((_text(pair["key"]), _json_value(pair.get("value") or {}, budget, MAX_DEPTH)) for pair in pairs)
 
 
 def _json_value(value: Mapping[str, Any], budget: "_Budget", depth: int) -> Any:
     budget.spend_value(depth)
-    for kind, found in value.items():
+    for kind, content in value.items():
         match kind:
             case "stringValue" | "bytesValue":
-                return _text(found)
+                return _text(content)
             case "boolValue":
-                return bool(found)
+                return bool(content)
             case "intValue":
-                return _signed(found)
+                return _signed(content)
             case "doubleValue":
-                return _finite(float(found))
+                return _finite(float(content))
             case "arrayValue":
-                return [_json_value(each, budget, depth - 1) for each in _list(found, "values")]
+                return [_json_value(item, budget, depth - 1) for item in _list(content, "values")]
             case "kvlistValue":
-                pairs = _list(found, "values")
+                pairs = _list(content, "values")
                 return {_text(p["key"]): _json_value(p.get("value") or {}, budget, depth - 1) for p in pairs}
     return None
 
 
 def _list(tree: Any, name: str) -> list[Any]:
-    found = tree.get(name) if isinstance(tree, Mapping) else None
-    if found is not None and not isinstance(found, list):
+    items = tree.get(name) if isinstance(tree, Mapping) else None
+    if items is not None and not isinstance(items, list):
         raise OtlpError(f"{name} is not a list")
-    return found or []
+    return items or []
 
 
 # both
@@ -306,31 +306,31 @@ class _Budget:
             raise OtlpError(f"there are more than {self._bounds.fields} fields")
 
 
-def _few(found: Iterator[Any]) -> list[Any]:
+def _few(events: Iterator[Any]) -> list[Any]:
     """Return the events of a span; raise OtlpError if there are more than MAX_EVENTS."""
-    few = list(islice(found, MAX_EVENTS + 1))
+    few = list(islice(events, MAX_EVENTS + 1))
     if len(few) > MAX_EVENTS:
         raise OtlpError(f"a span has at most {MAX_EVENTS} events")
     return few
 
 
 def _named(pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for name, value in pairs:
-        found[name] = value
-        if len(found) > MAX_ATTRIBUTES:
+        attributes[name] = value
+        if len(attributes) > MAX_ATTRIBUTES:
             raise OtlpError(f"a span has at most {MAX_ATTRIBUTES} attributes")
-    return found
+    return attributes
 
 
 def _text(value: Any) -> str:
-    told = str(value, "utf-8", "replace") if isinstance(value, bytes | memoryview) else str(value)
-    return told.encode("utf-8", "replace").decode()
+    text = str(value, "utf-8", "replace") if isinstance(value, bytes | memoryview) else str(value)
+    return text.encode("utf-8", "replace").decode()
 
 
 def _whole(value: Any) -> int:
-    found = _signed(value)
-    return found if 0 <= found < 2**63 else 0
+    number = _signed(value)
+    return number if 0 <= number < 2**63 else 0
 
 
 def _signed(value: Any) -> int:

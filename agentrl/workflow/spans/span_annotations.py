@@ -24,20 +24,21 @@ def annotations_of_span(span: Span) -> list[Annotation]:
         ValueError: the span cannot be stored; the message says why.
     """
     kind = span_names.KINDS.get(span.name, "span")
-    made = list(_rewards(span)) if kind == "reward" or any(map(_REWARD.fullmatch, span.attributes)) else []
+    annotations = list(_rewards(span)) if kind == "reward" or any(map(_REWARD.fullmatch, span.attributes)) else []
     if kind != "reward":
-        made.append(_annotation(span, kind))
-    if not made:
+        annotations.append(_annotation(span, kind))
+    if not annotations:
         raise ValueError("a span of a reward has agentlightning.reward.0.name and agentlightning.reward.0.value")
-    for each in made:
-        check(each)
-    return made
+    for annotation in annotations:
+        check(annotation)
+    return annotations
 
 
 def episode_named(span: Span) -> str:
     """Return the id of the episode that the span or its resource names; empty if there is none."""
     return next(
-        (told for name in span_names.EPISODE for where in (span.attributes, span.resource) if (told := named(where, name))), ""
+        (value for name in span_names.EPISODE for where in (span.attributes, span.resource) if (value := named(where, name))),
+        "",
     )
 
 
@@ -46,9 +47,9 @@ def named(where: Mapping[str, Any], name: str) -> str:
 
     Many spans share one resource, so a long text in it would be read again for each of them.
     """
-    found = where.get(name)
-    short = isinstance(found, str) and len(found) <= MAX_NAMED
-    return str(found) if short or type(found) in (int, float, bool) else ""
+    value = where.get(name)
+    short = isinstance(value, str) and len(value) <= MAX_NAMED
+    return str(value) if short or type(value) in (int, float, bool) else ""
 
 
 def _annotation(span: Span, kind: str) -> Annotation:
@@ -57,8 +58,8 @@ def _annotation(span: Span, kind: str) -> Annotation:
     if kind == "operation":
         name = str(attributes.get(span_names.OPERATION_NAME, span.name))
     elif kind == "span" and span_names.GEN_AI_OPERATION in attributes:
-        told = [str(attributes[key]) for key in span_names.GEN_AI_NAMED if key in attributes]
-        name = " ".join([str(attributes[span_names.GEN_AI_OPERATION]), *told[:1]])
+        names = [str(attributes[key]) for key in span_names.GEN_AI_NAMED if key in attributes]
+        name = " ".join([str(attributes[span_names.GEN_AI_OPERATION]), *names[:1]])
     elif kind not in ("span", "exception"):
         name = ""
     elif kind == "exception":
@@ -75,12 +76,12 @@ def _data(span: Span, kind: str) -> dict[str, Any]:
     if kind == "object":
         return {"value": _object(attributes), **_rest(attributes)}
     if kind == "exception":
-        event = next((each.attributes for each in span.events if each.name == span_names.EXCEPTION_EVENT), attributes)
-        kind_of, said = (
-            event.get(span_names.EXCEPTION_TYPE, "Exception"),
-            event.get(span_names.EXCEPTION_MESSAGE, span.error or ""),
+        fields = next((event.attributes for event in span.events if event.name == span_names.EXCEPTION_EVENT), attributes)
+        kind_of, message = (
+            fields.get(span_names.EXCEPTION_TYPE, "Exception"),
+            fields.get(span_names.EXCEPTION_MESSAGE, span.error or ""),
         )
-        return {"type": str(kind_of), "message": str(said)}
+        return {"type": str(kind_of), "message": str(message)}
     return attributes
 
 
@@ -100,13 +101,13 @@ def _object(attributes: Mapping[str, Any]) -> Any:
 
 
 def _rewards(span: Span) -> Iterator[Annotation]:
-    found: dict[int, dict[str, Any]] = {}
+    rewards: dict[int, dict[str, Any]] = {}
     for key, value in span.attributes.items():
-        if named := _REWARD.fullmatch(key):
-            found.setdefault(int(named[1]), {})[named[2]] = value
-    for place, told in sorted(found.items()):
+        if match := _REWARD.fullmatch(key):
+            rewards.setdefault(int(match[1]), {})[match[2]] = value
+    for place, fields in sorted(rewards.items()):
         yield Annotation(
-            f"span:{span.span_id}:{place}", "reward", str(told.get("name") or "agent"), {"value": told.get("value")}
+            f"span:{span.span_id}:{place}", "reward", str(fields.get("name") or "agent"), {"value": fields.get("value")}
         )
 
 
@@ -118,8 +119,8 @@ def answer(content_type: str, rejected: int, why: str) -> bytes:
         ).encode()
     if not rejected:
         return b""
-    told = b"\x08" + _varint(rejected) + b"\x12" + _sized(why)
-    return b"\x0a" + _varint(len(told)) + told
+    partial = b"\x08" + _varint(rejected) + b"\x12" + _sized(why)
+    return b"\x0a" + _varint(len(partial)) + partial
 
 
 def refusal(content_type: str, code: int, why: str) -> bytes:
@@ -135,11 +136,11 @@ def _sized(text: str) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        encoded.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*encoded, value])
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,32 +164,38 @@ def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> 
     Raises:
         OtlpError: the body is not an export, or a span belongs to another episode.
     """
-    said: list[bytes] = []
+    documents: list[bytes] = []
     rejected, why = 0, ""
     for span in decode(body, content_type, encoding):
-        named = episode_named(span)
-        if named.isdecimal() and named != episode:
-            raise OtlpError(f"a span belongs to episode {named[:20]}, but the key belongs to another")
+        span_episode = episode_named(span)
+        if span_episode.isdecimal() and span_episode != episode:
+            raise OtlpError(f"a span belongs to episode {span_episode[:20]}, but the key belongs to another")
         try:
-            said += [_document(each) for each in annotations_of_span(span)]
+            documents += [_document(annotation) for annotation in annotations_of_span(span)]
         except ValueError as error:
             rejected, why = rejected + 1, why or str(error)
-    return Export(list(_parts(said)), rejected, why)
+    return Export(list(_parts(documents)), rejected, why)
 
 
-def _document(said: Annotation) -> bytes:
-    told = {"id": said.id, "kind": said.kind, "name": said.name, "data": said.data, "seconds": said.seconds}
-    return json.dumps(told).encode()
+def _document(annotation: Annotation) -> bytes:
+    fields = {
+        "id": annotation.id,
+        "kind": annotation.kind,
+        "name": annotation.name,
+        "data": annotation.data,
+        "seconds": annotation.seconds,
+    }
+    return json.dumps(fields).encode()
 
 
-def _parts(said: Sequence[bytes]) -> Iterator[bytes]:
+def _parts(documents: Sequence[bytes]) -> Iterator[bytes]:
     part, size = list[bytes](), 0
-    for each in said:
-        if part and (len(part) >= MAX_AT_ONCE or size + len(each) > PART_BYTES):
+    for document in documents:
+        if part and (len(part) >= MAX_AT_ONCE or size + len(document) > PART_BYTES):
             yield _together(part)
             part, size = [], 0
-        part.append(each)
-        size += len(each)
+        part.append(document)
+        size += len(document)
     if part:
         yield _together(part)
 

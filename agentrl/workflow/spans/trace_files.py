@@ -31,32 +31,32 @@ def read_traces(path: Path) -> list[Span]:
         raise DatasetError(f"Cannot read the traces {str(path)!r}: {error.strerror}.", "Check the path.") from error
     if len(data) > TRACE_FILE_BOUNDS.bytes:
         raise DatasetError(f"{str(path)!r} has more than {TRACE_FILE_BOUNDS.bytes} bytes.", "Split it, and import the parts.")
-    found: list[Span] = []
-    for count, (where, each) in enumerate(_documents(path, data), 1):
+    spans: list[Span] = []
+    for count, (where, decoded) in enumerate(_documents(path, data), 1):
         try:
-            found += each
+            spans += decoded
         except OtlpError as error:
             raise DatasetError(f"{where} is not an export of traces: {error}.", "Pass OTLP as JSON or protobuf.") from None
-        if len(found) > TRACE_FILE_BOUNDS.spans or count > TRACE_FILE_BOUNDS.spans:
-            said = f"{str(path)!r} has more than {TRACE_FILE_BOUNDS.spans} spans, or lines."
-            raise DatasetError(said, "Split it, and import the parts.")
-    return found
+        if len(spans) > TRACE_FILE_BOUNDS.spans or count > TRACE_FILE_BOUNDS.spans:
+            message = f"{str(path)!r} has more than {TRACE_FILE_BOUNDS.spans} spans, or lines."
+            raise DatasetError(message, "Split it, and import the parts.")
+    return spans
 
 
 def _documents(path: Path, data: bytes) -> Iterator[tuple[str, Iterator[Span]]]:
     """Yield each document of the file: its place, and an iterator that decodes its spans when they are read."""
-    named = repr(str(path))
+    quoted = repr(str(path))
     if data[:2] == _GZIP:
         data = _inflated(path, data)
     if data.lstrip()[:1] != b"{":
-        yield named, _spans(data, PROTOBUF)
+        yield quoted, _spans(data, PROTOBUF)
         return
     first = [line.strip() for _, line in islice(_lines(data), 2)]
     if len(first) > 1 and first[0][-1:] == b"}" and first[1][:1] == b"{":
         for number, line in _lines(data):
-            yield f"Line {number} of {named}", _spans(line, JSON)
+            yield f"Line {number} of {quoted}", _spans(line, JSON)
     else:
-        yield named, _spans(data, JSON)
+        yield quoted, _spans(data, JSON)
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:

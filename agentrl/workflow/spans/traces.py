@@ -30,40 +30,40 @@ def traces_of(spans: Sequence[Span]) -> list[Trace]:
     A span without a rollout id belongs to the first rollout that its trace names. A span that was exported twice counts once.
     Of a rollout with several attempts, only the attempt that began last is kept, with the spans that name no attempt.
     """
-    known: dict[tuple[str, str], Span] = {}
+    unique: dict[tuple[str, str], Span] = {}
     for span in spans:
-        known.setdefault((span.trace_id, span.span_id), span)
-    ordered = sorted(known.values(), key=lambda span: span.start)
-    keys = _first_told(ordered, episode_named)
-    for trace, talk in _first_told(ordered, lambda span: _of(span, span_names.CONVERSATION)).items():
+        unique.setdefault((span.trace_id, span.span_id), span)
+    ordered = sorted(unique.values(), key=lambda span: span.start)
+    keys = _first_per_trace(ordered, episode_named)
+    for trace, talk in _first_per_trace(ordered, lambda span: _of(span, span_names.CONVERSATION)).items():
         keys.setdefault(trace, talk)
-    attempts = _first_told(ordered, _attempt)
-    found: dict[str, dict[str, list[Span]]] = {}
+    attempts = _first_per_trace(ordered, _attempt)
+    attempts_by_key: dict[str, dict[str, list[Span]]] = {}
     for span in ordered:
         key = episode_named(span) or keys.get(span.trace_id) or span.trace_id
-        found.setdefault(key, {}).setdefault(_attempt(span) or attempts.get(span.trace_id, ""), []).append(span)
-    made = [Trace(key, tuple(_of_last(some))) for key, some in found.items()]
-    return sorted(made, key=lambda trace: trace.spans[0].start)
+        attempts_by_key.setdefault(key, {}).setdefault(_attempt(span) or attempts.get(span.trace_id, ""), []).append(span)
+    traces = [Trace(key, tuple(_of_last(some))) for key, some in attempts_by_key.items()]
+    return sorted(traces, key=lambda trace: trace.spans[0].start)
 
 
-def _first_told(spans: Sequence[Span], told: Callable[[Span], str]) -> dict[str, str]:
+def _first_per_trace(spans: Sequence[Span], read: Callable[[Span], str]) -> dict[str, str]:
     """Return, for each trace, the first value that is not empty among its spans."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for span in spans:
-        if said := told(span):
-            found.setdefault(span.trace_id, said)
-    return found
+        if value := read(span):
+            values.setdefault(span.trace_id, value)
+    return values
 
 
 def _of_last(attempts: Mapping[str, list[Span]]) -> list[Span]:
     """Return the spans of the attempt that began last, and the spans without an attempt."""
-    named = [some for attempt, some in attempts.items() if attempt]
-    last = max(reversed(named), key=lambda some: some[0].start) if named else []
+    with_attempt = [some for attempt, some in attempts.items() if attempt]
+    last = max(reversed(with_attempt), key=lambda some: some[0].start) if with_attempt else []
     return sorted([*last, *attempts.get("", [])], key=lambda span: span.start)
 
 
 def _attempt(span: Span) -> str:
-    return next((told for name in span_names.ATTEMPT if (told := _of(span, name))), "")
+    return next((value for name in span_names.ATTEMPT if (value := _of(span, name))), "")
 
 
 def _of(span: Span, name: str) -> str:

@@ -97,20 +97,20 @@ def claim_agent(
     again = mine & (_AGENTS.worker == worker) & (_AGENTS.status == "running")
     if tx.execute(select(_AGENTS.id).where(again)).first() is not None:
         tx.execute(update(schema.agent_attempts).where(again).values(status="pending"))
-    found = tx.execute(_WORK.where(mine).with_for_update(of=schema.agent_attempts)).one_or_none()
-    if found is None:
+    row = tx.execute(_WORK.where(mine).with_for_update(of=schema.agent_attempts)).one_or_none()
+    if row is None:
         return None
     values = {"status": "running", "worker": worker, "key_hash": key_hash, "started_at": datetime.now(UTC)}
     lease = now_ms() + int(lease_seconds * 1000)
-    tx.execute(update(schema.agent_attempts).where(_AGENTS.id == found.id).values(lease_until=lease, **values))
-    task = tx.execute(select(_TASKS.key, _TASKS.messages, _TASKS.metadata).where(_TASKS.id == found.task_id)).one()
+    tx.execute(update(schema.agent_attempts).where(_AGENTS.id == row.id).values(lease_until=lease, **values))
+    task = tx.execute(select(_TASKS.key, _TASKS.messages, _TASKS.metadata).where(_TASKS.id == row.task_id)).one()
     reference = None
-    if found.config["agent"].get("show_reference"):
-        reference = str(tx.execute(select(_TASKS.reference).where(_TASKS.id == found.task_id)).scalar_one())
+    if row.config["agent"].get("show_reference"):
+        reference = str(tx.execute(select(_TASKS.reference).where(_TASKS.id == row.task_id)).scalar_one())
     messages = tuple(message_value(message) for message in task.messages)
-    resources = resources_of_group(tx, found.group_id) if found.config.get("resources") else {}
-    told = (task.key, messages, task.metadata, reference, found.kind == "train", resources)
-    return AgentWork(found.id, found.name, found.config, episode, attempt, *told)
+    resources = resources_of_group(tx, row.group_id) if row.config.get("resources") else {}
+    details = (task.key, messages, task.metadata, reference, row.kind == "train", resources)
+    return AgentWork(row.id, row.name, row.config, episode, attempt, *details)
 
 
 def _claimed(agent: int, worker: str) -> Any:

@@ -111,8 +111,8 @@ def lose_agent(tx: Connection, fence: Fence, agent: AgentState, lease_seconds: f
     check_claim(tx, fence)
     gone = update(schema.agent_attempts).where(_AGENTS.id == agent.id, _AGENTS.status == "running")
     gone = gone.where(is_lease_free(_AGENTS.lease_until, lease_seconds))
-    said = "its agents worker was lost"
-    values = {"status": "lost", "error_class": "lost", "error": said, "finished_at": datetime.now(UTC)}
+    reason = "its agents worker was lost"
+    values = {"status": "lost", "error_class": "lost", "error": reason, "finished_at": datetime.now(UTC)}
     return bool(tx.execute(gone.values(values)).rowcount)
 
 
@@ -144,7 +144,7 @@ def note_asked(tx: Connection, run_id: int, names: str) -> None:
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # of two at once one sees the other
     events = schema.events.c
-    told = select(events.id).where(events.run_id == run_id, events.kind == "sampling_asked")
-    if tx.execute(told).first() is None:
-        said = f"an agent asked for {names}: sampling is the run's, and what was asked for is kept with each step"
-        log(tx, run_id, "sampling_asked", "", said)
+    earlier_event = select(events.id).where(events.run_id == run_id, events.kind == "sampling_asked")
+    if tx.execute(earlier_event).first() is None:
+        detail = f"an agent asked for {names}: sampling is the run's, and what was asked for is kept with each step"
+        log(tx, run_id, "sampling_asked", "", detail)

@@ -78,12 +78,12 @@ def insert_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) ->
     return [_commit_call(tx, record, held, places) for record in records]
 
 
-def _commit_call(tx: Connection, record: StepRecord, held: HeldEpisodes, known: dict[int, list[_StepPosition]]) -> Step:
+def _commit_call(tx: Connection, record: StepRecord, held: HeldEpisodes, positions: dict[int, list[_StepPosition]]) -> Step:
     request = record.request
     assert request is not None
-    if record.episode not in known:
-        known[record.episode] = _read_places(tx, record.episode, held)
-    places = known[record.episode]
+    if record.episode not in positions:
+        positions[record.episode] = _read_places(tx, record.episode, held)
+    places = positions[record.episode]
     for place in places:
         if place.request_id == request.id:
             return replace(record.step, index=place.number, chain=place.chain, parent=place.parent)
@@ -107,12 +107,12 @@ def _placed(record: StepRecord, places: Sequence[_StepPosition]) -> Step:
     step = record.step
     beside = next((place.number for place in places if place.request_id == record.beside), None) if record.beside else None
     parent = (ROOT if step.parent is None else step.parent) if beside is None else beside
-    found = next((place for place in places if place.number == parent), None)
+    parent_position = next((place for place in places if place.number == parent), None)
     number = places[-1].number + 1 if places else 0
-    if found is not None and step.shared is None:
-        taken = any(place.parent == parent and place.chain == found.chain for place in places)
-        if not taken:
-            return replace(step, index=number, parent=parent, chain=found.chain)
+    if parent_position is not None and step.shared is None:
+        has_successor = any(place.parent == parent and place.chain == parent_position.chain for place in places)
+        if not has_successor:
+            return replace(step, index=number, parent=parent, chain=parent_position.chain)
         step = replace(step, new_row=step.new_row or CONTINUED)
     if places and not step.new_row:
         step = replace(step, new_row=BESIDE)
@@ -137,8 +137,8 @@ def _show_results(tx: Connection, record: StepRecord, held: HeldEpisodes) -> Non
     now = datetime.now(UTC)
     key = {"of_episode": record.episode, "of_attempt": held.attempts[record.episode]}
     steps = set[int]()
-    for (step, call), said in record.shown.items():
-        values = {"status": "done", "result": storable(said), "finished_at": now}
+    for (step, call), result in record.earlier_results.items():
+        values = {"status": "done", "result": storable(result), "finished_at": now}
         if _SHOW_RESULT.run(tx, {**key, "of_step": step, "of_call": call, **values}):
             steps.add(step)
     for step in steps:
@@ -169,8 +169,8 @@ def load_requests(tx: Connection, episodes: Sequence[int]) -> dict[int, dict[int
         .where(_STEPS.episode_id.in_(episodes), _STEPS.request_id.is_not(None))
         .order_by(_STEPS.episode_id, _STEPS.number)
     )
-    found: dict[int, dict[int, StepRequest]] = {}
-    for episode, number, request_id, request_hash, asked, tools, options in tx.execute(query):
-        request = StepRequest(request_id, request_hash or "", asked or {}, tuple(tools or ()), options or {})
-        found.setdefault(episode, {})[number] = request
-    return found
+    requests: dict[int, dict[int, StepRequest]] = {}
+    for episode, number, request_id, request_hash, sampling, tools, options in tx.execute(query):
+        request = StepRequest(request_id, request_hash or "", sampling or {}, tuple(tools or ()), options or {})
+        requests.setdefault(episode, {})[number] = request
+    return requests

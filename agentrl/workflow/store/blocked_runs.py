@@ -37,8 +37,8 @@ def wait_for(tx: Connection, run_id: int, what: str) -> None:
         .limit(1)
         .scalar_subquery()
     )
-    said = mine.where(schema.events.c.id > func.coalesce(before, 0), schema.events.c.detail == storable(what))
-    if tx.execute(said.limit(1)).first() is None:
+    same_event = mine.where(schema.events.c.id > func.coalesce(before, 0), schema.events.c.detail == storable(what))
+    if tx.execute(same_event.limit(1)).first() is None:
         log(tx, run_id, "waiting", detail=what)
 
 

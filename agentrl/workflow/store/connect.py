@@ -131,11 +131,11 @@ class Database:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            said = f"Cannot create the database's folder {str(folder)!r}: {error.strerror}."
-            raise ServiceError(said, "Set AGENTRL_HOME, or AGENTRL_DATABASE_URL, to another.") from error
+            message = f"Cannot create the database's folder {str(folder)!r}: {error.strerror}."
+            raise ServiceError(message, "Set AGENTRL_HOME, or AGENTRL_DATABASE_URL, to another.") from error
         if not _may_be_sqlite(file):  # SQLite takes a short file for an empty one, and writes over it
-            said = f"The database {str(file)!r} cannot be used: file is not a database."
-            raise ServiceError(said, "Pass another one; this one was not changed.")
+            message = f"The database {str(file)!r} cannot be used: file is not a database."
+            raise ServiceError(message, "Pass another one; this one was not changed.")
         engine = create_engine(self.url, connect_args={"timeout": 30.0}, pool_size=32, max_overflow=64)
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_immediate)
@@ -225,8 +225,8 @@ class Database:
         return self._service_error(" ".join(str(error.orig).split()))
 
     def _service_error(self, reason: str) -> ServiceError:
-        shown = self.url.render_as_string(hide_password=True)
-        return ServiceError(f"The database {shown} does not answer: {reason}.", "Check AGENTRL_DATABASE_URL; `agentrl doctor`.")
+        url = self.url.render_as_string(hide_password=True)
+        return ServiceError(f"The database {url} does not answer: {reason}.", "Check AGENTRL_DATABASE_URL; `agentrl doctor`.")
 
     def close(self) -> None:
         self._group_commit.close()
@@ -271,8 +271,8 @@ class _GroupCommit:
         return result
 
     def _run_waiting(self) -> None:
-        taken = [self._line.popleft() for _ in range(len(self._line))]
-        left = taken
+        batch = [self._line.popleft() for _ in range(len(self._line))]
+        left = batch
         try:
             while left:
                 culprit = self._commit(left)
@@ -282,7 +282,7 @@ class _GroupCommit:
                 errand.error = errand.error or error
             self._release_connection()
         finally:
-            for errand in taken:
+            for errand in batch:
                 errand.done = True
 
     def _commit(self, errands: Sequence[_PendingWrite]) -> _PendingWrite | None:
@@ -417,10 +417,10 @@ def _begin_immediate(connection: Connection) -> None:
 
 def _refuse_unusable(context: ExceptionContext) -> None:
     reason = " ".join(str(context.original_exception).split())
-    if context.engine is not None and any(words in reason for words in _UNUSABLE_FILE_ERRORS):
+    if context.engine is not None and any(phrase in reason for phrase in _UNUSABLE_FILE_ERRORS):
         file = context.engine.url.database
         hint = "Give it write access, or set AGENTRL_DATABASE_URL, or AGENTRL_HOME, to another place."
         raise ServiceError(f"The database {file!r} cannot be used: {reason}.", hint) from context.original_exception
     if context.engine is not None and reason == _DISK_FULL_ERROR:
-        said = f"The disk of the database {context.engine.url.database!r} is full, or its quota is used up."
-        raise ServiceError(said, "Free space there; runs then continue by themselves.") from context.original_exception
+        message = f"The disk of the database {context.engine.url.database!r} is full, or its quota is used up."
+        raise ServiceError(message, "Free space there; runs then continue by themselves.") from context.original_exception

@@ -168,17 +168,17 @@ def _driver_error_types(postgres: bool) -> tuple[type[Exception], ...]:
 
 def sqlite_path(url: str) -> Path | None:
     """Return the file of a plain SQLite URL; None for any other URL."""
-    found = _SQLITE.fullmatch(url)
-    return Path(unquote(found[1])) if found and found[1] != ":memory:" else None
+    match = _SQLITE.fullmatch(url)
+    return Path(unquote(match[1])) if match and match[1] != ":memory:" else None
 
 
 def postgres_parts(url: str) -> dict[str, Any]:
     """Return psycopg's arguments for a plain Postgres URL; empty for any other URL."""
-    found = _POSTGRES.fullmatch(url)
-    if not found:
+    match = _POSTGRES.fullmatch(url)
+    if not match:
         return {}
-    parts = {key: unquote(value) for key, value in found.groupdict().items() if value and key != "more"}
-    return parts | dict(parse_qsl(found["more"] or ""))
+    parts = {key: unquote(value) for key, value in match.groupdict().items() if value and key != "more"}
+    return parts | dict(parse_qsl(match["more"] or ""))
 
 
 def newest_revision() -> str:
@@ -240,12 +240,12 @@ Readers = Mapping[str, Callable[[Any], Any]]
 
 def _read_rows(cursor: Any, readers: Readers) -> list[Row]:
     names = [column[0] for column in cursor.description]
-    found: list[Any] = [dict(zip(names, row, strict=True)) for row in cursor]
+    rows: list[Any] = [dict(zip(names, row, strict=True)) for row in cursor]
     for name in readers.keys() & set(names):
         read = readers[name]
-        for row in found:
+        for row in rows:
             row[name] = read(row[name])
-    return found
+    return rows
 
 
 def _sqlite_readers(read_json: Callable[[str], Any]) -> Readers:
@@ -275,4 +275,4 @@ _POSTGRES_READERS: Readers = dict.fromkeys(MOMENTS, _utc)
 
 def among(numbers: Iterable[int]) -> str:
     """Return the numbers as the list of an SQL IN; `NULL` for an empty list, which matches nothing."""
-    return ", ".join(str(int(each)) for each in numbers) or "NULL"
+    return ", ".join(str(int(number)) for number in numbers) or "NULL"

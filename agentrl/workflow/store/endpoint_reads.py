@@ -84,10 +84,10 @@ def some_run_has_agent(database: Database) -> bool:
     Raises:
         ServiceError: the database is unreachable. There is no retry, because the caller also supervises workers.
     """
-    asked = func.coalesce(schema.runs.c.config["agent"].as_string(), "null") != "null"
+    has_agent = func.coalesce(schema.runs.c.config["agent"].as_string(), "null") != "null"
     try:
         with database.read() as tx:
-            configs = tx.execute(select(schema.runs.c.config).where(*IS_AT_WORK, asked)).scalars()
+            configs = tx.execute(select(schema.runs.c.config).where(*IS_AT_WORK, has_agent)).scalars()
             return any(config.get("agent") for config in configs)
     except AccessDenied:
         return False

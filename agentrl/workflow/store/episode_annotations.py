@@ -23,7 +23,7 @@ _OF_EPISODES = (
 
 
 @transaction
-def add_annotations(tx: Connection, episode: int, attempt: int, said: Sequence[Annotation]) -> None:
+def add_annotations(tx: Connection, episode: int, attempt: int, annotations: Sequence[Annotation]) -> None:
     """Write the annotations of the episode's attempt; existing ones are not written again.
 
     Raises:
@@ -36,18 +36,18 @@ def add_annotations(tx: Connection, episode: int, attempt: int, said: Sequence[A
         raise StateError("This episode has ended, or has a newer attempt.")
     mine = (_ROWS.episode_id == episode) & (_ROWS.attempt == attempt)
     count = tx.execute(select(func.count()).select_from(schema.annotations).where(mine)).scalar_one()
-    if count + len(said) > MAX_OF_ATTEMPT:
+    if count + len(annotations) > MAX_OF_ATTEMPT:
         raise ConflictError(f"An episode has at most {MAX_OF_ATTEMPT} annotations.")
     newest = select(func.max(_STEPS.number)).where(_STEPS.episode_id == episode, _STEPS.attempt == attempt)
     step = tx.execute(newest).scalar_one()
-    for each in said:
-        if each.step is not None and (step is None or each.step > step):
-            raise ConflictError(f"The episode has no step {each.step} yet: steps are counted from 0.")
-    insert_annotations(tx, episode, attempt, step, row.name, said)
+    for annotation in annotations:
+        if annotation.step is not None and (step is None or annotation.step > step):
+            raise ConflictError(f"The episode has no step {annotation.step} yet: steps are counted from 0.")
+    insert_annotations(tx, episode, attempt, step, row.name, annotations)
 
 
 @transaction
-def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, said: Sequence[Annotation]) -> None:
+def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, annotations: Sequence[Annotation]) -> None:
     """Write annotations from the worker that holds the episode's group; existing ones are not written again.
 
     Args:
@@ -57,15 +57,23 @@ def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, sai
         Fenced: another worker holds the group.
     """
     held = check_claim(tx, fence)
-    insert_annotations(tx, episode, held.attempts[episode], steps - 1 if steps else None, held.run, said)
+    insert_annotations(tx, episode, held.attempts[episode], steps - 1 if steps else None, held.run, annotations)
 
 
 def insert_annotations(
-    tx: Connection, episode: int, attempt: int, step: int | None, run: str, said: Sequence[Annotation]
+    tx: Connection, episode: int, attempt: int, step: int | None, run: str, annotations: Sequence[Annotation]
 ) -> None:
     """Insert the annotations that are not stored yet; those that name no step get `step`."""
     of_all = {"episode_id": episode, "attempt": attempt, "run": run}
-    rows = [{**of_all, "source": each.source, "step": step if each.step is None else each.step, **_row(each)} for each in said]
+    rows = [
+        {
+            **of_all,
+            "source": annotation.source,
+            "step": step if annotation.step is None else annotation.step,
+            **_row(annotation),
+        }
+        for annotation in annotations
+    ]
     keys = ["episode_id", "attempt", "emission"]
     if rows:  # without rows SQLAlchemy would insert a row of defaults
         tx.execute(insert(tx, schema.annotations).on_conflict_do_nothing(index_elements=keys), rows)
@@ -79,15 +87,15 @@ def load_annotations(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple
 
 def annotations_of(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
     """Do the work of `load_annotations` within an open transaction."""
-    found: dict[int, tuple[Annotation, ...]] = {}
+    annotations: dict[int, tuple[Annotation, ...]] = {}
     for row in tx.execute(_OF_EPISODES, {"episodes": list(episodes)}).mappings():
-        found[row["episode_id"]] = (*found.get(row["episode_id"], ()), annotation_value(row))
-    return found
+        annotations[row["episode_id"]] = (*annotations.get(row["episode_id"], ()), annotation_value(row))
+    return annotations
 
 
-def annotation_rows(said: Sequence[Annotation]) -> list[dict[str, Any]]:
+def annotation_rows(annotations: Sequence[Annotation]) -> list[dict[str, Any]]:
     """Return a tool's annotations as JSON for the row of its call."""
-    return [_row(each) for each in said]
+    return [_row(annotation) for annotation in annotations]
 
 
 def tools_annotations(rows: Sequence[Mapping[str, Any]] | None) -> tuple[Annotation, ...]:
@@ -95,11 +103,11 @@ def tools_annotations(rows: Sequence[Mapping[str, Any]] | None) -> tuple[Annotat
     return tuple(annotation_value({"step": None, "source": "tool", **row}) for row in rows or ())
 
 
-def _row(said: Annotation) -> dict[str, Any]:
+def _row(annotation: Annotation) -> dict[str, Any]:
     return {
-        "emission": said.id,
-        "kind": said.kind,
-        "name": storable(said.name),
-        "data": clean_tree(dict(said.data)),
-        "seconds": said.seconds,
+        "emission": annotation.id,
+        "kind": annotation.kind,
+        "name": storable(annotation.name),
+        "data": clean_tree(dict(annotation.data)),
+        "seconds": annotation.seconds,
     }

@@ -97,11 +97,11 @@ def _load_steps(tx: Connection, condition: Any) -> dict[int, list[Step]]:
         .order_by(schema.steps.c.episode_id, schema.steps.c.number)
     ).mappings()
     calls = _load_calls(tx, condition)
-    found: dict[int, list[Step]] = {}
+    steps: dict[int, list[Step]] = {}
     for row in rows:
-        before = found.setdefault(row["episode_id"], [])
+        before = steps.setdefault(row["episode_id"], [])
         before.append(step_value(row, row["version"], calls.get(row["id"], []), before))
-    return found
+    return steps
 
 
 def _load_calls(tx: Connection, condition: Any) -> dict[int, list[Any]]:
@@ -111,10 +111,10 @@ def _load_calls(tx: Connection, condition: Any) -> dict[int, list[Any]]:
         .where(condition, schema.tool_calls.c.kind != "grade")  # with = Postgres expects few calls, and reads all of them first
         .order_by(schema.tool_calls.c.step_id, schema.tool_calls.c.call)
     ).mappings()
-    found: dict[int, list[Any]] = {}
+    calls: dict[int, list[Any]] = {}
     for row in rows:
-        found.setdefault(row["step_id"], []).append(row)
-    return found
+        calls.setdefault(row["step_id"], []).append(row)
+    return calls
 
 
 def members_of(iteration: int) -> ColumnElement[bool]:

@@ -26,20 +26,20 @@ def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
     Raises:
         NotFoundError: the epoch has not ended, or the run has no such epoch.
     """
-    found = _epoch_end_versions(tx, run, min(epoch, MAX_ITERATIONS) - 1)
+    versions = _epoch_end_versions(tx, run, min(epoch, MAX_ITERATIONS) - 1)
     newest = select_rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=run["id"])
-    if not found or found[epoch] > newest[0]["version"]:
-        said = f"Epoch {epoch} of {run['name']!r} has not ended, or does not exist."
-        raise NotFoundError(said, f"Use a version, {run['name']}@3, or follow the run: agentrl watch {run['name']}")
-    return found[epoch]
+    if not versions or versions[epoch] > newest[0]["version"]:
+        message = f"Epoch {epoch} of {run['name']!r} has not ended, or does not exist."
+        raise NotFoundError(message, f"Use a version, {run['name']}@3, or follow the run: agentrl watch {run['name']}")
+    return versions[epoch]
 
 
 @sql_read_transaction
 def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
     """Return whether the version may have ended an epoch, judged by the iterations planned so far."""
     query = "SELECT epoch FROM iterations WHERE run_id = :run AND number IN (:last, :next)"
-    found = [row["epoch"] for row in select_rows(tx, query, run=run_id, last=version - 1, next=version)]
-    return len(found) == 1 or len(set(found)) == 2
+    epochs = [row["epoch"] for row in select_rows(tx, query, run=run_id, last=version - 1, next=version)]
+    return len(epochs) == 1 or len(set(epochs)) == 2
 
 
 @sql_read_transaction
@@ -47,8 +47,8 @@ def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
     """Return the checkpoints in the run's folder that ended an epoch."""
     query = "SELECT id, name, iterations, output_dir, config, manifest FROM runs WHERE id = :id"
     (run,) = select_rows(tx, query, id=run_id)
-    kept = "SELECT version, path FROM policies WHERE run_id = :id AND collected_at IS NULL AND path <> ''"
-    paths = {row["version"]: PurePosixPath(row["path"]) for row in select_rows(tx, kept, id=run_id)}
+    not_collected = "SELECT version, path FROM policies WHERE run_id = :id AND collected_at IS NULL AND path <> ''"
+    paths = {row["version"]: PurePosixPath(row["path"]) for row in select_rows(tx, not_collected, id=run_id)}
     own = PurePosixPath(run["output_dir"])
     versions = _epoch_end_versions(tx, run)
     names = {
@@ -63,8 +63,8 @@ def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
 def find_run_of_folder(tx: Any, folder: str) -> str:
     """Return the name of the newest training run that writes its checkpoints to the folder; empty if there is none."""
     query = "SELECT name FROM runs WHERE output_dir = :folder AND kind = 'train' ORDER BY id DESC LIMIT 1"
-    found = select_rows(tx, query, folder=folder)
-    return str(found[0]["name"]) if found else ""
+    rows = select_rows(tx, query, folder=folder)
+    return str(rows[0]["name"]) if rows else ""
 
 
 def _epoch_end_versions(tx: Any, run: Mapping[str, Any], only: int | None = None) -> dict[int, int]:
@@ -73,23 +73,23 @@ def _epoch_end_versions(tx: Any, run: Mapping[str, Any], only: int | None = None
     With `only`, look at the one epoch of that number from 0.
     """
     query = "SELECT epoch, max(number) AS last, count(*) AS planned FROM iterations WHERE run_id = :run"
-    asked = {"run": run["id"]}
+    args = {"run": run["id"]}
     if only is not None:
-        query, asked = f"{query} AND epoch IN (:only, :after)", asked | {"only": only, "after": only + 1}
-    found = select_rows(tx, f"{query} GROUP BY epoch ORDER BY epoch", **asked)
-    planned = {row["epoch"] for row in found}
+        query, args = f"{query} AND epoch IN (:only, :after)", args | {"only": only, "after": only + 1}
+    rows = select_rows(tx, f"{query} GROUP BY epoch ORDER BY epoch", **args)
+    planned = {row["epoch"] for row in rows}
     whole = [
         row["epoch"]
-        for row in found
+        for row in rows
         if row["epoch"] + 1 in planned
         or (row["last"] + 1 == run["iterations"] and row["planned"] >= _iterations_per_epoch(tx, run))
     ]
-    last = {row["epoch"]: row["last"] for row in found}
+    last = {row["epoch"]: row["last"] for row in rows}
     return {epoch + 1: last[epoch] + 1 for epoch in whole if only in (None, epoch)}
 
 
 def _iterations_per_epoch(tx: Any, run: Mapping[str, Any]) -> int:
     tables = ("run_groups", "run_tasks")
     counts = (select_rows(tx, f"SELECT count(*) AS found FROM {table} WHERE run_id = :run", run=run["id"]) for table in tables)
-    stored, tasks = (int(found[0]["found"]) for found in counts)
+    stored, tasks = (int(rows[0]["found"]) for rows in counts)
     return -(-(stored or tasks) // int(run["config"]["rollout"]["tasks_per_iteration"]))

@@ -33,34 +33,34 @@ def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
     first = select(schema.runs).where(schema.runs.c.measures_id == run["id"]).order_by(schema.runs.c.measures_version).limit(1)
     model = tx.execute(first).mappings().one_or_none()
     if model is None:
-        told = f"no earlier evaluation has its tasks: agentrl eval --policy {run['name']}@{version}"
-        log(tx, run["id"], "not_measured", f"version {version}", told)
+        hint = f"no earlier evaluation has its tasks: agentrl eval --policy {run['name']}@{version}"
+        log(tx, run["id"], "not_measured", f"version {version}", hint)
         return
-    kept = ("kind", "seed", "dataset", "epochs", "iterations", "output_dir", "reward_set", "measures_id", "format")
-    values = {key: model[key] for key in kept} | {"base": run["base"], "base_hash": run["base_hash"]}
+    copied_columns = ("kind", "seed", "dataset", "epochs", "iterations", "output_dir", "reward_set", "measures_id", "format")
+    values = {key: model[key] for key in copied_columns} | {"base": run["base"], "base_hash": run["base_hash"]}
     values |= {"measures_version": version, "manifest": model["manifest"] | {"id": uuid4().hex}}
     values["status"] = "paused" if run["status"] == "paused" else "running"
-    made = None
-    while made is None:  # again if another command takes the name in between
+    run_id = None
+    while run_id is None:  # again if another command takes the name in between
         name = eval_name(tx, run["name"], version)
-        made = insert_run(tx, {**values, "name": name, "config": model["config"] | {"name": name}})
-    _copy_rows(tx, model["id"], made, ("task_id",), schema.run_tasks)
-    _copy_rows(tx, model["id"], made, ("name", "code_hash", "weights"), schema.reward_sets)
-    insert_iteration(tx, made, 0, _insert_policy(tx, run["id"], version, made))
+        run_id = insert_run(tx, {**values, "name": name, "config": model["config"] | {"name": name}})
+    _copy_rows(tx, model["id"], run_id, ("task_id",), schema.run_tasks)
+    _copy_rows(tx, model["id"], run_id, ("name", "code_hash", "weights"), schema.reward_sets)
+    insert_iteration(tx, run_id, 0, _insert_policy(tx, run["id"], version, run_id))
 
 
-def _copy_rows(tx: Connection, model: int, made: int, names: tuple[str, ...], table: Any) -> None:
-    """Copy the table's rows of the run `model` to the run `made`."""
-    rows = select(literal(made), *(table.c[name] for name in names)).where(table.c.run_id == model)
+def _copy_rows(tx: Connection, model: int, run_id: int, names: tuple[str, ...], table: Any) -> None:
+    """Copy the table's rows of the run `model` to the run `run_id`."""
+    rows = select(literal(run_id), *(table.c[name] for name in names)).where(table.c.run_id == model)
     tx.execute(insert(table).from_select(["run_id", *names], rows))
 
 
-def _insert_policy(tx: Connection, run: int, version: int, made: int) -> int:
+def _insert_policy(tx: Connection, run: int, version: int, run_id: int) -> int:
     published = schema.policies.c
     row = tx.execute(
         select(published.path, published.sha256).where(published.run_id == run, published.version == version)
     ).one()
-    values = {"run_id": made, "version": version, "path": row.path, "sha256": row.sha256}
+    values = {"run_id": run_id, "version": version, "path": row.path, "sha256": row.sha256}
     statement = schema.policies.insert().values(**values, kind="trained" if row.path else "base").returning(published.id)
     return int(tx.execute(statement).scalar_one())
 

@@ -42,8 +42,8 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
     tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == find_run(tx, run)["id"]).with_for_update()).one()
     row = find_run(tx, run)
     events = schema.events.c
-    said = select(events.id).where(events.run_id == row["id"], events.kind == "extended", events.subject == key)
-    if tx.execute(said).first():
+    earlier_event = select(events.id).where(events.run_id == row["id"], events.kind == "extended", events.subject == key)
+    if tx.execute(earlier_event).first():
         return row
     stored = select(schema.run_groups.c.group_id).where(schema.run_groups.c.run_id == row["id"]).limit(1)
     check_extendable(row, tx.execute(stored).first() is not None)

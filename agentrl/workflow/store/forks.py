@@ -91,12 +91,14 @@ def find_reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]
         NotFoundError: the run has no such set.
     """
     sets = schema.reward_sets.c
-    found = tx.execute(select(schema.reward_sets).where(sets.run_id == run_id)).mappings().all()
-    for row in found:
+    rows = tx.execute(select(schema.reward_sets).where(sets.run_id == run_id)).mappings().all()
+    for row in rows:
         if row["name"] == name:
             return row
-    known = ", ".join(row["name"] for row in found)
-    raise NotFoundError(f"The run has no reward set {name!r}; it has {known}.", "Create one: agentrl rescore RUN --reward ...")
+    set_names = ", ".join(row["name"] for row in rows)
+    raise NotFoundError(
+        f"The run has no reward set {name!r}; it has {set_names}.", "Create one: agentrl rescore RUN --reward ..."
+    )
 
 
 def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fork) -> None:
@@ -138,11 +140,21 @@ def _next_sample(tx: Connection, fork: Fork) -> int:
 
 
 def _insert_stand_in(tx: Connection, shared: Mapping[str, Any], parent: Mapping[Any, Any]) -> None:
-    kept = ("status", "stop_reason", "reward", "final_answer", "error_class", "error", "tainted", "started_at", "finished_at")
+    copied_columns = (
+        "status",
+        "stop_reason",
+        "reward",
+        "final_answer",
+        "error_class",
+        "error",
+        "tainted",
+        "started_at",
+        "finished_at",
+    )
     whole = parent["inherited_steps"] + parent["steps"]
     stand_in: int = tx.execute(
         schema.episodes.insert()
-        .values(**shared, inherited_steps=whole, **{name: parent[name] for name in kept})
+        .values(**shared, inherited_steps=whole, **{name: parent[name] for name in copied_columns})
         .returning(schema.episodes.c.id)
     ).scalar_one()
     rewards = schema.rewards.c
@@ -186,7 +198,7 @@ def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str,
     """
     row = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     groups, episodes = schema.groups.c, schema.episodes.c
-    wanted = set(only)
+    group_ids = set(only)
     rewards = find_reward_set(tx, run_id, name)
     done = select(episodes.group_id).where(episodes.run_id == run_id, episodes.status == "done")
     if name != "default":
@@ -200,8 +212,8 @@ def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str,
     return StoredRun(
         dict(row),
         tx.execute(first).scalar_one(),
-        [group for group in tx.execute(finished).scalars() if group in wanted or not wanted],
-        len(wanted) or tx.execute(planned).scalar_one(),
+        [group for group in tx.execute(finished).scalars() if group in group_ids or not group_ids],
+        len(group_ids) or tx.execute(planned).scalar_one(),
         rewards["weights"],
         rewards["code_hash"],
     )
@@ -231,7 +243,7 @@ def find_run_of_group(tx: Connection, group: int) -> int:
         NotFoundError: there is no such group.
     """
     query = select(schema.groups.c.run_id).where(schema.groups.c.id == group)
-    found = tx.execute(query).scalar_one_or_none() if abs(group) <= MAX_ID else None
-    if found is None:
+    run_id = tx.execute(query).scalar_one_or_none() if abs(group) <= MAX_ID else None
+    if run_id is None:
         raise NotFoundError(f"There is no group {group}.", 'agentrl sql "SELECT id, run, task FROM v_groups LIMIT 20"')
-    return int(found)
+    return int(run_id)

@@ -56,27 +56,27 @@ def write_import(tx: Connection, submission: Submission, episodes: Sequence[Impo
     Raises:
         ConflictError: a run of that name exists.
     """
-    made = insert_submission(tx, submission)
-    if not made.created:
-        raise ConflictError(f"A run called {made.name!r} exists.", "Choose another --name, or leave it out.")
+    run = insert_submission(tx, submission)
+    if not run.created:
+        raise ConflictError(f"A run called {run.name!r} exists.", "Choose another --name, or leave it out.")
     by_task: dict[str, list[ImportedEpisode]] = {}
     for episode in episodes:
         by_task.setdefault(episode.task.content_hash, []).append(episode)
-    iteration = tx.execute(select(_ITERATIONS.id, _ITERATIONS.policy_id).where(_ITERATIONS.run_id == made.id)).one()
+    iteration = tx.execute(select(_ITERATIONS.id, _ITERATIONS.policy_id).where(_ITERATIONS.run_id == run.id)).one()
     sets = schema.reward_sets.c
-    reward_set = int(tx.execute(select(sets.id).where(sets.run_id == made.id)).scalar_one())
+    reward_set = int(tx.execute(select(sets.id).where(sets.run_id == run.id)).scalar_one())
     for slot, siblings in enumerate(by_task.values()):
         task = select(schema.tasks.c.id).where(schema.tasks.c.content_hash == siblings[0].task.content_hash)
-        of_run = {"run_id": made.id, "iteration_id": iteration.id, "task_id": tx.execute(task).scalar_one()}
+        of_run = {"run_id": run.id, "iteration_id": iteration.id, "task_id": tx.execute(task).scalar_one()}
         values = {**of_run, "slot": slot, "kind": "import", "status": "running", "attempt": ATTEMPT}
         fence = Fence(tx.execute(schema.groups.insert().values(values).returning(_GROUPS.id)).scalar_one(), ATTEMPT)
-        numbers = _write_group(tx, fence, of_run, siblings, made.name, iteration.policy_id)
-        ended = [_outcome(number, each) for number, each in zip(numbers, siblings, strict=True)]
+        numbers = _write_group(tx, fence, of_run, siblings, run.name, iteration.policy_id)
+        ended = [_outcome(number, sibling) for number, sibling in zip(numbers, siblings, strict=True)]
         end_episodes(tx, fence, ended, reward_set, submission.weights)
-        for number, each in zip(numbers, siblings, strict=True):
-            _set_times(tx, number, each)
-    _end(tx, made.id, iteration.id, len(episodes))
-    return made.name
+        for number, sibling in zip(numbers, siblings, strict=True):
+            _set_times(tx, number, sibling)
+    _end(tx, run.id, iteration.id, len(episodes))
+    return run.name
 
 
 def _write_group(
@@ -88,21 +88,23 @@ def _write_group(
         values = {**of_run, "group_id": fence.group, "sample": sample, "attempt": ATTEMPT}
         numbers.append(tx.execute(schema.episodes.insert().values(values).returning(_EPISODES.id)).scalar_one())
     records = [
-        _record(number, each, step, policy) for number, each in zip(numbers, siblings, strict=True) for step in each.steps
+        _record(number, sibling, step, policy)
+        for number, sibling in zip(numbers, siblings, strict=True)
+        for step in sibling.steps
     ]
     insert_calls(tx, fence, records)
-    for number, each in zip(numbers, siblings, strict=True):
-        if each.annotations:
-            insert_annotations(tx, number, ATTEMPT, None, run, each.annotations)
+    for number, sibling in zip(numbers, siblings, strict=True):
+        if sibling.annotations:
+            insert_annotations(tx, number, ATTEMPT, None, run, sibling.annotations)
     return numbers
 
 
-def _record(number: int, episode: ImportedEpisode, made: StepRecord, policy: int) -> StepRecord:
+def _record(number: int, episode: ImportedEpisode, record: StepRecord, policy: int) -> StepRecord:
     """The record with its rows' numbers; the first of an episode keeps the name of its trace."""
-    request = made.request
-    if request is not None and made.step.index == 0:
+    request = record.request
+    if request is not None and record.step.index == 0:
         request = replace(request, asked={"trace": episode.key})
-    return replace(made, episode=number, policy_id=policy, request=request)
+    return replace(record, episode=number, policy_id=policy, request=request)
 
 
 def _outcome(number: int, episode: ImportedEpisode) -> Outcome:

@@ -171,8 +171,8 @@ def insert_groups(tx: Connection, run: Mapping[Any, Any], iteration_id: int, slo
         [{**of_iteration, "task_id": slot.task, "slot": slot.number, "kind": run["kind"]} for slot in slots],
     )
     groups = schema.groups.c
-    made = select(groups.slot, groups.id).where(groups.iteration_id == iteration_id, groups.slot >= slots[0].number)
-    ids = {row.slot: row.id for row in tx.execute(made)}
+    inserted = select(groups.slot, groups.id).where(groups.iteration_id == iteration_id, groups.slot >= slots[0].number)
+    ids = {row.slot: row.id for row in tx.execute(inserted)}
     tx.execute(
         schema.episodes.insert(),
         [

@@ -37,13 +37,13 @@ def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -
     """Acquire or renew the lease of a service of which only one may run; return False while another process holds it."""
     leases = schema.service_leases
     until = now_ms() + int(seconds * 1000)
-    made = tx.execute(
+    acquired = tx.execute(
         insert(tx, leases)
         .values(name=name, holder=holder, lease_until=until)
         .on_conflict_do_nothing(index_elements=["name"])
         .returning(leases.c.name)
     ).scalar_one_or_none()
-    if made:
+    if acquired:
         return True
     renewed = tx.execute(
         update(leases)
@@ -64,8 +64,8 @@ def release_service_lease(tx: Connection, name: str, holder: str) -> None:
 def publish_service(tx: Connection, name: str, holder: str, seconds: float) -> None:
     """Store the address of a service of which several may run; the latest address replaces the others."""
     values = {"holder": holder, "lease_until": now_ms() + int(seconds * 1000)}
-    made = insert(tx, schema.service_leases).values(name=name, **values)
-    tx.execute(made.on_conflict_do_update(index_elements=["name"], set_=values))
+    statement = insert(tx, schema.service_leases).values(name=name, **values)
+    tx.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
 
 
 @read_transaction
@@ -99,12 +99,12 @@ def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
         how: how the worker ended, as a verb phrase.
     """
     for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK)).scalars().all():
-        said = f"the worker {role} {how}, and is started again; it held {describe_held_work(tx, run, worker, role)}"
+        detail = f"the worker {role} {how}, and is started again; it held {describe_held_work(tx, run, worker, role)}"
         newest = (
             select(schema.events.c.detail).where(schema.events.c.run_id == run).order_by(schema.events.c.id.desc()).limit(1)
         )
-        if tx.execute(newest).scalar() != said:
-            log(tx, run, "worker_lost", worker, said)
+        if tx.execute(newest).scalar() != detail:
+            log(tx, run, "worker_lost", worker, detail)
     _end_leases(tx, worker)
 
 
@@ -127,14 +127,14 @@ def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, se
     """
     worker, events = claim.partition("/")[0], schema.events.c
     seen = datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=seen_ms - 1000)  # SQLite's events have whole seconds
-    known = select(events.id).where(events.run_id == run, events.kind.in_(LOSS_EVENTS), events.subject == worker)
-    known = known.where(events.created_at >= seen)
-    if tx.execute(known.limit(1)).first() is None:
+    loss_event = select(events.id).where(events.run_id == run, events.kind.in_(LOSS_EVENTS), events.subject == worker)
+    loss_event = loss_event.where(events.created_at >= seen)
+    if tx.execute(loss_event.limit(1)).first() is None:
         successor = heir.partition("/")[0]
         if successor == worker:  # in a container, which keeps its name, every process has the same pid
             successor = "the same worker"
-        said = f"its lease on {what} expired; {successor} continues from the last commit"
-        log(tx, run, "worker_lost", worker, said)
+        detail = f"its lease on {what} expired; {successor} continues from the last commit"
+        log(tx, run, "worker_lost", worker, detail)
 
 
 def memory_hint(tx: Connection, run: int, claim: str) -> str:
@@ -160,8 +160,8 @@ def describe_held_work(tx: Connection, run: int, worker: str, role: str) -> str:
     ]
     if role == "tools":
         counts.append((tx.execute(_count_open_calls(run)), "tool call"))
-    told = [f"{count} {word}{'s' * (count > 1)}" for found, word in counts if (count := found.scalar_one())]
-    return " and ".join(told) or "nothing"
+    phrases = [f"{count} {word}{'s' * (count > 1)}" for result, word in counts if (count := result.scalar_one())]
+    return " and ".join(phrases) or "nothing"
 
 
 def _count_open_calls(run: int) -> Any:

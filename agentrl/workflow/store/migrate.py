@@ -67,26 +67,26 @@ def open_database(url: str) -> Database:
     """
     database = Database(url)
     with database.read() as tx:
-        found = _current(tx)
-        is_foreign = found is None and _is_foreign(tx)
+        revision = _current(tx)
+        is_foreign = revision is None and _is_foreign(tx)
     if is_foreign and database.is_sqlite:
         database.close()
-        said = f"The database {str(database.url.database)!r} is not an agentrl database."
-        raise ServiceError(said, "Use another file for the store; this one was not changed.")
-    if found == head():
+        message = f"The database {str(database.url.database)!r} is not an agentrl database."
+        raise ServiceError(message, "Use another file for the store; this one was not changed.")
+    if revision == head():
         return database
-    known = found is None or found in {script.revision for script in _script().walk_revisions()}
-    if database.is_sqlite and known:
+    is_known = revision is None or revision in {script.revision for script in _script().walk_revisions()}
+    if database.is_sqlite and is_known:
         upgrade(database)
         return database
     database.close()
-    check_revision(found)
-    if not known:
+    check_revision(revision)
+    if not is_known:
         raise ServiceError(
-            f"A newer agentrl wrote this database (revision {found}; known here: {head()}).", "Use that version."
+            f"A newer agentrl wrote this database (revision {revision}; known here: {head()}).", "Use that version."
         )
     raise ServiceError(
-        f"The database is at revision {found or 'none'}, this agentrl needs {head()}.", "Run `agentrl db upgrade` first."
+        f"The database is at revision {revision or 'none'}, this agentrl needs {head()}.", "Run `agentrl db upgrade` first."
     )
 
 
@@ -178,12 +178,12 @@ def _grant_worker(tx: Connection, role: str, purpose: str, rights: Mapping[str, 
 
 def _has_role(tx: Connection, role: str, purpose: str) -> bool:
     """Create the role if it is missing and this login may; return whether it exists."""
-    found = text("SELECT count(*) FROM pg_roles WHERE rolname = :role")
-    if not tx.execute(found, {"role": role}).scalar_one():
+    count = text("SELECT count(*) FROM pg_roles WHERE rolname = :role")
+    if not tx.execute(count, {"role": role}).scalar_one():
         # A migration of another database on the same server may be making it too.
         passing = "duplicate_object OR unique_violation OR insufficient_privilege"
         tx.execute(text(f"DO $$ BEGIN CREATE ROLE {role} LOGIN; EXCEPTION WHEN {passing} THEN NULL; END $$"))
-    there = bool(tx.execute(found, {"role": role}).scalar_one())
+    there = bool(tx.execute(count, {"role": role}).scalar_one())
     if not there:
         log.warning(
             "This login may not create the role %s. Let a superuser type: CREATE ROLE %s LOGIN; then run `agentrl db upgrade` "

@@ -26,18 +26,18 @@ def load_candidates(tx: Connection, run_id: int, groups: Collection[int], reward
             .where(done, sets.run_id == run_id, sets.name == reward_set)
             .group_by(episodes.id, episodes.group_id, episodes.task_id)
         )
-    wanted = set(groups)
+    group_ids = set(groups)
     rows = tx.execute(query.order_by(episodes.id)).all()
-    return [Candidate(row.id, row.group_id, row.task_id, row.reward) for row in rows if row.group_id in wanted]
+    return [Candidate(row.id, row.group_id, row.task_id, row.reward) for row in rows if row.group_id in group_ids]
 
 
 @read_transaction
 def load_chosen_episodes(tx: Connection, ids: Sequence[int]) -> list[Episode]:
     """Return the episodes of these ids with all of their tokens, in the given order. A repeated id gives a repeated episode."""
-    found: dict[int, Episode] = {}
+    by_id: dict[int, Episode] = {}
     for part in split_in_parts(ids):
         some = schema.episodes.c.id.in_(part)
         of_some = schema.tasks.c.id.in_(select(schema.episodes.c.task_id).where(some))
         tasks = {row["id"]: task_value(row) for row in tx.execute(select(schema.tasks).where(of_some)).mappings()}
-        found |= {episode.id: episode for episode in load_episodes(tx, some, tasks)}
-    return [found[number] for number in ids]
+        by_id |= {episode.id: episode for episode in load_episodes(tx, some, tasks)}
+    return [by_id[number] for number in ids]

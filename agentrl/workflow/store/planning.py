@@ -161,17 +161,17 @@ def insert_submission(tx: Connection, submission: Submission, failed: str = "") 
     if failed:
         row = find_run(tx, submission.name)
         _stop(tx, row, "failed", failed)
-        for each in _load_own_evals(tx, run_id, OPEN):
-            _stop(tx, each, "paused", failed)
+        for evaluation in _load_own_evals(tx, run_id, OPEN):
+            _stop(tx, evaluation, "paused", failed)
     return SubmittedRun(run_id, submission.name, True, submission.iterations, "failed" if failed else "running")
 
 
 def _insert_evaluation(tx: Connection, run_id: int, run: str, evaluation: Submission) -> None:
-    version, made = evaluation.policy.version, None
-    while made is None:  # unless somebody takes the name in between
+    version, eval_id = evaluation.policy.version, None
+    while eval_id is None:  # unless somebody takes the name in between
         name = eval_name(tx, run, version)
-        named = replace(evaluation, name=name, config={**evaluation.config, "name": name})
-        made = _insert_submission(tx, named, {"measures_id": run_id, "measures_version": version})
+        submission = replace(evaluation, name=name, config={**evaluation.config, "name": name})
+        eval_id = _insert_submission(tx, submission, {"measures_id": run_id, "measures_version": version})
 
 
 def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str, Any] = MappingProxyType({})) -> int | None:
@@ -196,7 +196,7 @@ def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str
         samples = submission.config["report"]["samples"]
         tx.execute(
             schema.reports.insert(),
-            [{"run_id": run_id, "tracker": each, "samples": samples} for each in dict.fromkeys(trackers)],
+            [{"run_id": run_id, "tracker": tracker, "samples": samples} for tracker in dict.fromkeys(trackers)],
         )
     if submission.groups:
         tx.execute(schema.run_groups.insert(), [{"run_id": run_id, "group_id": group} for group in submission.groups])
@@ -222,17 +222,17 @@ SUBMITTED_COLUMNS = ("name", "kind", "seed", "dataset", "iterations", "output_di
 
 
 def _row_of(submission: Submission) -> dict[str, Any]:
-    asked = {name: getattr(submission, name) for name in SUBMITTED_COLUMNS}
-    asked |= {"status": "running", "epochs": submission.passes, "format": RUN_FORMAT}
-    asked |= {"config": dict(submission.config), "manifest": dict(submission.manifest)}
-    return asked | {"base": submission.policy.base, "base_hash": submission.policy.base_hash}
+    values = {name: getattr(submission, name) for name in SUBMITTED_COLUMNS}
+    values |= {"status": "running", "epochs": submission.passes, "format": RUN_FORMAT}
+    values |= {"config": dict(submission.config), "manifest": dict(submission.manifest)}
+    return values | {"base": submission.policy.base, "base_hash": submission.policy.base_hash}
 
 
 def insert_run(tx: Connection, values: Mapping[str, Any]) -> int | None:
     """Insert a row in `runs`; return its id, or None if the name is taken."""
     statement = insert(tx, schema.runs).values(created_at=datetime.now(UTC), **values)
-    made = statement.on_conflict_do_nothing(index_elements=["name"]).returning(schema.runs.c.id)
-    return tx.execute(made).scalar_one_or_none()
+    inserted = statement.on_conflict_do_nothing(index_elements=["name"]).returning(schema.runs.c.id)
+    return tx.execute(inserted).scalar_one_or_none()
 
 
 def _find_own(tx: Connection, submission: Submission) -> SubmittedRun | None:
@@ -246,16 +246,16 @@ def _find_own(tx: Connection, submission: Submission) -> SubmittedRun | None:
 def _find_same(tx: Connection, submission: Submission) -> SubmittedRun:
     """Return the existing run of this name; raise ConflictError if it differs from the submission."""
     row = find_run(tx, submission.name)
-    asked = (
+    submitted = (
         _with_current_defaults(submission.config),
         submission.kind,
         submission.manifest.get("fork"),
         submission.policy.sha256,
     )
-    found = (_with_current_defaults(row["config"]), row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"]))
-    if found == asked:
+    stored = (_with_current_defaults(row["config"]), row["kind"], row["manifest"].get("fork"), _first_sha256(tx, row["id"]))
+    if stored == submitted:
         return SubmittedRun(row["id"], row["name"], False, row["iterations"], row["status"])
-    if (_without_length(found[0]), *found[1:]) == (_without_length(asked[0]), *asked[1:]):
+    if (_without_length(stored[0]), *stored[1:]) == (_without_length(submitted[0]), *submitted[1:]):
         raise ConflictError(
             f"A run called {row['name']!r} exists with another length: {row['iterations']} iterations.",
             f"Extend it with `agentrl resume {row['name']} --epochs N` or --iterations N, or choose another --name.",
@@ -304,13 +304,18 @@ def _insert_tasks(tx: Connection, run_id: int, submission: Submission) -> None:
     hashes = [task.content_hash for task in tasks]
     ids: dict[str, int] = {}
     for some in split_in_parts(hashes):
-        found = tx.execute(select(schema.tasks.c.content_hash, schema.tasks.c.id).where(schema.tasks.c.content_hash.in_(some)))
-        ids |= {row.content_hash: row.id for row in found}
+        stored = tx.execute(select(schema.tasks.c.content_hash, schema.tasks.c.id).where(schema.tasks.c.content_hash.in_(some)))
+        ids |= {row.content_hash: row.id for row in stored}
     tx.execute(
         schema.run_tasks.insert(),
         [
-            {"run_id": run_id, "task_id": ids[each], "role": roles.get(each, "train"), "difficulty": hard.get(each)}
-            for each in hashes
+            {
+                "run_id": run_id,
+                "task_id": ids[content_hash],
+                "role": roles.get(content_hash, "train"),
+                "difficulty": hard.get(content_hash),
+            }
+            for content_hash in hashes
         ],
     )
 
@@ -376,16 +381,16 @@ def find_free_name(tx: Connection, stem: str) -> str:
 def eval_name(tx: Connection, run: str, version: int) -> str:
     """Return the name of the run's evaluation of that version, with a number appended if the name is taken."""
     name = f"{run[:48]}-eval-{version}"
-    taken = tx.execute(select(schema.runs.c.id).where(schema.runs.c.name == name)).first()
-    return _numbered_name(tx, name) if taken else name
+    row = tx.execute(select(schema.runs.c.id).where(schema.runs.c.name == name)).first()
+    return _numbered_name(tx, name) if row else name
 
 
 def _numbered_name(tx: Connection, stem: str) -> str:
-    taken = set(
+    names = set(
         tx.execute(select(schema.runs.c.name).where(schema.runs.c.name.startswith(f"{stem}-", autoescape=True))).scalars()
     )
     number = 1
-    while f"{stem}-{number}" in taken:
+    while f"{stem}-{number}" in names:
         number += 1
     return f"{stem}-{number}"
 
@@ -424,8 +429,8 @@ def resume_row(tx: Connection, row: Mapping[str, Any]) -> None:
 
 def resume_evals(tx: Connection, run_id: int) -> None:
     """Resume the run's paused evaluations."""
-    for each in _load_own_evals(tx, run_id, ("paused",)):
-        _resume(tx, each)
+    for evaluation in _load_own_evals(tx, run_id, ("paused",)):
+        _resume(tx, evaluation)
 
 
 def _resume(tx: Connection, row: Mapping[str, Any]) -> None:
@@ -509,8 +514,8 @@ def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str
         raise StateError(f"Run {row['name']!r} is {row['status']} already.", f"agentrl watch {row['name']}")
     _stop(tx, row, status, reason)
     if status != "failed":
-        for each in _load_own_evals(tx, row["id"], OPEN if status == "paused" else (*OPEN, "paused")):
-            _stop(tx, each, status, reason)
+        for evaluation in _load_own_evals(tx, row["id"], OPEN if status == "paused" else (*OPEN, "paused")):
+            _stop(tx, evaluation, status, reason)
     return {**row, "status": status}
 
 

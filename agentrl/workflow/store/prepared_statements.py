@@ -37,8 +37,8 @@ class _CompiledStatement:
     own: Values
     convert: Mapping[str, Callable[[Any], Any]]
 
-    def values(self, given: Values) -> dict[str, Any]:
-        values = {**self.own, **given}
+    def values(self, parameters: Values) -> dict[str, Any]:
+        values = {**self.own, **parameters}
         for name, convert in self.convert.items():
             values[name] = convert(values[name])
         return values
@@ -57,8 +57,8 @@ class PreparedStatement:
         """Run the statement once; return its rows as the driver's tuples."""
         compiled = self._compiled_for(tx, values)
         with driver_cursor(tx, compiled.text) as cursor:
-            found: list[Any] = cursor.execute(compiled.text, compiled.values(values)).fetchall()
-        return found
+            rows: list[Any] = cursor.execute(compiled.text, compiled.values(values)).fetchall()
+        return rows
 
     def run(self, tx: Connection, *rows: Values) -> int:
         """Run the statement once for each of the rows, pipelined on Postgres; return the number of changed rows."""

@@ -31,14 +31,14 @@ class Rebuild:
         start: the policy that its update started from.
         groups: the groups that the update trained on; empty if the checkpoint came from another run.
         advantages: the advantages that the update recorded, by episode id.
-        wanted: as in `IterationWork`.
+        max_groups: as in `IterationWork`.
     """
 
     broken: PolicyRef
     start: PolicyRef
     groups: tuple[Group, ...]
     advantages: Mapping[int, float]
-    wanted: int = 0
+    max_groups: int = 0
 
 
 @transaction
@@ -92,12 +92,12 @@ def _select_needed_path(run_id: int, path: str) -> Select[tuple[str]]:
 
 def _find_maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
     """Return the run that first published the checkpoint; None if it was rebuilt in another folder meanwhile."""
-    named = (
+    publishers = (
         select(schema.runs)
         .join(schema.policies, schema.policies.c.run_id == schema.runs.c.id)
         .where(schema.policies.c.path == path)
     )
-    row = tx.execute(named.order_by(schema.policies.c.id).limit(1)).mappings().one_or_none()
+    row = tx.execute(publishers.order_by(schema.policies.c.id).limit(1)).mappings().one_or_none()
     return dict(row) if row else None
 
 
@@ -170,10 +170,10 @@ def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path:
     users = select(schema.policies.c.run_id).where(schema.policies.c.path == broken.path)
     waiting = (schema.groups.c.run_id == work.run_id) | schema.groups.c.run_id.in_(users)
     tx.execute(update(schema.groups).where(waiting, schema.groups.c.status.in_(OPEN)).values(sent_ms=None))
-    named = tx.execute(
+    updated = tx.execute(
         update(schema.policies).where(schema.policies.c.path == broken.path).values(path=path, sha256=sha256, broken="")
     )
-    if named.rowcount:  # else another run that has the same checkpoint has made it again
+    if updated.rowcount:  # else another run that has the same checkpoint has made it again
         log(tx, work.run_id, "checkpoint_rebuilt", f"version {broken.version}", _describe_rebuild(broken, path, sha256))
 
 

@@ -66,12 +66,12 @@ def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: in
         keep_last: the number of adapters to keep of an ended run, even if episodes name more; None keeps all that episodes
             name.
     """
-    found, unneeded = _find_needs(tx, run_id, present, keep_last)
+    needs, unneeded = _find_needs(tx, run_id, present, keep_last)
     if unneeded:
         now = datetime.now(UTC)
         tx.execute(update(schema.policies).where(schema.policies.c.path.in_(unneeded)).values(collected_at=now))
         log(tx, run_id, "collected", f"{len(unneeded)} adapters", ", ".join(sorted(map(_checkpoint_name, unneeded))))
-    return found
+    return needs
 
 
 @transaction
@@ -87,9 +87,9 @@ def drop_unsaved(tx: Connection, run_id: int) -> list[str]:
     policies, iterations = schema.policies.c, schema.iterations.c
     mine = select(policies.path, policies.version).where(policies.run_id == run_id, policies.collected_at.is_(None))
     rows = tx.execute(mine.where(policies.path.endswith(key, autoescape=True)).order_by(policies.version.desc())).all()
-    named = list(dict.fromkeys(row.path for row in rows))
-    kept = {*named[: _min_checkpoints(run["status"], run["config"])], *_saved_paths(tx, run, rows)}
-    unneeded = [path for path in named if path not in kept]
+    paths = list(dict.fromkeys(row.path for row in rows))
+    needed = {*paths[: _min_checkpoints(run["status"], run["config"])], *_saved_paths(tx, run, rows)}
+    unneeded = [path for path in paths if path not in needed]
     if unneeded:
         of_them = (
             select(policies.path).join(schema.runs, schema.runs.c.id == policies.run_id).where(policies.path.in_(unneeded))
@@ -127,24 +127,24 @@ def _find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last
     """Return the needs after collecting, and the paths to collect."""
     rows = _load_policies(tx, run_id)
     gone = {row.path for row in rows if row.collected_at is not None}
-    named = list(dict.fromkeys(row.path for row in rows if row.run_id == run_id and row.path not in gone))  # newest first
-    mine = [path for path in named if _checkpoint_name(path) in present]
+    paths = list(dict.fromkeys(row.path for row in rows if row.run_id == run_id and row.path not in gone))  # newest first
+    mine = [path for path in paths if _checkpoint_name(path) in present]
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     restartable = RESTART_CHECKPOINTS + staleness_of(run["config"])
     saved = None if _save_every(run) is None else _saved_paths(tx, run, [row for row in rows if row.run_id == run_id])
-    kept = _kept_paths(rows, run, mine, keep_last, saved)
+    needed = _kept_paths(rows, run, mine, keep_last, saved)
     best = find_best_version(tx, run_id)  # which stays, whatever `keep_last` says: `RUN@best`
-    kept |= {row.path for row in rows if row.run_id == run_id and row.version == best}
-    unneeded = [path for path in mine if path not in kept]
+    needed |= {row.path for row in rows if row.run_id == run_id and row.version == best}
+    unneeded = [path for path in mine if path not in needed]
     claims = select(schema.iterations.c.number, schema.iterations.c.train_token)
     open_ones = tx.execute(claims.where(schema.iterations.c.run_id == run_id, schema.iterations.c.status.in_(OPEN)))
-    found = Needs(
-        named={_checkpoint_name(path) for path in named if path not in unneeded},
+    needs = Needs(
+        referenced={_checkpoint_name(path) for path in paths if path not in unneeded},
         collected={_checkpoint_name(path) for path in (*gone, *unneeded)},
         resumable={_checkpoint_name(path) for path in mine[:restartable]},
         claims={(row.number, row.train_token) for row in open_ones},
     )
-    return found, unneeded
+    return needs, unneeded
 
 
 def _load_policies(tx: Connection, run_id: int) -> Sequence[Any]:

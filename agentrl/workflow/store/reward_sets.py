@@ -37,9 +37,12 @@ def _load_page(tx: Connection, run_id: int, after: int) -> list[Episode]:
     rows = tx.execute(select(schema.tasks).where(schema.tasks.c.id.in_({row.task_id for row in chosen}))).mappings()
     tasks = {row["id"]: task_value(row) for row in rows}
     ids = [row.id for row in chosen]
-    said = annotations_of(tx, ids)
-    found = load_episodes(tx, episodes.id.in_(ids), tasks)
-    return [replace(episode, annotations=said.get(episode.id, ())) for episode in sorted(found, key=lambda episode: episode.id)]
+    annotations = annotations_of(tx, ids)
+    loaded = load_episodes(tx, episodes.id.in_(ids), tasks)
+    return [
+        replace(episode, annotations=annotations.get(episode.id, ()))
+        for episode in sorted(loaded, key=lambda episode: episode.id)
+    ]
 
 
 @transaction
@@ -62,11 +65,11 @@ def add_reward_set(
         .on_conflict_do_nothing(index_elements=["run_id", "name"])
         .returning(schema.reward_sets.c.id)
     )
-    made = tx.execute(statement).scalar_one_or_none()
-    if made is None:
-        made = _same_set(tx, run_id, name, code_hash, weights)
+    set_id = tx.execute(statement).scalar_one_or_none()
+    if set_id is None:
+        set_id = _same_set(tx, run_id, name, code_hash, weights)
     rows = [
-        {"reward_set_id": made, "episode_id": episode, "weight": weights[row["part"]], **row}
+        {"reward_set_id": set_id, "episode_id": episode, "weight": weights[row["part"]], **row}
         for episode, parts in scored.items()
         for row in reward_rows(parts)
     ]

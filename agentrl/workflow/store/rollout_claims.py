@@ -169,8 +169,8 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
         seen = (before.lease_until or 0) - int(lease_seconds * 1000)
         note_takeover(tx, before.run_id, before.worker, f"group {group}", worker, seen)
     losses = before.losses + lost
-    taken = {"wanted": group, "worker": worker, "losses": losses, "now": datetime.now(UTC)}
-    attempt = tx.execute(_TAKE_GROUP, taken | {"lease": int(lease_seconds * 1000)}).scalar_one()
+    values = {"wanted": group, "worker": worker, "losses": losses, "now": datetime.now(UTC)}
+    attempt = tx.execute(_TAKE_GROUP, values | {"lease": int(lease_seconds * 1000)}).scalar_one()
     fence = Fence(group, attempt)
     if losses >= MAX_LOSSES:
         hint = memory_hint(tx, before.run_id, before.worker)
@@ -254,8 +254,8 @@ def note_code(tx: Connection, run_id: int, code_hash: str) -> None:
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # so that of two at once one sees the other
     events = schema.events.c
-    told = (events.run_id == run_id) & (events.kind == "code_changed") & (events.subject == code_hash)
-    if tx.execute(select(events.id).where(told)).first() is None:
+    same_event = (events.run_id == run_id) & (events.kind == "code_changed") & (events.subject == code_hash)
+    if tx.execute(select(events.id).where(same_event)).first() is None:
         log(tx, run_id, "code_changed", code_hash, "the code of the rewards differs from now on from the code at submission")
 
 

@@ -40,7 +40,7 @@ def no_episode_error(episode: int) -> NotFoundError:
 
 def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> Episode:
     """Return the episode of a row of `episodes`, with its task and its steps."""
-    made = Episode(
+    episode = Episode(
         task=task,
         sample=row["sample"],
         steps=tuple(steps),
@@ -54,9 +54,9 @@ def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> 
         inherited=row["inherited_steps"],
         tainted=row["tainted"],
     )
-    if made.status == "done" and storable(made.final_answer) != row["final_answer"]:
-        return replace(made, answer=row["final_answer"])
-    return made
+    if episode.status == "done" and storable(episode.final_answer) != row["final_answer"]:
+        return replace(episode, answer=row["final_answer"])
+    return episode
 
 
 SHARED = "shared"
@@ -138,7 +138,7 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
     Args:
         before: the earlier steps of the same attempt, in order; the step may share their messages.
     """
-    made = tuple(
+    tool_calls = tuple(
         ToolCall(
             *(call["tool"], call["arguments"], call["result"] if call["error_class"] == "parse_error" else None),
             loose=bool(call["loose"]),
@@ -153,7 +153,7 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
         sampled_ids=tuple(unpack("i", row["sampled_ids"])),
         behavior_logprobs=tuple(unpack("f", row["behavior_logprobs"])),
         finish_reason=row["finish_reason"],
-        message=Message("assistant", row["content"], row["thought"], made),
+        message=Message("assistant", row["content"], row["thought"], tool_calls),
         policy_version=version,
         seconds=row["generate_seconds"],
         results=results if row["observed_at"] is not None else None,
@@ -168,11 +168,11 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
 
 def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ...]:
     """Return the messages of a step's prompt. Those that it shares with its parent's line are taken from the steps `before`."""
-    found = row["prompt"]
-    if not found or SHARED not in found[0]:
-        return tuple(message_value(message) for message in found)
-    shared = messages_of(before, row["parent_step"])[: found[0][SHARED]]
-    return (*shared, *(message_value(message) for message in found[1:]))
+    messages = row["prompt"]
+    if not messages or SHARED not in messages[0]:
+        return tuple(message_value(message) for message in messages)
+    shared = messages_of(before, row["parent_step"])[: messages[0][SHARED]]
+    return (*shared, *(message_value(message) for message in messages[1:]))
 
 
 def _prompt_rows(step: Step, shared: int = 0) -> list[dict[str, Any]]:
@@ -211,8 +211,8 @@ def message_row(message: Message) -> dict[str, Any]:
 
 
 def annotation_value(row: Mapping[Any, Any]) -> Annotation:
-    told = (row["kind"], row["name"], row["data"], row["step"], row["seconds"], row["source"])
-    return Annotation(row["emission"], *told)
+    fields = (row["kind"], row["name"], row["data"], row["step"], row["seconds"], row["source"])
+    return Annotation(row["emission"], *fields)
 
 
 def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ def list_unsent_events(tx: Connection) -> list[Mapping[str, Any]]:
     """
     events, runs, leases = schema.events.c, schema.runs.c, schema.service_leases.c
     newest = tx.execute(select(func.coalesce(func.max(events.id), 0))).scalar_one()
-    made = insert(tx, schema.service_leases).values(name=LAST_SENT, holder=str(newest), lease_until=0)
-    tx.execute(made.on_conflict_do_nothing(index_elements=["name"]))
+    statement = insert(tx, schema.service_leases).values(name=LAST_SENT, holder=str(newest), lease_until=0)
+    tx.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
     last = int(tx.execute(select(leases.holder).where(leases.name == LAST_SENT)).scalar_one())
     query = (
         select(events.id, runs.name, runs.kind, events.kind.label("status"), events.detail, events.created_at)

@@ -23,12 +23,12 @@ def find_run(tx: Any, run: str, columns: str = "*") -> Row:
     Raises:
         NotFoundError: there is none.
     """
-    found = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", name=run)
-    if not found and run.isascii() and run.isdigit() and len(run) < 19:
-        found = select_rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", id=int(run))
-    if not found:
+    rows = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", name=run)
+    if not rows and run.isascii() and run.isdigit() and len(run) < 19:
+        rows = select_rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", id=int(run))
+    if not rows:
         raise NotFoundError(f"There is no run {run!r}.", f"{_similar_name_hint(tx, run)}List them with `agentrl runs`.")
-    return found[0]
+    return rows[0]
 
 
 @sql_read_transaction
@@ -84,17 +84,17 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
     row = find_run(tx, run)
     version = _require_best_version(tx, row) if version == "best" else version
     version = version_after(tx, row, version.number) if isinstance(version, Epoch) else version
-    query, asked = "SELECT id, version, kind, path, sha256, collected_at FROM policies WHERE run_id = :run", {"run": row["id"]}
+    query, args = "SELECT id, version, kind, path, sha256, collected_at FROM policies WHERE run_id = :run", {"run": row["id"]}
     if version is not None:
-        query, asked = f"{query} AND version = :version", asked | {"version": min(version, MAX_ID)}  # more no database takes
-    found = select_rows(tx, f"{query} ORDER BY version DESC LIMIT 1", **asked)
-    if not found:
+        query, args = f"{query} AND version = :version", args | {"version": min(version, MAX_ID)}  # more no database takes
+    rows = select_rows(tx, f"{query} ORDER BY version DESC LIMIT 1", **args)
+    if not rows:
         newest = select_rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=row["id"])[0][
             "version"
         ]
-        said = f"Run {row['name']!r} has no policy version {version}; {newest} is the newest."
-        raise NotFoundError(said, f"agentrl watch {row['name']}")
-    policy = found[0]
+        message = f"Run {row['name']!r} has no policy version {version}; {newest} is the newest."
+        raise NotFoundError(message, f"agentrl watch {row['name']}")
+    policy = rows[0]
     if policy["collected_at"] is not None:
         raise CheckpointError(
             f"Policy version {policy['version']} of {row['name']!r} was collected on {policy['collected_at']:%Y-%m-%d}.",
@@ -107,16 +107,16 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
 def find_policy_at(tx: Any, path: str) -> str:
     """Return `RUN@VERSION` of the policy that was first published with this checkpoint path; empty if there is none."""
     query = "SELECT r.name, p.version FROM policies p JOIN runs r ON r.id = p.run_id WHERE p.path = :path ORDER BY p.id LIMIT 1"
-    found = select_rows(tx, query, path=path)
-    return f"{found[0]['name']}@{found[0]['version']}" if found else ""
+    rows = select_rows(tx, query, path=path)
+    return f"{rows[0]['name']}@{rows[0]['version']}" if rows else ""
 
 
 def find_best_version(tx: Any, run_id: int) -> int | None:
     """Return the version with the highest mean reward on the held-out split, the first of equals; None if none was evaluated
     yet.
     """
-    found: int | None = select_rows(tx, "SELECT best_version FROM v_runs WHERE id = :id", id=run_id)[0]["best_version"]
-    return found
+    version: int | None = select_rows(tx, "SELECT best_version FROM v_runs WHERE id = :id", id=run_id)[0]["best_version"]
+    return version
 
 
 def _require_best_version(tx: Any, run: Mapping[str, Any]) -> int:
@@ -125,10 +125,10 @@ def _require_best_version(tx: Any, run: Mapping[str, Any]) -> int:
     Raises:
         NotFoundError: no version was evaluated yet.
     """
-    found = find_best_version(tx, run["id"])
-    if found is None:
+    version = find_best_version(tx, run["id"])
+    if version is None:
         measured = run["config"].get("eval", {}).get("every")
         newest = f"Runs with --eval-every N (in Python: val_dataset) have a best version. The newest is {run['name']}."
         hint = f"agentrl watch {run['name']}" if measured else newest
         raise NotFoundError(f"No policy version of {run['name']!r} was evaluated yet, so there is no best version.", hint)
-    return found
+    return version

@@ -34,17 +34,17 @@ def version_of(tx: Connection, run_id: int, name: str, text: str, origin: Versio
     """Return the id of the text's row; insert a new version if the run does not have this text."""
     mine = (_VERSIONS.run_id == run_id) & (_VERSIONS.name == name)
     digest = sha256(text.encode()).hexdigest()
-    found = tx.execute(select(_VERSIONS.id).where(mine, _VERSIONS.content_hash == digest)).scalar_one_or_none()
-    if found is not None:
-        return int(found)
+    stored_id = tx.execute(select(_VERSIONS.id).where(mine, _VERSIONS.content_hash == digest)).scalar_one_or_none()
+    if stored_id is not None:
+        return int(stored_id)
     version = tx.execute(select(func.coalesce(func.max(_VERSIONS.version) + 1, 0)).where(mine)).scalar_one()
     parent = None
     if origin.before is not None and name in origin.before:
         old = sha256(origin.before[name].encode()).hexdigest()
         parent = tx.execute(select(_VERSIONS.version).where(mine, _VERSIONS.content_hash == old)).scalar_one_or_none()
     values = {"run_id": run_id, "name": name, "version": version, "content_hash": digest, "text": text}
-    made = schema.resources.insert().values(**values, parent_version=parent, note=origin.note).returning(_VERSIONS.id)
-    return int(tx.execute(made).scalar_one())
+    statement = schema.resources.insert().values(**values, parent_version=parent, note=origin.note).returning(_VERSIONS.id)
+    return int(tx.execute(statement).scalar_one())
 
 
 def resources_of_group(tx: Connection, group: int) -> dict[str, str]:

@@ -48,10 +48,10 @@ def load_search_tasks(tx: Connection, run_id: int) -> SearchTasks:
     """Return the run's tasks by role."""
     roles = schema.run_tasks.c
     query = select(schema.tasks, roles.role).join(schema.run_tasks, roles.task_id == schema.tasks.c.id)
-    found: dict[str, dict[int, Task]] = {"train": {}, "choose": {}, "held_out": {}}
+    tasks: dict[str, dict[int, Task]] = {"train": {}, "choose": {}, "held_out": {}}
     for row in tx.execute(query.where(roles.run_id == run_id).order_by(schema.tasks.c.content_hash)).mappings():
-        found[row["role"]][row["id"]] = task_value(row)
-    return SearchTasks(**found)
+        tasks[row["role"]][row["id"]] = task_value(row)
+    return SearchTasks(**tasks)
 
 
 @read_transaction
@@ -69,10 +69,10 @@ def load_parts(tx: Connection, iteration: int) -> dict[int, dict[str, float]]:
     query = query.join(schema.episodes, episodes.id == rewards.episode_id).where(episodes.iteration_id == iteration)
     query = query.join(schema.reward_sets, schema.reward_sets.c.id == rewards.reward_set_id)
     query = query.where(schema.reward_sets.c.name == "default").group_by(rewards.episode_id, rewards.part)
-    found: dict[int, dict[str, float]] = {}
+    parts: dict[int, dict[str, float]] = {}
     for row in tx.execute(query.order_by(rewards.episode_id, rewards.part)):
-        found.setdefault(row.episode_id, {})[row.part] = row.value
-    return found
+        parts.setdefault(row.episode_id, {})[row.part] = row.value
+    return parts
 
 
 @read_transaction
@@ -88,8 +88,8 @@ def record_answer(
     """Store a critic's answer; return the stored one, because another process may have stored one for the same request
     first.
     """
-    asked = [{name: storable(str(text)) for name, text in message.items()} for message in messages]
-    values = {"run_id": run_id, "key": key, "model": model, "messages": asked, "answer": storable(answer), "seconds": seconds}
+    cleaned = [{name: storable(str(text)) for name, text in message.items()} for message in messages]
+    values = {"run_id": run_id, "key": key, "model": model, "messages": cleaned, "answer": storable(answer), "seconds": seconds}
     tx.execute(insert(tx, schema.critic_calls).values(values).on_conflict_do_nothing(index_elements=["run_id", "key"]))
     return str(tx.execute(select(_CRITIC.answer).where(_CRITIC.run_id == run_id, _CRITIC.key == key)).scalar_one())
 
@@ -108,12 +108,12 @@ def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGrou
     before = Counter(tx.execute(select(_GROUPS.task_id).where(_GROUPS.iteration_id == work.id)).scalars())
     first, size = sum(before.values()), work.config["rollout"]["group_size"]
     slots = []
-    for number, each in enumerate(planned, first):
-        slots.append(Slot(number, each.task, before[each.task] * size))
-        before[each.task] += 1
+    for number, group in enumerate(planned, first):
+        slots.append(Slot(number, group.task, before[group.task] * size))
+        before[group.task] += 1
     ids = insert_groups(tx, run, work.id, slots)
-    for slot, each in zip(slots, planned, strict=True):
-        link_resources(tx, work.run_id, [ids[slot.number]], each.candidate, each.origin)
+    for slot, group in zip(slots, planned, strict=True):
+        link_resources(tx, work.run_id, [ids[slot.number]], group.candidate, group.origin)
     again = {"train_token": _ITERATIONS.train_token + 1, "lease_until": now_ms() - 1, "worker": ""}
     sent = {"train_sent_ms": None, "train_sends": 0, "episodes": _ITERATIONS.episodes + len(planned) * size}
     tx.execute(update(schema.iterations).where(_ITERATIONS.id == work.id).values(**again, **sent))
@@ -134,6 +134,6 @@ def finish_search(tx: Connection, work: IterationWork, chosen: Mapping[str, str]
     if ids:
         tx.execute(update(schema.resources).where(schema.resources.c.id.in_(ids)).values(chosen=True))
         versions = select(schema.resources.c.name, schema.resources.c.version).where(schema.resources.c.id.in_(ids))
-        told = ", ".join(f"{row.name}@{row.version}" for row in tx.execute(versions.order_by(schema.resources.c.name)))
-        log(tx, work.run_id, "chosen", detail=told)
+        names = ", ".join(f"{row.name}@{row.version}" for row in tx.execute(versions.order_by(schema.resources.c.name)))
+        log(tx, work.run_id, "chosen", detail=names)
     set_run_status(tx, work.run_id, "done", "")

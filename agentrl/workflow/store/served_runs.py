@@ -59,15 +59,15 @@ def open_run(tx: Connection, submission: Submission, worker: str, lease_seconds:
         ConflictError: a run of that name exists.
         CheckpointError: the run's weights have just been collected.
     """
-    made = insert_submission(tx, submission)
-    if not made.created:
-        raise ConflictError(f"A run called {made.name!r} exists.", "Choose another --name, or leave it out.")
+    submitted = insert_submission(tx, submission)
+    if not submitted.created:
+        raise ConflictError(f"A run called {submitted.name!r} exists.", "Choose another --name, or leave it out.")
     now = datetime.now(UTC)
     values = {"status": "running", "worker": worker, "started_at": now, "lease_until": now_ms() + int(lease_seconds * 1000)}
-    taken = update(schema.iterations).where(_ITERATIONS.run_id == made.id)
-    row = tx.execute(taken.values(train_token=1, **values).returning(_ITERATIONS.id)).one()
-    tx.execute(update(schema.runs).where(_RUNS.id == made.id).values(started_at=now))
-    return ServedRun(made.id, made.name, row.id, 1, worker)
+    claim = update(schema.iterations).where(_ITERATIONS.run_id == submitted.id)
+    row = tx.execute(claim.values(train_token=1, **values).returning(_ITERATIONS.id)).one()
+    tx.execute(update(schema.runs).where(_RUNS.id == submitted.id).values(started_at=now))
+    return ServedRun(submitted.id, submitted.name, row.id, 1, worker)
 
 
 @transaction
@@ -87,16 +87,16 @@ def open_episode(tx: Connection, run: ServedRun, client: str, key_hash: str, lea
     there = select(_EPISODES.id, _EPISODES.group_id, agents.id.label("agent")).join(
         schema.agent_attempts, agents.episode_id == _EPISODES.id
     )
-    found = tx.execute(there.where(agents.key_hash == key_hash)).one_or_none()
-    if found is not None:  # the answer of this very commit was lost
-        return ServedEpisode(found.id, found.group_id, found.agent)
+    row = tx.execute(there.where(agents.key_hash == key_hash)).one_or_none()
+    if row is not None:  # the answer of this very commit was lost
+        return ServedEpisode(row.id, row.group_id, row.agent)
     task = _find_task(tx, Task(storable(client), (), ""))
     # Counted, for other draws in each: those before it may be forgotten already.
     counted = update(schema.iterations).where(_ITERATIONS.id == run.iteration).values(episodes=_ITERATIONS.episodes + 1)
     number = int(tx.execute(counted.returning(_ITERATIONS.episodes)).scalar_one()) - 1
     of_run = {"run_id": run.id, "iteration_id": run.iteration, "task_id": task}
-    made = schema.groups.insert().values(**of_run, slot=number, kind="serve").returning(_GROUPS.id)
-    group = int(tx.execute(made).scalar_one())
+    statement = schema.groups.insert().values(**of_run, slot=number, kind="serve").returning(_GROUPS.id)
+    group = int(tx.execute(statement).scalar_one())
     opened = schema.episodes.insert().values(**of_run, group_id=group, sample=number).returning(_EPISODES.id)
     episode = int(tx.execute(opened).scalar_one())
     values = {"status": "running", "key_hash": key_hash, "worker": run.worker, "started_at": datetime.now(UTC)}
@@ -148,11 +148,11 @@ def end_lost_runs(tx: Connection, lease_seconds: float, only: Collection[int] | 
     """
     lost = _lost_runs(lease_seconds)
     lost = lost if only is None else lost.where(_RUNS.id.in_(only))
-    found = tx.execute(lost.order_by(_RUNS.id).with_for_update(of=schema.runs)).all()
-    for row in found:
-        said = f"the process that served it ({row.worker.partition('/')[0]}) is gone"
-        _end(tx, row.id, "infra_error", said)
-    return [row.name for row in found]
+    rows = tx.execute(lost.order_by(_RUNS.id).with_for_update(of=schema.runs)).all()
+    for row in rows:
+        reason = f"the process that served it ({row.worker.partition('/')[0]}) is gone"
+        _end(tx, row.id, "infra_error", reason)
+    return [row.name for row in rows]
 
 
 def _end(tx: Connection, run: int, status: str, reason: str) -> None:

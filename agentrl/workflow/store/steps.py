@@ -121,11 +121,11 @@ def _step_counts(record: StepRecord) -> dict[str, Any]:
 
 def _load_call_ids(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[list[int]]:
     steps = [record.step.index for record in records if record.calls]
-    found: dict[tuple[int, int], list[int]] = {}
+    ids: dict[tuple[int, int], list[int]] = {}
     if steps:
         for call, episode, step in _CALLS_OF_GROUP.rows(tx, {"group": fence.group, "first": min(steps), "last": max(steps)}):
-            found.setdefault((episode, step), []).append(call)
-    return [found.get((record.episode, record.step.index), []) for record in records]
+            ids.setdefault((episode, step), []).append(call)
+    return [ids.get((record.episode, record.step.index), []) for record in records]
 
 
 _CALL_RESULTS = select(_CALLS.id, _CALLS.result, _CALLS.error_class, _CALLS.seconds, _CALLS.annotations).where(
@@ -140,8 +140,8 @@ def load_results(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
     """
     rows = tx.execute(_CALL_RESULTS, {"calls": list(calls)})
     return {
-        call: ToolResult(result, error_class, seconds, annotations=tools_annotations(said))
-        for call, result, error_class, seconds, said in rows
+        call: ToolResult(result, error_class, seconds, annotations=tools_annotations(annotations))
+        for call, result, error_class, seconds, annotations in rows
     }
 
 
@@ -176,9 +176,9 @@ def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, 
             errors = sum(result.error_class is not None for result in results)
             seconds = sum(result.seconds for result in results)
             _COUNT_RESULTS.run(tx, {"episode": episode, "errors": errors, "seconds": seconds})
-            said = [each for result in results for each in result.annotations]
-            if said:
-                insert_annotations(tx, episode, held.attempts[episode], step.index, held.run, said)
+            annotations = [annotation for result in results for annotation in result.annotations]
+            if annotations:
+                insert_annotations(tx, episode, held.attempts[episode], step.index, held.run, annotations)
 
 
 _ROWS_OF_STEP = (
@@ -189,7 +189,7 @@ _ROWS_OF_STEP = (
 
 
 @transaction
-def commit_asked(tx: Connection, fence: Fence, asked: Sequence[JudgeQuestions]) -> list[list[int]]:
+def commit_asked(tx: Connection, fence: Fence, questions: Sequence[JudgeQuestions]) -> list[list[int]]:
     """Insert a pending row per question to a judge, in the episode's last step; existing rows stay unchanged.
 
     Return the ids of each episode's rows, in the order of its questions. They may be sent only after this commit.
@@ -198,14 +198,14 @@ def commit_asked(tx: Connection, fence: Fence, asked: Sequence[JudgeQuestions]) 
         Fenced: another worker holds the group.
     """
     held = check_claim(tx, fence)
-    return [_insert_questions(tx, one, held) for one in asked]
+    return [_insert_questions(tx, one, held) for one in questions]
 
 
 def _insert_questions(tx: Connection, one: JudgeQuestions, held: HeldEpisodes) -> list[int]:
     key = step_key(one.episode, one.step, held)
     rows = tx.execute(_ROWS_OF_STEP, key).all()
-    known = {row.tool for row in rows if row.kind == "grade"}
-    fresh = [judge for judge in one.questions if judge not in known]
+    judges = {row.tool for row in rows if row.kind == "grade"}
+    fresh = [judge for judge in one.questions if judge not in judges]
     if fresh:
         numbered = enumerate(fresh, start=len(rows))
         _NEW_CALL.run(tx, *(_question_row(one, judge, number, held) for number, judge in numbered))
@@ -215,8 +215,8 @@ def _insert_questions(tx: Connection, one: JudgeQuestions, held: HeldEpisodes) -
 
 
 def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisodes) -> dict[str, Any]:
-    asked = CallRecord(ToolCall(judge, one.questions[judge]), "none", None)
-    return _call_row(asked, one.episode, one.step, number, held, "grade")
+    record = CallRecord(ToolCall(judge, one.questions[judge]), "none", None)
+    return _call_row(record, one.episode, one.step, number, held, "grade")
 
 
 @transaction

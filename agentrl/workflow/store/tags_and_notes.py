@@ -32,11 +32,11 @@ def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[s
         ConflictError: the run would have too many tags.
     """
     number = find_run(tx, run, "id")["id"]
-    wanted = [check_tag(tag) for tag in add]
+    added = [check_tag(tag) for tag in add]
     gone = [tag.strip()[: MAX_TAG_CHARS + 1] for tag in remove]
     tx.execute(delete(schema.run_tags).where(_TAGS.run_id == number, _TAGS.tag.in_([storable(tag) for tag in gone])))
-    if wanted:
-        rows = [{"run_id": number, "tag": tag} for tag in dict.fromkeys(wanted)]
+    if added:
+        rows = [{"run_id": number, "tag": tag} for tag in dict.fromkeys(added)]
         tx.execute(insert(tx, schema.run_tags).on_conflict_do_nothing(index_elements=["run_id", "tag"]), rows)
     tags = [*tx.execute(select(_TAGS.tag).where(_TAGS.run_id == number)).scalars()]
     if len(tags) > MAX_TAGS:
@@ -54,14 +54,14 @@ def add_note(tx: Connection, run: str, text: str) -> int:
         ConflictError: the run has too many notes.
     """
     number = find_run(tx, run, "id")["id"]
-    said = storable(text.strip())
-    if not 0 < len(said) <= MAX_NOTE_CHARS:
-        raise ConfigError(f"A note has 1 to {MAX_NOTE_CHARS} characters; this one has {len(said)}.", "Write another.")
+    note = storable(text.strip())
+    if not 0 < len(note) <= MAX_NOTE_CHARS:
+        raise ConfigError(f"A note has 1 to {MAX_NOTE_CHARS} characters; this one has {len(note)}.", "Write another.")
     count = tx.execute(select(func.count()).select_from(schema.run_notes).where(_NOTES.run_id == number)).scalar_one()
     if count >= MAX_NOTES:
         raise ConflictError(f"A run has at most {MAX_NOTES} notes.", f"Remove some: agentrl note {number} -r NUMBER")
-    made = tx.execute(insert(tx, schema.run_notes).values(run_id=number, text=said).returning(_NOTES.id))
-    return int(made.scalar_one())
+    inserted = tx.execute(insert(tx, schema.run_notes).values(run_id=number, text=note).returning(_NOTES.id))
+    return int(inserted.scalar_one())
 
 
 @transaction

@@ -57,8 +57,8 @@ def find_call(tx: Connection, call: int) -> CallWork | None:
 @read_transaction
 def load_config(tx: Connection, run: int) -> Mapping[str, Any]:
     """Return the config of the run with this id."""
-    found: Mapping[str, Any] = tx.execute(select(schema.runs.c.config).where(schema.runs.c.id == run)).scalar_one()
-    return found
+    config: Mapping[str, Any] = tx.execute(select(schema.runs.c.config).where(schema.runs.c.id == run)).scalar_one()
+    return config
 
 
 @transaction
@@ -98,9 +98,9 @@ def count_sending(tx: Connection, sent: Sequence[int]) -> None:
 
 
 @transaction
-def lost_calls(tx: Connection, most: int) -> list[int]:
-    """Return the ids of the calls of running episodes that have no result and fewer than `most` messages; count another message
-    for each.
+def lost_calls(tx: Connection, max_sends: int) -> list[int]:
+    """Return the ids of the calls of running episodes that have no result and fewer than `max_sends` messages; count another
+    message for each.
 
     They include started calls that must not run twice: see `start_once`.
     """
@@ -109,7 +109,7 @@ def lost_calls(tx: Connection, most: int) -> list[int]:
         select(_CALLS.id)
         .join(schema.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
         .where(_EPISODES.iteration_id.in_(iterations), _EPISODES.status == "running")
-        .where(_CALLS.result.is_(None), _CALLS.sends < most, _CALLS.kind != "agent")
+        .where(_CALLS.result.is_(None), _CALLS.sends < max_sends, _CALLS.kind != "agent")
     )
     again = update(schema.tool_calls).where(_CALLS.id.in_(waiting)).values(sends=_CALLS.sends + 1)
     return sorted(tx.execute(again.returning(_CALLS.id)).scalars())

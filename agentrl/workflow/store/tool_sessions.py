@@ -48,13 +48,13 @@ def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> s
     it.
     """
     until = now_ms() + int(lease_seconds * 1000)
-    made = tx.execute(
+    acquired = tx.execute(
         insert(tx, schema.tool_sessions)
         .values(episode_id=key.episode, attempt=key.attempt, tool=key.tool, owner=owner, lease_until=until)
         .on_conflict_do_nothing(index_elements=["episode_id", "attempt", "tool"])
         .returning(_SESSIONS.owner)
     ).scalar_one_or_none()
-    if made:
+    if acquired:
         return owner
     ours = (_SESSIONS.owner == owner) | is_lease_free(_SESSIONS.lease_until, lease_seconds)
     again = {"owner": owner, "lease_until": until, "builds": _SESSIONS.builds + 1}
@@ -95,8 +95,8 @@ def taint(tx: Connection, key: SessionKey, what: str) -> None:
 @read_transaction
 def load_cells_until(tx: Connection, key: SessionKey, call: int) -> list[Cell]:
     """Return the session's cells up to and including that call, in order."""
-    asked = tx.execute(select(_CALLS.step, _CALLS.call).where(_CALLS.id == call)).one()
-    before = (_CALLS.step < asked.step) | ((_CALLS.step == asked.step) & (_CALLS.call <= asked.call))
+    position = tx.execute(select(_CALLS.step, _CALLS.call).where(_CALLS.id == call)).one()
+    before = (_CALLS.step < position.step) | ((_CALLS.step == position.step) & (_CALLS.call <= position.call))
     return [*_load_inherited_cells(tx, key.episode, key.tool), *_load_cells(tx, key, before)]
 
 

@@ -27,7 +27,7 @@ class IterationWork:
     """Everything that a train job needs of one iteration.
 
     `policy` is the policy that the update starts from, with its optimizer state. `key` distinguishes this run's checkpoints
-    from others. With `rebuilds`, the run's broken checkpoint must be rebuilt first, and `groups` is empty. `wanted` is the
+    from others. With `rebuilds`, the run's broken checkpoint must be rebuilt first, and `groups` is empty. `max_groups` is the
     maximum number of groups that train with dynamic sampling, where only groups with variance train (`choose_groups`); it is 0
     without dynamic sampling, where all groups train. `iterations` is the run's number of iterations.
     """
@@ -45,7 +45,7 @@ class IterationWork:
     key: str
     groups: tuple[Group, ...]
     rebuilds: bool = False
-    wanted: int = 0
+    max_groups: int = 0
     iterations: int = 0
 
     @property
@@ -129,10 +129,10 @@ def _load_group_rewards(tx: Connection, iteration: int) -> list[list[float]] | N
     planned.
     """
     groups, episodes = schema.groups.c, schema.episodes.c
-    found = tx.execute(select(groups.id, groups.status).where(groups.iteration_id == iteration)).all()
-    if any(row.status in OPEN for row in found):
+    rows = tx.execute(select(groups.id, groups.status).where(groups.iteration_id == iteration)).all()
+    if any(row.status in OPEN for row in rows):
         return None
-    rewards: dict[int, list[float]] = {row.id: [] for row in found}
+    rewards: dict[int, list[float]] = {row.id: [] for row in rows}
     trainable = (episodes.status == "done", episodes.reward.is_not(None), ~episodes.tainted)
     for row in tx.execute(select(episodes.group_id, episodes.reward).where(episodes.iteration_id == iteration, *trainable)):
         rewards[row.group_id].append(row.reward)
@@ -195,7 +195,7 @@ def _take_lease(tx: Connection, row: Mapping[str, Any], worker: str, lease_secon
         groups=() if row["broken"] else load_groups(tx, row["id"], row["reward_set"]),
         rebuilds=row["broken"],
         iterations=row["planned"],
-        wanted=wanted_groups(tx, row["id"], row["config"]),
+        max_groups=wanted_groups(tx, row["id"], row["config"]),
     )
 
 

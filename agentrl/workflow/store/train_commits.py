@@ -274,13 +274,13 @@ def confirm_base(
         ModelError: the base, its tokenizer or its template differs here.
     """
     row = tx.execute(select(schema.runs).where(schema.runs.c.id == run).with_for_update()).mappings().one()
-    known = {name: row["manifest"].get(name, found) for name, found in chat_hashes.items()}
-    other = {name: (known[name], found) for name, found in chat_hashes.items() if known[name] != found}
+    recorded = {name: row["manifest"].get(name, here) for name, here in chat_hashes.items()}
+    other = {name: (recorded[name], here) for name, here in chat_hashes.items() if recorded[name] != here}
     if row["base_hash"] not in ("", base_hash):
         other = {"base": (row["base_hash"], base_hash)}
-    for name, (made, found) in other.items():
+    for name, (expected, here) in other.items():
         raise ModelError(
-            f"Run {row['name']!r} was submitted with {name} {made[:12]}, but here that of {row['base']!r} is {found[:12]}.",
+            f"Run {row['name']!r} was submitted with {name} {expected[:12]}, but here that of {row['base']!r} is {here[:12]}.",
             "Copy the same model here, or submit a new run.",
         )
     if row["base_hash"] == "" or not chat_hashes.keys() <= row["manifest"].keys():

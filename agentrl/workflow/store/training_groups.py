@@ -45,15 +45,15 @@ def _load_rewards(tx: Connection, iteration: int, episodes: Sequence[Episode], r
     """
     sets = schema.reward_sets.c
     runs = select(schema.episodes.c.run_id).where(members_of(iteration))
-    named = tx.execute(select(sets.id).where(sets.name == reward_set, sets.run_id.in_(runs))).scalars().all()
+    set_ids = tx.execute(select(sets.id).where(sets.name == reward_set, sets.run_id.in_(runs))).scalars().all()
     ids = [episode.id for episode in episodes]
-    found: dict[int, dict[int, float]] = {}
+    rewards: dict[int, dict[int, float]] = {}
     for some in split_in_parts(ids):
         # By set and episode, which one index finds: never all that a set has.
-        query = _select_step_rewards(reward_set).where(schema.rewards.c.reward_set_id.in_(named))
+        query = _select_step_rewards(reward_set).where(schema.rewards.c.reward_set_id.in_(set_ids))
         for row in tx.execute(query.where(schema.rewards.c.episode_id.in_(some))):
-            found.setdefault(row.episode_id, {})[row.step] = row.earned
-    return [_with_rewards(episode, found.get(episode.id, {}), reward_set == "default") for episode in episodes]
+            rewards.setdefault(row.episode_id, {})[row.step] = row.earned
+    return [_with_rewards(episode, rewards.get(episode.id, {}), reward_set == "default") for episode in episodes]
 
 
 def _select_step_rewards(reward_set: str) -> Select[tuple[int, int, float]]:

@@ -54,8 +54,8 @@ def _vacuum_sqlite(file: Path) -> VacuumResult:
             if "full" in str(error):
                 raise ServiceError(f"{_no_room(file)}: it was not changed.", "Free some space, then try again.") from error
             if "locked" in str(error) or "busy" in str(error):
-                said = f"The database {str(file)!r} is being written to: it was not changed."
-                raise ServiceError(said, "Try again later, or `agentrl pause` the runs first.") from error
+                message = f"The database {str(file)!r} is being written to: it was not changed."
+                raise ServiceError(message, "Try again later, or `agentrl pause` the runs first.") from error
             raise
     return VacuumResult(before, _sqlite_bytes(file), bool(busy))
 
@@ -67,19 +67,20 @@ def _check_room(file: Path, connection: sqlite3.Connection) -> None:
     )
     copy, temporary = (pages - free) * size, _sqlite_temp_folder()
     shared = temporary.stat().st_dev == file.parent.stat().st_dev
-    for place, wanted in ((file.parent, copy * (2 if shared else 1)), (temporary, copy)):
-        found = shutil.disk_usage(place).free
-        if found < wanted:
+    for place, needed_bytes in ((file.parent, copy * (2 if shared else 1)), (temporary, copy)):
+        free_bytes = shutil.disk_usage(place).free
+        if free_bytes < needed_bytes:
             raise ServiceError(
-                f"{_no_room(file)}: {str(place)!r} has {found / 2**20:.0f} MiB free, and {wanted / 2**20:.0f} MiB are needed.",
+                f"{_no_room(file)}: {str(place)!r} has {free_bytes / 2**20:.0f} MiB free, "
+                f"and {needed_bytes / 2**20:.0f} MiB are needed.",
                 "Free some space (`agentrl gc`), then try again.",
             )
 
 
 def _sqlite_temp_folder() -> Path:
     """Return the folder of SQLite's temporary files: the first writable one of its candidates."""
-    named = (os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp")
-    return next((Path(place) for place in named if place and os.access(place, os.W_OK)), Path())
+    candidates = (os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp")
+    return next((Path(place) for place in candidates if place and os.access(place, os.W_OK)), Path())
 
 
 def _no_room(file: Path) -> str:
@@ -102,8 +103,8 @@ def _vacuum_postgres(database: Database) -> VacuumResult:
         except OperationalError as error:
             if getattr(error.orig, "sqlstate", None) != "55P03":
                 raise
-            said = "Another process has locked a table: the database was not changed."
-            raise ServiceError(said, "Try again later.") from error
+            message = "Another process has locked a table: the database was not changed."
+            raise ServiceError(message, "Try again later.") from error
         finally:
             connection.execute(text("RESET lock_timeout"))
         return VacuumResult(before, connection.execute(size).scalar_one())

@@ -8,8 +8,8 @@ from agentrl.workers.page.read_only import ReadOnlyStore
 
 
 def _store(request: Request) -> ReadOnlyStore:
-    found: ReadOnlyStore = request.app.state.store
-    return found
+    store: ReadOnlyStore = request.app.state.store
+    return store
 
 
 Store = Annotated[ReadOnlyStore, Depends(_store)]

@@ -135,8 +135,8 @@ def list_annotations(
         chosen = AnnotationFilter(run=run_name, kind=kind, name=name, source=source)
         return annotation_rows.list_annotations(tx, chosen, Paging(size=size, cursor=cursor, sort=sort))
 
-    found = store.ask_about_run(run, page)
-    return answer({"rows": cut_rows(found.rows), "next": found.next})
+    result = store.ask_about_run(run, page)
+    return answer({"rows": cut_rows(result.rows), "next": result.next})
 
 
 @router.get("/runs/{run}/prompts", response_model=PromptsAnswer)
@@ -144,19 +144,19 @@ def list_prompts(store: Store, run: int, size: FewSize = 20, cursor: str = "") -
     """Return the versions of the run's prompts, at most 50, and what a search gained."""
 
     def page(tx: DriverTransaction, name: str) -> dict[str, Any]:
-        found = resource_rows.list_prompts(tx, name, size, cursor)
+        prompts = resource_rows.list_prompts(tx, name, size, cursor)
         searched = run_rows.run_by_id(tx, run).kind == "search"
         gain = _find_gain(tx, name) if searched and not cursor else None
-        rows = cut_rows(found.rows, SHOWN_CHARS)
-        return {"rows": rows, "next": found.next, "left_out": found.left_out, "held_out": gain}
+        rows = cut_rows(prompts.rows, SHOWN_CHARS)
+        return {"rows": rows, "next": prompts.next, "left_out": prompts.left_out, "held_out": gain}
 
     return answer(store.ask_about_run(run, page))
 
 
 def _find_gain(tx: DriverTransaction, run: str) -> dict[str, Any] | None:
     measured = resource_rows.find_held_out(tx, run)
-    found = compare_paired(measured.seed, measured.chosen)
-    return {name: getattr(found, name) for name in GAIN} if found.tasks else None
+    comparison = compare_paired(measured.seed, measured.chosen)
+    return {name: getattr(comparison, name) for name in GAIN} if comparison.tasks else None
 
 
 @router.get("/runs/{run}/critic-calls", response_model=CriticCallsPage)
@@ -166,5 +166,5 @@ def list_critic_calls(store: Store, run: int, sort: str = "", size: FewSize = 20
     def page(tx: DriverTransaction, name: str) -> Any:
         return resource_rows.list_critic_calls(tx, CriticCallFilter(name), Paging(size=size, cursor=cursor, sort=sort))
 
-    found = store.ask_about_run(run, page)
-    return answer({"rows": cut_rows(found.rows, SHOWN_CHARS), "next": found.next})
+    result = store.ask_about_run(run, page)
+    return answer({"rows": cut_rows(result.rows, SHOWN_CHARS), "next": result.next})

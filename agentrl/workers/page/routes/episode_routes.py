@@ -43,8 +43,8 @@ def read_text(
     """Return a part of a text of the episode. `of` is the path of a shortened text in the episode's response."""
     text = store.ask(lambda tx: load_text(tx, episode, of))
     end = start + size
-    told = {"of": of, "text": text[start:end], "start": start, "total": len(text)}
-    return answer({**told, "next": end if end < len(text) else None})
+    part = {"of": of, "text": text[start:end], "start": start, "total": len(text)}
+    return answer({**part, "next": end if end < len(text) else None})
 
 
 @router.get("/episodes/{episode}/tokens", response_model=Tokens)
@@ -54,15 +54,15 @@ def read_tokens(
     """Return tokens of the episode, in the order of its training rows: ids, texts, logprobs, and segments with their kinds."""
 
     def read(tx: DriverTransaction) -> tuple[EpisodeTokens, dict[str, Any]]:
-        found = EpisodeTokens(tx, episode)
-        return found, found.read(start, size)
+        reader = EpisodeTokens(tx, episode)
+        return reader, reader.read(start, size)
 
-    tokens, told = store.ask(read)
-    found = find_texts(store.settings, tokens.run["base"])
-    if not found.sure:
-        found = store.ask(lambda tx: check_namesake(tx, tokens.shape, found))
-    texts, why = tokens.texts(found, told)
-    return answer({**{name: told[name] for name in TOKEN_PARTS}, "texts": texts, "why_no_texts": why})
+    tokens, token_data = store.ask(read)
+    token_texts = find_texts(store.settings, tokens.run["base"])
+    if not token_texts.sure:
+        token_texts = store.ask(lambda tx: check_namesake(tx, tokens.shape, token_texts))
+    texts, why = tokens.texts(token_texts, token_data)
+    return answer({**{name: token_data[name] for name in TOKEN_PARTS}, "texts": texts, "why_no_texts": why})
 
 
 TOKEN_PARTS = ("total", "start", "ids", "logprobs", "segments", "advantages", "metrics")

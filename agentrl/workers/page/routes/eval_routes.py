@@ -98,8 +98,8 @@ def list_evals(
     number.
     """
     chosen = EvalFilter(of_policies=measures or None, dataset=dataset, split=split, status=status)
-    found = eval_results.list_evals(store, chosen, Paging(size=size, cursor=cursor, sort=sort))
-    return answer({"rows": cut_rows(found.rows), "next": found.next})
+    page = eval_results.list_evals(store, chosen, Paging(size=size, cursor=cursor, sort=sort))
+    return answer({"rows": cut_rows(page.rows), "next": page.next})
 
 
 @router.get("/compare", response_model=Comparison)
@@ -110,19 +110,19 @@ def compare(store: Store, a: int, b: int) -> Response:
 
     def both(tx: DriverTransaction) -> dict[str, Any]:
         sides = load_sides(tx, _find_eval(tx, a), _find_eval(tx, b))
-        found = _document(sides, eval_results.list_first_episodes(tx, a, b))
-        questions = eval_results.load_questions(tx, [row["task_id"] for row in found["tasks"]])
-        return {**found, "tasks": [{**row, "question": questions[row["task_id"]]} for row in found["tasks"]]}
+        document = _document(sides, eval_results.list_first_episodes(tx, a, b))
+        questions = eval_results.load_questions(tx, [row["task_id"] for row in document["tasks"]])
+        return {**document, "tasks": [{**row, "question": questions[row["task_id"]]} for row in document["tasks"]]}
 
     return answer(store.ask(both))
 
 
 def _find_eval(tx: DriverTransaction, run: int) -> Mapping[str, Any]:
     name = run_rows.run_name(tx, run)
-    found = eval_results.find_evals(tx, name)
-    if not found:
+    evals = eval_results.find_evals(tx, name)
+    if not evals:
         raise StateError(f"There is no evaluation {name!r}.", "Pass two of the evaluations in /api/evals.")
-    return found[0]
+    return evals[0]
 
 
 def _document(sides: Sides, episodes: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -144,12 +144,12 @@ def _document(sides: Sides, episodes: list[Mapping[str, Any]]) -> dict[str, Any]
 
 def _side(sides: Sides, place: int, mean: float, right: float) -> dict[str, Any]:
     row = (sides.one, sides.other)[place]
-    told = {name: row[name] for name in ("id", "run", "measures", "dataset", "split", "episodes", "errors", "created_at")}
-    return {**told, "mean": mean, "right": right, "tasks": len(sides.means[place]), "rewards": counted_rewards(row)}
+    columns = {name: row[name] for name in ("id", "run", "measures", "dataset", "split", "episodes", "errors", "created_at")}
+    return {**columns, "mean": mean, "right": right, "tasks": len(sides.means[place]), "rewards": counted_rewards(row)}
 
 
-def _measures(found: PairedComparison) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in MEASURES}
+def _measures(comparison: PairedComparison) -> dict[str, Any]:
+    return {name: getattr(comparison, name) for name in MEASURES}
 
 
 def _compared(sides: Sides, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,5 +162,5 @@ def _remarks_on_tasks(sides: Sides, compared: int) -> list[str]:
     if one == other:
         left = len(one) - compared
         return [f"{left} tasks are left out: one side has no done episode."] if left else []
-    said = f"A has {len(one)} tasks and B {len(other)}, of which {len(one & other)} are in both: only those are compared."
-    return [said]
+    remark = f"A has {len(one)} tasks and B {len(other)}, of which {len(one & other)} are in both: only those are compared."
+    return [remark]

@@ -90,9 +90,9 @@ class WholeGroup(BaseModel):
 @router.get("/groups/{group}", response_model=WholeGroup)
 def read_group(store: Store, group: int) -> Response:
     """Return a group: its episodes in short, the explanations of their advantages, and where they diverge."""
-    found = store.ask(lambda tx: load_group_answer(tx, group))
-    texts = find_texts(store.settings, found.base)
-    if not texts.sure and found.shapes:
-        first = next(iter(found.shapes.values()))
+    group_answer = store.ask(lambda tx: load_group_answer(tx, group))
+    texts = find_texts(store.settings, group_answer.base)
+    if not texts.sure and group_answer.shapes:
+        first = next(iter(group_answer.shapes.values()))
         texts = store.ask(lambda tx: check_namesake(tx, first, texts))
-    return answer({**found.told, "parting": describe_parting(found, texts)})
+    return answer({**group_answer.document, "parting": describe_parting(group_answer, texts)})

@@ -55,8 +55,8 @@ def list_runs(
 
 
 def _runs(tx: DriverTransaction, chosen: RunFilter, paging: Paging) -> dict[str, Any]:
-    found = run_rows.list_runs(tx, chosen, paging)
-    return {"rows": list_shown_runs(tx, found.rows), "next": found.next}
+    page = run_rows.list_runs(tx, chosen, paging)
+    return {"rows": list_shown_runs(tx, page.rows), "next": page.next}
 
 
 @router.get("/runs/{run}", response_model=WholeRun)
@@ -79,9 +79,9 @@ def read_config(store: Store, run: int, other: int | None = None) -> Response:
 @router.get("/runs/{run}/curves", response_model=CurvesAnswer)
 def read_curves(store: Store, run: int, after: int = 0) -> Response:
     """Return the run's evaluations and its curves, for at most 1,000 iterations after iteration `after`."""
-    found = store.ask_about_run(run, lambda tx, name: curves.load_curves(tx, name, after))
-    told = {"columns": list(curves.COLUMNS), "meanings": curves.COLUMNS, "rows": found.rows, "evals": found.evals}
-    return answer({**told, "cursor": found.cursor, "more": found.more})
+    curve_data = store.ask_about_run(run, lambda tx, name: curves.load_curves(tx, name, after))
+    fields = {"columns": list(curves.COLUMNS), "meanings": curves.COLUMNS, "rows": curve_data.rows, "evals": curve_data.evals}
+    return answer({**fields, "cursor": curve_data.cursor, "more": curve_data.more})
 
 
 @router.get("/runs/{run}/events", response_model=EventsPage)
@@ -114,17 +114,17 @@ def read_lanes(
     last: Annotated[int | None, Query(alias="to")] = None,
 ) -> Response:
     """Return the work of each worker of each queue in some iterations; by default the newest five."""
-    found = store.ask_about_run(run, lambda tx, name: lanes.load_lanes(tx, name, first, last))
-    told = {"lanes": found.lanes, "spans": found.spans, "left_out": found.left_out}
-    return answer({**told, "from": found.first, "to": found.last})
+    timeline = store.ask_about_run(run, lambda tx, name: lanes.load_lanes(tx, name, first, last))
+    fields = {"lanes": timeline.lanes, "spans": timeline.spans, "left_out": timeline.left_out}
+    return answer({**fields, "from": timeline.first, "to": timeline.last})
 
 
 @router.get("/runs/{run}/iterations/{number}", response_model=IterationAnswer)
 def read_iteration(store: Store, run: int, number: int) -> Response:
     """Return an iteration: its metrics, its optimizer steps, its groups, and the episodes with their outcomes."""
-    found = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
-    told = {"iteration": found.iteration, "updates": found.updates, "groups": [cut_texts(row) for row in found.groups]}
-    return answer({**told, "left_out": found.left_out})
+    details = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
+    fields = {"iteration": details.iteration, "updates": details.updates, "groups": [cut_texts(row) for row in details.groups]}
+    return answer({**fields, "left_out": details.left_out})
 
 
 @router.get("/runs/{run}/episodes", response_model=EpisodesPage)
@@ -156,5 +156,5 @@ def list_episodes(
     return _page(store.ask_about_run(run, page))
 
 
-def _page(found: Page[Any]) -> Response:
-    return answer({"rows": cut_rows(found.rows), "next": found.next})
+def _page(page: Page[Any]) -> Response:
+    return answer({"rows": cut_rows(page.rows), "next": page.next})

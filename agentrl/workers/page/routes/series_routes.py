@@ -46,8 +46,8 @@ class View(BaseModel):
 @router.get("/runs/{run}/series", response_model=SeriesPage)
 def read_series(store: Store, run: int, view: str, column: str, cursor: str = "") -> Response:
     """Return the count, sum, minimum and maximum of a column by iteration, over the next 5,000 rows of the run in a view."""
-    found = store.ask_about_run(run, lambda tx, name: series.read_series(tx, name, view, column, cursor))
-    return answer({"rows": found.rows, "next": found.next})
+    window = store.ask_about_run(run, lambda tx, name: series.read_series(tx, name, view, column, cursor))
+    return answer({"rows": window.rows, "next": window.next})
 
 
 @router.get("/views", response_model=list[View])

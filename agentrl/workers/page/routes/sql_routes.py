@@ -73,13 +73,13 @@ async def _read_body(request: Request) -> bytes:
 
 def _parse(body: bytes) -> str:
     try:
-        asked = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError):
-        asked = None
-    if not isinstance(asked, dict) or not isinstance(asked.get("query"), str):
+        document = None
+    if not isinstance(document, dict) or not isinstance(document.get("query"), str):
         raise ConfigError('The request is not {"query": "SELECT ..."}.', "Send one SELECT as JSON.")
-    found: str = asked["query"]
-    return found
+    query: str = document["query"]
+    return query
 
 
 def _run(store: ReadOnlyStore, query: str) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def _run(store: ReadOnlyStore, query: str) -> dict[str, Any]:
         except ServiceError as error:  # locked, or away
             raise Busy(error.message, error.hint) from error
         seconds = time.perf_counter() - started
-    shown, cut = _show(rows[:MAX_ROWS])
-    return {"columns": columns, "rows": shown, "seconds": seconds, "cut": len(rows) > MAX_ROWS, "cells_cut": cut}
+    cells, cut = _show(rows[:MAX_ROWS])
+    return {"columns": columns, "rows": cells, "seconds": seconds, "cut": len(rows) > MAX_ROWS, "cells_cut": cut}
 
 
 @contextmanager
@@ -112,19 +112,19 @@ def _entered(room: BoundedSemaphore, seconds: float) -> Iterator[None]:
 def _show(rows: list[tuple[Any, ...]]) -> tuple[list[list[Any]], int]:
     """Return the rows as JSON values with long values shortened, and the number of shortened values."""
     left, cut = ANSWER_CHARS, 0
-    found = []
+    shortened = []
     for row in rows:
-        shown = []
+        cells = []
         for value in row:
             plain = _plain(value)
             if isinstance(plain, str):
-                most = max(LEAST_CHARS, min(SHOWN_CHARS, left))
-                cut += len(plain) > most
-                plain = plain[:most]
+                max_chars = max(LEAST_CHARS, min(SHOWN_CHARS, left))
+                cut += len(plain) > max_chars
+                plain = plain[:max_chars]
                 left -= len(plain)
-            shown.append(plain)
-        found.append(shown)
-    return found, cut
+            cells.append(plain)
+        shortened.append(cells)
+    return shortened, cut
 
 
 def _plain(value: Any) -> Any:

@@ -75,20 +75,20 @@ def list_tasks(
     cursor: str = "",
 ) -> Response:
     """Return the tasks of the run's groups, at most 40; by default ordered by their first group."""
-    found = store.ask_about_run(run, lambda tx, name: task_rows.list_tasks(tx, name, text, sort, size, cursor))
-    told = {"rows": cut_rows(found.rows, LISTED_CHARS), "next": found.next}
-    return answer({**told, "solved_means": found.solved_means, "left_out": found.left_out})
+    page = store.ask_about_run(run, lambda tx, name: task_rows.list_tasks(tx, name, text, sort, size, cursor))
+    fields = {"rows": cut_rows(page.rows, LISTED_CHARS), "next": page.next}
+    return answer({**fields, "solved_means": page.solved_means, "left_out": page.left_out})
 
 
 @router.get("/runs/{run}/tasks/{task}", response_model=TaskAnswer)
 def read_task(store: Store, run: int, task: int) -> Response:
     """Return a task: its messages, and all of its groups with their episodes' rewards."""
-    found = store.ask_about_run(run, lambda tx, name: task_rows.load_task(tx, name, task))
+    document = store.ask_about_run(run, lambda tx, name: task_rows.load_task(tx, name, task))
     cut = {}
     for name in ("task", "reference", "metadata"):
-        found[name], cut[name] = cut_value(found[name])
-    messages = [_cut_message(message) for message in found["messages"]]
-    return answer({**found, "messages": messages, "cut": {name: size for name, size in cut.items() if size is not None}})
+        document[name], cut[name] = cut_value(document[name])
+    messages = [_cut_message(message) for message in document["messages"]]
+    return answer({**document, "messages": messages, "cut": {name: size for name, size in cut.items() if size is not None}})
 
 
 def _cut_message(message: Any) -> Any:

@@ -58,12 +58,12 @@ class TokenCredit:
 
 def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> tuple[CreditReader, list[Row]]:
     """Return the reader of the episode (an update of its own run, if there is one), and all updates that trained on it."""
-    found = load_readers(tx, episode)
-    if not found:
+    readers = load_readers(tx, episode)
+    if not readers:
         return CreditReader(run or load_run_of(tx, run_id), None), []
-    first = found[0]
+    first = readers[0]
     same = run is not None and run["id"] == first["run_id"]
-    return CreditReader(run if same and run is not None else load_run_of(tx, first["run_id"]), first), found
+    return CreditReader(run if same and run is not None else load_run_of(tx, first["run_id"]), first), readers
 
 
 def explain_members(tx: Any, reader: CreditReader, members: Sequence[Member], recorded: Mapping[int, float]) -> dict[int, Any]:
@@ -99,7 +99,7 @@ def explain_episode(tx: Any, reader: CreditReader, episode: int, group: int) -> 
     recorded = {} if reader.recorded is None else {episode: reader.recorded}
     own = [member for member in members if member.row["id"] == episode]
     name, options = load_algorithm(reader.run["config"])
-    found = explain_credit(
+    explanation = explain_credit(
         Credit(
             algorithm=name,
             options=options,
@@ -109,7 +109,7 @@ def explain_episode(tx: Any, reader: CreditReader, episode: int, group: int) -> 
             update=_Update(tx, reader).scored,
         )
     )
-    return {**found, "run": reader.run["name"], "run_id": reader.run["id"]}
+    return {**explanation, "run": reader.run["name"], "run_id": reader.run["id"]}
 
 
 def _scored(member: Member) -> Scored:
@@ -167,10 +167,10 @@ def _credit_by_returns(tx: Any, reader: CreditReader, episode: int, name: str, d
         members = [member for member in members if member.row["id"] == episode]
     shapes = load_shapes(tx, members)
     if shapes is None:
-        said = "Advantages are whitened over the whole update, which has too many turns to recompute here"
-        return TokenCredit("missing", f"{said}; the mean over the episode is {reader.recorded:.6g}.")
+        reason = "Advantages are whitened over the whole update, which has too many turns to recompute here"
+        return TokenCredit("missing", f"{reason}; the mean over the episode is {reader.recorded:.6g}.")
     earned = load_earned(tx, [member.row for member in members], reader.run["reward_set"])
-    episodes = [_with_rewards(shapes[each.row["id"]], each, earned) for each in members if each.reward is not None]
+    episodes = [_with_rewards(shapes[member.row["id"]], member, earned) for member in members if member.reward is not None]
     own = credit_by_returns(episodes, episode, discount, whitened=name == "reinforce_plus_plus")
     count = sum(map(len, own.values()))
     mean = sum(map(sum, own.values())) / count if count else 0.0
@@ -178,8 +178,8 @@ def _credit_by_returns(tx: Any, reader: CreditReader, episode: int, name: str, d
     if not count or abs(mean - recorded) > 100 * ROUNDING * max(1.0, abs(mean)):
         if not recorded:
             return TokenCredit("stored", "The update recorded 0 for the episode.", 0.0)
-        said = f"The value computed from the rows ({mean:.6g}) differs from the one that the update recorded ({recorded:.6g})"
-        return TokenCredit("missing", f"{said}: the rewards have changed since.")
+        reason = f"The value computed from the rows ({mean:.6g}) differs from the one that the update recorded ({recorded:.6g})"
+        return TokenCredit("missing", f"{reason}: the rewards have changed since.")
     how = "Returns to go, computed from rewards and lengths; their mean over the episode equals the recorded advantage."
     return TokenCredit("computed", how, of_steps=own)
 

@@ -47,8 +47,8 @@ class EpisodeTokens:
         """Return at most `size` tokens from `start` on, without their texts."""
         end = min(start + size, self.total)
         pieces = list_pieces(self.shape.value, self._chains, start, end) if start < end else []
-        kept = load_tokens(self._tx, self.shape.step_ids(sorted({piece.step for piece in pieces})))
-        stored = {step: kept.get(self.shape.rows[step]["id"]) for step in {piece.step for piece in pieces}}
+        tokens_by_row = load_tokens(self._tx, self.shape.step_ids(sorted({piece.step for piece in pieces})))
+        stored = {step: tokens_by_row.get(self.shape.rows[step]["id"]) for step in {piece.step for piece in pieces}}
         reader, _ = find_reader(self._tx, self.shape.id, self.shape.run_id, self.run)
         credit = credit_tokens(self._tx, reader, self.shape.id)
         ids, logprobs = _lay_out(pieces, stored, start, end)
@@ -64,15 +64,15 @@ class EpisodeTokens:
             "stored": stored,
         }
 
-    def texts(self, found: FoundTexts, read: dict[str, Any]) -> tuple[list[str] | None, str | None]:
+    def texts(self, token_texts: FoundTexts, read: dict[str, Any]) -> tuple[list[str] | None, str | None]:
         """Return the texts of the tokens that `read` returned, or None and the reason why there are none."""
         start, end = read["start"], read["start"] + len(read["ids"])
-        if found.texts is None:
-            return None, found.why_none
-        told: list[str] = []
+        if token_texts.texts is None:
+            return None, token_texts.why_none
+        texts: list[str] = []
         for piece in read["pieces"]:
-            told += _piece_texts(found.texts, piece, read["stored"].get(piece.step), start, end)
-        return told, None
+            texts += _piece_texts(token_texts.texts, piece, read["stored"].get(piece.step), start, end)
+        return texts, None
 
 
 def _lay_out(
@@ -82,13 +82,13 @@ def _lay_out(
     logprobs: list[float | None] = []
     for piece in pieces:
         first, last = _within(piece, start, end)
-        found = _unpack("i", _packed_ids(piece, stored.get(piece.step)), first, last)
-        ids += found
-        if piece.kind == "prompt" or (kept := stored.get(piece.step)) is None:
-            logprobs += [None] * len(found)
+        piece_ids = _unpack("i", _packed_ids(piece, stored.get(piece.step)), first, last)
+        ids += piece_ids
+        if piece.kind == "prompt" or (tokens := stored.get(piece.step)) is None:
+            logprobs += [None] * len(piece_ids)
             continue
-        known = [value if math.isfinite(value) else None for value in _unpack("f", kept.logprobs, first, last)]
-        logprobs += known + [None] * (len(found) - len(known))
+        sampled = [value if math.isfinite(value) else None for value in _unpack("f", tokens.logprobs, first, last)]
+        logprobs += sampled + [None] * (len(piece_ids) - len(sampled))
     return ids, logprobs
 
 
@@ -97,10 +97,10 @@ def _within(piece: TokenPiece, start: int, end: int) -> tuple[int, int]:
     return max(0, start - piece.start), min(piece.end, end) - piece.start
 
 
-def _packed_ids(piece: TokenPiece, kept: StepTokens | None) -> bytes:
-    if kept is None:
+def _packed_ids(piece: TokenPiece, tokens: StepTokens | None) -> bytes:
+    if tokens is None:
         return b""
-    return kept.prompt_ids if piece.kind == "prompt" else kept.sampled_ids
+    return tokens.prompt_ids if piece.kind == "prompt" else tokens.sampled_ids
 
 
 def _unpack(kind: str, packed: bytes, first: int, last: int) -> list[Any]:
@@ -108,14 +108,14 @@ def _unpack(kind: str, packed: bytes, first: int, last: int) -> list[Any]:
     return list(struct.unpack(f"<{len(part) // TOKEN_BYTES}{kind}", part[: len(part) // TOKEN_BYTES * TOKEN_BYTES]))
 
 
-def _piece_texts(texts: TokenTexts, piece: TokenPiece, kept: StepTokens | None, start: int, end: int) -> list[str]:
+def _piece_texts(texts: TokenTexts, piece: TokenPiece, tokens: StepTokens | None, start: int, end: int) -> list[str]:
     """Return the texts of the piece's tokens inside the range. A character may cross the ends of the range, but not those of
     the piece.
     """
     first, last = _within(piece, start, end)
     before = max(0, first - AROUND)
     length = piece.end - piece.start
-    ids = _unpack("i", _packed_ids(piece, kept), before, min(length, last + AROUND))
+    ids = _unpack("i", _packed_ids(piece, tokens), before, min(length, last + AROUND))
     return texts.of(ids)[first - before : last - before]
 
 
@@ -162,48 +162,48 @@ def _advantages(
     if credit.of_steps is None or all(values[0] == values[-1] for values in credit.of_steps.values() if values):
         return None
     idle = reasons_not_to_train(shape.value)
-    found: list[float | None] = []
+    advantages: list[float | None] = []
     for piece in pieces:
         first, last = _within(piece, start, end)
         values: Sequence[float | None] = credit.of_steps.get(piece.step, ()) if _trains(piece, idle) else ()
         some = [*values[first:last]]
-        found += some + [None] * (last - first - len(some))
-    return found
+        advantages += some + [None] * (last - first - len(some))
+    return advantages
 
 
 def _metrics(episode: int, logprobs: Sequence[float | None], credit: TokenCredit) -> list[dict[str, str]]:
     some = any(value is not None for value in logprobs)
     verify = f"Recompute and compare it: agentrl replay {episode} --verify tokens"
-    known = {"source": "stored", "how": f"The sampler's natural logarithm, at its temperature. {verify}"}
+    stored = {"source": "stored", "how": f"The sampler's natural logarithm, at its temperature. {verify}"}
     missing = {"source": "missing", "how": "No token was sampled here, or its sampler did not report logprobs."}
     return [
-        {"name": "logprob", **(known if some else missing)},
+        {"name": "logprob", **(stored if some else missing)},
         {"name": "advantage", "source": credit.source, "how": credit.how},
         *({"name": name, "source": "missing", "how": how} for name, how in NOT_STORED.items()),
     ]
 
 
-def check_namesake(tx: Any, shape: EpisodeShape, found: FoundTexts) -> FoundTexts:
+def check_namesake(tx: Any, shape: EpisodeShape, token_texts: FoundTexts) -> FoundTexts:
     """Return the texts unchanged; without texts if the tokenizer of another model of the same name does not decode the
     episode's first sampled turn as recorded.
     """
     ids = [row["id"] for row in shape.rows if row["sampled_tokens"]][:1]
-    steps, kept = load_steps(tx, ids), load_tokens(tx, ids)
-    if not steps or not kept:
-        return found
-    return found.checked(_unpack("i", kept[ids[0]].sampled_ids, 0, MAX_COMPARED), steps[0]["text"][:MAX_COMPARED])
+    steps, tokens = load_steps(tx, ids), load_tokens(tx, ids)
+    if not steps or not tokens:
+        return token_texts
+    return token_texts.checked(_unpack("i", tokens[ids[0]].sampled_ids, 0, MAX_COMPARED), steps[0]["text"][:MAX_COMPARED])
 
 
-def packed_line(tx: Any, shape: EpisodeShape, most: int) -> bytes:
-    """Return the first `most` tokens of the episode as packed ids, its chains one after another."""
-    pieces = list_pieces(shape.value, place_chains(shape.value), 0, most)
-    kept = load_tokens(tx, shape.step_ids(sorted({piece.step for piece in pieces})))
-    stored = {step: kept.get(shape.rows[step]["id"]) for step in {piece.step for piece in pieces}}
-    parts = (_packed_ids(each, stored[each.step])[: (each.end - each.start) * TOKEN_BYTES] for each in pieces)
-    return b"".join(parts)[: most * TOKEN_BYTES]
+def packed_line(tx: Any, shape: EpisodeShape, max_tokens: int) -> bytes:
+    """Return the first `max_tokens` tokens of the episode as packed ids, its chains one after another."""
+    pieces = list_pieces(shape.value, place_chains(shape.value), 0, max_tokens)
+    tokens_by_row = load_tokens(tx, shape.step_ids(sorted({piece.step for piece in pieces})))
+    stored = {step: tokens_by_row.get(shape.rows[step]["id"]) for step in {piece.step for piece in pieces}}
+    parts = (_packed_ids(piece, stored[piece.step])[: (piece.end - piece.start) * TOKEN_BYTES] for piece in pieces)
+    return b"".join(parts)[: max_tokens * TOKEN_BYTES]
 
 
 def place_in_line(shape: EpisodeShape, token: int) -> tuple[int | None, str | None]:
     """Return the step and the kind of the token at this position; None and None after the end."""
-    found = list_pieces(shape.value, place_chains(shape.value), token, token + 1)
-    return (found[0].step, found[0].kind) if found else (None, None)
+    pieces = list_pieces(shape.value, place_chains(shape.value), token, token + 1)
+    return (pieces[0].step, pieces[0].kind) if pieces else (None, None)

@@ -17,37 +17,37 @@ MAX_DEPTH = 40
 """The deepest nesting of a value that is returned as JSON; a deeper one is returned as text."""
 
 
-def cut_rows(rows: Iterable[Mapping[str, Any]], most: int = LISTED_CHARS) -> list[Mapping[str, Any]]:
+def cut_rows(rows: Iterable[Mapping[str, Any]], max_chars: int = LISTED_CHARS) -> list[Mapping[str, Any]]:
     """Return the rows with long values shortened. A changed row has in `cut` the full length of each shortened column, in
     characters.
     """
-    return [_cut_row(row, most) for row in rows]
+    return [_cut_row(row, max_chars) for row in rows]
 
 
-def cut_texts(row: Mapping[str, Any], most: int = LISTED_CHARS) -> dict[str, Any]:
+def cut_texts(row: Mapping[str, Any], max_chars: int = LISTED_CHARS) -> dict[str, Any]:
     """Return the row with only its long texts shortened, and `cut` as in `cut_rows`."""
-    cut = {name: len(value) for name, value in row.items() if isinstance(value, str) and len(value) > most}
-    return {**row, **{name: row[name][:most] for name in cut}, **({"cut": cut} if cut else {})}
+    cut = {name: len(value) for name, value in row.items() if isinstance(value, str) and len(value) > max_chars}
+    return {**row, **{name: row[name][:max_chars] for name in cut}, **({"cut": cut} if cut else {})}
 
 
-def _cut_row(row: Mapping[str, Any], most: int) -> Mapping[str, Any]:
-    parts = {name: cut_value(value, most) for name, value in row.items() if isinstance(value, str | dict | list)}
+def _cut_row(row: Mapping[str, Any], max_chars: int) -> Mapping[str, Any]:
+    parts = {name: cut_value(value, max_chars) for name, value in row.items() if isinstance(value, str | dict | list)}
     cut = {name: size for name, (_, size) in parts.items() if size is not None}
     return {**row, **{name: parts[name][0] for name in cut}, "cut": cut} if cut else row
 
 
-def cut_value(value: Any, most: int = SHOWN_CHARS) -> tuple[Any, int | None]:
+def cut_value(value: Any, max_chars: int = SHOWN_CHARS) -> tuple[Any, int | None]:
     """Return the JSON value and None; for a larger value, the beginning of its text and its full length in characters."""
     if isinstance(value, str):
-        return value[:most], len(value) if len(value) > most else None
+        return value[:max_chars], len(value) if len(value) > max_chars else None
     if not isinstance(value, dict | list):
         return value, None
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (RecursionError, ValueError):
         return "(not shown: nested too deep, or a number is too long)", 0
-    shallow = len(text) <= most and _depth(text) <= MAX_DEPTH
-    return (value, None) if shallow else (text[:most], len(text))
+    shallow = len(text) <= max_chars and _depth(text) <= MAX_DEPTH
+    return (value, None) if shallow else (text[:max_chars], len(text))
 
 
 def _depth(text: str) -> int:
@@ -68,9 +68,9 @@ LEAST_CHARS = 200
 class ShownTexts:
     """Writes texts into a response. A shortened text has its full length in `cut` and its path in `of`, by its name."""
 
-    def __init__(self, most: int = SHOWN_CHARS, together: int = ANSWER_CHARS) -> None:
-        """Take the most characters of one text, and of all texts together."""
-        self._most, self._left = most, together
+    def __init__(self, max_chars: int = SHOWN_CHARS, max_total_chars: int = ANSWER_CHARS) -> None:
+        """Set the maximum characters of one text, and of all texts together."""
+        self._max_chars, self._left = max_chars, max_total_chars
 
     def put(self, target: dict[str, Any], name: str, text: str | None, chars: int | None = None, path: str = "") -> None:
         """Write a text, or the part of it that fits, to `target[name]`.
@@ -86,25 +86,25 @@ class ShownTexts:
             target[name] = None
             return
         whole = max(len(text), chars or 0)
-        shown = text[: self._room()]
-        self._left -= len(shown)
-        target[name] = shown
-        if len(shown) < whole:
+        shortened = text[: self._room()]
+        self._left -= len(shortened)
+        target[name] = shortened
+        if len(shortened) < whole:
             self._mark(target, name, whole, path)
 
     def put_value(self, target: dict[str, Any], name: str, value: Any, path: str = "") -> None:
         """Write a JSON value to `target[name]`; for a large value, the beginning of its text."""
-        shown, chars = cut_value(value, self._room())
-        if isinstance(shown, str):
-            self._left -= len(shown)
+        shortened, chars = cut_value(value, self._room())
+        if isinstance(shortened, str):
+            self._left -= len(shortened)
         else:
-            self._left -= len(str(shown))
-        target[name] = shown
+            self._left -= len(str(shortened))
+        target[name] = shortened
         if chars is not None:
             self._mark(target, name, chars, path)
 
     def _room(self) -> int:
-        return max(LEAST_CHARS, min(self._most, self._left))
+        return max(LEAST_CHARS, min(self._max_chars, self._left))
 
     def _mark(self, target: dict[str, Any], name: str, chars: int, path: str) -> None:
         target.setdefault("cut", {})[name] = chars
@@ -130,16 +130,16 @@ def new_messages(prompt: Any, results: Sequence[Row]) -> tuple[int, list[tuple[i
     messages = prompt if isinstance(prompt, list) else []
     head = messages[0].get(SHARED, 0) if messages and isinstance(messages[0], Mapping) else 0
     shared = head if isinstance(head, int) else 0
-    told = {(call["result"], call["result_chars"]) for call in results if call["result"] is not None}
+    result_keys = {(call["result"], call["result_chars"]) for call in results if call["result"] is not None}
     new = list(enumerate(messages))[1 if shared else 0 :]
-    return shared, [(place, message) for place, message in new if not _is_told(message, told)]
+    return shared, [(place, message) for place, message in new if not _is_told(message, result_keys)]
 
 
-def _is_told(message: Any, told: set[tuple[str, int]]) -> bool:
+def _is_told(message: Any, result_keys: set[tuple[str, int]]) -> bool:
     if not (isinstance(message, Mapping) and message.get("role") == "tool"):
         return False
     content = str(message.get("content", ""))
-    return any(len(content) == chars and content.startswith(result) for result, chars in told)
+    return any(len(content) == chars and content.startswith(result) for result, chars in result_keys)
 
 
 def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
@@ -151,24 +151,24 @@ def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
         texts: shortens its texts.
     """
     row = message if isinstance(message, Mapping) else {"role": "", "content": str(message)}
-    shown: dict[str, Any] = {"role": str(row.get("role", ""))[:100]}
-    texts.put(shown, "content", str(row.get("content", "")), path=f"{path}/content")
+    document: dict[str, Any] = {"role": str(row.get("role", ""))[:100]}
+    texts.put(document, "content", str(row.get("content", "")), path=f"{path}/content")
     if row.get("thought"):
-        texts.put(shown, "thought", str(row["thought"]), path=f"{path}/thought")
+        texts.put(document, "thought", str(row["thought"]), path=f"{path}/thought")
     if row.get("name"):
-        shown["name"] = str(row["name"])[:1000]
+        document["name"] = str(row["name"])[:1000]
     if row.get("tool_calls"):
-        texts.put_value(shown, "tool_calls", row["tool_calls"], path=f"{path}/tool_calls")
-    return shown
+        texts.put_value(document, "tool_calls", row["tool_calls"], path=f"{path}/tool_calls")
+    return document
 
 
 def shown_task(task: Row, texts: ShownTexts) -> dict[str, Any]:
     """Convert a task of `load_task_of`."""
-    shown: dict[str, Any] = {"id": task["id"], "key": task["key"][:MAX_KEY]}
-    texts.put(shown, "reference", task["reference"], task["reference_chars"], "task/reference")
+    document: dict[str, Any] = {"id": task["id"], "key": task["key"][:MAX_KEY]}
+    texts.put(document, "reference", task["reference"], task["reference_chars"], "task/reference")
     messages = task["messages"] if isinstance(task["messages"], list) else []
-    shown["messages"] = [
+    document["messages"] = [
         shown_message(message, f"task/messages/{place}", texts) for place, message in enumerate(messages[:MAX_MESSAGES])
     ]
-    shown["messages_left_out"] = len(messages[MAX_MESSAGES:])
-    return shown
+    document["messages_left_out"] = len(messages[MAX_MESSAGES:])
+    return document

@@ -42,10 +42,10 @@ class TokenTexts:
         return b"".join(map(self._bytes, ids)).decode("utf-8", "replace")
 
     def _bytes(self, token: int) -> bytes:
-        known = self._known.get(token)
-        if known is None:
-            known = self._known[token] = self._make_bytes(token)
-        return known
+        cached = self._known.get(token)
+        if cached is None:
+            cached = self._known[token] = self._make_bytes(token)
+        return cached
 
     def _make_bytes(self, token: int) -> bytes:
         if token in self.added:
@@ -70,11 +70,11 @@ def join_pieces(pieces: Sequence[bytes]) -> list[str]:
     texts: list[str] = []
     held: int | None = None  # whose letter is not whole yet
     for place, piece in enumerate(pieces):
-        made = decoder.decode(piece)
-        if held is not None and made:
-            texts[held] += made[0]
-            made, held = made[1:], None
-        texts.append(made)
+        decoded = decoder.decode(piece)
+        if held is not None and decoded:
+            texts[held] += decoded[0]
+            decoded, held = decoded[1:], None
+        texts.append(decoded)
         if held is None and decoder.getstate()[0]:
             held = place
     if held is not None:
@@ -147,9 +147,9 @@ def _load(file: str, size: int, changed: int) -> TokenTexts:
     from tokenizers import Tokenizer
 
     text = Path(file).read_text(encoding="utf-8")
-    made = Tokenizer.from_str(text)
-    added = {number: token.content for number, token in made.get_added_tokens_decoder().items()}
-    return TokenTexts(made, _byte_letters() if _is_byte_level(json.loads(text).get("decoder")) else None, added)
+    tokenizer = Tokenizer.from_str(text)
+    added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
+    return TokenTexts(tokenizer, _byte_letters() if _is_byte_level(json.loads(text).get("decoder")) else None, added)
 
 
 def _is_byte_level(decoder: Any) -> bool:

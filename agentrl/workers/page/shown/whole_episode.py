@@ -75,16 +75,16 @@ def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[st
         "turns": load_turns(tx, shape, steps, texts),
         "next_turn": end if end < len(shape.value.steps) else None,
         "chains": list_chains(shape),
-        "rewards": [dict(each) for each in rewards],
+        "rewards": [dict(reward) for reward in rewards],
         "rewards_left_out": rewards_left,
         "grades": [_shown_call(call, texts) for call in load_grades(tx, episode, shape.attempt)[:MAX_CALLS]],
         "fate": {**cut_texts(fate), "sentence": fate_sentence(fate)},
-        "read_by": [{name: value for name, value in each.items() if name != "iteration_id"} for each in readers],
+        "read_by": [{name: value for name, value in update.items() if name != "iteration_id"} for update in readers],
         "advantage": explain_episode(tx, reader, episode, shape.group_id),
         "parent": None if row.parent_id is None else {"id": row.parent_id, "step": row.fork_step},
         "forks": forks,
         "forks_left_out": forks_left,
-        "annotations": [_shown_annotation(each, texts) for each in annotations],
+        "annotations": [_shown_annotation(annotation, texts) for annotation in annotations],
         "annotations_left_out": annotations_left,
         "resources": load_resources_of(tx, shape.group_id),
         "commands": list_commands(row, run, reader),
@@ -92,20 +92,20 @@ def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[st
 
 
 def _shown_row(row: EpisodeRow, shape: EpisodeShape, texts: ShownTexts) -> dict[str, Any]:
-    shown = {**cut_texts({**row}, SHOWN_CHARS), "run_id": shape.run_id}
-    texts.put(shown, "final_answer", row.final_answer, path="episode/final_answer")
-    texts.put(shown, "error", row.error, path="episode/error")
-    texts.put(shown, "reference", row.reference, path="task/reference")
-    return shown
+    document = {**cut_texts({**row}, SHOWN_CHARS), "run_id": shape.run_id}
+    texts.put(document, "final_answer", row.final_answer, path="episode/final_answer")
+    texts.put(document, "error", row.error, path="episode/error")
+    texts.put(document, "reference", row.reference, path="task/reference")
+    return document
 
 
 def _shown_agent(agent: Row | None, texts: ShownTexts) -> dict[str, Any] | None:
     if agent is None:
         return None
-    shown: dict[str, Any] = {name: agent[name] for name in ("status", "exit_code", "error_class")}
+    document: dict[str, Any] = {name: agent[name] for name in ("status", "exit_code", "error_class")}
     for name in ("error", "output", "answer"):
-        texts.put(shown, name, agent[name], agent[f"{name}_chars"], f"agent/{name}")
-    return shown
+        texts.put(document, name, agent[name], agent[f"{name}_chars"], f"agent/{name}")
+    return document
 
 
 def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownTexts) -> list[dict[str, Any]]:
@@ -114,9 +114,9 @@ def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownT
     parents = {parent for parent in before.values() if parent is not None and parent >= 0}
     calls = load_calls(tx, shape.step_ids([*{*steps, *parents}]))
     rewards = load_step_rewards(tx, shape.id, steps)
-    said, left = load_annotations(tx, shape.id, shape.attempt, steps, MAX_ANNOTATIONS) if steps else ([], 0)
+    annotations, left = load_annotations(tx, shape.id, shape.attempt, steps, MAX_ANNOTATIONS) if steps else ([], 0)
     idle = reasons_not_to_train(value)
-    found = []
+    turns = []
     for row in load_steps(tx, shape.step_ids(steps)):
         number = row["step"]
         step, parent = value.steps[number], before[number]
@@ -139,11 +139,13 @@ def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownT
         turn["calls"] = [_shown_call(call, texts) for call in mine[:MAX_CALLS]]
         turn["calls_left_out"] = len(mine[MAX_CALLS:])
         turn["rewards"] = rewards.get(number, [])
-        turn["annotations"] = [_shown_annotation(each, texts) for each in said if each["step"] == number]
-        found.append(turn)
-    if left and found:
-        found[-1]["annotations_left_out"] = left
-    return found
+        turn["annotations"] = [
+            _shown_annotation(annotation, texts) for annotation in annotations if annotation["step"] == number
+        ]
+        turns.append(turn)
+    if left and turns:
+        turns[-1]["annotations_left_out"] = left
+    return turns
 
 
 def _shown_prompt(row: Row, results: Sequence[Row], texts: ShownTexts) -> dict[str, Any]:
@@ -151,35 +153,35 @@ def _shown_prompt(row: Row, results: Sequence[Row], texts: ShownTexts) -> dict[s
     repeat a call's result are left out.
     """
     shared, messages = new_messages(row["prompt"], results)
-    shown = []
+    documents = []
     for place, message in messages[:MAX_MESSAGES]:
         one = shown_message(message, f"steps/{row['step']}/messages/{place}", texts)
-        shown.append({**one, "edited": True} if one["role"] == "tool" and results else one)
-    return {"messages": shown, "messages_left_out": len(messages[MAX_MESSAGES:]), "shared_messages": shared}
+        documents.append({**one, "edited": True} if one["role"] == "tool" and results else one)
+    return {"messages": documents, "messages_left_out": len(messages[MAX_MESSAGES:]), "shared_messages": shared}
 
 
 def _shown_call(call: Row, texts: ShownTexts) -> dict[str, Any]:
-    shown: dict[str, Any] = {name: call[name] for name in CALL_FIELDS if name != "step"}
-    texts.put_value(shown, "arguments", call["arguments"], f"calls/{call['id']}/arguments")
-    texts.put(shown, "result", call["result"], call["result_chars"], f"calls/{call['id']}/result")
-    return shown
+    document: dict[str, Any] = {name: call[name] for name in CALL_FIELDS if name != "step"}
+    texts.put_value(document, "arguments", call["arguments"], f"calls/{call['id']}/arguments")
+    texts.put(document, "result", call["result"], call["result_chars"], f"calls/{call['id']}/result")
+    return document
 
 
 def _shown_annotation(row: Row, texts: ShownTexts) -> dict[str, Any]:
-    shown: dict[str, Any] = {name: row[name] for name in ANNOTATION_FIELDS}
-    texts.put_value(shown, "data", row["data"], f"annotations/{row['id']}/data")
-    return shown
+    document: dict[str, Any] = {name: row[name] for name in ANNOTATION_FIELDS}
+    texts.put_value(document, "data", row["data"], f"annotations/{row['id']}/data")
+    return document
 
 
 def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
     """Return the episode's chains: their steps, the step after which each begins, and the range of its tokens."""
-    found = []
+    chains = []
     for place in place_chains(shape.value):
         parent = place.steps[0].parent
         after = None if parent is None or parent < 0 else parent
-        told = {"chain": place.chain, "steps": [step.index for step in place.steps], "from_step": after}
-        found.append({**told, "shared_tokens": place.steps[0].shared, "start": place.start, "end": place.end})
-    return found
+        fields = {"chain": place.chain, "steps": [step.index for step in place.steps], "from_step": after}
+        chains.append({**fields, "shared_tokens": place.steps[0].shared, "start": place.start, "end": place.end})
+    return chains
 
 
 def list_commands(row: EpisodeRow, run: Row, reader: CreditReader) -> dict[str, str | None]:

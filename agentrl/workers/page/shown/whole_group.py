@@ -40,7 +40,7 @@ BRANCH_TOKENS = 32
 class GroupAnswer:
     """A group's response without the texts of tokens, and the data from which these are made."""
 
-    told: dict[str, Any]
+    document: dict[str, Any]
     base: str
     shapes: Mapping[int, EpisodeShape]
     lines: Mapping[int, bytes]
@@ -53,22 +53,22 @@ def load_group_answer(tx: Any, group: int) -> GroupAnswer:
     Raises:
         NotFoundError: there is no such group.
     """
-    found = load_group(tx, group)
-    run = load_run_of(tx, found.run_id)
-    shapes = load_sibling_shapes(tx, found)
+    loaded = load_group(tx, group)
+    run = load_run_of(tx, loaded.run_id)
+    shapes = load_sibling_shapes(tx, loaded)
     lines = {id: packed_line(tx, shape, ALIGNED_TOKENS) for id, shape in shapes.items()}
     texts = ShownTexts(TEXT_CHARS)
-    task = load_task_of(tx, found.task_id)
-    credit, advantages = _explain(tx, found, run)
-    told = {
-        "group": {**cut_texts({**found.row}), "run_id": found.run_id, "task_id": found.task_id},
+    task = load_task_of(tx, loaded.task_id)
+    credit, advantages = _explain(tx, loaded, run)
+    document = {
+        "group": {**cut_texts({**loaded.row}), "run_id": loaded.run_id, "task_id": loaded.task_id},
         "task": shown_task(task, texts),
-        "siblings": list(_siblings(tx, found, shapes, advantages, texts)),
-        "left_out": found.left_out,
+        "siblings": list(_siblings(tx, loaded, shapes, advantages, texts)),
+        "left_out": loaded.left_out,
         "credit": credit,
         "aligned_tokens": ALIGNED_TOKENS,
     }
-    return GroupAnswer(told, run["base"], shapes, lines, align(lines))
+    return GroupAnswer(document, run["base"], shapes, lines, align(lines))
 
 
 def _explain(tx: Any, group: GroupOf, run: Row) -> tuple[dict[str, Any], dict[int, Any]]:
@@ -89,8 +89,8 @@ def _siblings(
 ) -> Iterator[dict[str, Any]]:
     ids = [episode.id for episode in group.episodes]
     parts, fates = load_sibling_parts(tx, ids), load_sibling_fates(tx, group.row.run, ids)
-    shown = [row["id"] for shape in shapes.values() for row in shape.rows[:MAX_SEGMENTS]]
-    steps, results = load_short_steps(tx, shown), load_short_results(tx, shown)
+    step_ids = [row["id"] for shape in shapes.values() for row in shape.rows[:MAX_SEGMENTS]]
+    steps, results = load_short_steps(tx, step_ids), load_short_results(tx, step_ids)
     for episode in group.episodes:
         row = cut_texts({**episode}, TEXT_CHARS)
         for name in ("final_answer", "error", "reference"):
@@ -118,30 +118,31 @@ def _segments(
         parent = row["parent_step"]
         before = results.get(shape.rows[parent]["id"], ()) if parent is not None and 0 <= parent < len(shape.rows) else ()
         for place, message in new_messages(step["prompt"], before)[1]:
-            said = shown_message(message, "", texts)
-            yield _segment(number, "message", said["content"], None, f"steps/{number}/messages/{place}/content", texts, said)
+            fields = shown_message(message, "", texts)
+            path = f"steps/{number}/messages/{place}/content"
+            yield _segment(number, "message", fields["content"], None, path, texts, fields)
         yield _segment(number, "sampled", step["text"], step["text_chars"], f"steps/{number}/text", texts)
         for call in results.get(row["id"], ()):
-            told = {"name": call["tool"], "error_class": call["error_class"]}
+            fields = {"name": call["tool"], "error_class": call["error_class"]}
             path = f"calls/{call['id']}/result"
-            yield _segment(number, "tool", call["result"], call["result_chars"], path, texts, told)
+            yield _segment(number, "tool", call["result"], call["result_chars"], path, texts, fields)
 
 
 def _segment(
     step: int, kind: str, text: str | None, chars: int | None, path: str, texts: ShownTexts, more: Row | None = None
 ) -> dict[str, Any]:
     more = more or {}
-    shown = {"step": step, "kind": kind, **{name: more[name] for name in ("role", "name", "error_class") if name in more}}
+    segment = {"step": step, "kind": kind, **{name: more[name] for name in ("role", "name", "error_class") if name in more}}
     if kind == "message":  # it is counted and cut already
         whole = more.get("cut", {}).get("content")
-        return {**shown, "text": text, **({"cut": {"text": whole}, "of": {"text": path}} if whole else {})}
-    texts.put(shown, "text", text, chars, path)
-    return shown
+        return {**segment, "text": text, **({"cut": {"text": whole}, "of": {"text": path}} if whole else {})}
+    texts.put(segment, "text", text, chars, path)
+    return segment
 
 
-def describe_parting(answer: GroupAnswer, found: FoundTexts) -> dict[str, Any]:
+def describe_parting(answer: GroupAnswer, token_texts: FoundTexts) -> dict[str, Any]:
     """Return where the episodes diverge, in tokens and, if they are available, in texts."""
-    alignment, texts = answer.alignment, found.texts
+    alignment, texts = answer.alignment, token_texts.texts
     common = alignment.common
     first = next(iter(answer.lines.values()), b"")
     text = None if texts is None else texts.whole(unpack_ids(first, 0, common))
@@ -149,7 +150,7 @@ def describe_parting(answer: GroupAnswer, found: FoundTexts) -> dict[str, Any]:
         "common_tokens": common,
         "common_text": None if text is None else text[:COMMON_CHARS],
         "common_chars": None if text is None else len(text),
-        "why_no_texts": found.why_none or None,
+        "why_no_texts": token_texts.why_none or None,
         "at": [_part_of(answer, episode, texts) for episode in answer.lines],
         "tree": [_branch(answer, branch, texts) for branch in alignment.branches],
     }
@@ -160,15 +161,15 @@ def _part_of(answer: GroupAnswer, episode: int, texts: TokenTexts | None) -> dic
     alone = answer.alignment.alone_from[episode]
     ended = at * TOKEN_BYTES >= len(line)
     step, kind = place_in_line(shape, at)
-    said = [] if texts is None or ended else texts.of(unpack_ids(line, at, at + 1 + BRANCH_TOKENS))
+    branch = [] if texts is None or ended else texts.of(unpack_ids(line, at, at + 1 + BRANCH_TOKENS))
     return {
         "episode": episode,
         "step": step,
         "kind": kind,
         "token_index": at,
         "token": None if ended else unpack_ids(line, at, at + 1)[0],
-        "token_text": said[0] if said else None,
-        "next": "".join(said[1:]) if said else None,
+        "token_text": branch[0] if branch else None,
+        "next": "".join(branch[1:]) if branch else None,
         "alone_from": alone,
         "alone_step": place_in_line(shape, alone)[0],
         "tokens": len(line) // TOKEN_BYTES,

@@ -47,21 +47,21 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
         NotFoundError: there is no such run.
     """
     name = run_rows.run_name(tx, run)
-    (shown,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
+    (shown_run,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
     children = find_children(tx, run, CHILDREN_SHOWN + 1)
-    work = (asdict(each) for each in list_open_work(tx) if each.run == name) if shown["status"] == "running" else ()
+    work = (asdict(claim) for claim in list_open_work(tx) if claim.run == name) if shown_run["status"] == "running" else ()
     return {
-        "run": shown,
+        "run": shown_run,
         "typed": typed_run(run, name),
         "config": list_config(run_details.find_config(tx, run)),
         "manifest": run_details.load_manifest(tx, run),
         "progress": run_rows.count_progress(tx, name),
-        "waits_for": shown["waits_for"],
+        "waits_for": shown_run["waits_for"],
         "sampled_on": run_rows.why_sampling_on(tx, name),
-        "tags": shown["tags"],
+        "tags": shown_run["tags"],
         "notes": cut_rows(notes_of(tx, run), SHOWN_CHARS),
-        "sources": [asdict(each) for each in find_sources(tx, run)],
-        "children": [asdict(each) for each in children[:CHILDREN_SHOWN]],
+        "sources": [asdict(source) for source in find_sources(tx, run)],
+        "children": [asdict(child) for child in children[:CHILDREN_SHOWN]],
         "children_cut": len(children) > CHILDREN_SHOWN,
         "has": run_details.find_what_it_has(tx, run, name),
         "reward_parts": run_details.list_reward_parts(tx, run, name),
@@ -107,19 +107,19 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> dict[str, Any]:
-    shown, cut = cut_value(value)
-    return {"value": shown, "cut": cut}
+    shortened, cut = cut_value(value)
+    return {"value": shortened, "cut": cut}
 
 
 def _origins(config: StoredConfig) -> Callable[[str, Any], str]:
     """Return a function from key and value to the value's origin."""
-    defaults, known = RunConfig().flat(), config.origins
+    defaults, stored = RunConfig().flat(), config.origins
 
     def origin(key: str, value: Any) -> str:
-        if known and isinstance(known.get(key), str):
-            return known[key][:LISTED_CHARS]
+        if stored and isinstance(stored.get(key), str):
+            return stored[key][:LISTED_CHARS]
         if key in defaults and defaults[key] == value:
             return "default"
-        return "given" if known is None else "settled"
+        return "given" if stored is None else "settled"
 
     return origin

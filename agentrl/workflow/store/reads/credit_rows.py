@@ -58,7 +58,7 @@ def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
 
     A step counts if it was delivered or if another step continues it.
     """
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for some in in_parts([row["id"] for row in rows]):
         query = f"""
             SELECT e.id, CAST(sum(s.sampled_tokens) AS BIGINT) AS tokens FROM episodes e
@@ -66,8 +66,8 @@ def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
             WHERE e.id IN ({among(some)}) AND s.number >= coalesce(e.fork_step, 0) AND (s.delivered OR EXISTS (
               SELECT 1 FROM steps n WHERE n.episode_id = s.episode_id AND n.attempt = s.attempt AND n.parent_step = s.number))
             GROUP BY e.id"""
-        found |= {row["id"]: row["tokens"] for row in select_rows(tx, query)}
-    return found
+        counts |= {row["id"]: row["tokens"] for row in select_rows(tx, query)}
+    return counts
 
 
 def load_rewards_in(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, float | None]:
@@ -85,15 +85,15 @@ def load_earned(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, dict
     """
     sets = _find_sets(tx, {row["run_id"] for row in rows}, reward_set)
     steps_alone = f"AND w.step <> {WHOLE}" if reward_set == "default" else ""
-    found: dict[int, dict[int, float]] = {}
+    earned: dict[int, dict[int, float]] = {}
     for some in in_parts([row["id"] for row in rows]):
         query = f"""
             SELECT w.episode_id, w.step, sum(w.value * w.weight) AS earned FROM rewards w
             WHERE w.episode_id IN ({among(some)}) AND w.reward_set_id IN ({among(sets)}) {steps_alone}
             GROUP BY w.episode_id, w.step ORDER BY w.episode_id, w.step"""
         for row in select_rows(tx, query):
-            found.setdefault(row["episode_id"], {})[row["step"]] = row["earned"]
-    return found
+            earned.setdefault(row["episode_id"], {})[row["step"]] = row["earned"]
+    return earned
 
 
 def _find_sets(tx: Any, runs: set[int], reward_set: str) -> list[int]:
@@ -111,11 +111,11 @@ def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None
         query = f"""
             SELECT {STEP_COLUMNS} FROM episodes e JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt
             WHERE e.id IN ({among(some)}) ORDER BY s.episode_id, s.number LIMIT {left + 1}"""
-        found = select_rows(tx, query)
-        left -= len(found)
+        step_rows = select_rows(tx, query)
+        left -= len(step_rows)
         if left < 0:
             return None
-        for row in found:
+        for row in step_rows:
             steps[row["episode_id"]].append(row)
     return {member.row["id"]: shape_value(member.row, steps[member.row["id"]]) for member in members}
 

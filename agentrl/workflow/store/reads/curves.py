@@ -99,13 +99,13 @@ def load_curves(tx: Any, run: str, after: int = 0, limit: int = MAX_ITERATIONS) 
     """
     run_id = run_id_and_name(tx, run)["id"]
     after = max(0, storable_value(after))
-    found = select_rows(tx, _ITERATIONS, id=run_id, after=after, limit=limit + 1)
-    shown = found[:limit]
-    last = shown[-1]["iteration"] if shown else after
+    iterations = select_rows(tx, _ITERATIONS, id=run_id, after=after, limit=limit + 1)
+    page = iterations[:limit]
+    last = page[-1]["iteration"] if page else after
     sums = {part: _by_iteration(tx, query, run_id, after, last) for part, query in _SUMS.items()}
-    rows = [_curve_row(row, *(sums[part].get(row["id"], {}) for part in _SUMS)) for row in shown]
-    closed = next((row["iteration"] - 1 for row in shown if row["status"] in OPEN), last)
-    return Curves(rows, load_run_evals(tx, run_id), closed, len(found) > limit)
+    rows = [_curve_row(row, *(sums[part].get(row["id"], {}) for part in _SUMS)) for row in page]
+    closed = next((row["iteration"] - 1 for row in page if row["status"] in OPEN), last)
+    return Curves(rows, load_run_evals(tx, run_id), closed, len(iterations) > limit)
 
 
 _ITERATIONS = """
@@ -146,7 +146,7 @@ def _curve_row(row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
     spread, closed = _deviation(groups) if by_default else None, row["status"] not in OPEN and row["kind"] != "serve"
     low, high = (None, None) if spread is None or row["reward"] is None else (row["reward"] - spread, row["reward"] + spread)
     sums = {name: row[name] if closed else None for name in ("prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors")}
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         **row,
         **{name: update.get(name) for name in _METRICS},
         **sums,
@@ -161,7 +161,7 @@ def _curve_row(row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
         "seconds": _seconds(row["started_at"], row["finished_at"]),
         "rollout_seconds": _seconds(row["started_at"], row["rolled_out_at"]),
     }
-    return [found[name] for name in COLUMNS]
+    return [values[name] for name in COLUMNS]
 
 
 def _deviation(groups: Row) -> float | None:

@@ -34,11 +34,11 @@ def load_task_of(tx: Any, task_id: int) -> Row:
 def load_whole_rewards(tx: Any, episode: int) -> tuple[list[RewardRow], int]:
     """Return the reward parts of the whole episode in every reward set, and the number of parts left out."""
     rest = f"WHERE episode_id = :id AND step IS NULL ORDER BY id LIMIT {MAX_REWARDS + 1}"
-    found = select_values(tx, RewardRow, rest, id=episode)
-    if len(found) <= MAX_REWARDS:
-        return found, 0
+    rewards = select_values(tx, RewardRow, rest, id=episode)
+    if len(rewards) <= MAX_REWARDS:
+        return rewards, 0
     (count,) = select_rows(tx, "SELECT count(*) AS n FROM rewards WHERE episode_id = :id AND step < 0", id=episode)
-    return found[:MAX_REWARDS], count["n"] - MAX_REWARDS
+    return rewards[:MAX_REWARDS], count["n"] - MAX_REWARDS
 
 
 def load_beside(tx: Any, episode: int, group: int) -> Row:
@@ -58,9 +58,9 @@ def load_forks(tx: Any, episode: int) -> tuple[list[Row], int]:
     query = f"""
         SELECT e.id, r.name AS run, e.run_id, e.fork_step AS step, e.reward, e.status FROM episodes e
         JOIN runs r ON r.id = e.run_id WHERE e.parent_id = :id ORDER BY e.id + 0 DESC LIMIT {MAX_FORKS}"""
-    found = select_rows(tx, query, id=episode)
+    forks = select_rows(tx, query, id=episode)
     (count,) = select_rows(tx, "SELECT count(*) AS n FROM episodes WHERE parent_id = :id", id=episode)
-    return found, count["n"] - len(found)
+    return forks, count["n"] - len(forks)
 
 
 def load_agent(tx: Any, shape: EpisodeShape) -> Row | None:
@@ -68,8 +68,8 @@ def load_agent(tx: Any, shape: EpisodeShape) -> Row | None:
     query = f"""
         SELECT status, exit_code, error_class, {cut_column("error")}, {cut_column("output")}, {cut_column("answer")}
         FROM agent_attempts WHERE episode_id = :id AND attempt = :attempt ORDER BY id DESC LIMIT 1"""
-    found = select_rows(tx, query, id=shape.id, attempt=shape.attempt)
-    return found[0] if found else None
+    rows = select_rows(tx, query, id=shape.id, attempt=shape.attempt)
+    return rows[0] if rows else None
 
 
 def load_resources_of(tx: Any, group: int) -> list[Row]:
@@ -82,15 +82,15 @@ def load_resources_of(tx: Any, group: int) -> list[Row]:
 
 def load_fate(tx: Any, row: EpisodeRow) -> dict[str, Any]:
     """Return the episode's outcome in its own run, with the reason, and in other runs that trained on it (`elsewhere`)."""
-    found = select_values(tx, FateRow, "WHERE episode_id = :id ORDER BY run LIMIT 100", id=row.id)
-    own = next((fate for fate in found if fate.run == row.run), None)
+    fates = select_values(tx, FateRow, "WHERE episode_id = :id ORDER BY run LIMIT 100", id=row.id)
+    own = next((fate for fate in fates if fate.run == row.run), None)
     names = ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")
-    kept = ("status", "stop_reason", "reward", "error_class", "error", "attempt", "parent_id", "fork_step")
+    columns = ("status", "stop_reason", "reward", "error_class", "error", "attempt", "parent_id", "fork_step")
     return {
         "id": row.id,
         **{name: None if own is None else own[name] for name in names},
-        **{name: row[name] for name in kept},
-        "elsewhere": [dict(fate) for fate in found if fate.run != row.run],
+        **{name: row[name] for name in columns},
+        "elsewhere": [dict(fate) for fate in fates if fate.run != row.run],
     }
 
 

@@ -82,8 +82,8 @@ def list_newest_episodes(tx: Any, begin: str, limit: int) -> list[Row]:
 @sql_read_transaction
 def find_last_episode(tx: Any) -> int | None:
     """Return the id of the newest episode that is done; None if there is none."""
-    found = select_rows(tx, "SELECT id FROM episodes WHERE status = 'done' ORDER BY id DESC LIMIT 1")
-    return found[0]["id"] if found else None
+    rows = select_rows(tx, "SELECT id FROM episodes WHERE status = 'done' ORDER BY id DESC LIMIT 1")
+    return rows[0]["id"] if rows else None
 
 
 _CALLS_OF = "WHERE episode_id = :id AND kind {kind} 'grade' ORDER BY step, call"
@@ -133,13 +133,13 @@ def find_episode(tx: Any, episode: int) -> EpisodeRecord:
 
 def _find_agent_words(tx: Any, row: EpisodeRow) -> Row:
     query = "SELECT error, output FROM agent_attempts WHERE episode_id = :id AND attempt = :attempt ORDER BY id DESC LIMIT 1"
-    found = select_rows(tx, query, id=row["id"], attempt=row["attempt"])
-    return found[0] if found else {"error": "", "output": ""}
+    rows = select_rows(tx, query, id=row["id"], attempt=row["attempt"])
+    return rows[0] if rows else {"error": "", "output": ""}
 
 
 def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
-    found = select_values(tx, EpisodeRow, "WHERE id = :id", id=episode)
-    return found[0] if found else None
+    rows = select_values(tx, EpisodeRow, "WHERE id = :id", id=episode)
+    return rows[0] if rows else None
 
 
 def load_episode(tx: Any, episode: int) -> Episode:
@@ -149,9 +149,9 @@ def load_episode(tx: Any, episode: int) -> Episode:
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", id=row["task_id"])
     before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
-    found = episode_value(row, task_value(task), (*before, *_load_steps(tx, row)))
-    said = select_rows(tx, _ANNOTATIONS, id=episode, attempt=row["attempt"])
-    return replace(found, annotations=tuple(annotation_value(one) for one in said))
+    loaded = episode_value(row, task_value(task), (*before, *_load_steps(tx, row)))
+    annotations = select_rows(tx, _ANNOTATIONS, id=episode, attempt=row["attempt"])
+    return replace(loaded, annotations=tuple(annotation_value(one) for one in annotations))
 
 
 _ANNOTATIONS = "SELECT * FROM annotations WHERE episode_id = :id AND attempt = :attempt ORDER BY id"
@@ -164,14 +164,14 @@ _STEPS = """
 
 
 def _load_steps(tx: Any, episode: Row) -> list[Step]:
-    found: list[Step] = []
+    steps: list[Step] = []
     calls: dict[int, list[Row]] = {}
-    made = "SELECT * FROM tool_calls WHERE episode_id = :id AND kind <> 'grade' ORDER BY step_id, call"
-    for call in select_rows(tx, made, id=episode["id"]):
+    query = "SELECT * FROM tool_calls WHERE episode_id = :id AND kind <> 'grade' ORDER BY step_id, call"
+    for call in select_rows(tx, query, id=episode["id"]):
         calls.setdefault(call["step_id"], []).append(call)
     for row in select_rows(tx, _STEPS, id=episode["id"], attempt=episode["attempt"]):
-        found.append(step_value(row, row["version"], calls.get(row["id"], ()), found))
-    return found
+        steps.append(step_value(row, row["version"], calls.get(row["id"], ()), steps))
+    return steps
 
 
 def _select_with_inherited(tx: Any, kind: type[T], rest: str, episode: EpisodeRow) -> list[T]:

@@ -45,14 +45,14 @@ def load_shape(tx: Any, episode: int) -> EpisodeShape:
     Raises:
         NotFoundError: there is no such episode.
     """
-    found = select_rows(tx, _EPISODE, id=episode) if abs(episode) <= MAX_ID else []
-    if not found:
+    episodes = select_rows(tx, _EPISODE, id=episode) if abs(episode) <= MAX_ID else []
+    if not episodes:
         raise no_episode_error(episode)
-    row = found[0]
+    row = episodes[0]
     rows, child, inherited = list(_own_steps(tx, row)), row, row["inherited_steps"]
     while inherited and child["parent_id"] is not None and child["parent_id"] < child["id"]:
         (child,) = select_rows(tx, _EPISODE, id=child["parent_id"])
-        rows = [each for each in _own_steps(tx, child) if each["step"] < inherited] + rows
+        rows = [step for step in _own_steps(tx, child) if step["step"] < inherited] + rows
         inherited = min(inherited, child["inherited_steps"])
     return EpisodeShape(
         *(row["id"], row["run_id"], row["task_id"], row["group_id"], row["attempt"], shape_value(row, rows), rows)

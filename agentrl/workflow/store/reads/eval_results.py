@@ -62,8 +62,8 @@ def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None 
 def count_evals(tx: Any, run_id: int) -> int:
     """Return the number of finished evaluations of the run's policies. Run this inside a transaction."""
     query = f"SELECT count(*) AS n FROM ({MEASURED}) m JOIN evals v ON v.run_id = m.run_id"
-    found: int = select_rows(tx, query, id=run_id)[0]["n"]
-    return found
+    count: int = select_rows(tx, query, id=run_id)[0]["n"]
+    return count
 
 
 @sql_read_transaction
@@ -73,10 +73,10 @@ def find_result(tx: Any, run: str) -> Row:
     Raises:
         NotFoundError: there is no such run, or it is not a finished evaluation.
     """
-    found = select_rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
-    if not found:
+    evals = select_rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
+    if not evals:
         raise NotFoundError(f"Run {run!r} has no evaluation result.", f"agentrl watch {run}")
-    return found[0]
+    return evals[0]
 
 
 @sql_read_transaction
@@ -88,20 +88,20 @@ def find_evals(tx: Any, run: str) -> list[Row]:
         StateError: the evaluation is not done.
     """
     row = find_run(tx, run)
-    found = _load_evals(tx, "r.id = :id", id=row["id"])
-    if row["kind"] == "eval" and not found:
+    evals = _load_evals(tx, "r.id = :id", id=row["id"])
+    if row["kind"] == "eval" and not evals:
         raise StateError(
             f"The evaluation {row['name']!r} has no result: it is {row['status']}.", f"agentrl watch {row['name']}"
         )
-    return found
+    return evals
 
 
 @sql_read_transaction
 def find_evals_of_policy(tx: Any, policy: PolicyRef) -> list[Row]:
     """Return all evaluations of exactly these weights, newest first."""
     base = "r.base_hash = :base_hash" if policy.base_hash else "r.base = :base"
-    named = {"base_hash": policy.base_hash} if policy.base_hash else {"base": policy.base}
-    return _load_evals(tx, f"{base} AND p.sha256 = :sha256", sha256=policy.sha256, **named)
+    base_args = {"base_hash": policy.base_hash} if policy.base_hash else {"base": policy.base}
+    return _load_evals(tx, f"{base} AND p.sha256 = :sha256", sha256=policy.sha256, **base_args)
 
 
 def _load_evals(tx: Any, condition: str, **parameters: Any) -> list[Row]:
@@ -138,10 +138,10 @@ def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
 def load_done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
     """Return the ids of each task's done, untainted episodes in an evaluation, by task id; tasks without one are left out."""
     query = "SELECT task_id, id FROM episodes WHERE run_id = :run AND status = 'done' AND NOT tainted ORDER BY id"
-    found: dict[int, list[int]] = {}
+    episodes: dict[int, list[int]] = {}
     for row in select_rows(tx, query, run=run):
-        found.setdefault(row["task_id"], []).append(row["id"])
-    return found
+        episodes.setdefault(row["task_id"], []).append(row["id"])
+    return episodes
 
 
 @sql_read_transaction
@@ -165,12 +165,12 @@ def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
         parts.setdefault(row["episode_id"], {})[row["part"]] = row["value"]
     told_by: Mapping[str, Any] = scored_by["manifest"].get("right_by", {})
     weights, correct = told_by.get("weights", scored_by["weights"]), told_by.get("correct", ())
-    found = {}
+    verdicts = {}
     for episode, its in parts.items():
-        given = its.keys() - scored_by["weights"].keys() if told_by.get("gives") else ()
-        found[episode] = is_right(its, weights, correct, given)
-    told = {episode for episode, right in found.items() if right is not None}
-    return {episode for episode in told if found[episode]} if told else None
+        env_parts = its.keys() - scored_by["weights"].keys() if told_by.get("gives") else ()
+        verdicts[episode] = is_right(its, weights, correct, env_parts)
+    judged = {episode for episode, right in verdicts.items() if right is not None}
+    return {episode for episode in judged if verdicts[episode]} if judged else None
 
 
 KEY_CHARS = 200
@@ -198,5 +198,5 @@ def load_questions(tx: Any, tasks: Iterable[int]) -> dict[int, str]:
 
 def _question(messages: Any) -> str:
     last = messages[-1] if isinstance(messages, list) and messages else {}
-    said = last.get("content") if isinstance(last, dict) else ""
-    return said[:KEY_CHARS] if isinstance(said, str) else ""
+    content = last.get("content") if isinstance(last, dict) else ""
+    return content[:KEY_CHARS] if isinstance(content, str) else ""

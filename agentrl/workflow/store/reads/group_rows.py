@@ -74,16 +74,16 @@ def load_group(tx: Any, group: int) -> GroupOf:
         NotFoundError: there is no such group.
     """
     number = storable_value(group)
-    found = select_rows(tx, "SELECT run_id, task_id FROM groups WHERE id = :id", id=number)
-    if not found:
+    groups = select_rows(tx, "SELECT run_id, task_id FROM groups WHERE id = :id", id=number)
+    if not groups:
         raise NotFoundError(f"There is no group {group}.", "List a run's episodes with `agentrl episodes RUN`.")
     (row,) = select_values(tx, GroupRow, "WHERE id = :id", id=number)
     query = f"SELECT id FROM episodes WHERE group_id = :id ORDER BY sample LIMIT {MAX_SIBLINGS}"
-    ids = [each["id"] for each in select_rows(tx, query, id=number)]
+    ids = [sibling["id"] for sibling in select_rows(tx, query, id=number)]
     (count,) = select_rows(tx, "SELECT count(*) AS n FROM episodes WHERE group_id = :id", id=number)
     episodes = select_values(tx, EpisodeRow, f"WHERE id IN ({among(ids)})")
     by_sample = sorted(episodes, key=lambda episode: episode.sample)
-    return GroupOf(row, found[0]["run_id"], found[0]["task_id"], by_sample, count["n"] - len(ids))
+    return GroupOf(row, groups[0]["run_id"], groups[0]["task_id"], by_sample, count["n"] - len(ids))
 
 
 def load_sibling_shapes(tx: Any, group: GroupOf) -> dict[int, EpisodeShape]:
@@ -96,36 +96,36 @@ def load_sibling_shapes(tx: Any, group: GroupOf) -> dict[int, EpisodeShape]:
             WHERE e.id IN ({among(some)}) ORDER BY s.episode_id, s.number"""
         for row in select_rows(tx, query):
             steps[row["episode_id"]].append(row)
-    found = {}
+    shapes = {}
     for episode in group.episodes:
         if episode.id in steps:
             numbers = (episode.id, group.run_id, group.task_id, episode.group_id, episode.attempt)
             rows = steps[episode.id]
-            found[episode.id] = EpisodeShape(*numbers, shape_value(episode, rows), rows)
+            shapes[episode.id] = EpisodeShape(*numbers, shape_value(episode, rows), rows)
         else:
-            found[episode.id] = load_shape(tx, episode.id)
-    return found
+            shapes[episode.id] = load_shape(tx, episode.id)
+    return shapes
 
 
 def load_short_steps(tx: Any, ids: Sequence[int]) -> dict[int, Row]:
     """Return each step's shortened text and its prompt, by the id of the step's row."""
-    found: dict[int, Row] = {}
+    steps: dict[int, Row] = {}
     for some in in_parts(ids):
-        query = f"SELECT id, {cut_column('text', most=SHORT_CHARS)}, prompt FROM steps WHERE id IN ({among(some)})"
-        found |= {row["id"]: row for row in select_rows(tx, query)}
-    return found
+        query = f"SELECT id, {cut_column('text', max_chars=SHORT_CHARS)}, prompt FROM steps WHERE id IN ({among(some)})"
+        steps |= {row["id"]: row for row in select_rows(tx, query)}
+    return steps
 
 
 def load_short_results(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
     """Return the shortened results of each step's calls, by the id of the step's row."""
-    found: dict[int, list[Row]] = {}
+    results: dict[int, list[Row]] = {}
     for some in in_parts(ids):
         query = f"""
-            SELECT id, step_id, tool, status, error_class, {cut_column("result", most=SHORT_CHARS)} FROM tool_calls
+            SELECT id, step_id, tool, status, error_class, {cut_column("result", max_chars=SHORT_CHARS)} FROM tool_calls
             WHERE step_id IN ({among(some)}) AND kind <> 'grade' ORDER BY step_id, call"""
         for row in select_rows(tx, query):
-            found.setdefault(row["step_id"], []).append(row)
-    return found
+            results.setdefault(row["step_id"], []).append(row)
+    return results
 
 
 def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]:
@@ -134,10 +134,10 @@ def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]
         SELECT w.episode_id, s.name AS reward_set, w.part, CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight
         FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id WHERE w.episode_id IN ({among(episodes)})
         ORDER BY w.id + 0 LIMIT {MAX_PARTS}"""
-    found: dict[int, list[Mapping[str, Any]]] = {}
+    parts: dict[int, list[Mapping[str, Any]]] = {}
     for row in select_rows(tx, query):
-        found.setdefault(row["episode_id"], []).append({name: row[name] for name in row if name != "episode_id"})
-    return found
+        parts.setdefault(row["episode_id"], []).append({name: row[name] for name in row if name != "episode_id"})
+    return parts
 
 
 def load_sibling_fates(tx: Any, run: str, episodes: Sequence[int]) -> dict[int, str]:
@@ -153,6 +153,8 @@ def load_sibling_readers(tx: Any, episodes: Sequence[int], run_id: int) -> list[
     query = f"""
         SELECT run_id, iteration_id, episode_id, advantage FROM consumptions
         WHERE episode_id IN ({among(episodes)}) AND stage = 'train' ORDER BY id LIMIT {MAX_PARTS}"""
-    found = select_rows(tx, query)
-    chosen = run_id if any(row["run_id"] == run_id for row in found) else next((row["run_id"] for row in found), None)
-    return [row for row in found if row["run_id"] == chosen]
+    consumptions = select_rows(tx, query)
+    chosen = (
+        run_id if any(row["run_id"] == run_id for row in consumptions) else next((row["run_id"] for row in consumptions), None)
+    )
+    return [row for row in consumptions if row["run_id"] == chosen]

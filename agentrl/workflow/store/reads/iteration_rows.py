@@ -93,32 +93,32 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
     Raises:
         NotFoundError: there is no such run or iteration.
     """
-    found = run_id_and_name(tx, run)
+    run_row = run_id_and_name(tx, run)
     query = """
         SELECT i.id, r.reward_set FROM iterations i JOIN runs r ON r.id = i.run_id
         WHERE i.run_id = :run AND i.number = :number"""
-    known = select_rows(tx, query, run=found["id"], number=storable_value(number) - 1)
-    if not known:
-        raise NotFoundError(f"{found['name']!r} has no iteration {number}.", f"agentrl watch {found['name']}")
-    number_id = known[0]["id"]
-    groups = [dict(row) for row in select_rows(tx, _GROUPS, iteration=number_id, run=found["id"])]
-    shown = _choose_groups(groups)
-    episodes = _load_episodes(tx, found["id"], [group["id"] for group in shown])
-    borrowed = [group for group in shown if group["run_id"] != found["id"]]
-    if borrowed and known[0]["reward_set"] != "default":
-        _score_again(tx, known[0]["reward_set"], borrowed, episodes)
-    fates = _load_fates(tx, found["name"], number)
-    for group in shown:
+    iterations = select_rows(tx, query, run=run_row["id"], number=storable_value(number) - 1)
+    if not iterations:
+        raise NotFoundError(f"{run_row['name']!r} has no iteration {number}.", f"agentrl watch {run_row['name']}")
+    number_id = iterations[0]["id"]
+    groups = [dict(row) for row in select_rows(tx, _GROUPS, iteration=number_id, run=run_row["id"])]
+    chosen_groups = _choose_groups(groups)
+    episodes = _load_episodes(tx, run_row["id"], [group["id"] for group in chosen_groups])
+    borrowed = [group for group in chosen_groups if group["run_id"] != run_row["id"]]
+    if borrowed and iterations[0]["reward_set"] != "default":
+        _score_again(tx, iterations[0]["reward_set"], borrowed, episodes)
+    fates = _load_fates(tx, run_row["name"], number)
+    for group in chosen_groups:
         group["flat"] = group["std_reward"] == 0
-        group["borrowed"] = group["run_id"] != found["id"]
+        group["borrowed"] = group["run_id"] != run_row["id"]
         group["episodes"] = [{**row, "fate": fates.get(row["id"])} for row in episodes.get(group["id"], ())]
     return IterationDetails(
         iteration=select_values(tx, IterationRow, "WHERE id = :id", id=number_id)[0],
         updates=select_values(
             tx, UpdateRow, "WHERE id IN (SELECT id FROM updates WHERE iteration_id = :id) ORDER BY minibatch", id=number_id
         ),
-        groups=shown,
-        left_out=len(groups) - len(shown),
+        groups=chosen_groups,
+        left_out=len(groups) - len(chosen_groups),
     )
 
 
@@ -136,14 +136,14 @@ _GROUPS = f"""
 
 
 def _choose_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    shown: list[dict[str, Any]] = []
+    chosen: list[dict[str, Any]] = []
     episodes = 0
     for group in groups:
         episodes += group.pop("count")
-        if shown and episodes > MAX_EPISODES:
+        if chosen and episodes > MAX_EPISODES:
             break
-        shown.append(group)
-    return shown
+        chosen.append(group)
+    return chosen
 
 
 def _score_again(
@@ -158,8 +158,8 @@ def _score_again(
         mine = episodes.get(group["id"], ())
         for row in mine:
             row["reward"] = rewards[row["id"]]
-        known = [row["reward"] for row in mine if row["reward"] is not None and row["status"] == "done"]
-        group["mean_reward"], group["std_reward"] = mean_and_deviation(known)
+        done_rewards = [row["reward"] for row in mine if row["reward"] is not None and row["status"] == "done"]
+        group["mean_reward"], group["std_reward"] = mean_and_deviation(done_rewards)
 
 
 _ADVANTAGE = """
@@ -174,13 +174,13 @@ def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, lis
         SELECT e.id, e.group_id, e.sample, e.status, e.stop_reason, e.reward, {_ADVANTAGE} AS advantage, e.steps,
                e.sampled_tokens, e.prompt_tokens, e.tool_calls, e.tool_errors, e.started_at, e.finished_at
         FROM episodes e WHERE e.group_id IN ({among(groups)}) ORDER BY e.group_id, e.sample"""
-    found: dict[int, list[dict[str, Any]]] = {}
+    by_group: dict[int, list[dict[str, Any]]] = {}
     for row in select_rows(tx, query, run=run_id):
         start, end = row["started_at"], row["finished_at"]
         seconds = (end - start).total_seconds() if start and end else None
-        shown = {name: value for name, value in row.items() if name not in ("group_id", "started_at", "finished_at")}
-        found.setdefault(row["group_id"], []).append({**shown, "seconds": seconds})
-    return found
+        columns = {name: value for name, value in row.items() if name not in ("group_id", "started_at", "finished_at")}
+        by_group.setdefault(row["group_id"], []).append({**columns, "seconds": seconds})
+    return by_group
 
 
 def _load_fates(tx: Any, run: str, number: int) -> dict[int, str]:

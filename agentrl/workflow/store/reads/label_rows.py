@@ -13,10 +13,10 @@ NOTES_SHOWN = 200
 @sql_read_transaction
 def load_tags(tx: Any, ids: Sequence[int]) -> dict[int, list[str]]:
     """Return the sorted tags of each run by its id; runs without tags are left out."""
-    found: dict[int, list[str]] = {}
+    tags_by_run: dict[int, list[str]] = {}
     for row in select_rows(tx, f"SELECT run_id, tag FROM run_tags WHERE run_id IN ({among(ids)})"):
-        found.setdefault(row["run_id"], []).append(row["tag"])
-    return {run: sorted(tags) for run, tags in found.items()}
+        tags_by_run.setdefault(row["run_id"], []).append(row["tag"])
+    return {run: sorted(tags) for run, tags in tags_by_run.items()}
 
 
 @sql_read_transaction

@@ -55,16 +55,16 @@ def load_lanes(tx: Any, run: str, first: int | None = None, last: int | None = N
     start = to - NEWEST + 1 if first is None else storable_value(first)
     start = max(1, start, to - MAX_ITERATIONS + 1)
     values = {"id": run_id, "first": start - 1, "last": to - 1}
-    found: list[Row] = []
+    span_rows: list[Row] = []
     left_out = 0
     for query in _QUERIES.values():
-        rows = select_rows(tx, f"{_SPANS.format(query=query)} LIMIT :limit", **values, limit=MAX_SPANS - len(found) + 1)
-        if len(rows) > MAX_SPANS - len(found):
+        rows = select_rows(tx, f"{_SPANS.format(query=query)} LIMIT :limit", **values, limit=MAX_SPANS - len(span_rows) + 1)
+        if len(rows) > MAX_SPANS - len(span_rows):
             rows = rows[:-1]
             left_out += select_rows(tx, f"SELECT count(*) AS count FROM ({query}) spans", **values)[0]["count"] - len(rows)
-        found += rows
-    lanes = sorted({_lane(row) for row in found}, key=lambda lane: ([*QUEUES.values()].index(lane[0]), lane[1]))
-    spans = [_span(row, lanes.index(_lane(row))) for row in found]
+        span_rows += rows
+    lanes = sorted({_lane(row) for row in span_rows}, key=lambda lane: ([*QUEUES.values()].index(lane[0]), lane[1]))
+    spans = [_span(row, lanes.index(_lane(row))) for row in span_rows]
     return Lanes([{"queue": queue, "worker": worker} for queue, worker in lanes], spans, left_out, start, to)
 
 
@@ -103,5 +103,5 @@ def _span(row: Row, lane: int) -> dict[str, Any]:
     start, end = row["started_at"], row["finished_at"]
     if row["kind"] == "update" and end is not None and row["seconds"] is not None:
         start = end - timedelta(seconds=min(max(0.0, row["seconds"]), 1e9))
-    told = {name: row[name] for name in ("kind", "id", "iteration", "status")}
-    return {"lane": lane, **told, "start": start, "end": end}
+    fields = {name: row[name] for name in ("kind", "id", "iteration", "status")}
+    return {"lane": lane, **fields, "start": start, "end": end}

@@ -46,18 +46,18 @@ def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = 
         size: the maximum number of iterations.
         episodes: the approximate maximum number of episodes; at least one iteration is returned.
     """
-    found = run_id_and_name(tx, run)
+    run_row = run_id_and_name(tx, run)
     planned = """
         SELECT number + 1 AS iteration, episodes FROM iterations WHERE run_id = :id AND number >= :after
         ORDER BY number LIMIT :size"""
     after = storable_value(after)
     last, counted = after, 0
-    for row in select_rows(tx, planned, id=found["id"], after=after, size=size):
+    for row in select_rows(tx, planned, id=run_row["id"], after=after, size=size):
         counted += row["episodes"]
         if counted > episodes and last > after:
             break
         last = row["iteration"]
-    return _count_fates(tx, found["name"], "AND iteration > :after AND iteration <= :last", {"after": after, "last": last})
+    return _count_fates(tx, run_row["name"], "AND iteration > :after AND iteration <= :last", {"after": after, "last": last})
 
 
 @sql_read_transaction
@@ -71,18 +71,18 @@ def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
     if not one:
         raise no_episode_error(episode)
     (row,) = one
-    found = select_values(tx, FateRow, "WHERE episode_id = :id ORDER BY run", id=episode)
+    fates = select_values(tx, FateRow, "WHERE episode_id = :id ORDER BY run", id=episode)
     home = select_rows(tx, "SELECT name FROM runs WHERE id = :id", id=row["run_id"])[0]["name"]
-    (own,) = (fate for fate in found if fate.run == home)
-    kept = ("status", "stop_reason", "reward", "error_class", "error", "attempt", "parent_id", "fork_step")
+    (own,) = (fate for fate in fates if fate.run == home)
+    columns = ("status", "stop_reason", "reward", "error_class", "error", "attempt", "parent_id", "fork_step")
     return {
         "id": episode,
         **{name: own[name] for name in ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")},
-        **{name: row[name] for name in kept},
+        **{name: row[name] for name in columns},
         "untrained": _untrained_steps(tx, row),
         "chains": _begun_chains(tx, row),
         "ambiguous": _ambiguous_steps(tx, row),
-        "elsewhere": [dict(fate) for fate in found if fate.run != home],
+        "elsewhere": [dict(fate) for fate in fates if fate.run != home],
         "iterations": _count_fates(tx, home),
     }
 
@@ -92,8 +92,8 @@ def _untrained_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
     unread = "SELECT count(*) AS n FROM steps WHERE episode_id = :id AND attempt = :attempt AND NOT delivered"
     if not select_rows(tx, unread, id=episode["id"], attempt=episode["attempt"])[0]["n"]:
         return []
-    found = reasons_not_to_train(load_episode(tx, episode["id"]))
-    return [{"step": step, "reason": reason} for step, reason in sorted(found.items())]
+    reasons = reasons_not_to_train(load_episode(tx, episode["id"]))
+    return [{"step": step, "reason": reason} for step, reason in sorted(reasons.items())]
 
 
 def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
@@ -106,11 +106,11 @@ def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
     """Return the steps whose history matches several turns, with the turn that each continues and the number of matches."""
-    asked = f"""
+    query = f"""
         SELECT number AS step, parent_step AS after, asked FROM steps WHERE episode_id = :id AND attempt = :attempt
         AND parent_step IS NOT NULL AND CAST(asked AS TEXT) LIKE '%"{EQUAL}"%' ORDER BY number"""
-    found = select_rows(tx, asked, id=episode["id"], attempt=episode["attempt"])
-    return [{"step": row["step"], "after": row["after"], "equal": row["asked"].get(EQUAL)} for row in found]
+    rows = select_rows(tx, query, id=episode["id"], attempt=episode["attempt"])
+    return [{"step": row["step"], "after": row["after"], "equal": row["asked"].get(EQUAL)} for row in rows]
 
 
 def _count_fates(tx: Any, run: str, among: str = "", numbers: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
@@ -119,11 +119,11 @@ def _count_fates(tx: Any, run: str, among: str = "", numbers: Mapping[str, Any] 
     """
     counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS of_{fate}" for fate in FATES)  # `tainted` is a flag
     ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run {among} GROUP BY iteration"
-    found = {
+    by_iteration = {
         row["iteration"]: {fate: row[f"of_{fate}"] for fate in FATES} for row in select_rows(tx, ended, run=run, **numbers)
     }
     planned = """
         SELECT i.number + 1 AS iteration, i.episodes AS planned FROM iterations i JOIN runs r ON r.id = i.run_id
         WHERE r.name = :run ORDER BY i.number"""  # as the view counts
-    made = select_rows(tx, planned, run=run)
-    return [{**row, **found[row["iteration"]]} for row in made if row["iteration"] in found]
+    iterations = select_rows(tx, planned, run=run)
+    return [{**row, **by_iteration[row["iteration"]]} for row in iterations if row["iteration"] in by_iteration]

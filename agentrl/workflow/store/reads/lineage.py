@@ -44,13 +44,13 @@ def load_family(tx: Any, limit: int) -> list[Relative]:
     """Return the newest `limit` runs and all runs that they are derived from, oldest first. A run's own evaluations are left
     out.
     """
-    found: dict[int, Relative] = {}
-    wanted = list(list_runs(tx, RunFilter(), Paging(limit)).rows)
-    while wanted:
-        found |= {row.id: Relative(row, tuple(find_sources(tx, row.id))) for row in wanted}
-        missing = {source.id for row in wanted for source in found[row.id].sources} - found.keys()
-        wanted = [run_by_id(tx, each) for each in missing]
-    return [found[each] for each in sorted(found)]
+    relatives: dict[int, Relative] = {}
+    rows = list(list_runs(tx, RunFilter(), Paging(limit)).rows)
+    while rows:
+        relatives |= {row.id: Relative(row, tuple(find_sources(tx, row.id))) for row in rows}
+        missing = {source.id for row in rows for source in relatives[row.id].sources} - relatives.keys()
+        rows = [run_by_id(tx, run_id) for run_id in missing]
+    return [relatives[run_id] for run_id in sorted(relatives)]
 
 
 def find_sources(tx: Any, run_id: int) -> Iterator[Source]:
@@ -113,16 +113,16 @@ def find_children(tx: Any, run_id: int, limit: int) -> list[Child]:
 
     These are forks of its episodes, runs on its groups, and runs that start with or evaluate its policies.
     """
-    found: dict[int, Child] = {}
-    for query, words in (
+    children: dict[int, Child] = {}
+    for query, describe in (
         (_POLICY_CHILDREN, _policy_words),
         (_MEASURING_CHILDREN, _policy_words),
         (_GROUP_CHILDREN, _group_child_words),
         (_FORK_CHILDREN, _fork_child),
     ):
         for row in select_rows(tx, query, id=run_id, limit=limit):
-            found[row["id"]] = Child(row["id"], row["name"], row["kind"], words(row))
-    return [found[each] for each in sorted(found)[:limit]]
+            children[row["id"]] = Child(row["id"], row["name"], row["kind"], describe(row))
+    return [children[child_id] for child_id in sorted(children)[:limit]]
 
 
 _POLICY_CHILDREN = """

@@ -106,15 +106,15 @@ def select_page(
     if not (1 <= paging.size <= MAX_SIZE and 0 <= paging.offset <= MAX_ID):
         raise ConfigError(f"A page has 1 to {MAX_SIZE} rows, not {paging.size} (offset {paging.offset}).")
     digest = blake2s(repr((kind.VIEW, sort, sorted(parameters.items()))).encode(), digest_size=6).hexdigest()
-    asked = {**parameters, "page_size": paging.size + 1, "page_offset": paging.offset}
+    args = {**parameters, "page_size": paging.size + 1, "page_offset": paging.offset}
     if paging.cursor:
         place = _parse_cursor(paging.cursor, digest, column)
         conditions = [*conditions, _after(column, way, place)]
-        asked |= place if column != "id" and place["at"] is not None else {"last": place["last"]}
-    found = [dict(row) for row in select_rows(tx, _page_query(kind, table, conditions, column, way), **asked)]
-    places = [(row.pop("sorted_by"), row["id"]) for row in found]
-    rows = tuple(kind(**row) for row in found[: paging.size])
-    return Page(rows, encode_cursor(digest, *places[paging.size - 1]) if len(found) > paging.size else "")
+        args |= place if column != "id" and place["at"] is not None else {"last": place["last"]}
+    records = [dict(row) for row in select_rows(tx, _page_query(kind, table, conditions, column, way), **args)]
+    places = [(row.pop("sorted_by"), row["id"]) for row in records]
+    rows = tuple(kind(**row) for row in records[: paging.size])
+    return Page(rows, encode_cursor(digest, *places[paging.size - 1]) if len(records) > paging.size else "")
 
 
 def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], column: str, way: str) -> str:
@@ -123,22 +123,22 @@ def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], colu
     page = f"{column} AS sorted_by FROM {table or kind.VIEW} {where} ORDER BY {order} LIMIT :page_size OFFSET :page_offset"
     if not table:
         return f"SELECT {', '.join(kind.COLUMNS)}, {page}"
-    shown = ", ".join(f"v.{name}" for name in kind.COLUMNS)
+    columns = ", ".join(f"v.{name}" for name in kind.COLUMNS)
     again = f"page.sorted_by {way} NULLS LAST, page.id {way}"
-    return f"SELECT {shown}, sorted_by FROM (SELECT id, {page}) page JOIN {kind.VIEW} v ON v.id = page.id ORDER BY {again}"
+    return f"SELECT {columns}, sorted_by FROM (SELECT id, {page}) page JOIN {kind.VIEW} v ON v.id = page.id ORDER BY {again}"
 
 
-def choose_conditions(asked: object, known: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
+def choose_conditions(filter_: object, conditions: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
     """Return the SQL conditions of the filter's fields that are set, and their values in a form that every database accepts.
 
     Args:
-        asked: the filter.
-        known: field -> its condition. The condition of `text` is a LIKE with `!` as its escape character.
+        filter_: the filter.
+        conditions: field -> its condition. The condition of `text` is a LIKE with `!` as its escape character.
     """
-    given = {name: storable_value(value) for name in known if (value := getattr(asked, name)) is not None}
-    if "text" in given:
-        given["text"] = f"%{escape_like(given['text'])}%"
-    return [known[name] for name in given], given
+    values = {name: storable_value(value) for name in conditions if (value := getattr(filter_, name)) is not None}
+    if "text" in values:
+        values["text"] = f"%{escape_like(values['text'])}%"
+    return [conditions[name] for name in values], values
 
 
 def escape_like(text: str) -> str:
@@ -185,12 +185,12 @@ def decode_cursor(cursor: str, of: str) -> list[Any]:
         ConfigError: the cursor is invalid or belongs to another list.
     """
     try:
-        found = json.loads(urlsafe_b64decode(cursor.encode("ascii") + b"==")) if len(cursor) <= MAX_CURSOR_CHARS else None
+        parts = json.loads(urlsafe_b64decode(cursor.encode("ascii") + b"==")) if len(cursor) <= MAX_CURSOR_CHARS else None
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, list) or found[:1] != [of]:
+        parts = None
+    if not isinstance(parts, list) or parts[:1] != [of]:
         raise cursor_error(cursor)
-    return found[1:]
+    return parts[1:]
 
 
 def cursor_error(cursor: str) -> ConfigError:

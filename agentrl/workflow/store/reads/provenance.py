@@ -137,7 +137,7 @@ class UpdateInputs:
         run: the run's row.
         number: the iteration's number from 0; `iteration` is the number from 1.
         policy: the policy that the update started from.
-        groups, wanted: as in `train_claims.IterationWork`.
+        groups, max_groups: as in `train_claims.IterationWork`.
         advantages: the advantages that the update recorded, by episode id.
     """
 
@@ -145,7 +145,7 @@ class UpdateInputs:
     number: int
     policy: PolicyRef
     groups: tuple[Group, ...]
-    wanted: int
+    max_groups: int
     advantages: Mapping[int, float]
 
     @property
@@ -171,37 +171,37 @@ def load_update_inputs(tx: Connection, run: str, iteration: int | None) -> Updat
         CheckpointError: the weights that the update started from were collected.
     """
     row = find_run(tx, run)
-    found = _find_iteration(tx, row, iteration)
+    iteration_row = _find_iteration(tx, row, iteration)
     policies, consumptions = schema.policies.c, schema.consumptions.c
-    of_run = select(schema.policies).where(policies.run_id == row["id"], policies.version == found.number)
+    of_run = select(schema.policies).where(policies.run_id == row["id"], policies.version == iteration_row.number)
     start = tx.execute(of_run).one()
     if start.collected_at is not None:
         raise CheckpointError(
-            f"Policy version {start.version}, which the update of iteration {found.number + 1} of {row['name']!r} started "
-            f"from, was collected on {start.collected_at:%Y-%m-%d}.",
+            f"Policy version {start.version}, which the update of iteration {iteration_row.number + 1} of {row['name']!r} "
+            f"started from, was collected on {start.collected_at:%Y-%m-%d}.",
             f"For the last one: agentrl whatif {row['name']}, without --iteration.",
         )
-    recorded = select(consumptions.episode_id, consumptions.advantage).where(consumptions.iteration_id == found.id)
+    recorded = select(consumptions.episode_id, consumptions.advantage).where(consumptions.iteration_id == iteration_row.id)
     return UpdateInputs(
         run=row,
-        number=found.number,
+        number=iteration_row.number,
         policy=PolicyRef(row["base"], row["base_hash"], start.path, start.sha256, start.version),
-        groups=load_groups(tx, found.id, row["reward_set"]),
-        wanted=wanted_groups(tx, found.id, row["config"]),
-        advantages={each.episode_id: each.advantage for each in tx.execute(recorded)},
+        groups=load_groups(tx, iteration_row.id, row["reward_set"]),
+        max_groups=wanted_groups(tx, iteration_row.id, row["config"]),
+        advantages={consumption.episode_id: consumption.advantage for consumption in tx.execute(recorded)},
     )
 
 
-def _find_iteration(tx: Connection, run: Mapping[str, Any], wanted: int | None) -> Any:
+def _find_iteration(tx: Connection, run: Mapping[str, Any], number: int | None) -> Any:
     name, iterations = run["name"], schema.iterations.c
     if run["kind"] != "train":
         raise StateError(f"{name!r} does not train: it is of kind {run['kind']}.", "Name a training run: agentrl runs")
-    if wanted is not None and not 1 <= wanted <= run["iterations"]:
-        raise NotFoundError(f"{name!r} has {run['iterations']} iterations, counted from 1; there is no iteration {wanted}.")
+    if number is not None and not 1 <= number <= run["iterations"]:
+        raise NotFoundError(f"{name!r} has {run['iterations']} iterations, counted from 1; there is no iteration {number}.")
     query = select(schema.iterations).where(iterations.run_id == run["id"], iterations.status == "done")
-    query = query if wanted is None else query.where(iterations.number == wanted - 1)
-    found = tx.execute(query.order_by(iterations.number.desc())).all()
-    if not found:
-        which = "No iteration" if wanted is None else f"Iteration {wanted}"
-        raise StateError(f"{which} of {name!r} is {'' if wanted is None else 'not '}trained yet.", f"agentrl watch {name}")
-    return next((each for each in found if not each.skipped), found[0])
+    query = query if number is None else query.where(iterations.number == number - 1)
+    rows = tx.execute(query.order_by(iterations.number.desc())).all()
+    if not rows:
+        which = "No iteration" if number is None else f"Iteration {number}"
+        raise StateError(f"{which} of {name!r} is {'' if number is None else 'not '}trained yet.", f"agentrl watch {name}")
+    return next((row for row in rows if not row.skipped), rows[0])

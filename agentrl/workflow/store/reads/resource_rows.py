@@ -123,16 +123,16 @@ def list_prompts(tx: Any, run: str, size: int, cursor: str = "") -> PromptsPage:
         ConfigError: the cursor is not one of this list.
     """
     size = min(size, MAX_PROMPTS)
-    found = run_id_and_name(tx, run)
+    run_row = run_id_and_name(tx, run)
     query = """
         SELECT id, name, version, parent_version, note, chosen, text, created_at FROM resources
         WHERE run_id = :id AND id > :last ORDER BY id LIMIT :limit"""
-    rows = select_rows(tx, query, id=found["id"], last=_parse_cursor(cursor, found["id"]), limit=size + 1)
-    shown = rows[:size]
-    sums = _load_sums(tx, found["id"], [row["id"] for row in shown])
-    told = [{**row, "run": found["name"], **sums.get(row["id"], _UNREAD)} for row in shown]
-    following = encode_cursor(KIND, found["id"], shown[-1]["id"]) if len(rows) > size else ""
-    return PromptsPage(told, following, sum(row["episodes_done"] is None for row in told))
+    rows = select_rows(tx, query, id=run_row["id"], last=_parse_cursor(cursor, run_row["id"]), limit=size + 1)
+    page = rows[:size]
+    sums = _load_sums(tx, run_row["id"], [row["id"] for row in page])
+    prompts = [{**row, "run": run_row["name"], **sums.get(row["id"], _UNREAD)} for row in page]
+    following = encode_cursor(KIND, run_row["id"], page[-1]["id"]) if len(rows) > size else ""
+    return PromptsPage(prompts, following, sum(row["episodes_done"] is None for row in prompts))
 
 
 _UNREAD: Mapping[str, Any] = {"groups": None, "episodes_done": None, "mean_reward": None, "choose_reward": None}

@@ -50,17 +50,17 @@ def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
     query = "SELECT version, kind, path, sha256, collected_at, broken FROM policies WHERE run_id = :id ORDER BY version"
     first = select_rows(tx, f"{query} LIMIT 1", id=run_id)
     newest = select_rows(tx, f"{query} DESC LIMIT 1", id=run_id)
-    told = {name: run[name] for name in ("base", "base_hash", "output_dir", "seed", "format", "reward_set")}
+    columns = {name: run[name] for name in ("base", "base_hash", "output_dir", "seed", "format", "reward_set")}
     policies = {"first": first[0] if first else None, "newest": newest[0] if newest else None}
     manifest = {name: value for name, value in run["manifest"].items() if name != "origins"}  # they stand beside the config
-    return {**manifest, **told, "reward_sets": [dict(row) for row in rewards], "policies": policies}
+    return {**manifest, **columns, "reward_sets": [dict(row) for row in rewards], "policies": policies}
 
 
 def find_what_it_has(tx: Any, run_id: int, name: str) -> dict[str, bool]:
     """Return which kinds of rows the run has: annotations, prompts, critic_calls, agents, evals. Run this inside a
     transaction.
     """
-    asked = {
+    queries = {
         "annotations": "SELECT 1 AS one FROM annotations WHERE run = :name LIMIT 1",
         "prompts": "SELECT 1 AS one FROM resources WHERE run_id = :id LIMIT 1",
         "critic_calls": "SELECT 1 AS one FROM critic_calls WHERE run_id = :id LIMIT 1",
@@ -68,7 +68,7 @@ def find_what_it_has(tx: Any, run_id: int, name: str) -> dict[str, bool]:
         "evals": f"SELECT 1 AS one FROM ({MEASURED}) measured LIMIT 1",
     }
     values = {"id": run_id, "name": name}
-    return {what: bool(select_rows(tx, query, **_used(query, values))) for what, query in asked.items()}
+    return {what: bool(select_rows(tx, query, **_used(query, values))) for what, query in queries.items()}
 
 
 def _used(query: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def list_reward_parts(tx: Any, run_id: int, name: str) -> list[str]:
     """
     sets = select_rows(tx, "SELECT weights FROM reward_sets WHERE run_id = :id", id=run_id)
     query = f"SELECT DISTINCT part FROM (SELECT part FROM rewards WHERE run = :name ORDER BY id DESC LIMIT {PARTS_FROM}) newest"
-    given = [row["part"] for row in select_rows(tx, query, name=name)]
-    return sorted({*given, *(part for each in sets for part in each["weights"])})
+    newest_parts = [row["part"] for row in select_rows(tx, query, name=name)]
+    return sorted({*newest_parts, *(part for reward_set in sets for part in reward_set["weights"])})
 
 
 SPARK_POINTS = 60
@@ -158,10 +158,10 @@ def _sparks(tx: Any, ids: Sequence[int]) -> dict[int, list[list[float]]]:
            WHERE run_id IN ({among(ids)}) AND status = 'done' GROUP BY run_id) s
         JOIN iterations i ON i.run_id = s.run_id AND (i.number % s.stride = 0 OR i.number = s.newest)
         WHERE i.mean_reward IS NOT NULL ORDER BY i.run_id, i.number"""
-    found: dict[int, list[list[float]]] = {}
+    points: dict[int, list[list[float]]] = {}
     for row in select_rows(tx, query):
-        found.setdefault(row["run_id"], []).append([row["iteration"], row["mean_reward"]])
-    return found
+        points.setdefault(row["run_id"], []).append([row["iteration"], row["mean_reward"]])
+    return points
 
 
 def _sums(tx: Any, ids: Sequence[int]) -> dict[int, Row]:
@@ -181,8 +181,8 @@ def _newest_events(tx: Any, ids: Sequence[int]) -> dict[int, datetime]:
 
 def _newest_steps(tx: Any, running: Sequence[RunRow]) -> Mapping[int, datetime]:
     query = "SELECT sampled_at FROM steps WHERE run = :run ORDER BY id DESC LIMIT 1"
-    found = ((run.id, select_rows(tx, query, run=run.run)) for run in running)
-    return {run: rows[0]["sampled_at"] for run, rows in found if rows}
+    rows_by_run = ((run.id, select_rows(tx, query, run=run.run)) for run in running)
+    return {run: rows[0]["sampled_at"] for run, rows in rows_by_run if rows}
 
 
 def _waits(tx: Any, running: Sequence[RunRow]) -> dict[int, str]:
@@ -192,13 +192,15 @@ def _waits(tx: Any, running: Sequence[RunRow]) -> dict[int, str]:
     if not running:
         return {}
     ids, losses = among(run.id for run in running), ", ".join(f"'{kind}'" for kind in LOSS_EVENTS)
-    said = f"""
+    query = f"""
         SELECT run_id, detail FROM events WHERE kind = 'waiting' AND id IN
           (SELECT max(id) FROM events WHERE run_id IN ({ids}) AND kind NOT IN ({losses}) GROUP BY run_id)"""
-    found = {row["run_id"]: str(row["detail"]) for row in select_rows(tx, said)}
+    waiting = {row["run_id"]: str(row["detail"]) for row in select_rows(tx, query)}
     making = f"""
         SELECT r.id AS run_id, m.name, t.broken FROM runs r JOIN policies p ON p.run_id = r.id AND p.path <> ''
         JOIN policies t ON t.path = p.path AND t.broken <> '' JOIN runs m ON m.id = t.run_id AND m.status = 'running'
         WHERE r.id IN ({ids}) AND r.kind <> 'train'"""
-    made = {row["run_id"]: f"{row['name']} is rebuilding its checkpoint ({row['broken']})." for row in select_rows(tx, making)}
-    return found | made
+    rebuilding = {
+        row["run_id"]: f"{row['name']} is rebuilding its checkpoint ({row['broken']})." for row in select_rows(tx, making)
+    }
+    return waiting | rebuilding

@@ -73,8 +73,8 @@ def list_run_names(tx: Any, begin: str, limit: int) -> list[Row]:
 @sql_read_transaction
 def find_newest_run(tx: Any) -> str | None:
     """Return the name of the newest run that is not another run's own evaluation; None if there is none."""
-    found = select_rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY id DESC LIMIT 1")
-    return found[0]["name"] if found else None
+    rows = select_rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY id DESC LIMIT 1")
+    return rows[0]["name"] if rows else None
 
 
 @sql_read_transaction
@@ -93,10 +93,10 @@ def run_name(tx: Any, run_id: int) -> str:
     Raises:
         NotFoundError: there is no such run.
     """
-    found = select_rows(tx, "SELECT name FROM runs WHERE id = :id", id=run_id) if abs(run_id) <= MAX_ID else []
-    if not found:
+    rows = select_rows(tx, "SELECT name FROM runs WHERE id = :id", id=run_id) if abs(run_id) <= MAX_ID else []
+    if not rows:
         raise NotFoundError(f"There is no run {run_id}.", "List them with `agentrl runs`.")
-    return str(found[0]["name"])
+    return str(rows[0]["name"])
 
 
 def run_by_id(tx: Any, run_id: int) -> RunRow:
@@ -137,8 +137,8 @@ def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> t
 def _at(config: Mapping[str, Any], key: str) -> Any:
     """Return the value at a dotted key; None if a section is missing."""
     section, _, leaf = key.rpartition(".")
-    found = config.get(section) if section else config
-    return found.get(leaf) if isinstance(found, Mapping) else None
+    parent = config.get(section) if section else config
+    return parent.get(leaf) if isinstance(parent, Mapping) else None
 
 
 @sql_read_transaction
@@ -170,8 +170,8 @@ def why_sampling_on(tx: Any, run: str) -> str:
           WHERE i.run_id = :id AND i.status IN ('planned', 'running') AND i.more_groups > 0
           AND g.status IN ('planned', 'running'))
         ORDER BY id DESC LIMIT 1"""
-    found = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
-    return str(found[0]["detail"]) if found else ""
+    rows = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
+    return str(rows[0]["detail"]) if rows else ""
 
 
 @sql_read_transaction
@@ -184,8 +184,8 @@ def find_most_frequent_failure(tx: Any, run: str) -> Row:
         SELECT status, error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS failed FROM episodes
         WHERE run_id = :id AND status IN ('failed', 'infra_error')
         GROUP BY status, error ORDER BY count(*) DESC, min(id) LIMIT 1"""
-    found = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
-    return found[0] if found else {}
+    rows = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
+    return rows[0] if rows else {}
 
 
 @sql_read_transaction
@@ -199,8 +199,8 @@ def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
         JOIN agent_attempts a ON a.episode_id = e.id AND a.attempt = e.attempt
         WHERE e.run_id = :id AND e.status = 'done' AND e.stop_reason = 'agent_error'
         GROUP BY a.error ORDER BY count(*) DESC, min(e.id) LIMIT 1"""
-    found = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
-    return found[0] if found else {}
+    rows = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
+    return rows[0] if rows else {}
 
 
 @sql_read_transaction
@@ -221,7 +221,7 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
         FROM episodes e JOIN iterations i ON i.id = e.iteration_id
         WHERE i.run_id = :id AND i.number >= :since AND i.status = 'done' AND e.status = 'done'"""
     calls = "SELECT 1 FROM tool_calls c WHERE c.episode_id = e.id AND c.attempt = e.attempt AND c.kind <> 'grade'"
-    asked = {"id": run_id_and_name(tx, run)["id"], "since": since - 1}
+    args = {"id": run_id_and_name(tx, run)["id"], "since": since - 1}
     counts = f"""
         SELECT count(*) AS episodes,
                count(*) FILTER (WHERE EXISTS ({calls} AND coalesce(c.error_class, '') <> 'parse_error')) AS called,
@@ -232,10 +232,10 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
     example = f"SELECT e.id, e.final_answer {chosen} ORDER BY e.id DESC LIMIT 1"
     algorithm = "SELECT config -> 'algorithm' ->> 'name' AS algorithm FROM runs WHERE id = :id"
     return {
-        **select_rows(tx, counts, **asked)[0],
-        **select_rows(tx, algorithm, id=asked["id"])[0],
-        "parts": select_rows(tx, parts, **asked),
-        "example": next(iter(select_rows(tx, example, **asked)), {}),
+        **select_rows(tx, counts, **args)[0],
+        **select_rows(tx, algorithm, id=args["id"])[0],
+        "parts": select_rows(tx, parts, **args),
+        "example": next(iter(select_rows(tx, example, **args)), {}),
     }
 
 

@@ -65,8 +65,8 @@ def _numbers(view: str) -> tuple[str, ...]:
     if view not in WINDOWS:
         return ()
     hints = VIEWS[view].types()
-    named = {"id", "iteration", *(name for name in hints if name.endswith("_id"))}
-    return tuple(name for name, hint in hints.items() if name not in named and _is_number(hint))
+    ids = {"id", "iteration", *(name for name in hints if name.endswith("_id"))}
+    return tuple(name for name, hint in hints.items() if name not in ids and _is_number(hint))
 
 
 def _is_number(hint: Any) -> bool:
@@ -86,9 +86,9 @@ def read_series(tx: Any, run: str, view: str, column: str, cursor: str = "") -> 
         raise ConfigError(f"{view!r:.60} is not a view of numbers by iteration.", did_you_mean(view[:60], WINDOWS))
     if column not in _numbers(view):
         raise ConfigError(f"{column!r:.60} is not a number of {view}.", did_you_mean(column[:60], _numbers(view)))
-    found = run_id_and_name(tx, run)
-    of = [found["id"], view, column]
-    values = {"id": found["id"]} if ":id" in WINDOWS[view] else {"run": found["name"]}
+    run_row = run_id_and_name(tx, run)
+    of = [run_row["id"], view, column]
+    values = {"id": run_row["id"]} if ":id" in WINDOWS[view] else {"run": run_row["name"]}
     window = f"SELECT id FROM {WINDOWS[view]} AND id > :last ORDER BY id LIMIT {WINDOW_ROWS}"
     values |= {"last": _parse_cursor(cursor, of)}
     (ends,) = select_rows(tx, f"SELECT max(id) AS last, count(*) AS count FROM ({window}) w", **values)

@@ -63,15 +63,15 @@ def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25
     offset = _parse_cursor(cursor, digest)
     where = "WHERE lower(t.key) LIKE lower(:text) ESCAPE '!' OR lower(t.reference) LIKE lower(:text) ESCAPE '!'" if text else ""
     query = _TASKS.format(where=where, order=_order(sort))
-    asked: dict[str, Any] = {"id": run_id, "limit": size + 1, "offset": offset}
-    asked |= {"text": f"%{escape_like(storable(text))}%"} if text else {}
-    found = select_rows(tx, query, **asked)
-    rows, more = found[:size], len(found) > size
+    args: dict[str, Any] = {"id": run_id, "limit": size + 1, "offset": offset}
+    args |= {"text": f"%{escape_like(storable(text))}%"} if text else {}
+    selected = select_rows(tx, query, **args)
+    rows, more = selected[:size], len(selected) > size
     groups = _load_groups(tx, run_id, [row["task_id"] for row in rows])
     rule = load_rule(tx, run_id)
-    shown, left_out = _describe(tx, rule, rows, groups)
+    tasks, left_out = _describe(tx, rule, rows, groups)
     following = encode_cursor(KIND, digest, offset + size) if more else ""
-    return TasksPage(shown, following, rule.words, left_out)
+    return TasksPage(tasks, following, rule.words, left_out)
 
 
 _MEMBERS = """
@@ -95,8 +95,8 @@ _TASKS = f"""
 def count_tasks(tx: Any, run_id: int) -> int:
     """Return the number of tasks that have groups in the run with this id."""
     query = f"SELECT count(DISTINCT task_id) AS tasks FROM ({_MEMBERS}) members"
-    found: int = select_rows(tx, query, id=run_id)[0]["tasks"]
-    return found
+    count: int = select_rows(tx, query, id=run_id)[0]["tasks"]
+    return count
 
 
 def _order(sort: str) -> str:
@@ -122,10 +122,10 @@ def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[R
     """Return the groups of each task by task id, in order of their iterations."""
     chosen = among(tasks)
     query = f"SELECT * FROM ({_MEMBERS}) members WHERE task_id IN ({chosen}) ORDER BY iteration, id"
-    found: dict[int, list[Row]] = {}
+    by_task: dict[int, list[Row]] = {}
     for row in select_rows(tx, query, id=run_id):
-        found.setdefault(row["task_id"], []).append(row)
-    return found
+        by_task.setdefault(row["task_id"], []).append(row)
+    return by_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +142,18 @@ class _Rule:
 
     def judge(self, reward: float, parts: Mapping[str, float]) -> bool:
         """Return whether an episode with this reward and these parts is correct."""
-        given = parts.keys() - self.own.keys() if self.gives else ()
-        found = is_right(parts, self.weights, self.correct, given)
-        return reward >= FULL_VALUE if found is None else found
+        env_parts = parts.keys() - self.own.keys() if self.gives else ()
+        verdict = is_right(parts, self.weights, self.correct, env_parts)
+        return reward >= FULL_VALUE if verdict is None else verdict
 
     @property
     def words(self) -> str:
         """The rule as a sentence for users."""
         if not self.gives and is_right({}, self.weights, self.correct) is None:
             return "its best episode's reward is 1 or more"
-        most = max(self.weights.values(), default=0.0)
-        named = self.correct or [name for name, weight in self.weights.items() if weight == most > 0]
-        right = f"its best episode is right: {', '.join(sorted(named)) or 'what the env gives'} at full value"
+        max_weight = max(self.weights.values(), default=0.0)
+        names = self.correct or [name for name, weight in self.weights.items() if weight == max_weight > 0]
+        right = f"its best episode is right: {', '.join(sorted(names)) or 'what the env gives'} at full value"
         return right if self.reward_set == "default" else f"{right} in {self.reward_set}; the rewards here are the first ones"
 
 
@@ -166,9 +166,9 @@ def load_rule(tx: Any, run_id: int) -> _Rule:
           (SELECT g.run_id FROM run_groups l JOIN groups g ON g.id = l.group_id WHERE l.run_id = r.id ORDER BY g.id LIMIT 1)
         WHERE r.id = :id"""
     row = select_rows(tx, query, id=run_id)[0]
-    told: Mapping[str, Any] = row["manifest"].get("right_by", {})
+    right_by: Mapping[str, Any] = row["manifest"].get("right_by", {})
     own = row["weights"] or {}
-    return _Rule(row["reward_set"], told.get("weights", own), told.get("correct", ()), bool(told.get("gives")), own)
+    return _Rule(row["reward_set"], right_by.get("weights", own), right_by.get("correct", ()), bool(right_by.get("gives")), own)
 
 
 def _describe(
@@ -178,14 +178,14 @@ def _describe(
     ids = sorted(group["id"] for its in groups.values() for group in its)
     ends = _load_ends(tx, ids)
     right = _find_right(tx, rule, [*ends.values()])
-    shown = []
+    described = []
     for row in rows:
         mine = groups.get(row["task_id"], ())
         its = [ends[group["id"]] for group in mine if group["id"] in ends]
         solved = [group["iteration"] for group in mine if group["id"] in right]
-        told = {"first_solved": solved[0] if solved else None, "never_solved": not solved, "points": _thin(mine)}
-        shown.append({**row, **told, "best": _chosen(its, max, "best"), "worst": _chosen(its, min, "worst")})
-    return shown, len(ids) - len(ends)
+        outcome = {"first_solved": solved[0] if solved else None, "never_solved": not solved, "points": _thin(mine)}
+        described.append({**row, **outcome, "best": _chosen(its, max, "best"), "worst": _chosen(its, min, "worst")})
+    return described, len(ids) - len(ends)
 
 
 def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
@@ -221,8 +221,8 @@ def _chosen(groups: Sequence[Row], choose: Any, which: str) -> dict[str, Any] | 
     some = [group for group in groups if group[which] is not None]
     if not some:
         return None
-    found = choose(some, key=lambda group: group[f"{which}_reward"])
-    return {"episode": found[which], "reward": found[f"{which}_reward"]}
+    chosen = choose(some, key=lambda group: group[f"{which}_reward"])
+    return {"episode": chosen[which], "reward": chosen[f"{which}_reward"]}
 
 
 def _thin(groups: Sequence[Row]) -> list[list[Any]]:
@@ -239,25 +239,25 @@ def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
     Raises:
         NotFoundError: there is no such run, or the task is not one of its tasks.
     """
-    found = run_id_and_name(tx, run)
+    run_row = run_id_and_name(tx, run)
     query = "SELECT id AS task_id, key AS task, messages, reference, metadata FROM tasks WHERE id = :task"
     tasks = select_rows(tx, query, task=storable_value(task))
     role = select_rows(
-        tx, "SELECT role FROM run_tasks WHERE run_id = :id AND task_id = :task", id=found["id"], task=storable_value(task)
+        tx, "SELECT role FROM run_tasks WHERE run_id = :id AND task_id = :task", id=run_row["id"], task=storable_value(task)
     )
-    groups = _load_groups(tx, found["id"], [task]).get(task, ()) if tasks else ()
+    groups = _load_groups(tx, run_row["id"], [task]).get(task, ()) if tasks else ()
     if not (role or groups):
-        raise NotFoundError(f"{found['name']!r} has no task {task}.", f"agentrl episodes {found['name']}")
-    shown = groups[-MAX_GROUPS:]
-    rule = load_rule(tx, found["id"])
-    (described,), left_out = _describe(tx, rule, tasks, {task: shown})
-    episodes = _load_group_episodes(tx, [group["id"] for group in shown])
+        raise NotFoundError(f"{run_row['name']!r} has no task {task}.", f"agentrl episodes {run_row['name']}")
+    newest_groups = groups[-MAX_GROUPS:]
+    rule = load_rule(tx, run_row["id"])
+    (described,), left_out = _describe(tx, rule, tasks, {task: newest_groups})
+    episodes = _load_group_episodes(tx, [group["id"] for group in newest_groups])
     return {
         **described,
         "role": role[0]["role"] if role else None,
         "solved_means": rule.words,
-        "groups": [{**group, "episodes": episodes.get(group["id"], ())} for group in shown],
-        "left_out": len(groups) - len(shown) + left_out,
+        "groups": [{**group, "episodes": episodes.get(group["id"], ())} for group in newest_groups],
+        "left_out": len(groups) - len(newest_groups) + left_out,
     }
 
 
@@ -265,10 +265,10 @@ def _load_group_episodes(tx: Any, groups: Sequence[int]) -> dict[int, list[dict[
     query = f"""
         SELECT id, group_id, sample, status, stop_reason, reward FROM episodes
         WHERE group_id IN ({among(groups)}) ORDER BY group_id, sample LIMIT {MAX_EPISODES}"""
-    found: dict[int, list[dict[str, Any]]] = {}
+    by_group: dict[int, list[dict[str, Any]]] = {}
     for row in select_rows(tx, query):
-        found.setdefault(row["group_id"], []).append({name: value for name, value in row.items() if name != "group_id"})
-    return found
+        by_group.setdefault(row["group_id"], []).append({name: value for name, value in row.items() if name != "group_id"})
+    return by_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,15 +301,15 @@ def load_solved(tx: Any, run: str = "") -> dict[str, SolvedCount]:
         NotFoundError: there is no such run.
     """
     chosen = "AND r.id = :id" if run else ""
-    asked = {"id": run_id_and_name(tx, run)["id"]} if run else {}
+    args = {"id": run_id_and_name(tx, run)["id"]} if run else {}
     query = f"SELECT r.id FROM runs r WHERE r.kind IN ('train', 'eval', 'search') {chosen} ORDER BY r.id"
-    found: dict[str, SolvedCount] = {}
-    for row in select_rows(tx, query, **asked):
-        _add_run(tx, row["id"], found)
-    return found
+    counts: dict[str, SolvedCount] = {}
+    for row in select_rows(tx, query, **args):
+        _add_run(tx, row["id"], counts)
+    return counts
 
 
-def _add_run(tx: Any, run_id: int, found: dict[str, SolvedCount]) -> None:
+def _add_run(tx: Any, run_id: int, counts: dict[str, SolvedCount]) -> None:
     rule = load_rule(tx, run_id)
     parts: dict[int, dict[str, float]] = {}
     query = """
@@ -323,8 +323,8 @@ def _add_run(tx: Any, run_id: int, found: dict[str, SolvedCount]) -> None:
         WHERE e.run_id = :id AND e.status = 'done' AND e.reward IS NOT NULL"""
     for row in select_rows(tx, query, id=run_id):
         right = rule.judge(row["reward"], parts.get(row["id"], {}))
-        before = found.get(row["content_hash"], SolvedCount())
-        found[row["content_hash"]] = SolvedCount(before.episodes + 1, before.right + right)
+        before = counts.get(row["content_hash"], SolvedCount())
+        counts[row["content_hash"]] = SolvedCount(before.episodes + 1, before.right + right)
 
 
 @sql_read_transaction

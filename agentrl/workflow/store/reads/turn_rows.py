@@ -22,10 +22,10 @@ MAX_ROWS = 20_000
 """The maximum number of calls, rewards or annotations that are read at once."""
 
 
-def cut_column(column: str, name: str = "", most: int = READ_CHARS) -> str:
-    """Return the SQL of a text column's first `most` characters, and of its length."""
+def cut_column(column: str, name: str = "", max_chars: int = READ_CHARS) -> str:
+    """Return the SQL of a text column's first `max_chars` characters, and of its length."""
     name = name or column.rpartition(".")[2]
-    return f"substr({column}, 1, {most}) AS {name}, length({column}) AS {name}_chars"
+    return f"substr({column}, 1, {max_chars}) AS {name}, length({column}) AS {name}_chars"
 
 
 _STEPS = f"""
@@ -41,15 +41,15 @@ def load_steps(tx: Any, ids: Sequence[int]) -> list[Row]:
 
     `equal` is the number of turns that match the step's history, if several do; else None.
     """
-    found: list[Mapping[str, Any]] = []
+    steps: list[Mapping[str, Any]] = []
     for some in in_parts(ids):
-        found += select_rows(tx, _STEPS.format(ids=among(some)))
-    rows = [{**row, "equal": _equal(row["asked"])} for row in found]
+        steps += select_rows(tx, _STEPS.format(ids=among(some)))
+    rows = [{**row, "equal": _equal(row["asked"])} for row in steps]
     return sorted(rows, key=lambda row: row["step"])
 
 
-def _equal(asked: Any) -> int | None:
-    return asked.get(EQUAL) if isinstance(asked, dict) else None
+def _equal(options: Any) -> int | None:
+    return options.get(EQUAL) if isinstance(options, dict) else None
 
 
 CALL_FIELDS = tuple(name for name in CallRow.COLUMNS if name not in ("run", "iteration", "episode_id", "effects"))
@@ -62,14 +62,14 @@ _CALL_COLUMNS = "c.step_id, " + ", ".join(
 
 def load_calls(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
     """Return the calls of the steps with these row ids, by the step's number."""
-    found: dict[int, list[Row]] = {}
+    calls: dict[int, list[Row]] = {}
     for some in in_parts(ids):
         query = f"""
             SELECT {_CALL_COLUMNS} FROM tool_calls c WHERE c.step_id IN ({among(some)}) AND c.kind <> 'grade'
             ORDER BY c.step, c.call LIMIT {MAX_ROWS}"""
         for row in select_rows(tx, query):
-            found.setdefault(row["step"], []).append(_with_queue_seconds(row))
-    return found
+            calls.setdefault(row["step"], []).append(_with_queue_seconds(row))
+    return calls
 
 
 def load_grades(tx: Any, episode: int, attempt: int) -> list[Row]:
@@ -81,37 +81,37 @@ def load_grades(tx: Any, episode: int, attempt: int) -> list[Row]:
 
 
 def _with_queue_seconds(row: Row) -> Row:
-    asked, started = row["created_at"], row["started_at"]
-    return {**row, "queue_seconds": (started - asked).total_seconds() if started else None}
+    created, started = row["created_at"], row["started_at"]
+    return {**row, "queue_seconds": (started - created).total_seconds() if started else None}
 
 
 def load_step_rewards(tx: Any, episode: int, steps: Sequence[int]) -> dict[int, list[Row]]:
     """Return the rewards of each step in every reward set, by the step's number."""
-    found: dict[int, list[Row]] = {}
+    rewards: dict[int, list[Row]] = {}
     for some in in_parts(steps):
         query = f"""
             SELECT w.step, s.name AS reward_set, w.part, w.value, w.weight FROM rewards w
             JOIN reward_sets s ON s.id = w.reward_set_id
             WHERE w.episode_id = :id AND w.step IN ({among(some)}) ORDER BY w.id + 0 LIMIT {MAX_ROWS}"""
         for row in select_rows(tx, query, id=episode):
-            found.setdefault(row["step"], []).append({name: value for name, value in row.items() if name != "step"})
-    return found
+            rewards.setdefault(row["step"], []).append({name: value for name, value in row.items() if name != "step"})
+    return rewards
 
 
 ANNOTATION_FIELDS = tuple(name for name in AnnotationRow.COLUMNS if name not in ("run", "iteration", "episode_id", "attempt"))
 """The columns of an annotation that a page shows: those of `v_annotations` but for what its episode says."""
 
 
-def load_annotations(tx: Any, episode: int, attempt: int, steps: Sequence[int], most: int) -> tuple[list[Row], int]:
-    """Return the annotations of these steps, or of the episode itself if `steps` is empty; and the number beyond `most`."""
+def load_annotations(tx: Any, episode: int, attempt: int, steps: Sequence[int], max_rows: int) -> tuple[list[Row], int]:
+    """Return the annotations of these steps, or of the episode itself if `steps` is empty; and the number beyond `max_rows`."""
     place = f"a.step IN ({among(steps)})" if steps else "a.step IS NULL"
     of_it = f"FROM annotations a WHERE a.episode_id = :id AND a.attempt = :attempt AND {place}"
-    query = f"SELECT {', '.join(f'a.{name}' for name in ANNOTATION_FIELDS)} {of_it} ORDER BY a.id LIMIT {most + 1}"
-    found = select_rows(tx, query, id=episode, attempt=attempt)
-    if len(found) <= most:
-        return found, 0
+    query = f"SELECT {', '.join(f'a.{name}' for name in ANNOTATION_FIELDS)} {of_it} ORDER BY a.id LIMIT {max_rows + 1}"
+    annotations = select_rows(tx, query, id=episode, attempt=attempt)
+    if len(annotations) <= max_rows:
+        return annotations, 0
     (count,) = select_rows(tx, f"SELECT count(*) AS n {of_it}", id=episode, attempt=attempt)
-    return found[:most], count["n"] - most
+    return annotations[:max_rows], count["n"] - max_rows
 
 
 TOKEN_BYTES = 4
@@ -128,14 +128,14 @@ class StepTokens:
 
 def load_tokens(tx: Any, steps: Sequence[int]) -> dict[int, StepTokens]:
     """Return the tokens of each step, by the id of the step's row."""
-    found: dict[int, StepTokens] = {}
+    tokens: dict[int, StepTokens] = {}
     for some in in_parts(steps):
         query = f"""
             SELECT step_id, prompt_ids, sampled_ids, behavior_logprobs FROM step_tokens WHERE step_id IN ({among(some)})"""
         for row in select_rows(tx, query):
-            kept = (bytes(row[name]) for name in ("prompt_ids", "sampled_ids", "behavior_logprobs"))
-            found[row["step_id"]] = StepTokens(*kept)
-    return found
+            columns = (bytes(row[name]) for name in ("prompt_ids", "sampled_ids", "behavior_logprobs"))
+            tokens[row["step_id"]] = StepTokens(*columns)
+    return tokens
 
 
 def unpack_ids(packed: bytes, first: int, last: int) -> list[int]:
@@ -158,10 +158,10 @@ def load_text(tx: Any, episode: int, path: str) -> str:
         NotFoundError: there is no such episode, or it has no such text.
     """
     shape = load_shape(tx, episode)
-    found = _find(tx, shape, path.split("/")) if len(path) <= MAX_PATH else None
-    if found is None:
+    value = _find(tx, shape, path.split("/")) if len(path) <= MAX_PATH else None
+    if value is None:
         raise NotFoundError(f"Episode {episode} has no text {path[:60]!r}.", "Use the paths that its answer lists under `of`.")
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _find(tx: Any, shape: EpisodeShape, path: list[str]) -> Any:
@@ -171,8 +171,8 @@ def _find(tx: Any, shape: EpisodeShape, path: list[str]) -> Any:
         case ["task", "reference"]:
             return _column(tx, "SELECT reference AS found FROM tasks WHERE id = :id", id=shape.task_id)
         case ["task", "messages", place, name] if name in _OF_MESSAGES:
-            found = select_rows(tx, "SELECT messages FROM tasks WHERE id = :id", id=shape.task_id)
-            return _of_message(found[0]["messages"], place, name)
+            rows = select_rows(tx, "SELECT messages FROM tasks WHERE id = :id", id=shape.task_id)
+            return _of_message(rows[0]["messages"], place, name)
         case ["agent", name] if name in _OF_AGENTS:
             query = f"""
                 SELECT {name} AS found FROM agent_attempts WHERE episode_id = :id AND attempt = :attempt
@@ -181,20 +181,20 @@ def _find(tx: Any, shape: EpisodeShape, path: list[str]) -> Any:
         case ["steps", step, name] if name in _OF_STEPS:
             return _column(tx, f"SELECT {name} AS found FROM steps WHERE id = :id", id=_step_id(shape, step))
         case ["steps", step, "messages", place, name] if name in _OF_MESSAGES:
-            found = select_rows(tx, "SELECT prompt FROM steps WHERE id = :id", id=_step_id(shape, step))
-            return _of_message(found[0]["prompt"], place, name) if found else None
+            rows = select_rows(tx, "SELECT prompt FROM steps WHERE id = :id", id=_step_id(shape, step))
+            return _of_message(rows[0]["prompt"], place, name) if rows else None
         case ["calls", call, name] if name in ("arguments", "result"):
             return _of_call(tx, shape, _number(call), name)
-        case ["annotations", said, "data"]:
-            query = "SELECT data FROM annotations WHERE id = :said AND episode_id = :id"
-            found = select_rows(tx, query, said=_number(said), id=shape.id)
-            return found[0]["data"] if found else None
+        case ["annotations", number, "data"]:
+            query = "SELECT data FROM annotations WHERE id = :number AND episode_id = :id"
+            rows = select_rows(tx, query, number=_number(number), id=shape.id)
+            return rows[0]["data"] if rows else None
     return None
 
 
 def _column(tx: Any, query: str, **parameters: Any) -> str | None:
-    found = select_rows(tx, query, **parameters)
-    return found[0]["found"] if found else None
+    rows = select_rows(tx, query, **parameters)
+    return rows[0]["found"] if rows else None
 
 
 def _number(word: str) -> int:
@@ -210,14 +210,14 @@ def _of_message(messages: Any, place: str, name: str) -> Any:
     number = _number(place)
     if not isinstance(messages, list) or not 0 <= number < len(messages) or not isinstance(messages[number], dict):
         return None
-    found = messages[number].get(name)
-    return found if found is None or name == "tool_calls" else str(found)
+    value = messages[number].get(name)
+    return value if value is None or name == "tool_calls" else str(value)
 
 
 def _of_call(tx: Any, shape: EpisodeShape, call: int, name: str) -> Any:
     """Return a column of a call, if the call belongs to the episode or to a step that it inherits; else None."""
     query = f"SELECT episode_id, step_id, {name} FROM tool_calls WHERE id = :id"
-    found = select_rows(tx, query, id=call)
-    if not found or (found[0]["episode_id"] != shape.id and found[0]["step_id"] not in {row["id"] for row in shape.rows}):
+    rows = select_rows(tx, query, id=call)
+    if not rows or (rows[0]["episode_id"] != shape.id and rows[0]["step_id"] not in {row["id"] for row in shape.rows}):
         return None
-    return found[0][name]
+    return rows[0][name]

@@ -81,19 +81,21 @@ def _nearest_name_hint(sql: str, message: str) -> str:
     if unknown is None:
         return ""
     kind, name = (part for part in unknown.groups() if part)
-    words = set(re.findall(r"\w+", sql.lower()))
-    known = {column for view in words & VIEWS.keys() for column in VIEWS[view].COLUMNS} if kind == "column" else set(VIEWS)
-    hint = did_you_mean(name.rpartition(".")[2][:100], known)
+    sql_words = set(re.findall(r"\w+", sql.lower()))
+    candidates = (
+        {column for view in sql_words & VIEWS.keys() for column in VIEWS[view].COLUMNS} if kind == "column" else set(VIEWS)
+    )
+    hint = did_you_mean(name.rpartition(".")[2][:100], candidates)
     return hint if hint.startswith("Did") else ""
 
 
 def _number_duplicates(columns: list[str]) -> list[str]:
     """Rename `a, a` to `a, a_2`: a row becomes a JSON object, so its names must differ."""
-    told: list[str] = []
+    unique: list[str] = []
     for column in columns:
-        count = next(n for n in itertools.count(1) if (column if n == 1 else f"{column}_{n}") not in told)
-        told.append(column if count == 1 else f"{column}_{count}")
-    return told
+        count = next(n for n in itertools.count(1) if (column if n == 1 else f"{column}_{n}") not in unique)
+        unique.append(column if count == 1 else f"{column}_{count}")
+    return unique
 
 
 def sqlite_file(settings: Settings) -> Path | None:
@@ -122,9 +124,9 @@ def rl_f4(blob: bytes | None) -> str | None:
 def _ask_process(file: Path, sql: str, limit: int, seconds: float) -> Table:
     if not file.exists():
         raise NotFoundError(f"There is no database {str(file)!r} yet.", "agentrl runs")
-    asked = {"file": str(file.absolute()), "sql": sql, "limit": limit, "seconds": seconds}
+    request = {"file": str(file.absolute()), "sql": sql, "limit": limit, "seconds": seconds}
     with readers.one() as reader:
-        return reader.ask(asked, seconds + GRACE_SECONDS)
+        return reader.ask(request, seconds + GRACE_SECONDS)
 
 
 def _answer(file: str, sql: str, limit: int, seconds: float) -> Table:
@@ -180,13 +182,13 @@ def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[t
         return psycopg.connect(**connection_parts(url) | {"connect_timeout": 5, "options": options, "client_encoding": "utf8"})
     except psycopg.OperationalError as error:
         message = " ".join(str(error).split())
-        shown = url.render_as_string(hide_password=True)
-        if any(words in message for words in _LOGIN_REFUSED):
+        address = url.render_as_string(hide_password=True)
+        if any(phrase in message for phrase in _LOGIN_REFUSED):
             raise AccessDenied(
-                f"No reader login: {shown} was refused ({message}).",
+                f"No reader login: {address} was refused ({message}).",
                 "Run `agentrl db upgrade` with AGENTRL_READER_PASSWORD, or set AGENTRL_DATABASE_READER_URL.",
             ) from error
-        raise ServiceError(f"The database {shown} does not answer: {message}.", "Check AGENTRL_DATABASE_URL.") from error
+        raise ServiceError(f"The database {address} does not answer: {message}.", "Check AGENTRL_DATABASE_URL.") from error
 
 
 def connection_parts(url: "URL") -> dict[str, Any]:
