@@ -1,9 +1,12 @@
 """Modules: each has one file name and is loaded once; the links at the top of a checkout are for reading only."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
@@ -58,6 +61,38 @@ def test_module_file_names_are_unique() -> None:
     free = {PRODUCT / "cli", *(PRODUCT / "workflow" / kind for kind in KINDS)}
     count = Counter(file.name for file in PRODUCT.rglob("*.py") if file.parent not in free and not file.name.startswith("__"))
     assert [name for name, number in count.items() if number > 1] == []
+
+
+def functions_of(folder: Path) -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield file, node
+
+
+def test_variable_names_are_nouns() -> None:
+    """A participle says nothing of what a variable holds."""
+    stores = (
+        (file, node)
+        for file, function in functions_of(PRODUCT)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    )
+    participles = {"found", "said", "told", "made", "asked", "kept", "known", "named", "shown", "most", "words", "each"}
+    assert {f"{file}:{node.lineno}: {node.id}" for file, node in stores if node.id in participles} == set()
+
+
+def test_public_class_names_are_unique() -> None:
+    """`Trainer` has two meanings: the public one, and the one that updates a policy."""
+    nodes = (node for file in PRODUCT.rglob("*.py") for node in ast.walk(ast.parse(file.read_bytes())))
+    count = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
+    assert [name for name, number in count.items() if number > 1] == ["Trainer"]
+
+
+def test_test_names_begin_with_unit() -> None:
+    names = [function.name for _, function in functions_of(ROOT / "tests") if function.name.startswith("test_")]
+    assert [name for name in names if len(name) > 60 or re.match(r"test_(an?|the|of|what|who|where|it)_", name)] == []
+    assert [name for name, number in Counter(names).items() if number > 1] == []
 
 
 @pytest.mark.parametrize("package", LINKS)

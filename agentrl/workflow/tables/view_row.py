@@ -33,13 +33,14 @@ class _ViewType(ABCMeta):
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], view: str = "", source: str | Sequence[str] = ()
     ) -> "_ViewType":
         hints = namespace.get("__annotations__", {}) if view else {}
-        declared = {each: namespace.pop(each, None) or Column(each, "") for each in hints}
+        declared = {column_name: namespace.pop(column_name, None) or Column(column_name, "") for column_name in hints}
         namespace["__slots__"] = tuple(declared)
         namespace["VIEW"] = view
         namespace["SOURCES"] = (source,) if isinstance(source, str) else tuple(source)
-        namespace["COLUMNS"] = {
-            each: Column(sql, meaning or MEANINGS.get(each, "")) for each, (sql, meaning) in declared.items()
+        columns = {
+            column_name: (sql, meaning or MEANINGS.get(column_name, "")) for column_name, (sql, meaning) in declared.items()
         }
+        namespace["COLUMNS"] = {column_name: Column(*values) for column_name, values in columns.items()}
         return super().__new__(cls, name, bases, namespace)
 
 
