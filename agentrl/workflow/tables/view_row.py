@@ -33,12 +33,12 @@ class _ViewType(ABCMeta):
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], view: str = "", source: str | Sequence[str] = ()
     ) -> "_ViewType":
         hints = namespace.get("__annotations__", {}) if view else {}
-        declared = {each: namespace.pop(each, None) or Column(each, "") for each in hints}
+        declared = {field: namespace.pop(field, None) or Column(field, "") for field in hints}
         namespace["__slots__"] = tuple(declared)
         namespace["VIEW"] = view
         namespace["SOURCES"] = (source,) if isinstance(source, str) else tuple(source)
         namespace["COLUMNS"] = {
-            each: Column(sql, meaning or MEANINGS.get(each, "")) for each, (sql, meaning) in declared.items()
+            field: Column(sql, meaning or MEANINGS.get(field, "")) for field, (sql, meaning) in declared.items()
         }
         return super().__new__(cls, name, bases, namespace)
 

@@ -93,14 +93,14 @@ def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Grou
 
     A group-relative algorithm needs 2 trainable episodes in a group, any other needs 1.
     """
-    kept, dropped = [], {}
+    chosen, dropped = [], {}
     for group in groups:
         done = tuple(episode for episode in group.episodes if episode.trainable)
         if len(done) >= (2 if needs_group else 1):
-            kept.append(Group(group.task, done, group.slot))
+            chosen.append(Group(group.task, done, group.slot))
         else:
             dropped[group.slot] = f"{len(done)} of {len(group.episodes)} episodes can train"
-    return kept, dropped
+    return chosen, dropped
 
 
 def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, float]:
@@ -108,12 +108,12 @@ def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, f
 
     If all tokens have the same advantage, it is returned exactly.
     """
-    found = {}
+    advantages = {}
     for episode, line, length in zip(tokens.episodes, credited.advantages, tokens.lengths.tolist(), strict=True):
         values = line[:length]
         alike = length and bool((values == values[0]).all())
-        found[episode.id] = float(values[0]) if alike else float(values.mean()) if length else 0.0
-    return found
+        advantages[episode.id] = float(values[0]) if alike else float(values.mean()) if length else 0.0
+    return advantages
 
 
 class UpdatePreparation:
