@@ -119,8 +119,8 @@ class Section(BaseModel):
     @classmethod
     def _no_truth_for_a_number(cls, value: Any, field: ValidationInfo) -> Any:
         assert field.field_name is not None
-        wanted = cls.model_fields[field.field_name].annotation
-        if isinstance(value, bool) and bool not in (wanted, *get_args(wanted)):
+        annotation = cls.model_fields[field.field_name].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError("expected a number or text, not true or false")
         return value
 

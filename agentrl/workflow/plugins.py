@@ -237,10 +237,10 @@ def _where(error: BaseException) -> str:
 def _check(kind: str, name: str, plugin: Any) -> None:
     if kind not in _CLASSES:
         by_methods = kind == "hooks" or callable(getattr(plugin, "rollout", None))  # an object of such a class
-        fits, wanted = callable(plugin) or by_methods, "not callable"
+        fits, problem = callable(plugin) or by_methods, "not callable"
     else:
-        wanted = f"no {_CLASSES[kind]}"
+        problem = f"no {_CLASSES[kind]}"
         room = importlib.import_module(f"{PACKAGE}.{kind}")
         fits = isinstance(plugin, getattr(room, _CLASSES[kind])) or (kind == "algorithms" and room.searches(plugin))
     if not fits:
-        raise ConfigError(f"{name!r} ({kind}) is {wanted} but of type {type(plugin).__name__}.", "Name another.")
+        raise ConfigError(f"{name!r} ({kind}) is {problem} but of type {type(plugin).__name__}.", "Name another.")

@@ -107,14 +107,14 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     return assignments
 
 
-def by_first_name(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def by_first_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Return the values by the first name of their keys or flags (see `OTHER_NAMES`).
 
     Raises:
         ConfigError: a key is given under two of its names.
     """
     entries: dict[str, tuple[str, Any]] = {}
-    for key, value in given:
+    for key, value in pairs:
         name = OTHER_NAMES.get(key, key)
         if entries.setdefault(name, (key, value))[0] != key:
             raise ConfigError(f"{key!r} and {entries[name][0]!r} are the same option.", "Pass one of them.")

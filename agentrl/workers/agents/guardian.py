@@ -168,8 +168,8 @@ class _Watch:
         deadline = time.monotonic() + self.order.timeout_seconds
         looked = 0.0
         while True:
-            wanted: list[Any] = [ended, output, result, self.connection]
-            ready = select.select(wanted, [], [], LOOK_SECONDS)[0]
+            descriptors: list[Any] = [ended, output, result, self.connection]
+            ready = select.select(descriptors, [], [], LOOK_SECONDS)[0]
             self._take(ready, output, result)
             if ended in ready:
                 return "", ""

@@ -55,9 +55,9 @@ def _call_nobody(openai: Any) -> None:
     for name in (httpx.__name__.replace("httpx", "httpcore"), "h11"):
         importlib.import_module(name)
     answered = httpx.MockTransport(lambda request: httpx.Response(200, json=ANSWER))
-    given = {"base_url": "http://127.0.0.1/v1", "api_key": "none", "max_retries": 0}
-    _keep_contexts_ready(lambda: openai.OpenAI(**given).close())
-    with openai.OpenAI(**given, http_client=httpx.Client(transport=answered)) as client:
+    options = {"base_url": "http://127.0.0.1/v1", "api_key": "none", "max_retries": 0}
+    _keep_contexts_ready(lambda: openai.OpenAI(**options).close())
+    with openai.OpenAI(**options, http_client=httpx.Client(transport=answered)) as client:
         client.chat.completions.create(**ASKED)
         with client.chat.completions.create(**ASKED, stream=True):
             pass

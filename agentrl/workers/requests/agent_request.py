@@ -112,9 +112,9 @@ def _check_class(name: str, agent: Any) -> None:
     for way in ways:
         if inspect.isgeneratorfunction(way) or inspect.isasyncgenfunction(way):
             raise ConfigError(f"{way.__name__} of the agent {name!r} is a generator: use return instead of yield.", SHAPE)
-        taken = inspect.signature(way).parameters
-        if not 1 <= len(taken) <= 3:
-            problem = f"{way.__name__} of the agent {name!r} takes {len(taken)} arguments"
+        parameters = inspect.signature(way).parameters
+        if not 1 <= len(parameters) <= 3:
+            problem = f"{way.__name__} of the agent {name!r} takes {len(parameters)} arguments"
             raise ConfigError(
                 f"{problem}.", "Write rollout(self, task, resources, llm); it may leave out arguments that it does not use."
             )

@@ -67,12 +67,12 @@ def eval_config(
 
 
 def _agent_values(agent: Mapping[str, Any]) -> dict[str, Any]:
-    given = {f"agent.{key}": value for key, value in agent.items() if value is not None}
-    if "agent.name" not in given:
-        return given
+    values = {f"agent.{key}": value for key, value in agent.items() if value is not None}
+    if "agent.name" not in values:
+        return values
     before = RunConfig().flat()
     defaults = {key: value for key, value in before.items() if key.startswith("agent.") or key in LOOP_KEYS}
-    return defaults | given
+    return defaults | values
 
 
 def sampling_values(config: RunConfig) -> dict[str, Any]:

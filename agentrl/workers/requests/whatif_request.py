@@ -70,8 +70,8 @@ def prepare_whatif(
     _refuse_ignored(values, config)
     own_convention = convention or config.algorithm.convention
     takers = {key: [algorithm.name for algorithm in plugins if _has_option(algorithm, key, own_convention)] for key in values}
-    for key, taken in takers.items():
-        if not taken:
+    for key, algorithm_names in takers.items():
+        if not algorithm_names:
             takes = "; ".join(
                 f"{algorithm.name} takes {', '.join(sorted(algorithm.options_in(own_convention)))}" for algorithm in plugins
             )

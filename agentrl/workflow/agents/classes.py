@@ -60,13 +60,13 @@ def by_name(function: Callable[..., Any], texts: Collection[str]) -> list[str]:
         function: the agent.
         texts: the names of the run's texts.
     """
-    taken = _parameters(function)
+    parameters = _parameters(function)
     names = [
         parameter.name
-        for parameter in taken
+        for parameter in parameters
         if parameter.kind is not parameter.POSITIONAL_ONLY and (parameter.name in texts or parameter.name in GIVEN)
     ]
-    unknown = [parameter for parameter in taken if parameter.name not in names and parameter.default is parameter.empty]
+    unknown = [parameter for parameter in parameters if parameter.name not in names and parameter.default is parameter.empty]
     return names if not unknown and any(name == "resources" or name in texts for name in names) else []
 
 
@@ -77,17 +77,17 @@ def wants(function: Callable[..., Any], name: str) -> bool:
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        taken = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of some built-in ones nothing is known
         return []
-    return [parameter for parameter in taken if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
+    return [parameter for parameter in parameters if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
 
 
 def _call(function: Callable[..., Any], task: AgentTask, llm: LLM) -> Any:
-    given = {**task.resources, "task": task, "llm": llm, "resources": _resources(task, llm)}
+    args = {**task.resources, "task": task, "llm": llm, "resources": _resources(task, llm)}
     if names := by_name(function, task.resources):
-        return function(**{name: given[name] for name in names})
-    return function(task, llm, **({"resources": given["resources"]} if wants(function, "resources") else {}))
+        return function(**{name: args[name] for name in names})
+    return function(task, llm, **({"resources": args["resources"]} if wants(function, "resources") else {}))
 
 
 def _resources(task: AgentTask, llm: LLM) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def ways_of(agent: Any) -> list[Callable[..., Any]]:
 def _roll(agent: Any, task: AgentTask, llm: LLM) -> Any:
     way = "training_rollout" if task.training else "validation_rollout"
     method = getattr(agent, way, None) or agent.rollout
-    given = {**task.resources, "task": task, "resources": _resources(task, llm), "llm": llm}
+    args = {**task.resources, "task": task, "resources": _resources(task, llm), "llm": llm}
     names = list(inspect.signature(method).parameters)
-    if set(names) <= given.keys():
-        return method(**{name: given[name] for name in names})
-    return method(*((task,), (task, llm), (task, given["resources"], llm))[min(len(names), 3) - 1])
+    if set(names) <= args.keys():
+        return method(**{name: args[name] for name in names})
+    return method(*((task,), (task, llm), (task, args["resources"], llm))[min(len(names), 3) - 1])

@@ -155,14 +155,16 @@ def resolve_search(config: RunConfig) -> RunConfig:
 def _search_options(algorithm: Any, name: str, search: SearchConfig) -> dict[str, Any]:
     if not isinstance(algorithm, Search):
         return {}
-    given = {key: getattr(search, key) for key in SEARCH_OPTIONS if getattr(search, key) is not None}
+    options = {key: getattr(search, key) for key in SEARCH_OPTIONS if getattr(search, key) is not None}
     if not algorithm.chooses:
-        given |= {key: 0 for key in ("choose_tasks", "held_out_tasks") if getattr(search, key) != getattr(SearchConfig(), key)}
-    for key in given:
+        options |= {
+            key: 0 for key in ("choose_tasks", "held_out_tasks") if getattr(search, key) != getattr(SearchConfig(), key)
+        }
+    for key in options:
         if key not in algorithm.options:
             takes = ", ".join(f"search.{option}" for option in algorithm.options) or "none of them"
             raise ConfigError(f"search.{key} has no effect with {name}.", f"It takes {takes}.")
-    return {**algorithm.options, **given}
+    return {**algorithm.options, **options}
 
 
 def resolve_options(config: AlgorithmConfig) -> AlgorithmConfig:
@@ -173,12 +175,12 @@ def resolve_options(config: AlgorithmConfig) -> AlgorithmConfig:
     """
     algorithm = find_gradient(config.name)
     own = algorithm.options_in(config.convention)
-    given = {name: getattr(config, name) for name in ALGORITHM_OPTIONS if getattr(config, name) is not None}
-    for name in given:
+    options = {name: getattr(config, name) for name in ALGORITHM_OPTIONS if getattr(config, name) is not None}
+    for name in options:
         if name not in own:
             takes = ", ".join(sorted(own)) or "no options of its own"
             raise ConfigError(f"algorithm.{name} has no effect with {algorithm.name}.", f"It takes {takes}.")
-    return config.model_copy(update={**own, **given})
+    return config.model_copy(update={**own, **options})
 
 
 def _check_dual_clip(chosen: AlgorithmConfig) -> None:

@@ -47,14 +47,17 @@ def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterato
     Args:
         of_agent: whether an agent ran their calls itself.
     """
-    heard: set[str] = set()
+    earlier_results: set[str] = set()
     for step in steps:
         row = {"policy_version": step.policy_version, "generate_seconds": step.seconds}
         pairs = zip_longest(step.message.tool_calls, step.results or ())
         yield from _step_lines(
-            step, row, [_call_row(index, *pair, "agent" if of_agent else "call") for index, pair in enumerate(pairs)], heard
+            step,
+            row,
+            [_call_row(index, *pair, "agent" if of_agent else "call") for index, pair in enumerate(pairs)],
+            earlier_results,
         )
-        heard = {result.content for result in step.results or ()}
+        earlier_results = {result.content for result in step.results or ()}
     prompt, sampled = (sum(len(getattr(step, name)) for step in steps) for name in ("prompt_ids", "sampled_ids"))
     yield "", ""
     yield f"{len(steps)} turns, {prompt} + {sampled} tokens", "dim"

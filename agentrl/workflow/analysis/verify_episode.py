@@ -115,14 +115,14 @@ def check_tools(
         reads: the function that returns the env's messages for the recorded results.
     """
     own = [(call, _why_not_run(call, effects)) for call in calls if call["step"] >= episode.inherited]
-    taken = Counter(reason for _, reason in own if reason)
+    reasons = Counter(reason for _, reason in own if reason)
     inherited = sum(len(step.message.tool_calls) for step in episode.steps[: episode.inherited])
     differences = [difference for call, reason in own if not reason and (difference := _run_again(call, run))]
     steps = episode.steps[episode.inherited :]
     misread = [other for step in steps if (other := _read_again(episode, step, reads))]
     return ToolsReport(
-        ran=len(own) - taken.total(),
-        taken={**taken, **({"parent's": inherited} if inherited else {})},
+        ran=len(own) - reasons.total(),
+        taken={**reasons, **({"parent's": inherited} if inherited else {})},
         differing=len(differences),
         first=next(iter(differences), None),
         prompts=len(steps),

@@ -321,11 +321,11 @@ def _values(
     """Yield the values of the token at each position. The ids are read once for every `BLOCK` positions."""
     tolerances = TOLERANCES[policy.precision]
     for start in range(0, len(places), BLOCK):
-        wanted = places[start : start + BLOCK]
+        positions = places[start : start + BLOCK]
         with policy.sampling() as model:
-            logits = _logits(model, ids[: wanted[-1] + 1], wanted, policy.device)
-        again = None if rows is None else read_in_company(rows, ids, wanted)
-        yield from _chunks(logits, again, ids, wanted, draws[start : start + BLOCK], rollout, tolerances)
+            logits = _logits(model, ids[: positions[-1] + 1], positions, policy.device)
+        again = None if rows is None else read_in_company(rows, ids, positions)
+        yield from _chunks(logits, again, ids, positions, draws[start : start + BLOCK], rollout, tolerances)
 
 
 def _logits(model: nn.Module, ids: Sequence[int], places: Sequence[int], device: torch.device) -> Tensor:
@@ -351,31 +351,31 @@ def _chunks(
     for start in range(0, len(places), CHUNK):
         part = slice(start, start + CHUNK)
         everything, cumulative = distribution(logits[part], rollout.temperature)
-        wanted, numbers = recorded[part], draws[part].to(logits.device)
-        scores = everything.gather(-1, wanted[:, None])[:, 0].float().tolist()  # as the sampler records them
+        token_ids, numbers = recorded[part], draws[part].to(logits.device)
+        scores = everything.gather(-1, token_ids[:, None])[:, 0].float().tolist()  # as the sampler records them
         if (rollout.top_k, rollout.top_p, rollout.min_p) == (0, 1.0, 0.0):
-            floor, away = None, draw_distance(cumulative, numbers, wanted)
+            floor, away = None, draw_distance(cumulative, numbers, token_ids)
         else:
             floor = _floor(scale_logits(logits[part], rollout.temperature), rollout)
-            away = _distance(everything, numbers, wanted, rollout, tolerances)
+            away = _distance(everything, numbers, token_ids, rollout, tolerances)
         drawn, _ = sample(logits[part], numbers, rollout.temperature, floor)
         noise: Sequence[TokenNoise | None] = [None] * len(scores)
         if again is not None:
             second, sums = distribution(again[part], rollout.temperature)
-            noise = compare_readings(everything, second, (cumulative, sums), wanted)
+            noise = compare_readings(everything, second, (cumulative, sums), token_ids)
         yield from zip(scores, drawn.tolist(), away.tolist(), noise, strict=True)
 
 
 def _distance(
-    logprobs: Tensor, draws: Tensor, wanted: Tensor, rollout: RolloutConfig, tolerances: tuple[float, float]
+    logprobs: Tensor, draws: Tensor, token_ids: Tensor, rollout: RolloutConfig, tolerances: tuple[float, float]
 ) -> Tensor:
     """Return the least distance (N,) of the draws from the wanted ids if limits may be rounded; 1 if no limit allows the id."""
     distances = []
     for side in (-1, 0, 1):
         floor = _floor(logprobs, rollout, side, tolerances)
-        possible = logprobs.gather(-1, wanted[:, None])[:, 0] >= floor
+        possible = logprobs.gather(-1, token_ids[:, None])[:, 0] >= floor
         distances.append(
-            draw_distance(cumulative_probabilities(mask_below(logprobs, floor)), draws, wanted).where(possible, 1.0)
+            draw_distance(cumulative_probabilities(mask_below(logprobs, floor)), draws, token_ids).where(possible, 1.0)
         )
     return torch.stack(distances).amin(0)
 

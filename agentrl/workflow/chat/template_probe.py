@@ -85,18 +85,20 @@ def _id(number: int) -> str:
     return f"call{number:05d}"
 
 
-def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
+def manner_of(render: Render, source: str, format_name: str = AUTO) -> Manner:
     """Find the form that a template takes.
 
     Args:
         source: the template's text.
-        wanted: the format that a user chose. AUTO: the one that parses what the template writes, or most of it; else one whose
-            marks the template has; else Hermes.
+        format_name: the format that a user chose. AUTO: the one that parses what the template writes, or most of it; else one
+            whose marks the template has; else Hermes.
 
     Raises:
         ConfigError: the format does not exist.
     """
-    formats: list[ToolFormat] = [find("tool_formats", name) for name in (names("tool_formats") if wanted == AUTO else [wanted])]
+    formats: list[ToolFormat] = [
+        find("tool_formats", name) for name in (names("tool_formats") if format_name == AUTO else [format_name])
+    ]
     for with_ids in (False, True):
         text = _render_calls(render, 1, with_ids)
         readers = [tool_format for tool_format in formats if _reads(text, tool_format, 1)]
@@ -105,7 +107,7 @@ def manner_of(render: Render, source: str, wanted: str = AUTO) -> Manner:
             chosen = min(readers, key=lambda tool_format: len(parse_text(text, tool_format, [_PROBE_TOOL]).content))
             ids = with_ids or _wants_ids(render, chosen)
             return Manner(chosen, many=_reads(_render_calls(render, 2, ids), chosen, 2), ids=ids)
-    if wanted != AUTO:
+    if format_name != AUTO:
         return Manner(formats[0], native=False, ids=_wants_ids(render, formats[0]))
     marked = [tool_format for tool_format in formats if tool_format.marks and all(mark in source for mark in tool_format.marks)]
     chosen = max(marked, key=lambda tool_format: len("".join(tool_format.marks)), default=find("tool_formats", HERMES))
@@ -184,11 +186,11 @@ def _dropped_parts(render: Render, manner: Manner, system: bool, tools: bool, la
     messages = [Message("system", "zqsystem")] if system else []
     messages += [_USER, _ANSWER, Message("system", "zqlater")] if later_system else []
     text = render(list(manner.plain([*messages, _USER, *([calling, _RESULT] if tools else []), _ANSWER], [])), [], False)
-    wanted = {"zqsystem": "the system message"} if system else {}
-    wanted |= {"zqlater": "system messages behind the first"} if later_system else {}
-    wanted |= {_USER.content: "the user's words", _ANSWER.content: "the assistant's words"}
-    wanted |= {NAME: "tool calls", ARGUMENT: "a call's arguments", _RESULT.content: "tool results"} if tools else {}
-    return " and ".join(what for mark, what in wanted.items() if mark not in text)
+    marks = {"zqsystem": "the system message"} if system else {}
+    marks |= {"zqlater": "system messages behind the first"} if later_system else {}
+    marks |= {_USER.content: "the user's words", _ANSWER.content: "the assistant's words"}
+    marks |= {NAME: "tool calls", ARGUMENT: "a call's arguments", _RESULT.content: "tool results"} if tools else {}
+    return " and ".join(what for mark, what in marks.items() if mark not in text)
 
 
 def _rewrites(render: Render, manner: Manner) -> str:

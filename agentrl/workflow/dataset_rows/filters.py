@@ -142,10 +142,10 @@ class RowFilter:
 def _query(condition: str, columns: tuple[str, ...], rows: int) -> str:
     """Return the query that evaluates the condition on each row separately, so no SQL function sees two rows."""
     names = [f'"value {number}"' for number in range(len(columns))] or ['"no value"']
-    given = ", ".join(f"{name} AS {_quoted(column)}" for name, column in zip(names, columns, strict=False)) or "1"
+    aliases = ", ".join(f"{name} AS {_quoted(column)}" for name, column in zip(names, columns, strict=False)) or "1"
     table = ", ".join([f"({', '.join('?' * len(columns)) or '1'})"] * rows)
     return (
-        f"WITH given({', '.join(names)}) AS (VALUES {table}) SELECT (SELECT ({condition}\n) FROM (SELECT {given})) FROM given"
+        f"WITH given({', '.join(names)}) AS (VALUES {table}) SELECT (SELECT ({condition}\n) FROM (SELECT {aliases})) FROM given"
     )
 
 

@@ -152,8 +152,8 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     splits = {path: _split_of(path.relative_to(folder)) for path in files}
     if not any(splits.values()):
         splits = dict.fromkeys(files, "train")
-    wanted = _named_split(split) or split
-    chosen = sorted(path for path in files if splits[path] == wanted or wanted in _words(path.relative_to(folder)))
+    split_name = _named_split(split) or split
+    chosen = sorted(path for path in files if splits[path] == split_name or split_name in _words(path.relative_to(folder)))
     if not chosen:
         split_names = sorted(set(filter(None, splits.values())))
         raise DatasetError(

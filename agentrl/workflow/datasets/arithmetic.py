@@ -36,8 +36,8 @@ def load(split: str) -> Iterator[Task]:
         raise DatasetError(f"arithmetic has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     names = list(SPLITS)
     start = sum(SPLITS[name] for name in names[: names.index(split)])
-    taken = islice(_distinct_questions(), start, start + SPLITS[split])
-    return (_task(f"{split}/{i}", level, phrase) for i, (level, phrase) in enumerate(taken))
+    questions = islice(_distinct_questions(), start, start + SPLITS[split])
+    return (_task(f"{split}/{i}", level, phrase) for i, (level, phrase) in enumerate(questions))
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:

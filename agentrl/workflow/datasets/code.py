@@ -84,14 +84,14 @@ def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[
 
 def _key(row: Mapping[str, Any], stem: str, line: int) -> str:
     """Return the row's key; a plain number or word gets the file's name as a prefix."""
-    given = row.get("task_id")
-    if given is None:
+    task_id = row.get("task_id")
+    if task_id is None:
         return f"{stem}/line-{line}"
-    if type(given) is int and abs(given) < MAX_ID:
-        return f"{stem}/{given}"
-    if not isinstance(given, str) or not given.isprintable() or not 0 < len(given) <= MAX_KEY:
+    if type(task_id) is int and abs(task_id) < MAX_ID:
+        return f"{stem}/{task_id}"
+    if not isinstance(task_id, str) or not task_id.isprintable() or not 0 < len(task_id) <= MAX_KEY:
         raise ValueError(f"'task_id' must be a whole number, or printable text of at most {MAX_KEY} characters")
-    return given if "/" in given else f"{stem}/{given}"
+    return task_id if "/" in task_id else f"{stem}/{task_id}"
 
 
 def _task(key: str, row: Mapping[str, Any]) -> Task:

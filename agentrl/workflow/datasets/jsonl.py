@@ -290,7 +290,7 @@ def _message(where: str, item: object, callers: dict[str, str]) -> Message:
     if not isinstance(calls, list):
         raise ValueError(f"{where}.tool_calls must be a list, not {kind_of(calls)}")
     tool_calls = tuple(_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls))
-    callers |= {str(given.get("id")): call.name for given, call in zip(calls, tool_calls, strict=True)}
+    callers |= {str(call_item.get("id")): call.name for call_item, call in zip(calls, tool_calls, strict=True)}
     thought = next((name for name in ("reasoning", "reasoning_content") if item.get(name)), "reasoning")
     return Message(role, text, _optional_text(f"{where}.{thought}", item.get(thought)), tool_calls)
 

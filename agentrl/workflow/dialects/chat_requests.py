@@ -65,17 +65,17 @@ def _sampling(fields: Fields) -> dict[str, Any]:
 
 
 def _template_options(fields: Fields) -> dict[str, Any]:
-    given = fields.object("chat_template_kwargs").values
+    options = fields.object("chat_template_kwargs").values
     try:
-        check_options(given)
+        check_options(options)
     except ModelError as error:
         raise fields.error("chat_template_kwargs", error.message.rstrip(".")) from error
-    return dict(clean_tree(fields, "chat_template_kwargs", given))
+    return dict(clean_tree(fields, "chat_template_kwargs", options))
 
 
 def _most_tokens(fields: Fields) -> int | None:
-    given = [fields.integer(name, 1, MAX_COUNT) for name in ("max_tokens", "max_completion_tokens")]
-    return min((value for value in given if value is not None), default=None)
+    limits = [fields.integer(name, 1, MAX_COUNT) for name in ("max_tokens", "max_completion_tokens")]
+    return min((value for value in limits if value is not None), default=None)
 
 
 def _includes_usage(fields: Fields, stream: bool) -> bool:
@@ -124,8 +124,8 @@ def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
     """Return the values without nulls, followed by the defaults of missing keys. The order is kept, because templates may write
     keys in order.
     """
-    given = {name: value for name, value in values.items() if value is not None}
-    return given | {name: value for name, value in defaults.items() if name not in given}
+    present = {name: value for name, value in values.items() if value is not None}
+    return present | {name: value for name, value in defaults.items() if name not in present}
 
 
 # messages

@@ -143,8 +143,8 @@ class Fields:
         """Return the error for an unknown field, in the API's wording."""
         return RequestError(400, f"Unrecognized request argument supplied: {self.at}{_shown(name)}")
 
-    def _type_error(self, name: str, wanted: str, value: Any) -> RequestError:
-        return self.error(name, f"it must be {wanted}, not {_kind(value)}")
+    def _type_error(self, name: str, type_name: str, value: Any) -> RequestError:
+        return self.error(name, f"it must be {type_name}, not {_kind(value)}")
 
     def _clean(self, name: str, value: str) -> str:
         try:

@@ -141,8 +141,8 @@ class Batch:
             stops[watched] = self._is_stopped(int(watched))
         over = stops | (rows["count"] >= rows["limit"]) | np.isnan(logprobs)
         for row in np.flatnonzero(rows["heard"]):
-            heard = self.turns[int(row)].request.heard
-            over[row] |= heard is not None and not heard(int(ids[row]))
+            listener = self.turns[int(row)].request.heard
+            over[row] |= listener is not None and not listener(int(ids[row]))
         ended = [int(slot) for slot in np.flatnonzero(over)]
         for slot in ended:
             self._answer(slot, bool(stops[slot]), bool(np.isnan(logprobs[slot])))

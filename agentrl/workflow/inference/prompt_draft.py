@@ -123,10 +123,10 @@ def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str
     return Draft(messages, ids[shared:], ids, parent, shared, same, reason)
 
 
-def shared_messages(known: Sequence[Message], messages: Sequence[Message]) -> int:
+def shared_messages(earlier: Sequence[Message], messages: Sequence[Message]) -> int:
     """Return how many of the first messages are identical, including the order of the keys in arguments."""
     count = 0
-    for one, other in zip(known, messages, strict=False):
+    for one, other in zip(earlier, messages, strict=False):
         if not _same(one, other):
             break
         count += 1
@@ -180,10 +180,10 @@ class Lines:
 
         If no line shares any, the step is `ROOT`.
         """
-        wanted = np.asarray(ids, np.int32)
+        id_array = np.asarray(ids, np.int32)
         best, shared = ROOT, 0
         for end, line in sorted(self._ends.items()):
-            count = _common(line, wanted)
+            count = _common(line, id_array)
             if count > shared:
                 best, shared = end, count
         while best != ROOT and self._begins[best] >= shared:

@@ -168,7 +168,7 @@ class RollingEngine:
 
         A new batch takes every turn that needs the weights of the first one. So two runs alternate by batches, not by turns.
         """
-        taken: list[ActiveTurn] = []
+        turns: list[ActiveTurn] = []
         with self._changed:
             if not self._batch.turns and self._waiting:
                 self._weights = self._waiting[0].request.policy.weights
@@ -177,24 +177,24 @@ class RollingEngine:
             room = limit - len(self._batch.turns)
             if room < min(len(self._waiting), limit // SHARE):
                 return []
-            while self._waiting and len(taken) < room:
+            while self._waiting and len(turns) < room:
                 if self._waiting[0].request.policy.weights != self._weights:
                     break
                 turn = self._waiting.popleft()
                 if turn.future.running() or turn.future.set_running_or_notify_cancel():
-                    taken.append(turn)
-        return taken
+                    turns.append(turn)
+        return turns
 
-    def _admit(self, taken: Sequence[ActiveTurn]) -> None:
-        if not taken:
+    def _admit(self, turns: Sequence[ActiveTurn]) -> None:
+        if not turns:
             return
         try:
-            if self._policy.publish(taken[0].request.policy):
+            if self._policy.publish(turns[0].request.policy):
                 self._batch.forget()  # keys and values of other weights
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the others go on
-            self._handle(error, taken)
+            self._handle(error, turns)
         else:
-            self._join(taken)
+            self._join(turns)
 
     def _join(self, turns: Sequence[ActiveTurn]) -> None:
         """Let turns join. If that fails, try both halves separately, so that a faulty turn fails alone."""

@@ -113,11 +113,11 @@ def check(config: ModelConfig, folder: Path) -> ModelFacts:
     _check_vocabulary(load_chat(config, folder), vocabulary, folder)
     shapes = read_shapes(folder)
     model = build_without_weights(config, folder)
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    other = sorted(name for name, shape in shapes.items() if wanted.get(name, shape) != shape)
+    model_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    other = sorted(name for name, shape in shapes.items() if model_shapes.get(name, shape) != shape)
     if other:
-        raise _other_shapes(folder, f"{other[0]} is {shapes[other[0]]}, not {wanted[other[0]]}")
-    if {_place(name) for name in shapes}.isdisjoint(_place(name) for name in wanted):
+        raise _other_shapes(folder, f"{other[0]} is {shapes[other[0]]}, not {model_shapes[other[0]]}")
+    if {_place(name) for name in shapes}.isdisjoint(_place(name) for name in model_shapes):
         raise ModelError(f"None of the weights in {str(folder)!r} belongs to the model that its config.json names.", _COPY)
     rank = lora_rank(config, folder)
     layers = find_lora_layers(config, model) if rank else None

@@ -63,25 +63,27 @@ def token_logprobs(
     input_ids: Tensor,
     attention_mask: Tensor,
     temperature: float = 1.0,
-    wanted: Tensor | None = None,
+    score_mask: Tensor | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the logprobs and the entropies of `token_scores`, without a critic. The entropies have no gradient."""
-    scores = token_scores(model, input_ids, attention_mask, temperature, wanted, prefixes)
+    scores = token_scores(model, input_ids, attention_mask, temperature, score_mask, prefixes)
     return scores.logprobs, scores.entropy
 
 
-def line_logprobs(model: nn.Module, input_ids: Tensor, positions: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
+def line_logprobs(
+    model: nn.Module, input_ids: Tensor, positions: Tensor, score_mask: Tensor, temperature: float = 1.0
+) -> Tensor:
     """Return logprobs (B, T - 1) of the wanted tokens on lines that pack several rows. Requires `keeps_apart(model)`.
 
     Args:
         input_ids: (B, T).
         positions: (B, T), the position of each token in its row; a row begins at 0.
-        wanted: (B, T), True if a token is scored; never the first of a row.
+        score_mask: (B, T), True if a token is scored; never the first of a row.
         temperature: the divisor of the logits.
     """
     causal = causal_model(model)
-    chosen = wanted[:, 1:]
+    chosen = score_mask[:, 1:]
     hidden = _hidden_on_lines(causal.base_model, input_ids, positions)[:, :-1][chosen]
     head = cast(nn.Linear, causal.get_output_embeddings())  # type: ignore[no-untyped-call]
     logprobs, _ = head_logprobs(head, hidden, input_ids[:, 1:][chosen], temperature)
@@ -93,7 +95,7 @@ def token_scores(
     input_ids: Tensor,
     attention_mask: Tensor,
     temperature: float = 1.0,
-    wanted: Tensor | None = None,
+    score_mask: Tensor | None = None,
     prefixes: Prefixes | None = None,
     critic: nn.Linear | None = None,
     entropy_trains: bool = False,
@@ -104,12 +106,12 @@ def token_scores(
         input_ids: (B, T), padded on the right.
         attention_mask: (B, T), 1 if there is a token.
         temperature: the divisor of the logits, as in the sampler.
-        wanted: (B, T), True if a token is scored; None: all are.
+        score_mask: (B, T), True if a token is scored; None: all are.
         prefixes: the beginnings that the rows continue; requires `shares_prefixes(model)`.
         critic: (H) -> (1), applied to the hidden state before the token.
         entropy_trains: whether the entropy has a gradient.
     """
-    chosen = attention_mask[:, 1:] > 0 if wanted is None else wanted[:, 1:]
+    chosen = attention_mask[:, 1:] > 0 if score_mask is None else score_mask[:, 1:]
     targets = input_ids[:, 1:][chosen]
     causal = causal_model(model)
     if _is_plain(causal):
@@ -262,7 +264,7 @@ def _probe_plain_head(causal: PreTrainedModel) -> bool:
         return False
     seen: dict[str, Tensor] = {}
     hooks = [
-        head.register_forward_hook(lambda _, given, out: seen.update(given=given[0], out=out)),
+        head.register_forward_hook(lambda _, head_input, out: seen.update(given=head_input[0], out=out)),
         body.register_forward_hook(lambda _, __, out: seen.update(hidden=out.last_hidden_state)),
     ]
     ids = torch.arange(2, device=head.weight.device)[None]

@@ -41,8 +41,8 @@ class LoraLayers:
             chosen: the number of inputs plus outputs of each selected layer, by name.
         """
         last = tuple(count_by_name(chosen))
-        taken = {_last(name) for name in set(modules) - set(chosen)}
-        return cls(tuple(chosen), tuple(chosen) if taken & set(last) else last, sum(chosen.values()), transposed)
+        other_names = {_last(name) for name in set(modules) - set(chosen)}
+        return cls(tuple(chosen), tuple(chosen) if other_names & set(last) else last, sum(chosen.values()), transposed)
 
 
 EXPERT_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})

@@ -40,13 +40,13 @@ def return_freed_memory(device: torch.device, lean: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _without_heap(wanted: bool) -> Iterator[None]:
+def _without_heap(enabled: bool) -> Iterator[None]:
     """Return the memory of large CPU tensors to the system as soon as they are freed, at the cost of time.
 
     glibc's heap cannot reuse a gap for an aligned tensor of the same size, so an update of a quantised base held twice the
     memory in use. With another C library this does nothing.
     """
-    if not wanted or platform.libc_ver()[0] != "glibc":
+    if not enabled or platform.libc_ver()[0] != "glibc":
         yield
         return
     libc = ctypes.CDLL(None)

@@ -33,13 +33,13 @@ def sql_match(episode: Episode) -> float:
     """
     database = str(episode.task.metadata["database"])
     where = database if is_url(database) else str(FOLDER / database)
-    wanted = _rows(where, episode.task.reference, MAX_ROWS)
-    if not wanted:
+    reference_rows = _rows(where, episode.task.reference, MAX_ROWS)
+    if not reference_rows:
         raise ValueError(f"the reference of task {episode.task.key!r} does not run, or gives no row")
     if episode.stop_reason != "answered":
         return 0.0
-    rows = _rows(where, read_query(episode.final_answer), len(wanted) + 1)
-    return float(rows == wanted if ordered(episode.task.reference) else Counter(rows) == Counter(wanted))
+    rows = _rows(where, read_query(episode.final_answer), len(reference_rows) + 1)
+    return float(rows == reference_rows if ordered(episode.task.reference) else Counter(rows) == Counter(reference_rows))
 
 
 sql_match.reference_form = "{}"  # type: ignore[attr-defined]

@@ -58,8 +58,9 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
     Raises:
         ValueError: the task has no hidden test.
     """
-    given = episode.final_answer
-    answer = given if given == episode.task.reference else read_code(given)  # a reference's docstring may hold a block
+    final_answer = episode.final_answer
+    # A reference's docstring may hold a block.
+    answer = final_answer if final_answer == episode.task.reference else read_code(final_answer)
     asking = question(episode.task, answer)
     return asking if episode.stop_reason == "answered" and writable(answer) else 0.0
 
@@ -219,8 +220,8 @@ def share(session: Session, cells: Sequence[str], function: str, cases: Sequence
     calls = Calls(session, function, budget)
     if not calls.begun(cells):
         return 0.0
-    given = [(case, value) for case in cases if (value := calls(args_of(case))) is not None]
-    return sum(code_judge.passed(given)) / len(cases)
+    case_values = [(case, value) for case in cases if (value := calls(args_of(case))) is not None]
+    return sum(code_judge.passed(case_values)) / len(cases)
 
 
 def _ended(result: CodeResult) -> CodeResult:

@@ -41,8 +41,8 @@ class _Plan:
 
     def pass_by(self, name: str) -> None:
         hit = _count(self.folder / name)
-        for wanted, number, action in self.faults:
-            if (wanted, number) == (name, hit):
+        for fault_name, number, action in self.faults:
+            if (fault_name, number) == (name, hit):
                 _act(action, f"{name}, hit {hit}")
 
 

@@ -251,7 +251,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     header: Header = json.loads(read_line())
     sources, code, stdin = (make_file(read_exactly(length)) for length in (header["sources"], header["code"], header["stdin"]))
-    (heard, output), (ready, made_ready) = os.pipe(), os.pipe()
+    (output_reader, output), (ready, made_ready) = os.pipe(), os.pipe()
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     places = {0: stdin, 1: output, 2: output, SOURCES: sources, CODE: code, CONTROL: theirs.fileno(), READY: made_ready}
@@ -261,7 +261,7 @@ def main() -> None:
     theirs.close()
     for fd in (sources, code, stdin, output, made_ready):
         os.close(fd)
-    relay = FrameRelay(child, heard, ours, ready)
+    relay = FrameRelay(child, output_reader, ours, ready)
     ended = relay.run()
     send(b"E", counts(relay.waits.seconds))
     send(b"X", str(ended).encode())

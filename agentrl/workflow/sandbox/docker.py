@@ -58,9 +58,9 @@ class Docker:
     def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> CodeResult:
         """See `Sandbox.run`."""
         numbers = (bridge.CODE, bridge.READY, whole_seconds(limits), ADDRESS_BYTES, PROCESS_RLIMIT)
-        given = [part.encode(errors="surrogateescape") for part in (code, stdin)]
+        inputs = [part.encode(errors="surrogateescape") for part in (code, stdin)]
         with self._turns.hold():
-            container = Container(self.command, self.image, self.user, limits, ["runner"], numbers, *given)
+            container = Container(self.command, self.image, self.user, limits, ["runner"], numbers, *inputs)
             try:
                 return _follow_program(container, limits, self._turns)
             except InfraError as error:

@@ -205,15 +205,15 @@ class _Sources:
             plain.append(value)
             return f"__plain__[{len(plain) - 1}]"
 
-        given = [argument(written, value) for written, value in zip(node.args, args, strict=True)]
-        given += [f"{keyword.arg}={argument(keyword.value, kwargs[str(keyword.arg)])}" for keyword in node.keywords]
+        arguments = [argument(written, value) for written, value in zip(node.args, args, strict=True)]
+        arguments += [f"{keyword.arg}={argument(keyword.value, kwargs[str(keyword.arg)])}" for keyword in node.keywords]
         needed = self._needed(nodes, {**caller.f_globals, **caller.f_locals})
         if needed is None:
             return None
         definitions, values = needed
         lines = [f"def {CALLER}(*__plain__):"]
         lines += [f"    {name} = __plain__[{len(plain) + number}]" for number, name in enumerate(values)]
-        caller_tree = ast.parse("\n".join([*lines, f"    return {self.function}({', '.join(given)})"]))
+        caller_tree = ast.parse("\n".join([*lines, f"    return {self.function}({', '.join(arguments)})"]))
         body = cast(ast.FunctionDef, caller_tree.body[0]).body
         body[-1:-1] = definitions
         return {"source": ast.unparse(caller_tree), "args": exact_json.encode([*plain, *values.values()])}

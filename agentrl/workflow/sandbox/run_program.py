@@ -49,9 +49,9 @@ def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> Co
     """
     limits = program.limits
     with ExitStack() as files:
-        (printed, output), (heard, ready) = os.pipe(), os.pipe()
+        (printed, output), (ready_reader, ready) = os.pipe(), os.pipe()
         files.callback(os.close, printed)
-        files.callback(os.close, heard)
+        files.callback(os.close, ready_reader)
         numbers = (whole_seconds(limits), ADDRESS_BYTES, limits.processes + SPARE_PROCESSES)
         try:
             inside = Inside(("runner",), (program.source, ready), numbers, program.stdin, output)
@@ -68,7 +68,7 @@ def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> Co
         finally:
             code = box.close()
         cpu = max(cpu, box.cgroup.cpu_seconds() or 0.0)  # without a control group it is known only now
-        if not os.read(heard, 1):
+        if not os.read(ready_reader, 1):
             return CodeResult("sandbox_fault", decode_output(use.output), code, 0.0, use.wall_seconds, launch.kind)
         return _result(launch.kind, limits, use, code, cpu, events)
 

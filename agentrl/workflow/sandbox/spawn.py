@@ -138,12 +138,12 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
         InfraError: it did not start.
     """
     with ExitStack() as files, ExitStack() as undone:
-        (heard, info), (waits, go) = os.pipe(), os.pipe()
+        (info_reader, info), (waits, go) = os.pipe(), os.pipe()
         source, rules = memory_file(payload.sources(*inside.scripts)), memory_file(seccomp.rules())
         full_profile = replace(profile, folders=(*profile.folders, *inside.reads))
         filter_file = None if inside.zygote else rules
         options = memory_file(bwrap.options(full_profile, limits.tmp_bytes, info, waits, filter_file, inside.session))
-        for file in (heard, waits, go, source, rules, options):
+        for file in (info_reader, waits, go, source, rules, options):
             files.callback(os.close, file)
         orders, theirs = socket_pair() if inside.session else (None, None)
         if orders and theirs:
@@ -164,7 +164,7 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
         undone.callback(process.wait)
         undone.callback(process.kill)
         try:
-            box = Box(process, _first_process(heard), cgroup, seat, orders)
+            box = Box(process, _first_process(info_reader), cgroup, seat, orders)
         except ProcessLookupError as error:
             raise InfraError("A sandbox ended while it started.") from error
         os.write(go, b"1")
@@ -220,10 +220,10 @@ def start_process(
     return _spawner.submit(popen).result()
 
 
-def _first_process(heard: int) -> int:
+def _first_process(info_reader: int) -> int:
     """Return the id of the process that bwrap reports on its info descriptor."""
     info = b""
-    while wait_readable(heard, START_SECONDS) and (part := os.read(heard, 4096)):
+    while wait_readable(info_reader, START_SECONDS) and (part := os.read(info_reader, 4096)):
         info += part
     try:
         return int(json.loads(info)["child-pid"])

@@ -63,15 +63,15 @@ def _run(limits: dict[str, int], files: list[int], rules: bytes) -> tuple[int | 
 
     The exit code is negative for a signal, and None if the program's sandbox could not be made.
     """
-    heard, report_fd = os.pipe()
+    report_reader, report_fd = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(heard)
+        os.close(report_reader)
         _outermost(limits, files, rules, report_fd)
     os.close(report_fd)
     for file in files:
         os.close(file)
-    with open(heard, "rb") as answer:
+    with open(report_reader, "rb") as answer:
         report = answer.read(64).split()
     _, _, used = os.wait4(child, 0)
     return _code(report), used.ru_utime + used.ru_stime

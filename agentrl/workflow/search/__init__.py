@@ -178,7 +178,7 @@ class Chosen:
     candidate: Candidate | None
 
 
-def go_on(run: Callable[..., Any], given: Given, held_out: Sequence[Task]) -> Request | Chosen:
+def go_on(run: Callable[..., Any], inputs: Given, held_out: Sequence[Task]) -> Request | Chosen:
     """Run the algorithm until it requests rollouts or chooses a candidate.
 
     A chosen candidate and the first texts are then measured on the held-out tasks, which no choice has used.
@@ -187,13 +187,13 @@ def go_on(run: Callable[..., Any], given: Given, held_out: Sequence[Task]) -> Re
         ConfigError: the algorithm has a parameter that no search gets, or requests other rollouts than recorded.
     """
     try:
-        chosen = run(**_taken(run, given))
+        chosen = run(**_taken(run, inputs))
         if chosen is None:
             return Chosen(None)
         if not isinstance(chosen, Mapping):
             raise TypeError(f"a search must return the chosen texts by name, or None, not {type(chosen).__name__}")
-        if dict(chosen) != given.resources and held_out:
-            given.rollouts.each([dict(given.resources), chosen], held_out)
+        if dict(chosen) != inputs.resources and held_out:
+            inputs.rollouts.each([dict(inputs.resources), chosen], held_out)
         return Chosen(dict(chosen))
     except Asked as asked:
         return asked.request
@@ -214,8 +214,8 @@ def names_taken(run: Callable[..., Any]) -> list[str]:
     return names
 
 
-def _taken(run: Callable[..., Any], given: Given) -> dict[str, Any]:
-    return {name: getattr(given, name) for name in names_taken(run)}
+def _taken(run: Callable[..., Any], inputs: Given) -> dict[str, Any]:
+    return {name: getattr(inputs, name) for name in names_taken(run)}
 
 
 def score(groups: Sequence[Group]) -> float:

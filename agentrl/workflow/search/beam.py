@@ -52,14 +52,14 @@ def _edits(
     rollout_groups: Sequence[Sequence[Group]],
 ) -> list[tuple[dict[str, str], Candidate]]:
     """Return the edited candidates, each with its parent. A critic's answer that is not a valid edit is left out."""
-    wanted = [
+    targets = [
         (parent, name, groups) for parent, its, groups in zip(parents, names, rollout_groups, strict=True) for name in its
     ]
-    critiques = critic.each([_ask_for_critique(parent[name], name, groups) for parent, name, groups in wanted])
-    pairs = zip(wanted, critiques, strict=True)
+    critiques = critic.each([_ask_for_critique(parent[name], name, groups) for parent, name, groups in targets])
+    pairs = zip(targets, critiques, strict=True)
     edits = critic.each([_ask_for_edit(parent[name], name, critique) for (parent, name, _), critique in pairs])
     candidates = []
-    for (parent, name, _), edit in zip(wanted, edits, strict=True):
+    for (parent, name, _), edit in zip(targets, edits, strict=True):
         text = edited(edit)
         if not resources.validation_error(name, text):
             candidates.append((resources.with_text(parent, name, text), parent))

@@ -73,11 +73,11 @@ def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_AN
     Raises:
         AccessDenied: the rows are too long.
     """
-    collected, taken = [], 0
+    collected, total = [], 0
     for row in itertools.islice(rows, limit):
         collected.append(row)
-        taken += sum(len(value) if isinstance(value, str | bytes) else NUMBER_BYTES for value in row)
-        if taken > size:
+        total += sum(len(value) if isinstance(value, str | bytes) else NUMBER_BYTES for value in row)
+        if total > size:
             raise AccessDenied(f"The answer is longer than {size} characters.", "Ask for fewer rows or columns.")
     return collected
 

@@ -24,8 +24,8 @@ def select_best(candidates: Sequence[Candidate], min_reward: float | None = None
     """
     good = [one for one in candidates if min_reward is None or one.reward >= min_reward]
     ranked = sorted(good, key=lambda one: (one.task, -one.reward, one.id))
-    taken = [one for _, some in groupby(ranked, key=lambda one: one.task) for one in list(some)[:limit]]
-    return sorted(taken, key=lambda one: one.id)
+    best = [one for _, some in groupby(ranked, key=lambda one: one.task) for one in list(some)[:limit]]
+    return sorted(best, key=lambda one: one.id)
 
 
 def select_pairs(candidates: Sequence[Candidate], limit: int = 1) -> list[tuple[Candidate, Candidate]]:

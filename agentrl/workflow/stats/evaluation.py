@@ -177,27 +177,27 @@ def pass_at(n: int, c: int, k: int) -> float:
 
 
 def is_right(
-    parts: Mapping[str, float], weights: Mapping[str, float], correct: Collection[str] = (), given: Collection[str] = ()
+    parts: Mapping[str, float], weights: Mapping[str, float], correct: Collection[str] = (), env_parts: Collection[str] = ()
 ) -> bool | None:
     """Return whether all decisive parts of an episode's reward have their full value; None if no part is decisive.
 
     The decisive parts are those named in `correct`. Without them, they are the env's own parts of the largest weight; several
-    may have it. Parts in `given`, which the env computes itself, have weight 1. Other parts belong to the run: if its penalty,
-    which is never above 0, were decisive, no episode would be right.
+    may have it. Parts in `env_parts`, which the env computes itself, have weight 1. Other parts belong to the run: if its
+    penalty, which is never above 0, were decisive, no episode would be right.
 
     Args:
         parts: the parts of the episode's reward.
         weights: the weights of the env's named rewards.
         correct: the parts that the env names as decisive.
-        given: the names of the parts that the env computes itself.
+        env_parts: the names of the parts that the env computes itself.
     """
-    says = correct or _heaviest(weights, given)
+    says = correct or _heaviest(weights, env_parts)
     return all(parts.get(name, 0.0) >= FULL_VALUE for name in says) if says else None
 
 
-def _heaviest(weights: Mapping[str, float], given: Collection[str]) -> Collection[str]:
+def _heaviest(weights: Mapping[str, float], env_parts: Collection[str]) -> Collection[str]:
     max_weight = max(weights.values(), default=0.0)
-    if given and max_weight < 1:
-        return given
+    if env_parts and max_weight < 1:
+        return env_parts
     heaviest = [name for name, weight in weights.items() if weight == max_weight > 0]
-    return [*heaviest, *given] if max_weight == 1 else heaviest
+    return [*heaviest, *env_parts] if max_weight == 1 else heaviest

@@ -37,20 +37,20 @@ def mean_and_deviation(rewards: Sequence[float]) -> tuple[float | None, float | 
     return mean, float((sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) ** 0.5)
 
 
-def groups_to_plan(varied: int, wanted: int, planned: int, limit: int) -> int:
+def groups_to_plan(varied: int, max_groups: int, planned: int, limit: int) -> int:
     """Return the number of further groups to plan.
 
     Args:
         varied: the groups with variance so far.
-        wanted: the groups planned at first, which is also the most that train.
+        max_groups: the groups planned at first, which is also the most that train.
         planned: the groups planned so far in total.
-        limit: the most groups to plan in total, as a multiple of `wanted`.
+        limit: the most groups to plan in total, as a multiple of `max_groups`.
     """
-    return max(0, min(wanted - varied, limit * wanted - planned))
+    return max(0, min(max_groups - varied, limit * max_groups - planned))
 
 
-def choose_groups(groups: Sequence[Group], wanted: int) -> tuple[list[Group], dict[int, str]]:
-    """Return the first `wanted` groups with variance, in the order of their slots, and for each dropped slot the reason."""
+def choose_groups(groups: Sequence[Group], max_groups: int) -> tuple[list[Group], dict[int, str]]:
+    """Return the first `max_groups` groups with variance, in the order of their slots, and for each dropped slot the reason."""
     chosen_groups: list[Group] = []
     dropped = {}
     for group in sorted(groups, key=lambda group: group.slot):
@@ -59,7 +59,7 @@ def choose_groups(groups: Sequence[Group], wanted: int) -> tuple[list[Group], di
             dropped[group.slot] = f"{len(rewards)} of {len(group.episodes)} episodes can train"
         elif not varies(rewards):
             dropped[group.slot] = NO_VARIANCE
-        elif len(chosen_groups) == wanted:
+        elif len(chosen_groups) == max_groups:
             dropped[group.slot] = SURPLUS
         else:
             chosen_groups.append(group)

@@ -33,14 +33,13 @@ class _ViewType(ABCMeta):
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], view: str = "", source: str | Sequence[str] = ()
     ) -> "_ViewType":
         hints = namespace.get("__annotations__", {}) if view else {}
-        declared = {column_name: namespace.pop(column_name, None) or Column(column_name, "") for column_name in hints}
+        declared = {field: namespace.pop(field, None) or Column(field, "") for field in hints}
         namespace["__slots__"] = tuple(declared)
         namespace["VIEW"] = view
         namespace["SOURCES"] = (source,) if isinstance(source, str) else tuple(source)
-        columns = {
-            column_name: (sql, meaning or MEANINGS.get(column_name, "")) for column_name, (sql, meaning) in declared.items()
+        namespace["COLUMNS"] = {
+            field: Column(sql, meaning or MEANINGS.get(field, "")) for field, (sql, meaning) in declared.items()
         }
-        namespace["COLUMNS"] = {column_name: Column(*values) for column_name, values in columns.items()}
         return super().__new__(cls, name, bases, namespace)
 
 

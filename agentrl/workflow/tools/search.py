@@ -130,11 +130,11 @@ def index(passages: Iterable[Passage]) -> Search:
         terms = re.findall(r"\w+", _utf8(query))[:MAX_WORDS]
         if not terms:
             raise ToolFailure("the query holds no word to search for")
-        wanted = " OR ".join(f'"{word}"' for word in terms)
+        match_query = " OR ".join(f'"{word}"' for word in terms)
         with turn:
             rows = table.execute(
                 "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY bm25(passages, 2.0, 1.0), rowid LIMIT ?",
-                (wanted, k),
+                (match_query, k),
             ).fetchall()
         return [Passage(*row) for row in rows]
 

@@ -348,7 +348,7 @@ def _sum_logprobs(module: nn.Module, rows: Sequence[Row], temperature: float) ->
     device = next(module.parameters()).device
     several = packing.pack_rows(rows, device) if keeps_apart(module) else None
     if several is not None:
-        return several.sums(line_logprobs(module, several.input_ids, several.positions, several.wanted, temperature))
+        return several.sums(line_logprobs(module, several.input_ids, several.positions, several.score_mask, temperature))
     batch = collate(rows, device)
     return token_logprobs(module, batch.input_ids, batch.attention_mask, temperature, batch.loss_mask)[0].sum(1)
 

@@ -161,13 +161,13 @@ def _state_fits(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state
     """Return True if the state has the shapes that the optimizer keeps for the parameter."""
     shape = tuple(parameter.shape)
     if isinstance(optimizer, torch.optim.AdamW):
-        wanted: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+        expected: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
     else:
-        wanted = {"step": (), "state1": shape, "state2": shape}
+        expected = {"step": (), "state1": shape, "state2": shape}
         if parameter.numel() >= QUANTISED_ELEMENTS:
             blocks = (-(-parameter.numel() // 256),)
-            wanted |= {"qmap1": (256,), "qmap2": (256,), "absmax1": blocks, "absmax2": blocks}
-    return {moment: tuple(tensor.shape) for moment, tensor in state.items()} == wanted
+            expected |= {"qmap1": (256,), "qmap2": (256,), "absmax1": blocks, "absmax2": blocks}
+    return {moment: tuple(tensor.shape) for moment, tensor in state.items()} == expected
 
 
 def learning_rate_share(options: UpdateConfig, iteration: int, iterations: int) -> float:

@@ -19,21 +19,21 @@ class PackedLines:
     Args:
         input_ids: the token ids.
         positions: the position of each token in its row; 0 for padding.
-        wanted: True if the token trains.
+        score_mask: True if the token trains.
         owner: the number of each token's row.
         rows: the number of rows.
     """
 
     input_ids: Tensor
     positions: Tensor
-    wanted: Tensor
+    score_mask: Tensor
     owner: Tensor
     rows: int
 
     def sums(self, values: Tensor) -> Tensor:
-        """Return sums (rows,) over each row's wanted tokens. `values` are (B, T - 1), one for each token but the first."""
-        wanted = self.wanted[:, 1:]
-        return values.new_zeros(self.rows).index_add(0, self.owner[:, 1:][wanted], values[wanted])
+        """Return sums (rows,) over each row's scored tokens. `values` are (B, T - 1), one for each token but the first."""
+        score_mask = self.score_mask[:, 1:]
+        return values.new_zeros(self.rows).index_add(0, self.owner[:, 1:][score_mask], values[score_mask])
 
 
 def assign_lines(rows: Sequence[Row]) -> list[list[int]]:
@@ -67,7 +67,7 @@ def pack_rows(rows: Sequence[Row], device: torch.device | str = "cpu") -> Packed
     shape = len(lines), max(len(row.input_ids) for row in rows)
     ids = torch.full(shape, PAD_ID)
     positions, owner = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    wanted = torch.zeros(shape, dtype=torch.bool)
+    score_mask = torch.zeros(shape, dtype=torch.bool)
     for line, numbers in enumerate(lines):
         start = 0
         for number in numbers:
@@ -76,7 +76,7 @@ def pack_rows(rows: Sequence[Row], device: torch.device | str = "cpu") -> Packed
             ids[line, span] = torch.tensor(row.input_ids)
             positions[line, span] = torch.arange(len(row.input_ids))
             owner[line, span] = number
-            wanted[line, span] = torch.tensor(row.loss_mask)
-            wanted[line, start] = False  # nothing of its row stands before it
+            score_mask[line, span] = torch.tensor(row.loss_mask)
+            score_mask[line, start] = False  # nothing of its row stands before it
             start = span.stop
-    return PackedLines(ids.to(device), positions.to(device), wanted.to(device), owner.to(device), len(rows))
+    return PackedLines(ids.to(device), positions.to(device), score_mask.to(device), owner.to(device), len(rows))

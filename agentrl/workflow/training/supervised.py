@@ -182,19 +182,21 @@ def sft_on_episodes(
     """
     refuse_existing(target, overwrite)
     rows = rows_by_episode(episodes)
-    taken = [(episode.id, example) for episode, example in zip(episodes, rows, strict=True) if example]
-    if not taken:
+    examples_by_id = [(episode.id, example) for episode, example in zip(episodes, rows, strict=True) if example]
+    if not examples_by_id:
         raise StateError(f"None of {len(episodes)} episodes sampled anything to learn from.", "agentrl episodes RUN")
-    recipe = recipe or recipe_for(len(taken), PASSES, 1e-4)
+    recipe = recipe or recipe_for(len(examples_by_id), PASSES, 1e-4)
     check_optimizer(recipe.optimizer, pick_device(device))
     learner = load_learner(start, device, threads)
-    examples = [example for _, example in taken]
-    source = start.record("sft") | {"episodes": [number for number, _ in taken]}
+    examples = [example for _, example in examples_by_id]
+    source = start.record("sft") | {"episodes": [number for number, _ in examples_by_id]}
     with open_resumable(target, training_key(learner, recipe, source, examples), save_every, overwrite) as resumable:
         metrics = train(
             learner.module, examples, recipe, likelihood_objective(start.temperature), progress, resumable=resumable
         )
-        trained_model = TrainedModel(target, recipe, len(taken), +Counter({EMPTY: len(episodes) - len(taken)}), metrics)
+        trained_model = TrainedModel(
+            target, recipe, len(examples_by_id), +Counter({EMPTY: len(episodes) - len(examples_by_id)}), metrics
+        )
         return save(learner, trained_model, source)
 
 
@@ -268,19 +270,19 @@ def segments_of(chat: Chat, demonstration: Demonstration) -> Segments:
         DatasetError: the chat template cannot continue its turns.
     """
     segments: Segments = []
-    heard: list[Message] = []
+    pending: list[Message] = []
     for message in demonstration.messages:
         if message.role != "assistant":
-            heard.append(message)
+            pending.append(message)
             continue
         if segments:
-            ids, reason = chat.continuation(heard, demonstration.tools, segments[-1][0])
+            ids, reason = chat.continuation(pending, demonstration.tools, segments[-1][0])
         else:
-            ids, reason = chat.opening(heard, demonstration.tools), ""
+            ids, reason = chat.opening(pending, demonstration.tools), ""
         if ids is None:
             raise DatasetError(f"This demonstration cannot be written as one row of tokens: {reason}.")
         segments += [(ids, False), (chat.turn(message, demonstration.tools), True)]
-        heard = []
+        pending = []
     return segments
 
 
