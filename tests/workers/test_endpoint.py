@@ -252,10 +252,14 @@ def test_endpoint_completes_answer_that_broke_in_the_middle(made: Attempt, serve
 
 def test_endpoint_sends_comments_to_waiting_stream(made: Attempt, served: Served) -> None:
     with scripted_worker(stream(*PIECES)) as worker:
-        later(1.0, lambda: made.held_by(worker.address))
-        answer = ask(served, body=STREAMED)
-        assert answer.content.startswith(b": waiting\n")
-        assert without_comments(answer.content) == b"".join(PIECES)
+        content = b""
+        with httpx2.stream("POST", served.url + CHAT, json=STREAMED, headers=made.bearer) as answer:
+            for piece in answer.iter_raw():
+                if not content:  # the stream has begun with a comment, and goes on once somebody holds the episode
+                    made.held_by(worker.address)
+                content += piece
+        assert content.startswith(b": waiting\n")
+        assert without_comments(content) == b"".join(PIECES)
 
 
 @pytest.mark.slow
@@ -269,8 +273,7 @@ def test_endpoint_sends_comments_only_between_lines(made: Attempt, served: Serve
 
 def test_endpoint_error_after_comments_is_an_event(made: Attempt, served: Served) -> None:
     with scripted_worker(whole(b'{"error":{"code":"context_length_exceeded"}}', "400 Bad Request")) as worker:
-        later(1.0, lambda: made.held_by(worker.address))
-        assert events_until_cut(served) == ["context_length_exceeded"]
+        assert events_until_cut(served, lambda: made.held_by(worker.address)) == ["context_length_exceeded"]
 
 
 def test_endpoint_sends_no_comments_without_streaming(made: Attempt, served: Served) -> None:
@@ -311,12 +314,14 @@ def without_comments(content: bytes) -> bytes:
     return content.replace(b": waiting\n", b"")
 
 
-def events_until_cut(served: Served) -> list[Any]:
-    """The events of a stream that is cut: an error's code, or the event."""
+def events_until_cut(served: Served, at_comment: Callable[[], object] = lambda: None) -> list[Any]:
+    """The events of a stream that is cut: an error's code, or the event; `at_comment` is called at each comment."""
     found = []
     with httpx2.stream("POST", served.url + CHAT, json=STREAMED, headers={"x-api-key": "secret"}) as answer:
         lines = answer.iter_lines()
         while line := next_line(lines):
+            if line.startswith(":"):
+                at_comment()
             if line.startswith("data: "):
                 event = json.loads(line[6:])
                 found.append(event["error"]["code"] if "error" in event else event)
