@@ -29,12 +29,11 @@ def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free 
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ServiceError(f"The endpoint cannot listen at {host!r:.100}: {error}.", "Name an address of this host.") from error
+        raise ServiceError(f"Cannot listen at {host!r:.100}: {error}.", "Name an address of this host.") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-        )  # connections inherit it: a client that vanished is noticed
+        # Connections inherit it, so that a client that vanished is noticed.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
             for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
                 listener.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -42,7 +41,7 @@ def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free 
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ServiceError(f"The endpoint cannot listen at {host}:{port}: {error.strerror}.", hint) from error
+        raise ServiceError(f"Cannot listen at {host}:{port}: {error.strerror}.", hint) from error
     return listener
 
 
