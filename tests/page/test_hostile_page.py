@@ -475,6 +475,6 @@ def test_page_reconnects_to_returned_postgres(context: BrowserContext, tmp_path:
             page.wait_for_selector("main .problem:has-text('cannot be read now')", timeout=20_000)
             server.start()
             page.wait_for_selector("main tbody tr", timeout=20_000)
-            assert page.query_selector("main .problem") is None
+            page.wait_for_selector("main .problem", state="detached")
             page.goto(f"{served.url}#/")
             page.wait_for_selector("main tbody a:text-is('kept')")

@@ -1,9 +1,9 @@
 """Search: algorithms without gradients. They try texts in episodes, and choose the best.
 
-Such an algorithm is a function `run(resources, rollouts, ...)`; its parameters are names of fields of `Given`. Whenever its run
-continues, the function is called again from its beginning. Requests that it made before are answered at once from rows, with
-the same results, so it reaches the point where it was. So it must make the same requests again: its random draws must come from
-`rng`, and nothing else may decide.
+Such an algorithm is a function `run(resources, rollouts, ...)`. Its parameters are names of fields of `Given`. Each time the
+run continues, the function is called again from its beginning. Requests that it made before are answered from the database at
+once, with the same results, until the function reaches a new request. So the function must make the same requests again: it may
+depend only on its arguments, and must take random draws from `rng`.
 """
 
 import inspect
@@ -24,13 +24,13 @@ Candidate = Mapping[str, str]
 
 
 class Critic(Protocol):
-    """A model that writes critique and edits, at any OpenAI-compatible endpoint."""
+    """A model that writes critique and edits, at an OpenAI-compatible endpoint."""
 
     def __call__(self, prompt: str) -> str:
         """Return the model's answer to a prompt.
 
         Raises:
-            ServiceError: the endpoint does not answer; the run waits and tries again.
+            ServiceError: the endpoint does not respond. The run waits and tries again.
         """
         ...
 
@@ -41,7 +41,7 @@ class Critic(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A request of a search for rollouts: a group for each candidate and task, in the order of the candidates."""
+    """A request of a search for rollouts: one group for each pair of candidate and task, ordered by candidate."""
 
     candidates: tuple[Candidate, ...]
     tasks: tuple[Task, ...]
@@ -50,13 +50,13 @@ class Request:
 
     @property
     def groups(self) -> list[tuple[int, Task]]:
-        """The candidate's index and the task of each group."""
+        """The index of the candidate and the task, for each group."""
         return [(place, task) for place in range(len(self.candidates)) for task in self.tasks]
 
 
 class Asked(BaseException):
-    """A signal that a search requested rollouts which do not exist yet. It is a BaseException, so `except Exception` does not
-    catch it.
+    """A signal that a search requested rollouts which do not exist yet. It is a BaseException, so `except Exception` in the
+    search does not catch it.
     """
 
     def __init__(self, request: Request) -> None:
@@ -66,29 +66,29 @@ class Asked(BaseException):
 
 @dataclass(frozen=True)
 class Tried:
-    """A recorded group: the candidate, and the group with its task and episodes."""
+    """A recorded group of episodes, with the candidate that it tried."""
 
     candidate: Candidate
     group: Group
 
 
 class Resources(dict[str, str]):
-    """The prompts with which a search starts, by name."""
+    """A mapping from name to prompt, with which a search starts."""
 
     def validation_error(self, name: str, text: object) -> str:
-        """Return why the text cannot replace the prompt with that name; empty if it can."""
+        """Return why the text cannot replace the prompt of this name; empty if it can."""
         return validation_error(text, self[name])
 
     def with_text(self, candidate: Candidate, name: str, text: str) -> dict[str, str]:
-        """Return the candidate with a new text under that name."""
+        """Return a copy of the candidate in which the prompt `name` has the new text."""
         return {**candidate, name: text}
 
 
 class Rollouts:
-    """The episodes of a search: first recorded ones, then new ones, which it requests.
+    """The episodes of a search. Its first requests get the recorded episodes; a later request samples new ones.
 
     Args:
-        seeds: the texts with which the search starts; every candidate has the same names.
+        seeds: the texts with which the search starts. Every candidate has the same names.
         record: all groups that the run has tried, in order.
     """
 
@@ -98,11 +98,11 @@ class Rollouts:
     def __call__(
         self, candidate: Candidate, tasks: Sequence[Task], note: str = "", parent: Candidate | None = None
     ) -> list[Group]:
-        """Return a group of episodes with the candidate's texts for each of the tasks.
+        """Return one group of episodes per task, sampled with the candidate's texts.
 
         Args:
             note: a description of the candidate's origin.
-            parent: the candidate that it was made from.
+            parent: the candidate from which this candidate was made.
         """
         return self.each([candidate], tasks, [note], [parent])[0]
 
@@ -113,11 +113,11 @@ class Rollouts:
         notes: Sequence[str] = (),
         parents: Sequence[Candidate | None] = (),
     ) -> list[list[Group]]:
-        """Return for each candidate a group of episodes per task; the candidates are sampled in parallel.
+        """Return, for each candidate, one group of episodes per task. All candidates are sampled in parallel.
 
         Raises:
-            ValueError: a candidate is invalid, or the request has more than MAX_GROUPS groups.
-            ConfigError: the search requests other rollouts than its record has at this point.
+            ValueError: a candidate is invalid, or the request has more than `MAX_GROUPS` groups.
+            ConfigError: the search requests other rollouts than it requested at this point before.
         """
         request = Request(tuple(map(dict, candidates)), tuple(tasks), tuple(notes), tuple(parents))
         for candidate in request.candidates:
@@ -152,13 +152,13 @@ class Given:
     """The arguments that a search may take, by field name.
 
     Args:
-        resources: the texts with which it starts.
-        rollouts: runs episodes with other texts.
+        resources: the texts with which the search starts.
+        rollouts: the function that samples episodes with other texts.
         train_tasks, choose_tasks: the tasks to learn from, and the tasks to choose by.
         critic: the critic model; None if the run has none.
-        rng: the source of its random draws.
+        rng: the source of the search's random draws.
         options: the run's section `search`.
-        store: the URL of the database: `agentrl.open(store)` reads it.
+        store: the URL of the database; `agentrl.open(store)` reads it.
     """
 
     resources: Resources
@@ -173,18 +173,19 @@ class Given:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The result of a search: the chosen candidate; None if it chose none."""
+    """The result of a search: the chosen candidate, or None if the search chose none."""
 
     candidate: Candidate | None
 
 
 def go_on(run: Callable[..., Any], inputs: Given, held_out: Sequence[Task]) -> Request | Chosen:
-    """Run the algorithm until it requests rollouts or chooses a candidate.
+    """Run the algorithm until it requests rollouts or chooses a candidate. Return the request or the choice.
 
-    A chosen candidate and the first texts are then measured on the held-out tasks, which no choice has used.
+    A chosen candidate and the initial texts are then measured on the held-out tasks, which the search has not used.
 
     Raises:
-        ConfigError: the algorithm has a parameter that no search gets, or requests other rollouts than recorded.
+        ConfigError: the algorithm has a parameter that is not a field of `Given`, or requests other rollouts than it requested
+            before.
     """
     try:
         chosen = run(**_taken(run, inputs))
@@ -203,13 +204,13 @@ def names_taken(run: Callable[..., Any]) -> list[str]:
     """Return the names of the algorithm's parameters.
 
     Raises:
-        ConfigError: it has a parameter that no search gets.
+        ConfigError: a parameter is not a field of `Given`.
     """
     arg_names = list(Given.__dataclass_fields__)
     names = list(inspect.signature(run).parameters)
     if strange := [name for name in names if name not in arg_names]:
         raise ConfigError(
-            f"agentrl has no value for the parameter {strange[0]!r} of `run`.", f"It may have {', '.join(arg_names)}."
+            f"The search has no value for the parameter {strange[0]!r} of `run`.", f"It may have {', '.join(arg_names)}."
         )
     return names
 
@@ -219,7 +220,7 @@ def _taken(run: Callable[..., Any], inputs: Given) -> dict[str, Any]:
 
 
 def score(groups: Sequence[Group]) -> float:
-    """Return the mean of `group_score` over the tasks; minus infinity if no task has a score."""
+    """Return the mean of `group_score` over the groups; minus infinity if no group has a score."""
     means = [mean for mean in map(group_score, groups) if mean is not None]
     return fsum(means) / len(means) if means else float("-inf")
 
@@ -227,8 +228,8 @@ def score(groups: Sequence[Group]) -> float:
 def group_score(group: Group) -> float | None:
     """Return the mean reward of a group's ended episodes; None if the system failed all of them.
 
-    An episode that its agent or a reward failed counts as 0. Otherwise a text that breaks agents could be chosen for its
-    remaining episodes.
+    An episode that failed because of its agent or a reward has the reward 0. Otherwise a search could choose a text that breaks
+    most of its episodes.
     """
     over = [episode for episode in group.episodes if episode.status in ("done", "failed")]
     rewards = [episode.reward or 0.0 if episode.status == "done" else 0.0 for episode in over]
