@@ -108,7 +108,7 @@ _MODULES = {
     "agentrl.workflow.resources": ("Prompt",),
     "agentrl.workflow.trajectory": ("Episode", "Message", "Rollout", "Step", "Task", "ToolCall"),
 }
-"""The public names that each module defines."""
+"""A mapping from each module to the public names that it defines."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,13 @@
-"""`GRPO(model, tokenizer)` and `PPO(...)`: an algorithm with its model and options, for a Trainer or for a loop by hand.
+"""`GRPO(model, tokenizer)` and `PPO(...)`: an algorithm with its model and options, for a Trainer or for your own training
+loop.
 
-    grpo = agentrl.GRPO(model, tokenizer, lora_r=8, learning_rate=1e-4)
-    agentrl.Trainer(grpo).fit(rows)  # a run in the store
-    with grpo.open() as policy:  # or a loop in this process
-        trainer = agentrl.GRPOTrainer(policy, grpo)
+  grpo = agentrl.GRPO(model, tokenizer, lora_r=8, learning_rate=1e-4)
+  agentrl.Trainer(grpo).fit(rows)  # a run in the store
+  with grpo.open() as policy:  # or a loop in this process
+      trainer = agentrl.GRPOTrainer(policy, grpo)
 
-A model in memory is saved once, in a folder named by its hash, and loaded from there. The object stays as it is.
+A model in memory is saved once, in a folder that is named by the hash of the model's content. It is then loaded from this
+folder, and the object in memory is not changed.
 """
 
 import shutil
@@ -27,19 +29,19 @@ class GRPO:
     """GRPO with its options and, optionally, its model.
 
     Args:
-        model: a transformers model in memory; or a name or a folder, as in the Trainer.
-        tokenizer: that of a model in memory, with its chat template.
+        model: a transformers model in memory, or the name or folder of a model, as in the Trainer.
+        tokenizer: the tokenizer of a model in memory, with its chat template.
         options: any key of the config, as in the Trainer: `lora_r=8`, `clip_high=0.28`.
 
     Raises:
-        ConfigError: there is no such option.
-        ModelError: a model without a tokenizer, or one that cannot be saved whole.
+        ConfigError: an option does not exist.
+        ModelError: the model has no tokenizer, or cannot be saved completely.
     """
 
     NAME: ClassVar[str] = "grpo"
 
     def __init__(self, model: Any = None, tokenizer: Any = None, **options: Any) -> None:
-        """Check the arguments; save nothing yet."""
+        """Validate the arguments. The model is saved later, when it is first needed."""
         if model is not None and not isinstance(model, str | Path):
             _check(model, tokenizer)
         self.model, self.tokenizer = model, tokenizer
@@ -49,7 +51,7 @@ class GRPO:
         """Return the config keys of this algorithm. A model in memory is saved in the folder `models`.
 
         Raises:
-            ModelError: it cannot be saved.
+            ModelError: the model cannot be saved.
         """
         keys = {"algorithm.name": self.NAME, **self._keys}
         if self.model is None:
@@ -76,16 +78,16 @@ class GRPO:
 
 
 class PPO(GRPO):
-    """PPO with its options and, optionally, its model. It also trains a critic."""
+    """PPO with its options and, optionally, its model. PPO also trains a critic."""
 
     NAME = "ppo"
 
 
 def keys_of_algorithm(algorithm: str | GRPO | type[GRPO], models: Path) -> dict[str, Any]:
-    """Return the config keys of an algorithm: its name, `GRPO(...)` or its class.
+    """Return the config keys of an algorithm, which is a name, a `GRPO(...)` or `PPO(...)` object, or one of these classes.
 
     Raises:
-        ModelError: its model cannot be saved in the folder `models`.
+        ModelError: the algorithm's model cannot be saved in the folder `models`.
     """
     if isinstance(algorithm, str):
         return {"algorithm.name": algorithm}
@@ -93,10 +95,10 @@ def keys_of_algorithm(algorithm: str | GRPO | type[GRPO], models: Path) -> dict[
 
 
 def save_model(model: Any, tokenizer: Any, models: Path) -> Path:
-    """Return the folder with the model and tokenizer; write it if it does not exist.
+    """Return the folder with the model and tokenizer. Write the folder if it does not exist.
 
     Args:
-        models: the parent folder; the folder's name is the hash of its content.
+        models: the parent folder. The folder of the model is named by the hash of its content.
 
     Raises:
         ModelError: the files cannot be written.

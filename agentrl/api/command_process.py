@@ -1,6 +1,7 @@
-"""Commands that the Python API runs in a process of the command line, so that there is one way to train.
+"""Runs commands of the command line in a child process, so the Python API trains in the same way as the terminal.
 
-The remarks of a command are printed here as they come. An error of a command is raised here as the same error.
+The remarks of a command are printed as they arrive. An error of a command is raised in this process as an error of the same
+class.
 """
 
 import json
@@ -17,14 +18,17 @@ from agentrl.workflow.errors import AgentRLError
 
 ERROR_PREFIX = "agentrl: "
 FOLLOW_PREFIX = "Follow it: "
-"""The start of a remark that is not printed here, because the run is followed here."""
+"""The start of the remark that says how to follow a run. It is not printed, because this process follows the run already."""
 
 
 def ask(place: StoreLocation, *arguments: str, environment: Mapping[str, str] | None = None, quiet: bool = False) -> Any:
-    """Run a command and return the JSON that it prints; its remarks go to stderr.
+    """Run a command, and return the JSON that it prints. The command's remarks are printed to stderr.
+
+    Args:
+        quiet: do not print the remarks.
 
     Raises:
-        AgentRLError: the command ended with this error.
+        AgentRLError: the command failed. The error has the class that belongs to the exit code.
     """
     child = subprocess.Popen(
         [*COMMAND, *arguments],
@@ -53,7 +57,7 @@ def ask(place: StoreLocation, *arguments: str, environment: Mapping[str, str] | 
 
 
 def error_of(code: int, text: str) -> AgentRLError:
-    """Return the error of a command from its exit code and the text that it printed."""
+    """Convert a failed command's exit code and error text to the exception that it stands for."""
     message, _, hint = text.rstrip().removeprefix(ERROR_PREFIX).rpartition("\n  ") if "\n  " in text else (text.strip(), "", "")
     kinds: list[type[AgentRLError]] = [AgentRLError, *_kinds(AgentRLError)]
     kind = next((kind for kind in kinds if kind.exit_code == code), AgentRLError)
@@ -91,7 +95,9 @@ def follow(place: StoreLocation, run: Run) -> None:
 
 @contextmanager
 def _growing_curve(run: Run) -> Iterator[Callable[[], None]]:
-    """Show the curve of the run in a notebook; yield what draws it again."""
+    """Show the curve of the run in a notebook. Yield a function that updates the displayed curve; it does nothing outside a
+    notebook.
+    """
     shell = sys.modules.get("IPython")
     if shell is None or not hasattr(shell.get_ipython(), "kernel"):
         yield lambda: None

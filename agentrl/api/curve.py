@@ -17,13 +17,14 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Curve:
-    """The finished iterations of a run, each with its mean reward and, if it was evaluated, the held-out reward.
+    """The finished iterations of a run: the mean reward of each, and its held-out reward if one was measured.
 
     Args:
         run: the run's name.
-        iterations: the numbers of the iterations, from 1.
-        rewards: the mean reward of each iteration; None if no episode was scored.
-        evals: the held-out reward of the policy with which each iteration began; None if it was not measured.
+        iterations: the numbers of the iterations, counted from 1.
+        rewards: the mean reward of each iteration; None if no episode of the iteration was scored.
+        evals: for each iteration, the held-out reward of the policy with which the iteration began; None if that policy was not
+            evaluated.
     """
 
     run: str
@@ -33,7 +34,7 @@ class Curve:
 
     @classmethod
     def of(cls, run: str, rows: Sequence[IterationRow]) -> "Curve":
-        """Return the curve of these iterations."""
+        """Make the curve of a run from its iteration rows."""
         done = [row for row in rows if row.status == "done"]
         return cls(
             run,

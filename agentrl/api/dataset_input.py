@@ -1,4 +1,6 @@
-"""Datasets passed as values. Each is written once, to a JSON-lines file named by the hash of its content."""
+"""Datasets that are passed as Python values. Each one is written once to a JSON-lines file, which is named by the hash of its
+content.
+"""
 
 import hashlib
 import json
@@ -20,15 +22,18 @@ EXAMPLE = 'Write {"question": "What is 2 + 3?", "answer": "5"}, or {"messages": 
 
 
 def name_of(dataset: Any, what: str, where: Settings) -> str | None:
-    """Return the dataset's name in a config: a name, or the file that was written for it; None for a Dataset object.
+    """Return the config's name for a dataset. Rows are written to a file, and the file's path is the name.
 
     Args:
-        dataset: a name, a path, rows as mappings or Tasks, a Hugging Face dataset, a DataFrame.
+        dataset: a name, a path, rows as mappings or Tasks, a Hugging Face dataset, or a DataFrame.
         what: "train" or "val", for the file's name.
         where: the settings with the data folder.
 
+    Returns:
+        The name or path; None for a `Dataset` object.
+
     Raises:
-        DatasetError: it is none of these, it is empty, or a row cannot be written.
+        DatasetError: `dataset` has another type, it is empty, or a row cannot be written.
     """
     if isinstance(dataset, str | Path):
         return str(dataset)
@@ -44,16 +49,16 @@ def name_of(dataset: Any, what: str, where: Settings) -> str | None:
 
 
 def has_references(file: Path) -> bool:
-    """Return whether a row of the file has a reference answer."""
+    """Return True if at least one row of the file has a reference answer."""
     with file.open(encoding="utf-8") as lines:
         return any(json.loads(line).get(name) is not None for line in lines for name in REFERENCES)
 
 
 def _read(dataset: Any, what: str) -> Iterator[Any]:
-    """Yield the rows.
+    """Yield the rows of the dataset.
 
     Raises:
-        DatasetError: it has none, raises, or does not end.
+        DatasetError: the value is not a dataset, iterating it raised an exception, or it has more than `MAX_ROWS` rows.
     """
     rows, number = iter(_rows(dataset)), 0
     while True:
@@ -85,7 +90,7 @@ def _line(number: int, row: Any) -> str:
     """Return the row as a line of JSON.
 
     Raises:
-        DatasetError: it is not a mapping of JSON values.
+        DatasetError: the row is not a mapping of JSON values.
     """
     if isinstance(row, Task):
         messages = [{"role": message.role, "content": message.content} for message in row.messages]
@@ -107,17 +112,17 @@ def _line(number: int, row: Any) -> str:
 
 
 def _dump(value: Any) -> str:
-    """Return the value as JSON; raise TypeError, ValueError or RecursionError if that is impossible."""
+    """Return the value as JSON. Raise TypeError, ValueError or RecursionError if JSON cannot express the value."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain)
     text.encode()  # refuses half of a surrogate pair
     return text
 
 
 def plain(value: Any) -> Any:
-    """Convert a value of numpy, pandas or similar to a JSON value.
+    """Convert a value of numpy, pandas or a similar library to a JSON value.
 
     Raises:
-        TypeError: JSON has no such value.
+        TypeError: JSON cannot express the value.
     """
     for name in ("tolist", "item", "isoformat"):
         if callable(getattr(value, name, None)):

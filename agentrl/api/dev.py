@@ -1,6 +1,7 @@
-"""`Trainer.dev`: episodes of an agent in this process, one after another, where a debugger works; everything is printed.
+"""`Trainer.dev`: runs episodes of an agent in this process, one after another, and prints them. A debugger can stop in the
+agent.
 
-The policy, the endpoint and the recorder are those of a run. The rows are deleted afterwards, and nothing is updated.
+The policy, the endpoint and the recorder are the same as in a run. The rows are deleted afterwards, and no policy is updated.
 """
 
 import asyncio
@@ -47,20 +48,24 @@ from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.trajectory import Episode, Task
 
 MAX_TASKS = 100
-"""The most tasks of one call."""
+"""The most tasks of one call of `Trainer.dev`."""
 HERE = "agentrl.api.dev:agent"
-"""The agent's name in the config, because the agent itself is called by this process."""
+"""The placeholder for the agent's name in the config. It is never imported, because this process calls the agent object
+directly.
+"""
 _databases: list[Database] = []
 
 
 @dataclass
 class Trial:
-    """A trial: an agent or the built-in loop, with its tasks, rewards and hooks.
+    """A trial of an agent or of the built-in loop, with its tasks, rewards and hooks.
 
     Args:
-        config: the model and its sampling.
-        agent: a function, a class or an object of one; None: the built-in loop.
+        config: the config, with the model, the sampling options and the dataset.
+        agent: a function, a class, or an instance of a class; None: the built-in loop.
+        env: the env of the built-in loop, and the source of its rewards.
         rewards: functions with their weights, by name.
+        hooks: the hooks that run around each episode.
     """
 
     config: RunConfig
@@ -70,10 +75,11 @@ class Trial:
     hooks: Sequence[Hook] = ()
 
     def run(self) -> list[Episode]:
-        """Run an episode of each task and print it. An agent's error ends only its own episode.
+        """Run and print one episode per task. An agent's error ends only the episode in which it occurs.
 
         Raises:
-            AgentRLError: there is no such dataset or model, there are too many tasks, or a reward raised an error.
+            AgentRLError: the dataset or the model does not exist, there are more than `MAX_TASKS` tasks, or a reward raised an
+                exception.
         """
         tasks = load_tasks(self.config.dataset).tasks
         if len(tasks) > MAX_TASKS:
@@ -144,7 +150,7 @@ class Trial:
         return self._score(episode, result)
 
     def _score(self, episode: Episode, result: AgentResult) -> Episode:
-        """The rewards that a run would give, without those of hooks."""
+        """Score the episode with the rewards that a run would use, except those of hooks."""
         parts: dict[str, Part] = {}
         if episode.task.reference or not self.env.rewards:
             parts = score_episode(self.env, episode, self.env.rewards)
@@ -163,10 +169,16 @@ class Trial:
 def try_agent(
     config: Mapping[str, Any], agent: Any, env: Any, rewards: Mapping[str, tuple[Any, float]], hooks: Sequence[Any]
 ) -> list[Episode]:
-    """Run a trial for `Trainer.dev`. The arguments are config keys, and objects or their import paths.
+    """Run a trial for `Trainer.dev`.
+
+    Args:
+        config: config keys with their values.
+        agent, env: an object or its import path.
+        rewards: an object or its import path, and a weight, by name.
+        hooks: objects, classes or import paths.
 
     Raises:
-        AgentRLError: as `Trial.run`; or a path cannot be imported.
+        AgentRLError: as in `Trial.run`; also if the agent is a program, or a path cannot be imported.
     """
     if isinstance(agent, str) and agent.startswith(PROGRAM):
         raise ConfigError("dev cannot run a program: it calls agents in this process.", "Submit it with one task.")
@@ -181,7 +193,7 @@ def _object(kind: str, value: Any) -> Any:
 
 
 def _from_agent(error: BaseException) -> TracebackType | None:
-    """The traceback of the error, without the frames that called the agent."""
+    """Return the traceback of the error without the frames of this module, which called the agent."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -210,14 +222,16 @@ def _agent_task(task: Task, texts: Mapping[str, str]) -> AgentTask:
 
 
 def _agent_variables(llm: LLM, emit_key: str) -> dict[str, str]:
-    """The environment variables that a process of an agent has."""
+    """Return the environment variables that an agent's process has in a run."""
     model = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
     return model | {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
 
 
 @Once
 def _shared_server() -> SamplingServer:
-    """The sampling server of this process. Its thread cannot be stopped, so that there is one, for the newest database."""
+    """Return the sampling server of this process, which serves the newest database. There is only one, because its thread
+    cannot be stopped.
+    """
     return sampling_server.start(lambda: _databases[-1], LOOPBACK)
 
 

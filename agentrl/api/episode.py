@@ -25,12 +25,12 @@ class StoredEpisode:
     """An episode of a store.
 
     Args:
-        row: its columns, as in `v_episodes`: run, task, status, reward and others.
-        value: the episode that rewards receive: every step with its exact token ids and logprobs.
-        calls: the tool calls of its steps, with results and times.
-        rewards: the value of each part in each reward set, summed over the steps.
-        agent_error: the agent's error message; empty if the agent did not fail, or if there is none.
-        agent_output: the end of what the agent printed.
+        row: the episode's columns, as in `v_episodes`: run, task, status, reward and others.
+        value: the episode as rewards receive it: every step with its exact token ids and logprobs.
+        calls: the tool calls of the episode's steps, with results and times.
+        rewards: for each reward set, the value of each reward part, summed over the steps.
+        agent_error: the agent's error message; empty if the agent did not fail or left no message.
+        agent_output: the end of the agent's printed output.
     """
 
     row: EpisodeRow
@@ -42,7 +42,7 @@ class StoredEpisode:
 
     @property
     def id(self) -> int:
-        """The episode's number."""
+        """The id of the episode."""
         return self.row.id
 
     @property
@@ -52,7 +52,7 @@ class StoredEpisode:
 
     @property
     def annotations(self) -> Sequence[Annotation]:
-        """The annotations of the agent, the tools and the hooks, in order."""
+        """The annotations of the agent, the tools and the hooks, oldest first."""
         return self.value.annotations
 
     @property
@@ -86,10 +86,10 @@ class StoredEpisode:
 
 
 class Episodes(Rows[EpisodeRow, EpisodeRow]):
-    """A list of episode rows; `store.episode(row.id)` loads an episode with its steps."""
+    """A list of episode rows. A row has no steps; `store.episode(row.id)` loads the episode with its steps."""
 
     def __init__(self, db: Reader, chosen: episode_rows.EpisodeFilter) -> None:
-        """Take the reader of the store, and the filter of the episodes."""
+        """Store the database reader and the filter."""
         super().__init__(EpisodeRow, lambda paging: episode_rows.list_episodes(db, chosen, paging), lambda row: row)
         object.__setattr__(self, "_db", db)
 
@@ -97,7 +97,7 @@ class Episodes(Rows[EpisodeRow, EpisodeRow]):
         """Return the episodes as a dataset, for example to train with another framework.
 
         Args:
-            messages: add the column `messages` with each episode's conversation.
+            messages: add the column `messages` with the conversation of each episode.
         """
         import datasets
         import pyarrow
@@ -121,10 +121,10 @@ class Episodes(Rows[EpisodeRow, EpisodeRow]):
 
 
 def find(db: Reader, number: int) -> StoredEpisode:
-    """Return the episode with this number.
+    """Load the episode with this id.
 
     Raises:
-        NotFoundError: there is no such episode.
+        NotFoundError: no episode has this id.
     """
     record = episode_rows.find_episode(db, number)
     rewards: dict[str, dict[str, float]] = {}
@@ -135,7 +135,7 @@ def find(db: Reader, number: int) -> StoredEpisode:
 
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages in the format of the chat API. The arguments of calls are JSON text."""
+    """Return the messages in the format of the chat API, in which the arguments of a tool call are a JSON text."""
     rows = []
     for message in messages:
         row = message_row(message)

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 MAX_CHARS = 2000
-"""The most characters of a text that are shown."""
+"""The most characters of a text that a notebook shows."""
 CELL_CHARS = 120
 
 

@@ -1,4 +1,6 @@
-"""Lists of rows that are read when iterated, with exports to a DataFrame, an Arrow table or a dataset."""
+"""Lists of rows that are read from the database when they are iterated, with exports to a DataFrame, an Arrow table or a
+dataset.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -26,12 +28,12 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Rows(Generic[R, V]):
-    """A list of rows. Each iteration reads it again, page by page, so a running run may return more rows the next time.
+    """A list of rows. Each iteration reads the rows again, page by page, so it returns more rows while the run continues.
 
     Args:
-        kind: the class of the rows; its fields are the columns.
-        read: returns a page.
-        value: converts a row to the value that iteration yields.
+        kind: the class of the rows. Its fields are the columns.
+        read: the function that returns one page.
+        value: the function that converts a row to the value that iteration yields.
     """
 
     kind: type[R]
@@ -51,7 +53,7 @@ class Rows(Generic[R, V]):
         return list(islice(self, count))
 
     def to_arrow(self) -> "pyarrow.Table":
-        """Return all rows as an Arrow table. The column types depend only on `kind`; nested values are JSON text."""
+        """Return all rows as an Arrow table. Only `kind` determines the column types. Nested values are JSON text."""
         import pyarrow
 
         schema = pyarrow.schema([(name, _arrow_type(hint)) for name, hint in self.kind.types().items()])

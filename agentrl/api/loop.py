@@ -1,12 +1,14 @@
-"""A training loop in this process: `RolloutWorker` samples episodes with an open policy, `GRPOTrainer` trains it on them.
+"""A training loop in this process: `RolloutWorker` samples episodes with an open policy, and `GRPOTrainer` trains the policy on
+them.
 
-    with agentrl.open_policy("tiny", max_new_tokens=32) as policy:
-        worker, trainer = agentrl.RolloutWorker(policy, "arithmetic"), agentrl.GRPOTrainer(policy)
-        for _ in range(10):
-            trainer.update(worker.run_episodes(tasks, group_size=8))
-        trainer.save("better")
+  with agentrl.open_policy("tiny", max_new_tokens=32) as policy:
+      worker, trainer = agentrl.RolloutWorker(policy, "arithmetic"), agentrl.GRPOTrainer(policy)
+      for _ in range(10):
+          trainer.update(worker.run_episodes(tasks, group_size=8))
+      trainer.save("better")
 
-The policy, template, tools, rewards and update are those of a run. There is no database: nothing can be resumed.
+The policy, template, tools, rewards and update are the same as in a run. There is no database, so an interrupted loop cannot be
+resumed.
 """
 
 import json
@@ -46,16 +48,16 @@ MAX_CONCURRENT_EPISODES = 64
 
 
 class RolloutWorker:
-    """A sampler of episodes with an open policy: turns, tool calls, rewards.
+    """A worker that samples episodes with an open policy: turns, tool calls and rewards.
 
     Args:
-        policy: an open policy, which stays open.
-        env: the env of the episodes: an `Env`, its name or path.
-        rewards: functions of an episode by name, added to those of the env, each with weight 1.
-        limits: options of a rollout that override the policy's: `max_steps`, `temperature` and the like.
+        policy: an open policy. The worker does not close it.
+        env: the env of the episodes: an `Env`, or its name or path.
+        rewards: functions of an episode, by name. They are added to the env's rewards, each with weight 1.
+        limits: options of the config's section `rollout` that override the policy's: `max_steps`, `temperature` and others.
 
     Raises:
-        ConfigError: there is no such env or option.
+        ConfigError: the env or an option does not exist.
     """
 
     def __init__(
@@ -69,32 +71,36 @@ class RolloutWorker:
         self._numbers = count(1)
 
     def run_episode(self, task: "Task | Mapping[str, Any] | str") -> Episode:
-        """Sample one episode to its end. Each call draws new samples. Without a reference, only `rewards` score it.
+        """Sample and score one complete episode. Each call draws new samples.
+
+        If the task has no reference, only the functions in `rewards` score the episode.
 
         Args:
-            task: a Task, a row (`question`, `answer`), or a question.
+            task: a Task, a row with `question` and `answer`, or a question.
 
         Raises:
-            RewardError: a reward raised, or did not return a number.
-            ModelError, ConfigError: the policy cannot sample it.
+            RewardError: a reward raised an exception, or did not return a number.
+            ModelError, ConfigError: the policy cannot sample the episode.
         """
         return self._score(self.sample_episode(task_of(task), next(self._numbers)))
 
     def run_episodes(self, tasks: "Iterable[Task | Mapping[str, Any] | str]", group_size: int = 1) -> list[Episode]:
-        """Sample `group_size` episodes of each task, up to AT_ONCE at a time; return them in the order of the tasks.
+        """Sample and score `group_size` episodes of each task, and return them in the order of the tasks.
+
+        At most `AT_ONCE` episodes run concurrently.
 
         Raises:
-            As `run_episode`.
+            RewardError, ModelError, ConfigError: as in `run_episode`.
         """
         numbered = [(task, next(self._numbers)) for task in map(task_of, tasks) for _ in range(group_size)]
         with ThreadPoolExecutor(max(1, min(len(numbered), MAX_CONCURRENT_EPISODES))) as pool:
             return list(pool.map(lambda pair: self._score(self.sample_episode(*pair)), numbered))
 
     def sample_episode(self, task: Task, number: int) -> Episode:
-        """Sample one episode to its end, without rewards. Another number draws another episode.
+        """Sample one complete episode without scoring it. Each `number` has its own random draws.
 
         Raises:
-            ModelError, ConfigError: the policy cannot sample it.
+            ModelError, ConfigError: the policy cannot sample the episode.
         """
         notebook = Notebook()
         tools = list(self._tools.values())
@@ -136,10 +142,10 @@ class RolloutWorker:
 
 
 def reward_parts(rewards: Mapping[str, Reward], episode: Episode) -> dict[str, Part]:
-    """Return what each reward gives to the episode, by name.
+    """Return the value of each reward function for the episode, by name.
 
     Raises:
-        RewardError: a reward raised, or did not return a number.
+        RewardError: a reward raised an exception, or did not return a number.
     """
     parts = {}
     for name, reward in rewards.items():
@@ -155,12 +161,12 @@ class GRPOTrainer:
     """A trainer of an open policy.
 
     Args:
-        policy: an open policy; each update changes it.
-        algorithm: a name as in a run's config, or `GRPO(...)`, whose model is the open one.
-        options: as a run's: `learning_rate`, `kl_coef`. Those of the model are chosen when the policy is opened.
+        policy: an open policy, which each update changes.
+        algorithm: the name of an algorithm, as in a run's config, or a `GRPO(...)` object, whose model must be the open one.
+        options: options as in a run: `learning_rate`, `kl_coef`. Options of the model are set when the policy is opened.
 
     Raises:
-        ConfigError: there is no such algorithm or option.
+        ConfigError: the algorithm or an option does not exist.
     """
 
     def __init__(self, policy: OpenPolicy, algorithm: "str | GRPO | type[GRPO]" = "grpo", **options: Any) -> None:
@@ -191,11 +197,12 @@ class GRPOTrainer:
         """Update the policy on the episodes. Episodes of the same task form a group.
 
         Returns:
-            Metrics (`loss`, `reward`, `grad_norm`, `kl`, ...); `skipped` is the reason if nothing was changed.
+            The metrics (`loss`, `reward`, `grad_norm`, `kl` and others). If the policy was not changed, `skipped` is the
+                reason.
 
         Raises:
             StateError: a value was not finite. The policy is unchanged; create a new trainer.
-            RewardError: an episode's reward is no finite number.
+            RewardError: an episode's reward is not a finite number.
         """
         groups = grouped(episodes)
         done = self._trainer.update(groups, self._updates)
@@ -215,8 +222,8 @@ class GRPOTrainer:
         """Save the current policy as a model folder for `open_policy` and `agentrl chat`.
 
         Raises:
-            ConflictError: the folder exists, and overwrite is False or agentrl did not write it.
-            ModelError, CheckpointError: it cannot be saved, and why.
+            ConflictError: the folder exists, and `overwrite` is False or agentrl did not write the folder.
+            ModelError, CheckpointError: the policy cannot be saved; the message says why.
         """
         target, here = Path(folder).expanduser(), settings()
         refuse_existing(target, overwrite, "Pass overwrite=True")
@@ -225,7 +232,7 @@ class GRPOTrainer:
 
 
 def grouped(episodes: Iterable[Episode]) -> list[Group]:
-    """Return the episodes grouped by task, in the order of first occurrence."""
+    """Return the episodes grouped by task. The groups are in the order in which their tasks first occur."""
     by_task: dict[str, list[Episode]] = {}
     for episode in episodes:
         by_task.setdefault(episode.task.key, []).append(episode)
@@ -233,10 +240,10 @@ def grouped(episodes: Iterable[Episode]) -> list[Group]:
 
 
 def task_of(value: "Task | Mapping[str, Any] | str") -> Task:
-    """Return the task of a row or a question; equal rows have equal tasks.
+    """Convert a row or a question to a task. Equal rows give equal tasks.
 
     Raises:
-        DatasetError: the row is not a task.
+        DatasetError: the row cannot be converted to a task.
     """
     if isinstance(value, Task):
         return value

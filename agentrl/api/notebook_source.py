@@ -1,9 +1,9 @@
 """Import paths, `package.module:name`, by which workers import a user's functions, classes and objects.
 
-What another process can import has such a path already. The source of anything else, from a notebook or a script, is written
-into a module in the data folder, with what it uses: imports, constants, other functions and classes. The module is named by the
-hash of its text, so that a run can be resumed and scored again later. Nothing is pickled: an object that only this process has
-(a client, a lock) is refused by name.
+An object of a module that workers can import has such a path already. For an object of a notebook or a script, the source is
+written into a module in the data folder, together with everything that it uses: imports, constants, other functions and
+classes. The module is named by the hash of its text, so a run can be resumed and scored again later. Nothing is pickled: an
+object that only this process has (a client, a lock) raises an error with its name.
 """
 
 import __future__
@@ -33,20 +33,20 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 MAX_CONSTANT_CHARS = 1 << 20
 MAIN = "__main__"
 _objects_here: dict[str, Any] = {}
-"""Objects that only this process has, by their paths."""
+"""A mapping from a path to the object that only this process has."""
 
 
 def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
-    """Return the path from which workers can import the object; a text is returned unchanged.
+    """Return the path from which workers can import the object. A text is returned unchanged.
 
     Args:
-        value: a function, a class, or an object of either.
-        name: the object's name in a module that is written for it, if it has no name of its own.
+        value: a function, a class, or an instance of a class.
+        name: the name for the object in a new module, if the object has no name.
         where: the settings with the data folder.
-        is_local: whether the workers read this machine's files.
+        is_local: True if the workers read this machine's files.
 
     Raises:
-        ConfigError: they would not find it, and what to do.
+        ConfigError: workers could not import the object; the hint says what to do.
     """
     if isinstance(value, str):
         return value
@@ -77,7 +77,7 @@ def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
 
 
 def path_here(value: Any, name: str, where: Settings) -> str:
-    """Return a path that leads to this very object in this process, and to its source in others, if that is available.
+    """Return a path that gives this very object in this process, and its source in other processes if the source is available.
 
     Args:
         value, name, where: as in `path_of`.
@@ -97,7 +97,7 @@ def path_here(value: Any, name: str, where: Settings) -> str:
 
 
 class SourceModule:
-    """The text of a module, built from the objects that it must contain."""
+    """The source of a new module, built from the objects that the module must contain."""
 
     def __init__(self) -> None:
         self._imports: dict[str, str] = {}
@@ -114,13 +114,13 @@ class SourceModule:
         return "\n\n".join(part for part in (*parts, *self._bodies.values()) if part) + "\n"
 
     def add(self, name: str, value: Any, user: str = "") -> None:
-        """Add the value under a name.
+        """Add the value to the module under a name.
 
         Args:
-            user: the function or class that uses the name, for the error.
+            user: the function or class that uses the name, for the error message.
 
         Raises:
-            ConfigError: its source is not available, or only this process has it.
+            ConfigError: the value's source is not available, or only this process has the value.
         """
         if name in self._names:
             return
@@ -182,7 +182,9 @@ class SourceModule:
             self._bodies[name] = f"{name} = {defined}"
 
     def _import_submodules(self, name: str, package: str, text: str) -> None:
-        """Import the parts of a package that the text reads as attributes; importing the package alone may not load them."""
+        """Import the submodules of a package that the text reads as attributes. Importing only the package may not load
+        them.
+        """
         for node in ast.walk(ast.parse(text)):
             first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
             module = f"{package}.{rest}"
@@ -191,7 +193,7 @@ class SourceModule:
 
 
 def literal(value: Any) -> str | None:
-    """Return the value as an expression of constants; None if that is impossible."""
+    """Return the value as a Python expression of constants; None if no such expression exists."""
     try:
         text = repr(value)
         if len(text) > MAX_CONSTANT_CHARS or type(value).__module__ != "builtins":
@@ -206,7 +208,7 @@ def literal(value: Any) -> str | None:
 
 
 def _import_path(value: Any) -> tuple[str, str] | None:
-    """(module, name) under which the value stands in this process; None if it has no such place."""
+    """Return (module, name) of the value in this process; None if no module has the value."""
     name = getattr(value, "__qualname__", "")
     if name and isinstance(name, str):
         module = getattr(value, "__module__", None)
@@ -220,7 +222,7 @@ def _import_path(value: Any) -> tuple[str, str] | None:
 
 
 def _is_importable(module: str) -> bool:
-    """Whether a worker that this process starts can import the module."""
+    """Return True if a worker that this process starts can import the module."""
     top = module.partition(".")[0]
     if top in sys.builtin_module_names or top in sys.stdlib_module_names:
         return top != MAIN
@@ -232,7 +234,7 @@ def _is_importable(module: str) -> bool:
 
 @cache
 def _import_folders() -> tuple[str, ...]:
-    """The folders in which such a worker finds modules, besides its working directory."""
+    """Return the folders of `sys.path` in a worker that this process starts, without its working directory."""
     printed = subprocess.run(
         [sys.executable, "-P", "-c", "import json, sys; print(json.dumps(sys.path))"],
         capture_output=True, text=True, check=True,
@@ -248,9 +250,10 @@ def _write_module(text: str, where: Settings) -> str:
 
 
 def _guarded_script(value: Any) -> str | None:
-    """Return this process's script if it defines the value and guards its actions with `if __name__ == "__main__"`.
+    """Return the source of this process's script if the script defines the value and has an `if __name__ == "__main__"` guard.
 
-    So it can be imported, and creates again whatever the value uses: clients, graphs, tools.
+    Workers can import such a script without starting its actions. The import creates everything that the value uses: clients,
+    graphs, tools.
     """
     file = getattr(sys.modules[MAIN], "__file__", None)
     if not file or (_import_path(value) or ("",))[0] != MAIN:
@@ -268,13 +271,13 @@ def _guarded_script(value: Any) -> str | None:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether it is a class, a function, or a function in a wrapper (`@lru_cache`)."""
+    """Return True if the value is a class, a function, or a wrapped function (`@lru_cache`)."""
     is_wrapper = "__wrapped__" in getattr(value, "__dict__", {})
     return isinstance(value, type) or isinstance(inspect.unwrap(value) if is_wrapper else value, FunctionType)
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """The function, without its wrappers; or the functions that the class defines."""
+    """Return the function without its wrappers, or, for a class, the functions that the class defines."""
     if not isinstance(value, type):
         return [inspect.unwrap(value)]
     members = [getattr(member, "__func__", getattr(member, "fget", member)) for member in vars(value).values()]
@@ -283,10 +286,10 @@ def _functions(value: Any) -> list[FunctionType]:
 
 
 def _definition(value: Any) -> str:
-    """The text of the statement that defines the value.
+    """Return the source of the statement that defines the value.
 
     Raises:
-        ConfigError: its source is not available, or it is a lambda.
+        ConfigError: the source is not available, or the value is a lambda.
     """
     name = getattr(value, "__name__", "")
     if name == "<lambda>":
@@ -309,7 +312,7 @@ def _definition(value: Any) -> str:
 
 
 def _files_of_main() -> list[str]:
-    """The files that may define a class without methods: a notebook's cells, the newest first; a script."""
+    """Return the files that may define a class without methods: the cells of a notebook, newest first, then the script."""
     cells = [name for name in reversed(list(linecache.cache)) if "ipython" in name or "ipykernel" in name]
     return [*cells, getattr(sys.modules[MAIN], "__file__", None) or ""]
 
@@ -327,13 +330,13 @@ def _text_of(node: Definition, lines: list[str]) -> str:
 
 
 def _free_names(table: symtable.SymbolTable) -> set[str]:
-    """The names that a module reads from outside, and those of its own statements."""
+    """Return the global names that a module reads or defines."""
     names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
     return names.union(*map(_free_names, table.get_children()))
 
 
 def _scope_of(value: Any) -> Mapping[str, Any]:
-    """The values of the names around the definition: globals, and what a function closes over."""
+    """Return the values of the names that the definition can read: the globals, and the variables of enclosing functions."""
     scope: dict[str, Any] = dict(vars(sys.modules[value.__module__])) if value.__module__ in sys.modules else {}
     functions = _functions(value)
     for function in functions:
@@ -349,7 +352,9 @@ def _scope_of(value: Any) -> Mapping[str, Any]:
 
 
 def _refuse_constant(value: Any, name: str) -> None:
-    """Refuse a number, a list and the like, which many modules hold and which does nothing."""
+    """Raise ConfigError if the value is a number, a list or another built-in value, which cannot be an agent, a reward or a
+    hook.
+    """
     if type(value).__module__ == "builtins" and not callable(value):
         what = {"solve": "agent"}.get(name, name.partition("_")[0])
         how = "Pass a function, a class or an object of one, a name, or a path: 'module:name'."

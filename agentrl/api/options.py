@@ -1,4 +1,4 @@
-"""Converts keyword options to the keys of a run's config."""
+"""Converts keyword arguments to the keys of a run's config."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -13,10 +13,10 @@ from agentrl.workflow.resolve import OTHER_NAMES, read_yaml
 
 
 def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as keys of the config.
+    """Convert keyword arguments to config keys.
 
     Raises:
-        ConfigError: there is no such option (the message names the nearest one), or a config cannot hold an option's value.
+        ConfigError: an option does not exist (the message names the nearest one), or a config cannot hold an option's value.
     """
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     leaves: dict[str, list[str]] = {}
@@ -43,10 +43,10 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of_file(config: Any) -> dict[str, Any]:
-    """Return the keys of a config file; empty without a file.
+    """Return the keys of a config file; an empty mapping if `config` is None.
 
     Raises:
-        ConfigError: the value is not a path, or the file cannot be read.
+        ConfigError: `config` is not a path, or the file cannot be read.
     """
     if config is None:
         return {}
@@ -64,10 +64,10 @@ def _check_section(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_in_file(key: str, value: Any) -> Any:
-    """Return the value as a config file would have it: numbers of numpy become numbers.
+    """Convert a value to one that a config file can hold. Numbers of numpy become Python numbers.
 
     Raises:
-        ConfigError: a file cannot have it.
+        ConfigError: a config file cannot hold the value.
     """
     try:
         return json.loads(json.dumps(value, default=lambda other: str(other) if isinstance(other, Path) else plain(other)))

@@ -30,7 +30,7 @@ class Run:
     """A run of a store. Every access reads the current rows, so a running run may return more each time."""
 
     def __init__(self, db: Reader, row: RunRow) -> None:
-        """Keep the store's reader, and the name and id from the run's row."""
+        """Store the database reader, and the name and id from the run's row."""
         self._db = db
         self.name = row.run
         self.id = row.id
@@ -64,18 +64,18 @@ class Run:
         """Return the run's episodes that match the filter.
 
         Args:
-            chosen: fields of `EpisodeFilter`: `status`, `task`, `min_reward`, ...
+            chosen: fields of `EpisodeFilter`: `status`, `task`, `min_reward` and others.
 
         Raises:
-            ConfigError: there is no such filter.
+            ConfigError: the filter has no such field.
         """
         return Episodes(self._db, filter_of(EpisodeFilter, {"run": self.name, **chosen}))
 
     def episode(self, number: int) -> StoredEpisode:
-        """Return an episode of the store by its number; it may belong to another run.
+        """Load an episode of the store by its id. The episode may belong to another run.
 
         Raises:
-            NotFoundError: there is no such episode.
+            NotFoundError: no episode has this id.
         """
         return episode.find(self._db, number)
 
@@ -105,14 +105,15 @@ class Run:
 
     @property
     def resources(self) -> dict[str, str]:
-        """The run's prompts by name: the versions that its search chose, else those of its config. Pass them to another run as
-        `resources`.
+        """The run's prompts by name: the versions that its search chose, or, without a search, the texts of its config.
+
+        Pass them to another run as `resources`.
         """
         best = {row.name: row.text for row in self.prompts(chosen=True)}
         return {**self.config.get("resources", {}), **best}
 
     def evals(self) -> Rows[EvalRow, EvalRow]:
-        """Return the run's evaluations of its own policies."""
+        """Return the evaluations of the policies of this run."""
         chosen = EvalFilter(measures=self.name)
         return Rows(EvalRow, lambda paging: eval_results.list_evals(self._db, chosen, paging), lambda row: row)
 
@@ -121,7 +122,7 @@ class Run:
         """The policy with the highest held-out reward.
 
         Raises:
-            NotFoundError: no version was measured (`eval.every`).
+            NotFoundError: no version was evaluated (set `eval.every`).
         """
         return self._policy("best")
 
@@ -131,12 +132,15 @@ class Run:
         return self._policy(None)
 
     def policy(self, version: int | str) -> "StoredPolicy":
-        """Return the policy of a version: 3, "best" or "epoch2".
+        """Return a policy version of the run.
+
+        Args:
+            version: a number, "best", or the last version of an epoch, such as "epoch2".
 
         Raises:
-            NotFoundError: there is no such version.
+            NotFoundError: the run has no such version.
             ConfigError: the text is not a version.
-            CheckpointError: its weights were removed by `agentrl gc`.
+            CheckpointError: `agentrl gc` removed the weights of this version.
         """
         return self._policy(run_names.parse_version(str(version)))
 
@@ -153,11 +157,11 @@ class Run:
 
 @dataclass
 class StoredPolicy:
-    """A policy that a run published. The first `generate` loads it.
+    """A policy that a run published. The first call of `generate` loads the weights.
 
     Args:
         run: the run's name.
-        ref: the identity of its weights.
+        ref: the identity of the policy's weights.
     """
 
     _db: Reader = field(repr=False)
@@ -171,10 +175,10 @@ class StoredPolicy:
         return self.ref.version
 
     def open(self, **limits: Any) -> "OpenPolicy":
-        """Load the policy, to generate, stream or compute logits. The caller closes it.
+        """Load the policy, to generate text or to compute logits. The caller must close it.
 
         Args:
-            limits: keys of the section `rollout`.
+            limits: options of the config's section `rollout`.
         """
         from agentrl.workflow.experiment import Experiment
         from agentrl.workflow.inference.open_policy import open_policy
@@ -186,18 +190,18 @@ class StoredPolicy:
 
         Args:
             messages: the text, or the messages.
-            limits: `max_new_tokens`, `temperature` and other keys of `rollout`, for this turn.
+            limits: options of the section `rollout` for this turn: `max_new_tokens`, `temperature` and others.
         """
         self._opened = self._opened or self.open()
         prompt = [Message("user", messages)] if isinstance(messages, str) else [message_of(message) for message in messages]
         return self._opened.generate(prompt, **limits).message
 
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:
-        """Save the policy as an ordinary model folder, with LoRA merged into its base.
+        """Save the policy as an ordinary model folder, with LoRA merged into the base model.
 
         Raises:
-            ConflictError: the folder exists, and overwrite is False or agentrl did not write it.
-            ModelError, CheckpointError: it cannot be saved, and why.
+            ConflictError: the folder exists, and `overwrite` is False or agentrl did not write the folder.
+            ModelError, CheckpointError: the policy cannot be saved; the message says why.
         """
         from agentrl.workflow.experiment import Experiment
         from agentrl.workflow.models.lookup import refuse_existing
@@ -221,7 +225,7 @@ def message_of(message: "Message | Mapping[str, Any]") -> Message:
     """Convert a message from the format of the chat API.
 
     Raises:
-        ConfigError: it has no valid role, or no text.
+        ConfigError: the message has no valid role, or no text.
     """
     if isinstance(message, Message):
         return message
@@ -233,10 +237,10 @@ def message_of(message: "Message | Mapping[str, Any]") -> Message:
 
 
 def filter_of(kind: type[Any], chosen: Mapping[str, Any]) -> Any:
-    """Return a filter of this class with the given fields.
+    """Create a filter of the class `kind` with the given fields.
 
     Raises:
-        ConfigError: the class has no such field.
+        ConfigError: the class does not have one of the fields.
     """
     fields = kind.__dataclass_fields__
     for name in chosen:

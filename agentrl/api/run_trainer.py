@@ -1,4 +1,4 @@
-"""`agentrl.Trainer`: submits a run as `agentrl submit` does, and follows it."""
+"""`agentrl.Trainer`: submits a run in the same way as `agentrl submit`, and follows the run."""
 
 import json
 import sys
@@ -28,38 +28,38 @@ if TYPE_CHECKING:
 Strategy = Literal["threads", "processes", "cluster"]
 STRATEGIES = ("threads", "processes", "cluster")
 DEFAULT_EVAL_EVERY = 10
-"""Iterations between two evaluations on a val_dataset."""
+"""The number of iterations between two evaluations on a `val_dataset`."""
 RESUMABLE = ("paused", "failed", "running")
 PLAIN = "plain"
-"""The env of rows that have rewards of their own: no tools, no rewards."""
+"""The env for rows that are scored only by the caller's rewards. It has no tools and no rewards."""
 
 
 class Trainer:
     """A trainer of a policy: `agentrl submit` from Python.
 
     Args:
-        algorithm: a name ("grpo", "ppo", ...), an `Algorithm`, or `GRPO(model, tokenizer)`, whose model is saved now.
+        algorithm: a name ("grpo", "ppo" and others), an `Algorithm`, or `GRPO(model, tokenizer)`, whose model is saved at once.
         agent: the agent to train: a function `solve(task, llm)`, sync or async, a class, its path, or "cmd:PROGRAM ...". None:
             the built-in loop. An `Env`, its class, name or path means the built-in loop in that env. A mapping sets keys of the
             config's section `agent`: `{"timeout_seconds": 3600}`.
         model: a name on the hub, a folder, a model of `agentrl sft`, or RUN@N of the same store.
-        env: the env of the built-in loop, and the source of its rewards: a name, a path, an `Env` or its class; None: the
-            dataset's.
-        rewards: functions of an episode, their paths or names; a mapping gives weights. Only these count: rewards of the env
-            are then recorded with weight 0, and rows without an env have the env "plain". Without any, the value that an agent
-            returns is the reward of rows that have no answer.
+        env: the env of the built-in loop, and the source of its rewards: a name, a path, an `Env` or its class. None: the env
+            of the dataset.
+        rewards: functions of an episode, their paths or names; a mapping gives weights. With `rewards`, the env's own rewards
+            are recorded with weight 0, and rows without an env have the env "plain". Without any reward, the value that an
+            agent returns is the reward of rows that have no reference answer.
         hooks: `Hook` objects, classes or paths.
-        store: the store of the run: a data folder, a SQLite file, a URL, a `Store`; None: that of the commands.
-        strategy: "processes": workers of this machine, started if none run. "threads": workers in threads of this process while
-            `fit` waits; functions are called as they are, and a debugger works. "cluster": running workers of a broker
-            (AGENTRL_BROKER_URL).
-        n_runners: the number of concurrent agents in workers that are started here.
-        config: a YAML file; all other arguments override it.
+        store: the store of the run: a data folder, a SQLite file, a URL, or a `Store`. None: the store that the commands use.
+        strategy: where the workers run. "processes": processes of this machine, which are started if none run. "threads":
+            threads of this process while `fit` waits; functions are called directly, and a debugger works. "cluster": running
+            workers of a broker (AGENTRL_BROKER_URL).
+        n_runners: the number of concurrent agents in workers that this Trainer starts.
+        config: a YAML file. All other arguments override it.
         options: any key of the config: by its flag's name (`group_size=8`), as a section (`rollout={"group_size": 8}`) or by
             its full name (`**{"rollout.group_size": 8}`).
 
     Raises:
-        ConfigError: there is no such option, or workers cannot have an object.
+        ConfigError: an option does not exist, or workers cannot import an object.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class Trainer:
 
     @classmethod
     def attach(cls, run: "str | int | Run", store: "str | Path | Store | InMemoryStore | None" = None, **more: Any) -> Self:
-        """Return a Trainer for a stored run: `fit()` resumes the run if it has stopped, and follows it.
+        """Return a Trainer for a stored run. Its `fit()` follows the run, and first resumes the run if it has stopped.
 
         Args:
             more: `strategy` and `n_runners`, as in the Trainer.
 
         Raises:
-            NotFoundError: there is no such run.
+            NotFoundError: no run has this name.
         """
         place = store if store is not None or not isinstance(run, Run) else run.store_url
         trainer = cls(store=place, **more)
@@ -123,19 +123,19 @@ class Trainer:
         wait: bool = True,
         **options: Unpack[RunOptions],
     ) -> Run:
-        """Train to the end, and return the run.
+        """Train until the run ends, and return the run.
 
         Ctrl-C pauses the run without loss: `Trainer.attach(name).fit()` continues it.
 
         Args:
-            agent: overrides the Trainer's. Rows here are the train_dataset.
+            agent: an agent that overrides the Trainer's. If rows are passed here, they are the `train_dataset`.
             train_dataset: a name, a file, rows as mappings, a Hugging Face dataset or a DataFrame.
-            val_dataset: the same, of tasks that are not trained on; the policy is evaluated on them.
-            wait: False: return once the run is submitted; its workers continue.
-            options: override the Trainer's.
+            val_dataset: the held-out tasks, as the same types. They never train; the policy is evaluated on them.
+            wait: False: return when the run is submitted. Its workers continue.
+            options: options that override the Trainer's.
 
         Raises:
-            AgentRLError: the run cannot be trained, and why; or it stopped before its end.
+            AgentRLError: the run cannot be trained, or it stopped before its end. The message says why.
         """
         if self._is_threaded and not wait:
             message = "wait=False is impossible with threads: they train only while fit waits."
@@ -151,7 +151,9 @@ class Trainer:
             return self._follow(self.run) if wait else self.run
 
     def _workers(self) -> "AbstractContextManager[None]":
-        """Run the workers, if they are threads of this process; else the command starts them if none run."""
+        """Run the workers in threads of this process if the strategy is "threads". Otherwise the command starts workers if none
+        run.
+        """
         if not self._is_threaded:
             return nullcontext()
         from agentrl.api.threaded_stack import at_work
@@ -159,9 +161,9 @@ class Trainer:
         return at_work(self._place, self._variables)
 
     def dev(self, agent: Any = None, train_dataset: Any = None, **options: Unpack[RunOptions]) -> "list[Episode]":
-        """Try the agent or the built-in loop in this process: one episode per task, no update, everything printed.
+        """Try the agent or the built-in loop in this process: run one episode per task, print it, and update no policy.
 
-        A debugger works, and functions are called as they are. No row is kept.
+        A debugger works, because functions are called directly. All rows are deleted afterwards.
 
         Args:
             agent, train_dataset, options: as in `fit`.
@@ -170,7 +172,7 @@ class Trainer:
             The episodes, with their rewards.
 
         Raises:
-            AgentRLError: there is no such dataset or model, a reward raised, or there are too many tasks.
+            AgentRLError: the dataset or the model does not exist, a reward raised an exception, or there are too many tasks.
         """
         from agentrl.api.dev import try_agent
 
@@ -191,7 +193,7 @@ class Trainer:
         """Return the config keys that `fit` submits. Objects are replaced by their import paths.
 
         Raises:
-            ConfigError, DatasetError: as `fit`.
+            ConfigError, DatasetError: as in `fit`.
         """
         keys = self._keys | keys_of(options)
         agent, env = self._agent_and_env(agent)
@@ -210,7 +212,7 @@ class Trainer:
         return keys
 
     def _agent_and_env(self, agent: Any) -> tuple[Any, Any]:
-        """Return (agent, env). An env that was passed as the agent means the built-in loop in that env."""
+        """Return (agent, env). If the agent is an env, the agent becomes None, which means the built-in loop in that env."""
         agent = agent if agent is not None else self._agent
         if not _is_env(agent):
             return agent, _env_object(self._env)
@@ -301,10 +303,10 @@ class Trainer:
 
 
 def _agent_and_rows(agent: Any, train: Any) -> tuple[Any, Any]:
-    """Return (agent, rows): the first argument of `fit(rows)` is no agent.
+    """Return (agent, rows). If rows are passed as the agent, as in `fit(rows)`, they become the rows.
 
     Raises:
-        ConfigError: both are rows.
+        ConfigError: both arguments are rows.
     """
     if agent is None or isinstance(agent, str | Env) or callable(agent) or is_class_agent(agent):
         return agent, train
@@ -316,7 +318,7 @@ def _agent_and_rows(agent: Any, train: Any) -> tuple[Any, Any]:
 
 
 def _is_env(agent: Any) -> bool:
-    """Whether an agent is an env, its class, its name or its path."""
+    """Return True if the agent is an env, or the class, name or path of an env."""
     if not isinstance(agent, str):
         return isinstance(agent, Env) or (isinstance(agent, type) and issubclass(agent, Env))
     if ":" not in agent:
@@ -332,10 +334,10 @@ def _is_env(agent: Any) -> bool:
 
 
 def _env_object(env: Any) -> Any:
-    """Return the env; a class is called without arguments.
+    """Return the env. If `env` is a class, create an instance without arguments.
 
     Raises:
-        ConfigError: it needs arguments.
+        ConfigError: the class needs arguments.
     """
     if not isinstance(env, type):
         return env
@@ -347,14 +349,14 @@ def _env_object(env: Any) -> Any:
 
 
 def _are_unanswered(train: Any, keys: Mapping[str, Any]) -> bool:
-    """Whether the tasks are rows that were passed, and none has a reference."""
+    """Return True if the tasks were passed as rows and no row has a reference answer."""
     return (
         not isinstance(train, str | Path) and train is not None and not dataset_input.has_references(Path(keys["dataset.name"]))
     )
 
 
 def _env_of(keys: Mapping[str, Any]) -> str:
-    """Return the name of the env of the dataset in the keys."""
+    """Return the name of the env that belongs to the dataset in the keys."""
     config = DatasetConfig()
     split = {"split": keys["dataset.split"]} if "dataset.split" in keys else {}
     return env_of(config.model_copy(update={"name": str(keys.get("dataset.name", config.name))} | split))

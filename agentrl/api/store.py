@@ -1,4 +1,4 @@
-"""Stores: `agentrl.open()` reads one; `StoreLocation` says where that of a Trainer is."""
+"""Stores: `agentrl.open()` opens a store for reading, and `StoreLocation` says where the store of a Trainer is."""
 
 import atexit
 import os
@@ -30,14 +30,18 @@ FILE = "agentrl.db"
 MEMORY = ":memory:"
 SQLITE = "sqlite:///"
 COMMAND = (sys.executable, "-P", "-m", "agentrl.cli")
-"""The command line, which runs in a process of its own."""
+"""The command that starts agentrl's command line in a child process."""
 
 
 class Store:
     """Read-only access to the runs and episodes of a store."""
 
     def __init__(self, where: Settings) -> None:
-        """Take the settings that name the database. No connection is opened yet."""
+        """Set the database that the store reads. No connection is opened yet.
+
+        Args:
+            where: the settings, which contain the database's URL.
+        """
         self._settings = where
         self._db = Reader(where.database, self._open_whole)
 
@@ -50,19 +54,19 @@ class Store:
         """Return the runs that match the filter, newest first.
 
         Args:
-            chosen: fields of the filter: `status`, `kind`, `dataset`, `model`, and `text`, which is a part of the name.
+            chosen: fields of the filter: `status`, `kind`, `dataset`, `model`, and `text`, which matches a part of the name.
 
         Raises:
-            ConfigError: there is no such filter.
+            ConfigError: the filter has no such field.
         """
         run_filter = filter_of(RunFilter, chosen)
         return Rows(RunRow, lambda paging: run_rows.list_runs(self._db, run_filter, paging), lambda row: Run(self._db, row))
 
     def run(self, name: "str | int | None" = None) -> Run:
-        """Return a run by its name or number; by default the newest.
+        """Return a run by its name or number. Without `name`, return the newest run.
 
         Raises:
-            NotFoundError: there is no such run, or no run yet.
+            NotFoundError: the run does not exist, or the store has no run yet.
         """
         run_name = run_rows.find_newest_run(self._db) if name is None else str(name)
         if run_name is None:
@@ -70,14 +74,16 @@ class Store:
         return Run(self._db, run_rows.describe_run(self._db, run_name))
 
     def episodes(self, run: "str | int | None" = None, **chosen: Any) -> Episodes:
-        """Return the episodes that match the filter. The run is the newest by default; see `Run.episodes`."""
+        """Return the episodes of a run that match the filter. Without `run`, they are those of the newest run. See
+        `Run.episodes`.
+        """
         return Episodes(self._db, filter_of(EpisodeFilter, {"run": self.run(run).name, **chosen}))
 
     def episode(self, number: int) -> StoredEpisode:
-        """Return an episode by its number.
+        """Load an episode by its id.
 
         Raises:
-            NotFoundError: there is no such episode.
+            NotFoundError: no episode has this id.
         """
         return episode.find(self._db, number)
 
@@ -86,12 +92,12 @@ class Store:
 
         Args:
             query: the SELECT.
-            limit: the most rows.
-            seconds: the time limit.
+            limit: the most rows to return.
+            seconds: the time limit, in seconds.
 
         Raises:
-            AccessDenied: it is not a SELECT, or takes longer than `seconds`.
-            ConfigError: it is not valid SQL for this database.
+            AccessDenied: the query is not a SELECT, or takes longer than `seconds`.
+            ConfigError: the query is not valid SQL for this database.
         """
         columns, rows = user_sql.run_query(self._settings, query, limit, seconds)
         return Table(tuple(columns), tuple(tuple(row) for row in rows))
@@ -116,7 +122,7 @@ def open_store(place: "str | PathLike[str] | None" = None) -> Store:
             `InMemoryStore`. None: the store that the commands use on this machine.
 
     Raises:
-        NotFoundError: there is no store.
+        NotFoundError: no store exists there.
         ConfigError: `place` is not a folder, a file or a URL.
     """
     if not isinstance(place, str | PathLike | None):
@@ -129,10 +135,10 @@ def open_store(place: "str | PathLike[str] | None" = None) -> Store:
 
 
 class InMemoryStore:
-    """A store in a temporary folder, which is deleted when this process ends. It uses the models of the data folder."""
+    """A store in a temporary folder, which is deleted when this process ends. The store uses the models of the data folder."""
 
     def __init__(self) -> None:
-        """Create the folder. At the end of this process its workers are stopped and the folder is removed."""
+        """Create the folder. When this process ends, the workers of the store are stopped and the folder is removed."""
         self.folder = Path(tempfile.mkdtemp(prefix="agentrl-"))
         atexit.register(self.close)
         models = settings().models_dir
@@ -159,20 +165,20 @@ class InMemoryStore:
 
 @dataclass(frozen=True)
 class StoreLocation:
-    """The location of runs, as environment variables for commands.
+    """The location of a store, as environment variables for commands.
 
     Args:
-        variables: the environment variables; an empty value removes this process's variable.
+        variables: the environment variables. An empty value removes the variable that this process has.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, store: "str | Path | Store | InMemoryStore | None") -> "StoreLocation":
-        """Return the location for a folder, a SQLite file, a URL or a store. None: the default of the commands.
+        """Return the location of a folder, a SQLite file, a URL or a store. None means the store that the commands use.
 
         Raises:
-            ConfigError: the value is not one of these.
+            ConfigError: the value has another type or form.
         """
         match store:
             case None:
@@ -203,7 +209,7 @@ class StoreLocation:
         """Open the store for reading.
 
         Raises:
-            NotFoundError: nothing is stored there yet.
+            NotFoundError: no store exists at this location.
         """
         return open_store(self.settings.database) if self.variables else open_store()
 
@@ -230,7 +236,7 @@ def _settings_of(place: str) -> Settings:
 
 
 def _database_url(place: str) -> str:
-    """The URL of the database that a URL, a file or a folder means; a relative path is made absolute."""
+    """Return the database URL for a URL, a file or a folder. A relative path is made absolute."""
     if place.startswith(SQLITE):
         return f"{SQLITE}{Path(place.removeprefix(SQLITE)).expanduser().absolute()}"
     if is_url(place):
@@ -247,10 +253,10 @@ def _shown(url: str) -> str:
 
 
 def write_once(file: Path, text: str) -> None:
-    """Write a file of the data folder atomically, if it does not exist.
+    """Write a file of the data folder atomically, unless the file exists.
 
     Raises:
-        ServiceError: it cannot be written.
+        ServiceError: the file cannot be written.
     """
     if file.exists():
         return

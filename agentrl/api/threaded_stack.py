@@ -1,7 +1,7 @@
-"""The strategy "threads": the stack's workers as threads of this process, over an in-memory broker and the store's rows.
+"""The strategy "threads": runs the workers of a store as threads of this process, with an in-memory broker.
 
-They are the workers of `agentrl up`: the same jobs, queues, control loop, endpoint and commits. Functions are called as they
-are, and a debugger stops in them. Settings, database and model of this process are those of the run while it trains.
+These are the workers of `agentrl up`: the same jobs, queues, control loop, endpoint and commits. Functions are called directly,
+so a debugger can stop in them. While the run trains, the whole process has the settings, the database and the model of the run.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ _busy = threading.Lock()
 
 @contextmanager
 def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None]:
-    """Run the stack's workers for this location in threads until the `with` ends.
+    """Run the workers for this store in threads until the `with` block ends.
 
     Args:
-        variables: environment variables of the workers, added to those of the place.
+        variables: environment variables of the workers, added to those of the location.
 
     Raises:
-        StateError: this process runs them already, or workers of another process use this store.
+        StateError: this process runs such workers already, or workers of another process use this store.
     """
     if not _busy.acquire(blocking=False):
         raise StateError(
@@ -70,10 +70,10 @@ def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None
 
 
 def submit_here(file: Path) -> str:
-    """Submit the run of a config file, and return its name. The worker threads find the run in the database.
+    """Submit the run of a config file, and return the run's name. The worker threads find the run in the database.
 
     Raises:
-        AgentRLError: as `agentrl submit`.
+        AgentRLError: as in `agentrl submit`.
     """
     config, _ = resolve(file, {}, (), os.environ)
     if config.source.given:
@@ -87,10 +87,10 @@ def submit_here(file: Path) -> str:
 
 
 def resume_here(name: str) -> None:
-    """Resume a paused, failed or stranded run.
+    """Resume a run that is paused, failed or stranded.
 
     Raises:
-        AgentRLError: it cannot continue, or something that it names is in another process.
+        AgentRLError: the run cannot continue, or this process cannot load a part that its config names.
     """
     db = process.database()
     row = control_reads.load_run_to_serve(db, name)
@@ -123,7 +123,9 @@ def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _settings_of(variables: Mapping[str, str]) -> Iterator[None]:
-    """Settings, database and switch interval of this process are those of a worker with these variables."""
+    """Give this process the settings, the database and the thread switch interval of a worker with these variables, until the
+    `with` ends.
+    """
     interval = sys.getswitchinterval()
     process.forget()
     try:
@@ -137,10 +139,10 @@ def _settings_of(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _control() -> Iterator[None]:
-    """Hold the lease of the control loop, so that no other loop sends this process's messages.
+    """Hold the lease of the control loop until the `with` ends, so no other control loop sends messages for this store.
 
     Raises:
-        StateError: another process holds it.
+        StateError: another process holds the lease.
     """
     seconds = 3 * settings().tick_seconds + 2
     deadline = time.monotonic() + seconds + 1
@@ -179,10 +181,10 @@ def _workers() -> Iterator[None]:
 
 
 def _start_worker(roles: list[str], threads: int) -> threading.Thread:
-    """Start a worker, and return its thread once the worker reads its queues.
+    """Start a worker thread, and return it when the worker reads its queues.
 
     Raises:
-        ServiceError: it did not start.
+        ServiceError: the worker did not start within `READY_SECONDS`.
     """
     ready = threading.Event()
     controller = worker.make_worker(roles, threads, "WorkController", ready_callback=lambda consumer: ready.set())
@@ -200,10 +202,10 @@ def _thread(name: str, work: Callable[[], Any]) -> threading.Thread:
 
 @contextmanager
 def endpoint_thread(db: Database, lease_seconds: float | None = None) -> Iterator[str]:
-    """Serve the endpoint that agents call in a thread of its own, and yield its URL.
+    """Serve the agents' endpoint in a separate thread, and yield its URL.
 
     Args:
-        lease_seconds: publish the URL in the rows with this lease; None: do not publish it.
+        lease_seconds: the lease with which the URL is published in the database, in seconds; None: do not publish the URL.
     """
     where, listening = settings(), bind(LOOPBACK, 0)
     places = Places(partial(endpoint_reads.find_places, db))

@@ -1,4 +1,4 @@
-"""The application with all commands. It prints each error as a sentence with the next command to type, and returns an exit
+"""The application with all commands. It prints an error as one sentence with the next command to type, and returns an exit
 code.
 """
 

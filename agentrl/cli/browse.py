@@ -30,7 +30,7 @@ RUN_COLUMNS = (
     "best", "seconds", "tags",
 )  # fmt: skip
 RUN_MINOR_COLUMNS = ("best", "tags", "kind", "seconds", "dataset", "model", "episodes_done")
-"""Columns that are left out on a narrow terminal, the most important first."""
+"""The columns that may be left out on a narrow terminal, the most important column first."""
 EPISODE_COLUMNS = (
     "id", "iteration", "task", "sample", "status", "stop_reason", "reward", "advantage", "steps", "tool_calls=calls",
     "tool_errors=errors", "sampled_tokens=tokens", "seconds", "final_answer=answer",
@@ -39,7 +39,7 @@ EPISODE_MINOR_COLUMNS = (
     "iteration", "final_answer", "tool_calls", "tool_errors", "sampled_tokens", "steps", "seconds", "sample", "advantage",
 )  # fmt: skip
 ANSWER_CHARS = 18
-"""The most characters of an answer in a list; `replay` shows the complete answer."""
+"""The most characters of an answer in a list. `replay` shows the complete answer."""
 
 
 def _filter_option(text: str) -> Any:

@@ -1,5 +1,5 @@
-"""The loop of `agentrl chat`. At a terminal it has a history, commands and streamed answers; in a pipe it prints one answer per
-line.
+"""The loop of `agentrl chat`. At a terminal, it has a history, commands and streamed answers. In a pipe, it prints one answer
+per line.
 """
 
 import errno
@@ -27,8 +27,8 @@ class Loading:
     """A conversation that a thread loads while the user types.
 
     Args:
-        make: the function that loads it.
-        what: the name of what is loaded, for the spinner.
+        make: the function that loads the conversation.
+        what: the text that the spinner shows after "loading".
     """
 
     def __init__(self, make: "Callable[[], Talk]", what: str) -> None:
@@ -37,7 +37,7 @@ class Loading:
         threading.Thread(target=self._run, args=(make,), name="loading", daemon=True).start()
 
     def talk(self) -> "Talk":
-        """Return the conversation. Wait for it, behind a spinner, if it is not loaded yet.
+        """Return the conversation. If it is still loading, show a spinner and wait.
 
         Raises:
             AgentRLError: loading failed.
@@ -50,7 +50,7 @@ class Loading:
         return self._made.done() and self._made.exception() is not None
 
     def close(self) -> None:
-        """End the conversation, if it was loaded."""
+        """Close the conversation if it was loaded."""
         if self._made.done() and not self.has_failed:
             self._made.result().close()
 
@@ -62,7 +62,7 @@ class Loading:
 
 
 def chat_in_pipe(talk: "Talk") -> None:
-    """Read one message per line and print its answer, until an empty line."""
+    """Read one message per line from stdin and print its answer. Stop at an empty line."""
     for line in _read_lines():
         for text in talk.answer(line):
             show_lines([text])
@@ -103,7 +103,7 @@ def _handle_line(loading: Loading, text: str) -> None:
 
 
 def _answer(talk: "Talk", question: str) -> None:
-    """Show the answer as it is sampled; take the question back if the answer is stopped or fails."""
+    """Show the answer while it is sampled. If the answer is stopped or fails, remove the question from the conversation."""
     screen = console()
     try:
         with closing(talk.answer(question, lambda thinks, opens: Voice(_screen_writer(screen), thinks, opens))) as lines:
@@ -195,7 +195,7 @@ def _save(loading: Loading, argument: str) -> None:
 
 
 def _append_line(file: Path, line: bytes) -> None:
-    """Append the complete line to the file, or leave the file unchanged and raise OSError."""
+    """Append the complete line to the file. If this fails, leave the file unchanged and raise OSError."""
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file")
     with file.open("a+b", buffering=0) as lines:
@@ -220,7 +220,7 @@ def _exit(loading: Loading, argument: str) -> None:
 
 
 class ChatCommand(NamedTuple):
-    """A command of the chat: what runs, and its line in /help."""
+    """A command of the chat: its function, and its line in /help."""
 
     run: Callable[[Loading, str], None]
     arguments: str
@@ -243,7 +243,7 @@ KEYS = (
 
 
 def _read_lines() -> Iterator[str]:
-    """Yield the lines of stdin up to an empty one.
+    """Yield the lines of stdin until the first empty line.
 
     Raises:
         ConfigError: a line is not UTF-8.

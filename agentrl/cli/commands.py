@@ -1,4 +1,4 @@
-"""The list of commands, in groups. Only the module of the command that is called or completed is imported."""
+"""The list of commands, in groups. Only the module of the command that is run or completed is imported."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A command: the `module:object` of its function or Typer, and one line of help."""
+    """A command in the list: the `module:object` of its function or Typer application, and one line of help."""
 
     where: str
     line: str
@@ -124,12 +124,12 @@ class LazyCommands(Mapping[str, Any]):
 
 
 def with_hyphens(word: str) -> str:
-    """Replace `_` by `-` in the word, because options and commands may be spelled with either."""
+    """Replace `_` by `-` in the word. Users may type options and commands with either character."""
     return word.replace("_", "-")
 
 
 class Commands(TyperGroup):
-    """The command `agentrl` itself. Its help and completion use `COMMANDS` and import no command."""
+    """The command `agentrl` itself. Its help and completion use only `COMMANDS`, so they import no command."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes | {"commands": LazyCommands()})
@@ -138,13 +138,13 @@ class Commands(TyperGroup):
         return list(COMMANDS)
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write what agentrl is for, then example commands."""
+        """Write the purpose of agentrl, then example commands."""
         super().format_help_text(ctx, formatter)
         with formatter.section("Examples"):
             formatter.write_dl(EXAMPLES, col_max=44)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each group, with one line for each command; no line is shortened."""
+        """Write a section for each group, with one line for each command. Lines are never shortened."""
         longest = max(map(len, COMMANDS))
         for title, group in GROUPS.items():
             with formatter.section(title):

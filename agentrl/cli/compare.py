@@ -63,7 +63,7 @@ def compare(
 
 
 def _list_remarks(pair: EvaluationPair, document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each cause of a difference other than the policies."""
+    """Yield one sentence for each cause, other than the policies, that may explain the difference."""
     if pair.newest != "yes":
         evaluations = " and ".join(f"{row['run']} of {cell(row['created_at'])}" for row in (pair.one, pair.other))
         yield f"Their newest evaluations differ in {pair.newest}; compared are the newest that agree: {evaluations} (UTC)."
@@ -73,8 +73,8 @@ def _list_remarks(pair: EvaluationPair, document: Mapping[str, Any]) -> Iterator
 def _document(pair: EvaluationPair, rewards: "PairedComparison", rights: "PairedComparison", tasks: int) -> dict[str, Any]:
     """Return the JSON document.
 
-    If the rewards differ, the measures of the difference are null. If the reward parts that decide correctness differ,
-    `accuracy` is null.
+    If the two evaluations have different rewards, the measures of the difference are null. If different reward parts decide
+    correctness, `accuracy` is null.
     """
     accuracies = (rights.first, rights.second) if rights.tasks else (None, None)
     sides = {

@@ -1,6 +1,6 @@
 """Shell completion of runs, episodes, plug-ins, models and config keys.
 
-It imports no plug-in and writes nothing. After an error it offers nothing.
+Completion imports no plug-in and writes no file. After an error it offers no words.
 """
 
 import os
@@ -19,11 +19,11 @@ Choice = str | tuple[str, str]
 """A word, or a word with its description."""
 
 MAX_CHOICES = 100
-"""The most words that are offered at a time."""
+"""The most words that one completion offers."""
 
 
 def complete(command: Callable[..., Any]) -> None:
-    """Set the completion function of each parameter of a command."""
+    """Set the completion function of each parameter of the command."""
     for name, parameter in signature(command, eval_str=True).parameters.items():
         for metadata in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(metadata, ParameterInfo) and name in CHOICES:
@@ -40,7 +40,7 @@ def _without_errors(choices: Callable[[str], list[Choice]]) -> Callable[[str], l
 
 
 def _query_database(query: Callable[..., list[Any]], begin: str) -> list[Any]:
-    """Return the rows that begin with `begin`; empty if no database exists yet."""
+    """Return the rows whose text begins with `begin`; empty if no database exists yet."""
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.driver_reader import Reader
     from agentrl.workflow.store.reads.user_sql import sqlite_file
@@ -67,7 +67,7 @@ def _episode_choices(incomplete: str) -> list[Choice]:
 
 
 def _model_choices(incomplete: str) -> list[Choice]:
-    """Return "tiny", the models that `agentrl sft` made on this machine, and the models in the hub's cache."""
+    """Return "tiny", the models that `agentrl sft` wrote on this machine, and the models in the hub's cache."""
     from agentrl.workflow.settings import settings
 
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub").expanduser()
@@ -93,7 +93,7 @@ def _dataset_choices(incomplete: str) -> list[Choice]:
 
 
 def _assignment_choices(incomplete: str) -> list[Choice]:
-    """Return `key=` for each config key; after the `=`, the values of a key that names a plug-in or has fixed values."""
+    """Return `key=` for each config key. After the `=`, return the values, if the key names a plug-in or has fixed values."""
     from agentrl.workflow.config import DESCRIPTIONS, KEYS
 
     key, separator, word = incomplete.partition("=")
@@ -138,4 +138,4 @@ CHOICES: Mapping[str, Callable[[str], list[Choice]]] = {
     "verify": _fixed_choices("tools", "tokens", "rewards", "all"), "query": _view_choices,
     "role": _fixed_choices("rollout", "tools", "train", "control", "rollout,train", "supervisor", "redis"),
 }  # fmt: skip
-"""The completion function of each parameter name."""
+"""A mapping from the name of a parameter to its completion function."""

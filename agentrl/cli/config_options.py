@@ -24,7 +24,7 @@ def config_option(key: str) -> Any:
 
 
 def type_of(key: str) -> Any:
-    """Return the type of a config key on the command line: a text, a number, a switch, or a list of texts."""
+    """Return the type that a config key has on the command line: a text, a number, a switch, or a list of texts."""
     kind = FLAG_OF[key].type or FIELDS[key][1].annotation
     if get_origin(kind) in (Union, UnionType):
         kind = next(part for part in get_args(kind) if part is not type(None))
@@ -34,7 +34,9 @@ def type_of(key: str) -> Any:
 
 
 def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option to the command for each config key that has a flag. The command's last parameter is `**options`."""
+    """Add an option to the command for each config key that has a flag. The last parameter of the command must be
+    `**options`.
+    """
     keys = sorted(FLAGS.items(), key=lambda item: (PANELS.index(FLAG_OF[item[1]].panel or ""), "." not in item[1]))
     options = [
         inspect.Parameter(

@@ -1,8 +1,8 @@
-"""The output of commands: data on stdout, everything else on stderr. Tables are drawn by rich on a terminal, and are plain
-aligned columns elsewhere.
+"""The output of commands: data on stdout, and everything else on stderr. On a terminal, rich draws tables; elsewhere, tables
+are plain aligned columns.
 
-Texts of models, tools, datasets and users go through `clean`: terminal escapes and control characters never reach a terminal,
-and rich's markup is never interpreted. `--json` prints one document in ASCII, which needs no cleaning.
+Texts of models, tools, datasets and users go through `clean`, so terminal escapes and control characters never reach a
+terminal. Rich's markup in them is never interpreted. `--json` prints one document in ASCII, which needs no cleaning.
 """
 
 import csv
@@ -37,14 +37,14 @@ def show_json(value: Any) -> None:
 
 
 def show_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print the rows as comma-separated values on stdout, after a header."""
+    """Print a header and the rows as comma-separated values on stdout."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(map(clean, columns))
     writer.writerows([clean(item) if isinstance(item, str) else item for item in map(plain, row)] for row in rows)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table on stdout. A narrow terminal wraps its lines; no column is left out."""
+    """Print a table on stdout. On a narrow terminal, lines wrap; no column is left out."""
     titles = [one_line(column) for column in columns]
     cells = [[cell(value) for value in row] for row in rows]
     if sys.stdout.isatty() and max(map(len, _align_rows(titles, cells))) + len(titles) < console().width:
@@ -56,12 +56,13 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 def show_rows(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[str], least: Sequence[str] = (), below: Sequence[str] = ()
 ) -> None:
-    """Print a table of the given columns, without the empty ones.
+    """Print a table of the given columns. Columns without values are left out.
 
     Args:
-        rows: the rows, by key.
-        columns: the keys; a key may be followed by `=` and a shorter title: `sampled_tokens=tokens`.
-        least: the keys that are left out on a narrow terminal, the most important first. A remark on stderr names them.
+        rows: the rows, as mappings from key to value.
+        columns: the keys of the columns. A key may be followed by `=` and a shorter title: `sampled_tokens=tokens`.
+        least: the keys that may be left out on a narrow terminal, the most important first. A remark on stderr names the
+            removed columns.
         below: the keys whose values are printed on separate lines below their row.
     """
     columns_in_use = [column for column in columns if any(row[column.partition("=")[0]] not in (None, "") for row in rows)]
@@ -86,7 +87,7 @@ def show_rows(
 
 
 def _width() -> int:
-    """Return the width of the output in characters: the terminal's or COLUMNS; 100,000 for a file."""
+    """Return the width of the output in characters: the width of the terminal or COLUMNS; 100,000 if the output is a file."""
     is_limited = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return shutil.get_terminal_size().columns if is_limited else 100_000
 
@@ -96,7 +97,7 @@ def _cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[li
 
 
 def _natural_width(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> int:
-    """Return the width of the table in characters, without wrapping."""
+    """Return the width of the table in characters if no line wraps."""
     titles = [column.rpartition("=")[2] for column in columns]
     return max(len(line) for line in _align_rows(titles, _cells(rows, columns)))
 
@@ -109,7 +110,7 @@ def _align_rows(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[s
 
 
 def show_lines(lines: Iterable[Line]) -> None:
-    """Print lines on stdout; on a terminal with their styles."""
+    """Print lines on stdout. On a terminal, they are styled."""
     if not sys.stdout.isatty():
         for text, _ in lines:
             print(clean(text))
@@ -129,15 +130,16 @@ def console(stderr: bool = False) -> Any:
 
 
 def format_interval(measures: Mapping[str, Any]) -> str:
-    """Return an interval such as `95% Wilson [0.15, 0.85]`, from `low` to `high`. Older evaluations do not record
-    the method (here Wilson); it is then left out.
+    """Return an interval as text, such as `95% Wilson [0.15, 0.85]`, from the keys `low` and `high`.
+
+    Older evaluations do not record the method (here Wilson). It is then left out.
     """
     whose = f"{measures['interval_by']} " if measures["interval_by"] else ""
     return f"95% {whose}[{cell(measures['low'])}, {cell(measures['high'])}]"
 
 
 def format_decimals(value: float) -> str:
-    """Return the number with three decimals; from 10,000 on, as `cell` formats it."""
+    """Return the number with three decimals. Numbers from 10,000 on are formatted as in `cell`."""
     return f"{value:.3f}" if abs(value) < 10_000 else cell(value)
 
 

@@ -1,4 +1,4 @@
-"""`--model RUN@N`: training continues from a run's policy, with its LoRA or with a new LoRA on the merged weights."""
+"""`--model RUN@N`: continues training from a run's policy, with its LoRA or with a new LoRA on the merged weights."""
 
 import json
 from collections.abc import Mapping
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 DEQUANTISED_NOTE = "The base was dequantised and the LoRA merged into it: the result is a full-precision model."
 FREE_KEYS = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "attn_implementation", "numerics")
-"""Keys of the section `model` that may differ from the config of the run whose weights are continued."""
+"""The keys of the section `model` that may differ between the config and the run whose weights are continued."""
 
 
 def resolve_start(config: RunConfig, origins: Mapping[str, str]) -> "tuple[RunConfig, PolicyRef | None]":
-    """Return the config and the initial weights if `model.path` names a run's policy; else the unchanged config and None.
+    """Return the config and the initial weights for a run that continues a policy.
+
+    If `model.path` does not name a run's policy, the config is unchanged and the weights are None.
 
     Raises:
-        NotFoundError: there is no such run or version.
+        NotFoundError: the run or the version does not exist.
         ConfigError: an option contradicts the continued LoRA, or `model.lora` is "new" with a plain model.
     """
     from agentrl.workflow.trajectory import PolicyRef
@@ -52,7 +54,7 @@ def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", me
         prepared: the prepared run.
         policy: the policy's name, `RUN@N`.
         lora: "continue" or "new".
-        merges: merge the policy's LoRA, and start from the merged weights.
+        merges: True to merge the policy's LoRA and to start from the merged weights.
 
     Raises:
         ModelError, CheckpointError: the weights cannot be merged.
@@ -68,11 +70,11 @@ def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", me
 
 
 def merge_base(run_config: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -> "PolicyRef":
-    """Return the policy merged into the model `RUN-vN` in agentrl's models folder. Write the model only if it does not exist
-    yet.
+    """Return the policy merged into the model `RUN-vN` in agentrl's models folder. The model is written only if it does not
+    exist yet.
 
     Raises:
-        ConflictError: another model has that name.
+        ConflictError: another model has this name.
         ModelError, CheckpointError: the policy cannot be merged.
     """
     from agentrl.workflow.models.lookup import base_hash, refuse_existing
@@ -93,7 +95,7 @@ def merge_base(run_config: RunConfig, ref: "PolicyRef", manifest: Mapping[str, A
 
 
 def _is_made_of(target: Path, ref: "PolicyRef") -> bool:
-    """Return whether the model in the folder was merged from exactly these weights."""
+    """Return True if the model in the folder was merged from exactly these weights."""
     from agentrl.workflow.checkpoints import RECORD
 
     try:

@@ -1,6 +1,6 @@
 """A conversation with a policy in this process. It uses the same chat template, sampler, parser and tools as an episode.
 
-Turns are kept as sampled token ids, and the next turn continues exactly these tokens.
+The turns are stored as sampled token ids, and the next turn continues exactly these tokens.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -32,16 +32,15 @@ class _Checkpoint:
 
 
 class Talk:
-    """A conversation. `answer` takes a message of the user and yields the turns of the policy and the tool results, line by
-    line.
+    """A conversation. `answer` takes a message of the user, and yields the turns of the policy and the tool results as lines.
 
     Attributes:
-        steps: the turns, each with the messages that were new to it.
+        steps: the turns so far, each with the messages that were new in it.
         off: the names of the tools that are not offered.
     """
 
     def __init__(self, policy: OpenPolicy, env: Env, tools: Mapping[str, Tool] | None = None) -> None:
-        """Begin a conversation with these tools; by default with the env's."""
+        """Begin a conversation with these tools. Without `tools`, use the tools of the env."""
         self.policy = policy
         self.env = env
         self.tools = env.toolset() if tools is None else tools
@@ -54,7 +53,7 @@ class Talk:
         self._notebook = Notebook()
 
     def close(self) -> None:
-        """End the sampler and the tools' sessions."""
+        """Close the sampler and the sessions of the tools."""
         self.policy.close()
         self._notebook.close()
 
@@ -63,31 +62,35 @@ class Talk:
         return {name: tool for name, tool in self.tools.items() if name not in self.off}
 
     def set_tools_off(self, off: frozenset[str]) -> None:
-        """Set the tools that are not offered. The next turn renders the conversation again, because the template lists the
-        tools first.
+        """Set the tools that are not offered.
+
+        The next turn renders the whole conversation again, because the chat template lists the tools at the beginning.
         """
         self.off = off
         self._row = ()
         self._draws += 1
 
     def reset(self) -> None:
-        """Delete all turns and the tools' sessions."""
+        """Delete all turns and the sessions of the tools."""
         self.steps = self._row = self._unheard = ()
         self._draws += 1
         self._forget_names()
 
     def take_back(self) -> None:
-        """Remove the last message of the user and its answer. The same message then draws another answer."""
+        """Remove the last message of the user and its answer. If the user sends the same message again, another answer is
+        drawn.
+        """
         self.steps, self._row, self._unheard = self._before.steps, self._before.row, self._before.unheard
         self._draws += 1
 
     def answer(self, text: str, voice: MakesVoice | None = None) -> Generator[Line, None, None]:
-        """Samples turns until one calls no tool, at most `max_steps`, and yields their lines.
+        """Sample turns until a turn calls no tool, at most `max_steps` turns. Yield the lines to print.
 
         Args:
             text: the user's message.
-            voice: makes the display of a turn while it is sampled (from whether the turn begins inside a thought, and the
-                mark that begins a call); the lines are then the rest.
+            voice: a function that creates the display of a turn while it is sampled. Its arguments say whether the turn begins
+                inside a thought, and the marks that begin a call. With a display, only the lines that it has not shown are
+                yielded.
         """
         self._before = _Checkpoint(self.steps, self._row, self._unheard)
         question = Message("user", text)
@@ -111,10 +114,10 @@ class Talk:
         yield f"(stopped after {self.policy.limits.max_steps} turns)", "yellow"
 
     def demonstration(self) -> Demonstration:
-        """Return the conversation as a demonstration.
+        """Return the conversation as a demonstration for `agentrl sft`.
 
         Raises:
-            StateError: there is no answer yet, or an answer was cut.
+            StateError: the conversation has no answer yet, or an answer was cut.
         """
         if not self.steps:
             raise StateError("Nothing to save: there is no answer yet.", "Send a message first.")
@@ -145,7 +148,7 @@ class Talk:
         return numbered
 
     def _thinks_first(self, context: tuple[int, ...]) -> bool:
-        """Return whether the template opens the thought, so that the turn begins inside it."""
+        """Return True if the template opens a thought, so the turn begins inside the thought."""
         return self.policy.chat.decode(context[-8:]).rstrip().endswith(THINK)
 
     def _run_calls(self, calls: tuple[ToolCall, ...]) -> Generator[Line, None, tuple[ToolResult, ...]]:
@@ -156,7 +159,7 @@ class Talk:
         return tuple(results)
 
     def _cut_reason(self, step: Step) -> str:
-        """Return the limit that cut the turn short; empty if the turn ended by itself."""
+        """Return the name of the limit that cut the turn; empty if the turn ended by itself."""
         if step.finish_reason == "stop":
             return ""
         sampled = len(step.sampled_ids)

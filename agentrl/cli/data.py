@@ -158,8 +158,10 @@ def _rows_config(
 
 
 def _run_config(rows: "DatasetConfig", env: str | None, model: str | None) -> "tuple[RunConfig, PolicyRef | None]":
-    """Return a run's config for these rows with the model (or the config of the policy's run), and the policy; None for an
-    untrained model.
+    """Return a run's config for these rows, and the policy.
+
+    `model` names a model or a run's policy. For a policy, the config is that of its run. For an untrained model, the policy is
+    None.
     """
     from agentrl.cli.resolve_targets import find_policy
     from agentrl.workflow.config import RunConfig
@@ -196,7 +198,7 @@ def _describe_task(task: "Task", reader: "PromptReader | None") -> dict[str, Any
 
 
 def _comparing_rewards(reward_names: Sequence[str] | None, env: str) -> tuple[str, ...]:
-    """Return the rewards that compare an answer with a reference, after a check that they can run here.
+    """Return the rewards that compare an answer with a reference. Check that they can run on this machine.
 
     Raises:
         ConfigError: no reward compares with a reference.
@@ -236,9 +238,7 @@ def _compare_questions(loaded: "LoadedTasks", config: "DatasetConfig", against: 
 
 
 def _other_tasks(config: "DatasetConfig", against: str | None) -> tuple[str, Sequence["Task"]]:
-    """Return the name and the tasks of the dataset or split to compare with. By default this is the split "test", if there is
-    one.
-    """
+    """Return the name and the tasks of the dataset or split to compare with. The default is the split "test" if it exists."""
     from agentrl.workflow.dataset_rows.sources import kind_of_source
     from agentrl.workflow.datasets import is_file
 
@@ -263,7 +263,9 @@ def _measure_prompts(loaded: "LoadedTasks", config: "RunConfig", ref: "PolicyRef
 
 
 def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Sequence[str] | None) -> dict[str, Any]:
-    """Evaluate the model on the first tasks; return how many tasks are solved, and from how many groups it can learn."""
+    """Evaluate the model on the first tasks. Return the number of solved tasks and the number of groups from which the model
+    can learn.
+    """
     from agentrl.cli.eval_run import eval_run_of, run_to_end, with_policy_name
     from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.requests.submit import prepare
@@ -314,7 +316,7 @@ def _check_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _divided_rows(config: "DatasetConfig", share: float, seed: int) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield each row and whether it is held out.
+    """Yield each row, and True if the row is held out.
 
     Raises:
         ConfigError: the dataset is generated and has no rows.

@@ -1,4 +1,4 @@
-"""`agentrl doctor`: checks whether this machine has everything that a run needs. It prints one line per check: ok, warn or
+"""`agentrl doctor`: checks whether this machine has everything that a run needs. For each check it prints one line: ok, warn or
 fail, and how to fix it.
 """
 
@@ -24,7 +24,7 @@ LOW_DISK = 2 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check: its name, its result, and what to do if it failed."""
+    """The result of a check: its name, its status, and what to do if it failed."""
 
     name: str
     state: Literal["ok", "warn", "fail"]
@@ -104,7 +104,7 @@ def _torch(where: Any) -> Iterator[Check]:
 
 
 def _device(device: str, facts: dict[str, Any]) -> Check:
-    """Check that the device that models use can run a kernel."""
+    """Check that the device on which models run can run a kernel."""
     if "unusable" in facts:
         description = f"{facts['name']} (AGENTRL_DEVICE={device}) cannot be used: {facts['unusable']}"
         todo = "Set AGENTRL_DEVICE to auto, cpu, cuda or cuda:N."
@@ -120,7 +120,7 @@ def _device(device: str, facts: dict[str, Any]) -> Check:
 
 
 def _cpu(facts: dict[str, Any]) -> Check:
-    """Report for which dtypes the CPU sampler packs its weights. Weights of the other dtypes are multiplied unpacked."""
+    """Report the dtypes for which the CPU sampler packs the weights. Weights of other dtypes are multiplied unpacked."""
     roads = [f"{dtype} {f'plain ({why})' if why else 'packed'}" for dtype, why in facts["lacking"].items()]
     return Check("cpu", "ok", f"{facts['cpu']}: {', '.join(roads)}")
 
@@ -172,7 +172,7 @@ def _workers(coming: str) -> Iterator[Check]:
     """Check which queues have workers.
 
     Args:
-        coming: the advice if a running stack starts missing workers by itself; else empty.
+        coming: the advice if a running stack will start missing workers by itself; else empty.
     """
     from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.stack import presence
@@ -269,7 +269,7 @@ def _disk(where: Any) -> Check:
 
 
 def _gsm8k(where: Any) -> Check:
-    """Check that gsm8k can be read from its folder, or is on the hub. Do not download it."""
+    """Check that gsm8k can be read from its folder, or is on the hub. The dataset is not downloaded."""
     from agentrl.workflow.datasets import gsm8k
     from agentrl.workflow.runtime import hub
 

@@ -1,7 +1,7 @@
 """Checks before a command sends work: a stack or broker is running, each queue has a worker, and each worker has what the run
 needs.
 
-An embedded stack that lacks something is restarted if no other run uses it.
+If an embedded stack lacks something that the run needs, it is restarted, unless another run uses it.
 """
 
 import time
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from agentrl.workflow.store.planning import Submission, SubmittedRun
 
 UP_SECONDS = 10.0
-"""The longest wait for a worker of the embedded stack, which may just have been started, in seconds."""
+"""The longest wait for the responses of the embedded stack's workers, which may still be starting, in seconds."""
 
 START_SECONDS = 60.0
-"""The longest wait for services of the broker in the settings, which may just have been started, in seconds."""
+"""The longest wait for the broker in the settings and its services, which may still be starting, in seconds."""
 PAUSE_SECONDS = 0.5
-"""The pause between two checks for these services, in seconds."""
+"""The pause between two checks for the services of the broker in the settings, in seconds."""
 
 _UNDECIDED = "has not reported whether it can run this"
 RESTART_HINT = "Type `agentrl down`. Unfinished runs continue in the new stack"
 
 
 def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, list[str]]":
-    """Start the services, write the run and send its first messages; return the run, and remarks on its workers.
+    """Start the services, write the run and send its first messages. Return the run, and remarks on its workers.
 
     If no worker can run it, the run is stored as failed, with the reason. `agentrl resume` then starts it.
 
     Args:
         prepared: the run.
-        required: raise an error if a queue has no worker, or if a worker cannot run it.
+        required: True to raise an error if a queue has no worker, or if a worker lacks something that the run needs.
 
     Raises:
         ServiceError: the broker or the database does not respond, the stack does not start, or a required worker is missing.
-        WorkerError: a required worker lacks what the run needs.
-        ConfigError: one worker both rolls out and trains, but the run does not allow it; nothing is written.
+        WorkerError: a required worker lacks something that the run needs.
+        ConfigError: one worker has both the roles rollout and train, but the run does not allow it. No row is written.
     """
     from agentrl.workers.requests import submit as submission
     from agentrl.workers.stack.process import database
@@ -59,21 +59,21 @@ def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, l
 
 
 def with_resume_hint(error: AgentRLError, run: str, options: str = "") -> AgentRLError:
-    """Return the error of a stored run with `agentrl resume` in its hint, followed by the `options` that the user typed."""
+    """Return the error of a stored run. Its hint ends with `agentrl resume` and the `options` that the user typed."""
     return type(error)(f"{run}: {error.message}", f"{error.hint.rstrip('.')}, then: agentrl resume {run}{options}")
 
 
 def start_services(submission: "Submission", required: bool) -> list[str]:
-    """Start the embedded stack, or check the broker of the settings; return remarks on the workers.
+    """Start the embedded stack, or check the broker of the settings. Return remarks on the workers.
 
     Args:
         submission: the submission.
-        required: raise an error if a queue has no worker, or if a worker cannot run it.
+        required: True to raise an error if a queue has no worker, or if a worker lacks something that the run needs.
 
     Raises:
         ServiceError: the broker or the database does not respond, the stack does not start, or a required worker is missing.
-        WorkerError: a required worker lacks what the run needs.
-        ConfigError: one worker both rolls out and trains, but the run does not allow it.
+        WorkerError: a required worker lacks something that the run needs.
+        ConfigError: one worker has both the roles rollout and train, but the run does not allow it.
     """
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workflow.store.iterations import staleness_of
@@ -85,14 +85,14 @@ def start_services(submission: "Submission", required: bool) -> list[str]:
 
 
 def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, fit: bool) -> list[str]:
-    """Do what `start_services` does, for a run that is stored already.
+    """Start or check the services as `start_services` does, for a run that is already stored.
 
     Args:
         run: the run's name.
-        needs: its requirements.
-        separate: rollout and train must be processes of their own.
-        there: a queue that no worker serves is an error.
-        fit: a worker that lacks what the run needs is an error.
+        needs: the requirements of the run.
+        separate: True if the roles rollout and train must be in separate processes.
+        there: True to raise an error if a queue has no worker.
+        fit: True to raise an error if a worker lacks something that the run needs.
     """
     from agentrl.workers.stack import broker, embedded
     from agentrl.workflow.settings import settings
@@ -119,8 +119,7 @@ def _start_embedded(needs: "Requirements", separate: bool) -> bool:
 
     Raises:
         ServiceError: the stack does not start.
-        ModelError, ConfigError: the model cannot be loaded here, or the optimizer cannot run here. The idle stack then ends by
-            itself.
+        ModelError, ConfigError: this machine cannot load the model or run the optimizer. The idle stack then stops by itself.
     """
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -136,10 +135,10 @@ def _start_embedded(needs: "Requirements", separate: bool) -> bool:
 
 
 def check_separate(separate: bool) -> None:
-    """Raise ConfigError if a worker both rolls out and trains, but `separate` processes are required.
+    """Check that no worker has both the roles rollout and train, if `separate` is True.
 
     Raises:
-        ConfigError: there is such a worker; the hint says what to type.
+        ConfigError: a worker has both roles; the hint says what to type.
     """
     from agentrl.workers.stack import broker, embedded, presence, process
     from agentrl.workflow.settings import settings
@@ -168,7 +167,9 @@ def _check_named_broker(needs: "Requirements", there: bool, fit: bool) -> list[s
 
 
 def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[str], list[str]]":
-    """Return the workers' responses, hints for missing services, and remarks on workers that did not respond."""
+    """Ask the workers of the broker in the settings. Return their responses, hints for missing services, and remarks on workers
+    that did not respond.
+    """
     from agentrl.workers.requests.requirements import ask_workers
     from agentrl.workers.stack import presence
     from agentrl.workers.stack.celery_app import AGENTS
@@ -189,7 +190,9 @@ def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[s
 
 
 def _renew_embedded(needs: "Requirements", separate: bool, run: str) -> None:
-    """Restart the stack with this command's environment if its workers lack what the run needs, or differ from this command."""
+    """Restart the stack with this command's environment if its workers lack something that the run needs, or if their settings
+    differ from this command's.
+    """
     from agentrl.workers.requests.requirements import list_lacks
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -211,7 +214,7 @@ def _renew_embedded(needs: "Requirements", separate: bool, run: str) -> None:
 
 
 def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
-    """Raise WorkerError if other runs use the stack."""
+    """Raise WorkerError if other runs use the stack, so it cannot be restarted."""
     from agentrl.workers.stack.process import database
     from agentrl.workflow.store import control_reads
 
@@ -223,7 +226,9 @@ def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
 
 
 def _list_unfit(needs: "Requirements") -> Iterator[str]:
-    """Yield a sentence for each requirement that the running stack lacks, and for each difference from this command."""
+    """Yield a sentence for each requirement that the running stack does not meet, and for each setting that differs from this
+    command's.
+    """
     from agentrl.workers.stack import broker, embedded
     from agentrl.workflow.settings import settings
 
@@ -269,13 +274,14 @@ def _difference_lines(worker: "WorkerCheck") -> Iterator[str]:
 
 
 def _join_lines(first: str, rest: Sequence[str]) -> str:
-    """Join the texts as lines, and indent all but the first."""
+    """Join the texts as lines, and indent all lines except the first."""
     return "\n".join([first, *(f"  {line}" for line in rest)])
 
 
 def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
-    """Start the services, write the run, and follow it if `wait` is True. Only a run with `wait` False (--detach) may start
-    without its workers.
+    """Start the services and write the run. If `wait` is True, follow the run.
+
+    Without workers, an error is raised, unless `wait` is False (--detach).
     """
     from agentrl.cli.follow import follow_to_end
     from agentrl.workers.stack.process import database

@@ -1,7 +1,7 @@
-"""Selects the two evaluations that `agentrl compare` compares: the pair that is most alike in tasks, rewards and limits.
+"""Selects the two evaluations that `agentrl compare` compares: the pair whose tasks, rewards and limits are most alike.
 
-All runs of a base share the weights of version 0, so evaluations of other runs may measure the same policy. These are used only
-if the policy's own evaluations are less alike.
+All runs with the same base have the same weights at version 0. So an evaluation of another run may measure the same policy.
+Such an evaluation is used only if the policy's own evaluations are less alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,8 @@ class EvaluationPair:
 
     Attributes:
         one, other: the rows of the evaluations.
-        newest: "yes" if both are the newest of their policies; else what the two newest do not have in common.
+        newest: "yes" if both are the newest evaluations of their policies. Otherwise it says why the newest evaluations were
+            not chosen: they differ in "tasks", "rewards" or "limits".
     """
 
     one: Row
@@ -33,7 +34,7 @@ class EvaluationPair:
 
     @property
     def rewards(self) -> int:
-        """How similar the rewards are: SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
+        """The similarity of the rewards: SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
         return compare_rewards(self.one, self.other)
 
 
@@ -46,16 +47,16 @@ class _Candidate:
 def find_pair(first: str, second: str, dataset: str | None, split: str | None) -> EvaluationPair:
     """Return the pair of evaluations that is most alike.
 
-    Pairs are compared by tasks, then rewards, then sampling options. Next come pairs without an evaluation of another run, then
-    the newest.
+    Pairs with equal tasks come first, then pairs with similar rewards, then pairs with equal sampling options. If several pairs
+    remain, pairs without an evaluation of another run come first, then the newest pair.
 
     Args:
-        first, second: an evaluation, or a policy as `find_policy` takes it.
-        dataset, split: use only evaluations on these.
+        first, second: an evaluation, or a policy in a form that `find_policy` accepts.
+        dataset, split: use only evaluations on this dataset and split.
 
     Raises:
         NotFoundError: a name has no evaluation.
-        ConfigError: the two have no evaluation on the same split of the same dataset, or only the same one.
+        ConfigError: the two names have no evaluation on the same split of the same dataset, or both name the same evaluation.
     """
     from agentrl.workers.requests.eval_config import stored_sampling_values
     from agentrl.workflow.store.reads import eval_results
@@ -98,7 +99,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
 def _pairs_on_one_split(
     first: str, second: str, sides: Sequence[Sequence[_Candidate]], tasks: Callable[[int], frozenset[int]]
 ) -> list[tuple[_Candidate, _Candidate]]:
-    """Return the pairs of evaluations on the same split of a dataset; raise as `find_pair` does."""
+    """Return the pairs of evaluations on the same split of a dataset. The exceptions are those of `find_pair`."""
     pairs = [(a, b) for a, b in product(*sides) if _dataset_and_split(a.row) == _dataset_and_split(b.row)]
     one, other = sides[0][0].row, sides[1][0].row
     if not pairs:
@@ -136,9 +137,7 @@ def _find_candidates(name: str, dataset: str | None) -> Sequence[_Candidate]:
 
 
 def _tiny_candidates(datasets: Sequence[str]) -> list[_Candidate]:
-    """Return the evaluations of each dataset's tiny model on that dataset. Each dataset has its own model of the name
-    "tiny".
-    """
+    """Return the evaluations of the model "tiny" on each dataset. Every dataset has a different model of this name."""
     from agentrl.workflow.models.lookup import TINY, sft_model_name, starting_policy
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.reads import eval_results
@@ -153,11 +152,11 @@ def _tiny_candidates(datasets: Sequence[str]) -> list[_Candidate]:
 
 
 def _is_foreign(row: Row, config: RunConfig) -> bool:
-    """Return whether the evaluation belongs to another run than the config's. For a plain model, whose config has no name, each
-    run is another.
+    """Return True if the evaluation belongs to a run other than the config's. The config of a plain model has no name, so every
+    run is another run.
 
-    An evaluation that a user started records the run of the policy. Older ones without this field are recognised by their
-    rewards.
+    An evaluation that a user started records the run of the policy. Older evaluations do not; if their rewards differ from the
+    config's, they belong to another run.
     """
     if row["measures"] is not None:
         return bool(row["measures"] != config.name)
@@ -175,5 +174,5 @@ def _split_name(row: Row) -> str:
 
 
 def _same_tasks_options(row: Row, tasks: int) -> str:
-    """Return the options of `agentrl eval` for the same tasks."""
+    """Return the options with which `agentrl eval` uses the same tasks."""
     return f" --dataset {row['dataset']} --split {row['split']} -n {tasks}"

@@ -1,4 +1,4 @@
-"""A run that measures a policy: its config, its start, and the wait for its end."""
+"""An evaluation run of a policy: its config, its start, and the wait for its end."""
 
 import sys
 from collections.abc import Mapping
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
-    """Start an evaluation, wait for its end and return the run. Exit with 1 if the run does not end as done."""
+    """Start an evaluation, wait for its end and return the run. If the run does not end with the status done, exit with
+    code 1.
+    """
     from agentrl.cli.ensure_workers import start_run
     from agentrl.workers.stack.process import database
 
@@ -37,8 +39,9 @@ def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
 
 
 def with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
-    """Return the prepared evaluation with the policy's run in its manifest (empty for a model), because several runs may have
-    the same weights.
+    """Return the prepared evaluation with the name of the policy's run in its manifest; the name is empty for a model.
+
+    The name is needed because several runs may have the same weights.
     """
     manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
     return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
@@ -56,10 +59,11 @@ def eval_run_of(
     rewards: Mapping[str, float] = MappingProxyType({}),
     rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunConfig, Any]:
-    """Return the config of an evaluation (one iteration with all tasks) and the policy to measure; None for an untrained model.
+    """Return the config of an evaluation (one iteration with all tasks), and the policy to measure; None for an untrained
+    model.
 
-    Options that are missing or None in `rollout`, `agent` and `rewards` are taken from the policy's run. `trust` allows code
-    from the model's folder to run.
+    If an option is missing or None in `rollout`, `agent` or `rewards`, the option of the policy's run is used. `trust` allows
+    code from the model's folder to run.
     """
     from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 

@@ -130,10 +130,10 @@ def evaluate(
 
 
 def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
-    """Return the sampling options that take the most likely token. They do not depend on the policy's run.
+    """Return the sampling options that select the most likely token. They replace the options of the policy's run.
 
     Raises:
-        ConfigError: another sampling option, or more than one episode per task, was given too.
+        ConfigError: `--greedy` is combined with another sampling option, or with more than one episode per task.
     """
     also = [f"--{name.replace('_', '-')}" for name, value in drawn.items() if value is not None]
     if also:
@@ -219,7 +219,7 @@ def _check_model(name: str, trusted: bool) -> None:
     """Check that a local model exists before the user begins to type.
 
     Raises:
-        ModelError: it does not exist.
+        ModelError: the model does not exist.
     """
     from pathlib import Path
 
@@ -236,8 +236,9 @@ def _greeting(policy: str, tools: Mapping[str, Any]) -> str:
 
 
 def _env_at_hand(config: RunConfig, env_name: str | None) -> tuple[Any, Mapping[str, Any]]:
-    """Return the env of the chat and its tools: the env that the user named, else the run's. Leave out what cannot be loaded
-    here.
+    """Return the env of the chat and its tools: the env that the user named, or else the run's env.
+
+    Tools, and an env of the run, that cannot be loaded on this machine are left out.
 
     Raises:
         ConfigError: the env that the user named cannot be loaded.

@@ -1,6 +1,6 @@
-"""Follows a run: live on a terminal, else with one line per finished iteration. At the end it prints a summary.
+"""Follows a run: live on a terminal, or else with one line per finished iteration. At the end it prints a summary.
 
-It only reads, so the run continues after Ctrl-C.
+Following only reads the database, so the run continues after Ctrl-C.
 """
 
 import sys
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5
 LINE_EVERY, FEW_ITERATIONS, MAX_SILENCE_SECONDS = 8, 16, 15.0
-"""When a line is written without a terminal: for each iteration of a run with up to FEW_ITERATIONS, else for every
-LINE_EVERY-th, and for the first that ends after MAX_SILENCE_SECONDS without a line. After the same silence within an
-iteration, a line shows its progress.
+"""The rule for lines without a terminal. A run with up to `FEW_ITERATIONS` iterations has a line for each iteration. A longer
+run has a line for every `LINE_EVERY`-th iteration, and for the first that ends after `MAX_SILENCE_SECONDS` without a line.
+If an iteration takes longer than that, a line shows its progress.
 """
 FLAT_ITERATIONS = 3
-"""The number of iterations in a row without different rewards in a group, after which a reason is shown."""
+"""The number of successive iterations without different rewards in any group, after which a reason is shown."""
 ALONE_SECONDS = 10.0
-"""The time without a control loop, in seconds, after which a warning is shown."""
+"""The time without a control loop after which a warning is shown, in seconds."""
 ENDED_STATUSES = ("done", "cancelled")
 
 TOO_FEW_NOTE = " (trains on the episodes that exist)"
 SKIPPED_NOTE = " (skips the update of that iteration: none of its episodes can train)"
-"""What `resume` does with an open iteration that has no unfinished episodes: TOO_FEW_NOTE if some of its episodes are done,
-else this.
+"""The note about what `resume` does with an open iteration whose episodes have all ended. If some of its episodes are done, the
+note is `TOO_FEW_NOTE` instead.
 """
 
 RESUME_HINT = "After fixing that"
-"""The hint for a failed run: it can be resumed after its cause was fixed."""
+"""The beginning of the hint for a failed run, before the command `agentrl resume`."""
 
 
 def follow_to_end(db: Any, run: str) -> None:
-    """Follow a run as `watch` does, with all output on stderr; for `--wait`.
+    """Follow a run as `watch` does, with all output on stderr. `--wait` uses this function.
 
     Raises:
-        typer.Exit: with 1, unless the run ends as done.
+        typer.Exit: the run did not end with the status done (exit code 1).
     """
     view = follow(db, run, sys.stderr.isatty(), say)
     for text, _ in summary(view):
@@ -62,7 +62,7 @@ def follow_to_end(db: Any, run: str) -> None:
 
 
 def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
-    """Return the current state of the run. Read only the iterations that `before` does not have."""
+    """Return the current state of the run. Only iterations that are not in `before` are read."""
     from agentrl.workflow.store.reads import run_rows
     from agentrl.workflow.store.reads.eval_results import EvalFilter, list_evals
     from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
@@ -93,8 +93,8 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
 
 
 def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
-    """Return why the newest iterations had no training signal, if all rewards are equal within each of their groups; else no
-    lines.
+    """Return lines that say why the newest iterations had no training signal. If at least one group has different rewards,
+    there are no lines.
     """
     newest = iterations[-FLAT_ITERATIONS:]
     flat = len(newest) == FLAT_ITERATIONS and all(0 < row["groups"] <= row["flat_groups"] for row in newest)
@@ -121,7 +121,7 @@ def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
 
 
 def _more_variance(parts: Sequence[Row]) -> str:
-    """Return advice on how to make rewards differ, from their present values."""
+    """Return advice on how to get different rewards, based on the present values of the reward parts."""
     if all(part["most"] <= 0 for part in parts):
         return "train on demonstrations first (agentrl sft), or try easier tasks or another model"
     return "harder tasks" if all(part["least"] >= 1 for part in parts) else "a reward with more levels"
@@ -136,7 +136,7 @@ def _gained(db: Any, row: Row) -> list[str]:
 
 def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
     """Show the run until it is done, paused, failed or cancelled. Ctrl-C prints the command that cancels the run, and exits
-    with 130.
+    with code 130.
     """
     view, seen = None, time.monotonic()
     try:
@@ -160,8 +160,10 @@ def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
 
 @dataclass
 class _Lines:
-    """The display without a terminal: one line per finished iteration. Of a long run it shows every eighth iteration, those
-    without a step, and the first after a long silence.
+    """The display without a terminal: one line per finished iteration.
+
+    For a long run, only some iterations have a line: every eighth one, those without an optimizer step, and the first one after
+    a long silence.
     """
 
     write: Any
@@ -270,7 +272,7 @@ def eval_line(row: Row, best: int | None) -> str:
 
 
 def summary(view: RunView) -> list[Line]:
-    """Return lines about the course of the run, and commands that show details."""
+    """Return lines that describe the course of the run, and commands that show details."""
     run, name = view.run, view.run["run"]
     lines = [(f"{name}: {run['status']}" + (f" after {format_duration(run['seconds'])}" if run["seconds"] else ""), "bold")]
     if run["reason"]:
@@ -304,7 +306,7 @@ def summary(view: RunView) -> list[Line]:
 
 
 def trained_on_query(run: str) -> str:
-    """Return the command that lists the stored episodes on which a run trained; for a run that samples none of its own."""
+    """Return the command that lists the stored episodes on which a run trained, for a run that samples no episodes."""
     return f"agentrl sql \"SELECT episode_id, task, advantage, fate FROM v_ledger WHERE run = '{run}' LIMIT 50\""
 
 
@@ -332,8 +334,8 @@ def _describe_rewards(rewards: Sequence[float]) -> str:
 
 
 def is_somebody_working(db: Any) -> bool:
-    """Return whether a control loop is running, or a supervisor that will start one. Starting one takes a while on a slow
-    machine.
+    """Return True if a control loop is running, or a supervisor that will start one. On a slow machine, the start takes a
+    while.
     """
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -360,7 +362,9 @@ def _no_control_loop_hint(run: str) -> str:
 
 
 def gain_of(db: Any, run: str) -> "PairedComparison | None":
-    """Return the gain of a prompt search on held-out tasks, which no selection used; None if it measured none."""
+    """Return the gain of a prompt search on held-out tasks, which the search did not use to choose; None if the gain was not
+    measured.
+    """
     from agentrl.workflow.stats.paired_test import compare_paired
     from agentrl.workflow.store.reads.resource_rows import find_held_out
 

@@ -89,7 +89,7 @@ def why(episode: LastEpisode = None, as_json: Json = False) -> None:
 
 
 NEIGHBOURS = 3
-"""The number of iterations shown before and after the episode's, if the run has more."""
+"""The number of iterations that are shown before and after the episode's iteration in a longer run."""
 
 COLUMNS = (
     "iteration", "planned", "trained", "no_variance=no variance", "strayed", "truncated", "too_few=too few", "surplus",
@@ -97,7 +97,7 @@ COLUMNS = (
     "no_reward=no reward", "failed", "infra_error", "cancelled", "evaluated", "forked", "searched", "served", "imported",
     "waiting", "open",
 )  # fmt: skip
-"""The columns of the table: the possible outcomes of an episode. A column without episodes is left out."""
+"""The columns of the table, which are the possible outcomes of an episode. A column without episodes is left out."""
 
 
 def _fate_lines(fate: Any) -> Iterator[Line]:
@@ -122,7 +122,9 @@ def _fate_lines(fate: Any) -> Iterator[Line]:
 
 
 def _iteration_rows(iterations: Sequence[Mapping[str, Any]], here: int) -> list[dict[str, Any]]:
-    """Return a row for each iteration (of a long run only those near iteration `here`), and a row with the sums over all."""
+    """Return one row per iteration, and a row with the sums over all iterations. For a long run, only iterations near the
+    iteration `here` have a row.
+    """
     near = [row for row in iterations if abs(row["iteration"] - here) <= NEIGHBOURS]
     visible = iterations if len(iterations) <= 2 * len(near) else near
     marked = [{**row, "iteration": f"{row['iteration']}{' <-' if row['iteration'] == here else ''}"} for row in visible]

@@ -1,5 +1,6 @@
-"""`agentrl import otlp FILE`: imports traces of other systems as episodes, for imitation and scoring, and for training if they
-are exact.
+"""`agentrl import otlp FILE`: imports traces of other systems as episodes.
+
+The episodes can be imitated and scored. If a trace has exact token ids and logprobs, its episode can also be trained on.
 """
 
 from pathlib import Path

@@ -1,9 +1,10 @@
-"""Messages typed at a terminal, of one line or several, with readline for editing, and the file that remembers them.
+"""Reads messages of one or more lines from a terminal, with readline for editing, and stores them in a history file.
 
-A line that ends in a backslash goes on in the next one; three quotation marks begin a block that ends with three more.
+If a line ends in a backslash, the message continues in the next line. Three quotation marks begin a block, and three more end
+it.
 
-The first line of the history file is a header, each other line a message as a JSON string. A file without the header is never
-changed.
+The first line of the history file is a header, and each other line is a message as a JSON string. A file without the header is
+never changed.
 """
 
 import json
@@ -22,15 +23,17 @@ BLOCK = '"""'
 MAX_MESSAGE_CHARS = 1_000_000
 HEADER = "agentrl chat history 1"
 MAX_MESSAGES = 1000
-"""The most messages that are remembered; the newest are."""
+"""The most messages that are stored. Older messages are dropped."""
 MAX_REMEMBERED_CHARS = 10_000
-"""The most characters of a message that is remembered."""
+"""The most characters of a message that is stored. Longer messages are not stored."""
 MAX_FILE_BYTES = 1 << 20
-"""A larger history file is not ours. The older half is removed at half this size."""
+"""The size, in bytes, above which a file cannot be a history file of agentrl. At half this size, the older half of the file is
+removed.
+"""
 
 
 class Keyboard:
-    """A person's terminal.
+    """The terminal at which a user types messages.
 
     Args:
         history: the file of earlier messages.
@@ -62,7 +65,10 @@ class Keyboard:
 
 
 def read_message(line: Callable[[str], str]) -> str:
-    """Read a message of one line or several; `line` takes a prompt and returns the next line.
+    """Read a message of one or more lines.
+
+    Args:
+        line: a function that takes a prompt and returns the next line.
 
     Raises:
         ConfigError: the message is too long.
@@ -84,7 +90,7 @@ def read_message(line: Callable[[str], str]) -> str:
 
 
 def replace_invalid(line: str) -> str:
-    """Replace the bytes of the line that are not UTF-8 by a replacement character."""
+    """Replace bytes of the line that are not UTF-8 by the replacement character."""
     return line.encode("utf-8", "replace").decode()
 
 
@@ -100,14 +106,18 @@ def _find_readline() -> Any:
 
 
 class TypedLines:
-    """A file of bounded size with the messages of earlier chats; it stays as it is if it is not ours or cannot be opened."""
+    """The history file, with the messages of earlier chats and a limited size. A file that agentrl did not write, or that
+    cannot be opened, is not changed.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._is_usable = True
 
     def read(self) -> list[str]:
-        """Return the newest messages, oldest first. If the file is not ours, print a warning and remember nothing more."""
+        """Return the newest messages, oldest first. If agentrl did not write the file, print a warning and store no further
+        messages.
+        """
         try:
             return self._entries()[-MAX_MESSAGES:]
         except FileNotFoundError:
@@ -136,7 +146,7 @@ class TypedLines:
         say(f"Input is not saved for the next chat: {str(self._file)!r} {why}.")
 
     def _entries(self) -> list[str]:
-        """Read the file; raise ValueError if it is not ours."""
+        """Read the messages. Raise ValueError if agentrl did not write the file."""
         with open(self._file, "rb", opener=_open_private) as file:
             status = os.fstat(file.fileno())
             is_ours = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_FILE_BYTES
@@ -158,12 +168,14 @@ class TypedLines:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file that only its owner reads; follow no link and wait for no pipe."""
+    """Open a file that only its owner can read. Links are not followed, and opening a pipe does not block."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
 def _message_of(line: str) -> str:
-    """The message in a line of the file; empty if there is none, or one with characters that no keyboard types."""
+    """Return the message in a line of the file. Return an empty text if the line has no message, or a message with characters
+    that no keyboard types.
+    """
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):

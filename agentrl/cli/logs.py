@@ -1,4 +1,4 @@
-"""`agentrl logs`: shows the last lines of the embedded stack's logs, and follows them."""
+"""`agentrl logs`: shows the last lines of the embedded stack's logs, and follows the logs."""
 
 import os
 import sys
@@ -46,7 +46,7 @@ def logs(
 
 
 def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
-    """Return the log file of each process by name; with `role`, only of the processes that have it.
+    """Return the log file of each process, by name. With `role`, return only the logs of processes that have this role.
 
     Raises:
         NotFoundError: there is no such log.
@@ -63,7 +63,7 @@ def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
 
 
 def _show_end(name: str, file: Path, lines: int, titled: bool) -> int:
-    """Show the last lines of a log; return the position after them, in bytes."""
+    """Show the last lines of a log. Return the position after these lines, in bytes."""
     with file.open("rb") as log:
         end = log.seek(0, os.SEEK_END)
         log.seek(max(end - END_BYTES, 0))
@@ -84,7 +84,7 @@ def _show_new(files: Mapping[str, Path], places: dict[str, int]) -> None:
 
 
 def _read_whole_lines(log: BinaryIO) -> list[bytes]:
-    """Read the complete lines, and set the position after the last of them. A line longer than END_BYTES is split."""
+    """Read the complete lines, and set the file position after the last of them. A line longer than `END_BYTES` is split."""
     start = log.tell()
     data = log.read(END_BYTES)
     whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == END_BYTES else 0)

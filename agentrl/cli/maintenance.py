@@ -46,7 +46,7 @@ def gc(
 
 
 def _collect_run(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> dict[str, int]:
-    """Remove one run's unneeded files; return the freed bytes by kind."""
+    """Remove the files of one run that no row needs. Return the freed bytes by kind."""
     from agentrl.workflow.checkpoints import checkpoint_gc
     from agentrl.workflow.checkpoints.epoch_links import unlink_epochs
     from agentrl.workflow.store import epoch_ends, retention
@@ -76,7 +76,7 @@ def vacuum(as_json: Json = False) -> None:
 
 
 def _format_bytes(count: int) -> str:
-    """Return the number of bytes in the largest fitting unit."""
+    """Return a number of bytes as text, in the largest fitting unit."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count >= 1 << power:
             return f"{count / (1 << power):.1f} {unit}"

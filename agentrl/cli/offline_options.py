@@ -34,7 +34,7 @@ StartPolicy = Annotated[
 
 
 def _read_options_file(ctx: typer.Context, file: Path | None) -> Path | None:
-    """Read options from a YAML file by name. They become the defaults of the options that are not typed."""
+    """Read options from a YAML file. They become the defaults of the options that the user did not type."""
     if file is None:
         return None
     options = {spelling.lstrip("-").replace("-", "_"): option.name for option in ctx.command.params for spelling in option.opts}
@@ -83,7 +83,7 @@ OutputDir = Annotated[
 
 @dataclass(frozen=True)
 class OutputPlace:
-    """The options about the model's folder, and how often training writes a checkpoint."""
+    """The options for the model's folder, and for how often training writes a checkpoint."""
 
     name: str | None
     output_dir: Path | None
@@ -92,11 +92,11 @@ class OutputPlace:
 
     @property
     def writing_options(self) -> dict[str, Any]:
-        """The training's keyword arguments about writing, except the folder."""
+        """The keyword arguments of the training that control writing, except the folder."""
         return {"overwrite": self.force, "save_every": self.save_every}
 
     def of(self, default_name: str) -> Path:
-        """Return the model's folder; without --name and --output-dir its name is `default_name`."""
+        """Return the model's folder. Without --name and --output-dir, the folder has the name `default_name`."""
         if self.output_dir and self.name:
             raise ConfigError("--name and --output-dir exclude each other: both set the model's folder.", "Leave one out.")
         target = self.output_dir.expanduser() if self.output_dir else _named_folder(self.name, default_name)
@@ -105,7 +105,7 @@ class OutputPlace:
 
 
 def _named_folder(own_name: str | None, default_name: str) -> Path:
-    """Return the folder in agentrl's models folder for the given or the default name."""
+    """Return the folder of this name in agentrl's models folder. Without `own_name`, use `default_name`."""
     from agentrl.workflow.settings import settings
 
     if own_name is not None and not re.fullmatch(NAME_PATTERN, own_name):
@@ -119,7 +119,7 @@ def _named_folder(own_name: str | None, default_name: str) -> Path:
 def recipe_options(
     steps: int | None, batch_size: int | None, learning_rate: float | None, seed: int, pieces: int, optimizer: str | None
 ) -> dict[str, Any]:
-    """Return the options of the recipe that were given, by the recipe's field names."""
+    """Return the recipe's options that the user gave, by the field names of the recipe."""
     if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise ConfigError(f"--learning-rate must be above 0, not {learning_rate:g}.")
     values: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
@@ -129,7 +129,7 @@ def recipe_options(
 
 
 def refuse_options(options: Mapping[str, Any], why: str, hint: str) -> None:
-    """Raise ConfigError with the names of the options that were given; do nothing if none was."""
+    """Raise ConfigError with the names of the options that the user gave. If there are none, do nothing."""
     names = [option for option, value in options.items() if value is not None]
     if names:
         raise ConfigError(f"{', '.join(names)}: {why}", hint)
@@ -137,7 +137,7 @@ def refuse_options(options: Mapping[str, Any], why: str, hint: str) -> None:
 
 @dataclass(frozen=True)
 class StoredEpisodes:
-    """Stored episodes to select from, and the weights that train on them."""
+    """Stored episodes to select from, and the weights to train on them."""
 
     db: "Database"
     groups: "StoredGroups"
@@ -150,7 +150,7 @@ class StoredEpisodes:
 
     @property
     def start(self) -> "Start":
-        """The weights that training starts from, with the config of their run."""
+        """The weights from which training starts, with the config of their run."""
         from agentrl.workflow.training.offline_training import Start
 
         config = self.groups.config
@@ -158,8 +158,8 @@ class StoredEpisodes:
         return Start(config.model, self.groups.start, config.rollout.temperature, manifest)
 
     def recipe(self, examples: int, passes: int, options: Mapping[str, Any]) -> "Recipe":
-        """Return the recipe for this many examples and passes, with these options. The learning rate is the run's by
-        default.
+        """Return the recipe for this number of examples and passes, with these options. The default learning rate is that of
+        the run.
         """
         from agentrl.workflow.training.offline_training import recipe_for
 
@@ -173,7 +173,9 @@ class StoredEpisodes:
 
 
 def find_stored(runs: list[str], reward_set: str | None, policy: str | None, least: int) -> StoredEpisodes:
-    """Return the stored episodes of these runs from groups with at least `least` done episodes. Print remarks about them."""
+    """Return the stored episodes of these runs, and print remarks about them. Only groups with at least `least` done episodes
+    are used.
+    """
     from agentrl.workers.requests.stored_groups import load_stored_groups
     from agentrl.workflow.store import offline_data
 
@@ -191,7 +193,7 @@ def find_stored(runs: list[str], reward_set: str | None, policy: str | None, lea
 
 
 def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -> "TrainedModel":
-    """Create the parent folder of the model, then train with this machine's settings and show the progress."""
+    """Create the parent folder of the model. Then train with this machine's settings, and show the progress."""
     from agentrl.workflow.settings import settings
 
     try:
@@ -209,7 +211,7 @@ def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -
 
 
 def model_name(target: Path) -> str:
-    """Return the name of the model for commands: its folder's name in agentrl's models folder, else its path."""
+    """Return the name by which commands find the model: the name of its folder in agentrl's models folder, or else its path."""
     from agentrl.workflow.settings import settings
 
     return target.name if target.parent == settings().models_dir else str(target)
@@ -223,7 +225,7 @@ def say_next_steps(stored: StoredEpisodes, target: Path) -> None:
 
 
 def show_made(model: "TrainedModel", learned: str, more: Mapping[str, Any], as_json: bool) -> None:
-    """Print the new model's folder and what it learned from."""
+    """Print the folder of the new model, and the text `learned`, which says what the model learned from."""
     left_out = "".join(f"; left out {count}: {why}" for why, count in model.left_out.items())
     say(f"Learned from {learned}{left_out}.")
     if not as_json:
@@ -234,7 +236,7 @@ def show_made(model: "TrainedModel", learned: str, more: Mapping[str, Any], as_j
 
 
 class ProgressBar:
-    """The progress of a training, with its speed and the time left. It is a bar on a terminal, else a line for every tenth of
+    """The progress of a training, with its speed and the remaining time: a bar on a terminal, or else a line for every tenth of
     the steps.
     """
 
@@ -256,7 +258,7 @@ class ProgressBar:
             self._bar.stop()
 
     def begins(self, parameters: object, steps: int, done: int) -> None:
-        """Print which parameters train and at which step training resumes; start the clock."""
+        """Print which parameters train, and from which step the training is resumed. Start the clock."""
         self._began, self._before = time.monotonic(), done
         say(str(parameters))
         if done:

@@ -1,5 +1,5 @@
-"""Options that several commands share. Importing this module is cheap; `config_options` has those that are generated from the
-config.
+"""Options that several commands share. This module imports little, so its import is fast. `config_options` has the options that
+are generated from the config.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Curves as text: a sparkline for one line, a small plot for a summary."""
+"""Draws curves as text: a sparkline on one line, or a small plot for a summary."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,7 +17,9 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return one block character for each bucket; the height of the blocks runs from the lowest value to the highest."""
+    """Return one block character per bucket. The lowest value has the lowest block, and the highest value has the highest
+    block.
+    """
     points = buckets(values, width)
     if not points:
         return ""
@@ -25,8 +27,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def plot(values: Sequence[float], width: int = 60, height: int = 8) -> list[str]:
-    """Return the curve as lines of ASCII, with its highest and lowest value at the left. Fewer than two values give no
-    lines.
+    """Return the curve as lines of ASCII, with the highest and lowest value at the left. With fewer than two values, there are
+    no lines.
     """
     points = buckets(values, width)
     if len(points) < 2:
@@ -51,8 +53,8 @@ def _levels(points: Sequence[float], height: int) -> list[int]:
 
 
 def histogram(values: Sequence[int], width: int = 40, bins: int = 10) -> list[str]:
-    """Return a histogram of integers with at most `bins` ranges of equal width. Each line has the range's ends, its count and a
-    bar.
+    """Return a histogram of integers with at most `bins` ranges of equal width. Each line has the two ends of a range, the
+    count and a bar.
     """
     low, high = min(values), max(values)
     step = max(1, -(-(high - low + 1) // bins))

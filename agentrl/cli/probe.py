@@ -17,10 +17,11 @@ from agentrl.workflow.runtime.gc_pause import pause_gc
 
 
 def torch_facts(device: str) -> dict[str, Any]:
-    """Return torch's version, its threads, the GPUs, the CPU, and the facts of the device that models use (see
+    """Return torch's version, its threads, the GPUs, the CPU, and the facts about the device that models use (see
     `_device_facts`).
 
-    The key `lacking` maps each dtype that needs packing to the reason why this CPU cannot pack it; empty if it can.
+    The key `lacking` maps each dtype for which weights are packed to the reason why this CPU cannot pack them. The reason is
+    empty if it can.
     """
     import torch
 
@@ -38,8 +39,10 @@ def torch_facts(device: str) -> dict[str, Any]:
 
 
 def _device_facts(device_setting: str) -> dict[str, Any]:
-    """Return the device's name, the dtype of LoRA on it, and its GPU's name, memory in bytes and compute capability. If no
-    kernel runs on it, return why in `unusable`.
+    """Return the device's name, the dtype of LoRA on the device, and the name, memory in bytes and compute capability of its
+    GPU.
+
+    If the device cannot run a kernel, the key `unusable` has the reason.
     """
     import torch
 
@@ -62,8 +65,9 @@ def _device_facts(device_setting: str) -> dict[str, Any]:
 
 
 def template_facts(folder: str) -> dict[str, Any]:
-    """Return the format of tool calls, the padding token, and why the chat template cannot be continued after a tool result
-    (empty if it can).
+    """Return the format of tool calls, the padding token, and why the chat template cannot be continued after a tool result.
+
+    The reason is empty if the template can be continued.
     """
     from transformers import AutoTokenizer
 
@@ -82,8 +86,8 @@ def template_facts(folder: str) -> dict[str, Any]:
 
 
 def model_facts(path: str, config: str) -> dict[str, Any]:
-    """Return the model's facts for a plan, or why it cannot be loaded. Return nothing for a hub model that is not on this
-    machine.
+    """Return the model's facts for a plan, or the reason why it cannot be loaded. For a hub model that is not on this machine,
+    return no facts.
 
     Args:
         path: the model's folder or name.
@@ -102,7 +106,7 @@ def model_facts(path: str, config: str) -> dict[str, Any]:
 
 
 def sampler_facts(path: str, config: str, device: str) -> dict[str, Any]:
-    """Load the model and sample one token; return how the sampler runs it, or the error."""
+    """Load the model and sample one token. Return how the sampler runs the model, or the error."""
     from agentrl.workflow.config import ModelConfig
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.inference.model_rows import open_rows, sample_one
@@ -118,7 +122,7 @@ def sampler_facts(path: str, config: str, device: str) -> dict[str, Any]:
 
 
 def optimizer_facts(name: str, device: str) -> dict[str, Any]:
-    """Return why the optimizer cannot run here; empty if it can."""
+    """Return the reason why this machine cannot run the optimizer; empty if it can."""
     from agentrl.workflow.errors import AgentRLError
     from agentrl.workflow.models.devices import pick_device
     from agentrl.workflow.training.optimizer import check_optimizer

@@ -15,7 +15,7 @@ SAMPLER_SECONDS = 1800
 
 
 def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]:
-    """Return the facts of a query to `cli.probe`, or an `error`."""
+    """Run a query of `cli.probe` in a separate process. Return its facts, or an `error`."""
     command = [sys.executable, "-P", "-m", "agentrl.cli.probe", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
@@ -28,7 +28,7 @@ def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]
 
 
 def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Check that a worker can load the model's files. A hub model is checked only if it is on this machine.
+    """Check that a worker can load the files of the model. A hub model is checked only if it is on this machine.
 
     Returns:
         The facts for a plan (`models.loading.ModelFacts`); empty for a hub model that is not on this machine.
@@ -40,7 +40,7 @@ def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
 
 
 def probe_sampler(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Load the model and sample one token with the built-in sampler; return how the sampler runs it.
+    """Load the model and sample one token with the built-in sampler. Return how the sampler runs the model.
 
     Raises:
         ModelError: the model cannot be loaded or sampled.
@@ -55,10 +55,10 @@ def _checked(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_optimizer(name: str) -> None:
-    """Check that an optimizer other than torch's own works on this machine.
+    """Check that an optimizer works on this machine. Torch's own optimizers are not checked.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the optimizer does not work.
     """
     facts = probe_facts("optimizer", name, settings().device) if name != "adamw" else {}
     if "error" in facts:

@@ -1,4 +1,4 @@
-"""`agentrl replay EPISODE --diff OTHER`: compares two episodes and shows the first token at which they differ."""
+"""`agentrl replay EPISODE --diff OTHER`: compares two episodes, and shows the first token at which they differ."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def diff(episode: int, other: int, as_json: bool) -> int:
-    """Print the first token at which the episodes differ and all other differences; return 0 if there are none, else 1."""
+    """Print the first token at which the episodes differ, and all other differences. Return 0 if there are none, else 1."""
     from agentrl.workflow.analysis.episode_diff import compare
     from agentrl.workflow.store.reads.provenance import find_origin
 
@@ -33,7 +33,7 @@ def diff(episode: int, other: int, as_json: bool) -> int:
 
 
 def _with_reward_parts(origin: "Origin") -> Episode:
-    """Return the episode with the parts of its default reward set, which a record stores separately."""
+    """Return the episode with the parts of its default reward set. The record stores these parts separately."""
     from agentrl.workflow.rewards import part_sum
 
     parts = origin.reward_sets["default"].parts
@@ -46,8 +46,9 @@ def _with_token_texts(token: "TokenDifference", sides: "tuple[Origin, Origin]") 
 
 
 def _token_text(base: str, token: int | None) -> str:
-    """Return the token's text if the base's tokenizer is on this machine. The tokenizer is read without transformers, whose
-    import takes a second.
+    """Return the token's text if the tokenizer of the base is on this machine.
+
+    The tokenizer is read without transformers, because importing transformers takes a second.
     """
     from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer

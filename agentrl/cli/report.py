@@ -1,4 +1,4 @@
-"""`agentrl report`: writes a run to trackers, also long after its end, and shows its pages there."""
+"""`agentrl report`: writes a run to trackers, also long after the run has ended, and shows its pages in the trackers."""
 
 from contextlib import ExitStack
 from typing import Annotated, Any
@@ -74,7 +74,7 @@ def _leave_to_control(db: Any, run: str) -> None:
 
 
 def _write(db: Any, chosen: list[Any]) -> None:
-    """Write the reports in parallel, each in a process, and wait for them."""
+    """Write the reports in parallel, each in its own process, and wait for them."""
     from agentrl.workers.stack.embedded import log_file
     from agentrl.workers.stack.report_processes import ReportProcess
     from agentrl.workflow.settings import settings

@@ -42,7 +42,7 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code fro
 
 
 def pick_run(db: Any, run: str | None) -> str:
-    """Return the named run; by default the newest one, and print its name.
+    """Return the named run. Without a name, return the newest run and print its name.
 
     Raises:
         NotFoundError: there is no run yet.
@@ -59,7 +59,7 @@ def pick_run(db: Any, run: str | None) -> str:
 
 
 def pick_episode(db: Any, episode: int | None) -> int:
-    """Return the named episode; by default the last one that is done, and print its id.
+    """Return the named episode. Without a name, return the last episode that is done, and print its id.
 
     Raises:
         NotFoundError: no episode is done yet.
@@ -76,7 +76,7 @@ def pick_episode(db: Any, episode: int | None) -> int:
 
 
 def existing_database() -> Any:
-    """Return the database, or None if it does not exist yet; so a request can be checked before anything is written."""
+    """Return the database; None if it does not exist yet. So a command can check a request before it writes anything."""
     from agentrl.workers.stack.process import database
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.reads.user_sql import sqlite_file
@@ -127,7 +127,7 @@ def _refuse_empty() -> NoReturn:
 
 
 def first_run_hint() -> str:
-    """Return the commands of a first run, which work on every machine."""
+    """Return the commands for a first run. They work on every machine."""
     from agentrl.workflow.settings import settings
 
     has_model = (settings().models_dir / "tiny-arithmetic" / "config.json").is_file()
@@ -138,10 +138,10 @@ def first_run_hint() -> str:
 def find_policy(policy: str) -> "tuple[RunConfig, Any]":
     """Return the run's config and the policy for `RUN[@VERSION|@best|@epochN]` or for a run's checkpoint folder.
 
-    For a model, return the default config with that model, and None.
+    For a model, return the default config with this model, and None.
 
     Raises:
-        NotFoundError: there is no such run or version, and no model can have that name.
+        NotFoundError: the run or the version does not exist, and the text cannot be the name of a model.
     """
     from agentrl.workflow.config import build
     from agentrl.workflow.errors import NotFoundError
@@ -175,15 +175,15 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
 
 
 def find_trained_policy(policy: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
-    """Return the run's config, the policy and the run's manifest for the words.
+    """Return the run's config, the policy and the run's manifest.
 
     Args:
-        option: the name of a run's policy.
+        policy: the name of a run's policy.
         option: the option that has this value, for the error message.
 
     Raises:
-        NotFoundError: there is no such run or version.
-        ConfigError: the words name a model.
+        NotFoundError: the run or the version does not exist.
+        ConfigError: the text names a model.
     """
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.store import run_names
@@ -195,10 +195,10 @@ def find_trained_policy(policy: str, option: str) -> "tuple[RunConfig, Any, Mapp
 
 
 def is_stored_policy(text: str) -> bool:
-    """Return whether the words name a run's policy (`RUN@N`, a checkpoint folder, or `RUN`) and not a model.
+    """Return True if the text names a run's policy (`RUN@N`, a checkpoint folder, or `RUN`), and False if it names a model.
 
     Raises:
-        NotFoundError: they name a checkpoint that belongs to no run in this database.
+        NotFoundError: the text names a checkpoint that belongs to no run in this database.
     """
     from pathlib import Path
 
@@ -214,11 +214,12 @@ def is_stored_policy(text: str) -> bool:
 
 
 def find_stored_start(policy: str | None) -> tuple[Any, Any]:
-    """Return the database and the run's policy to start from; the policy is None if training starts from that of the episodes.
+    """Return the database and the policy from which training starts. The policy is None if training starts from the policy of
+    the episodes.
 
     Raises:
-        NotFoundError: there is no database yet, or no such run.
-        ConfigError: the policy is not a run's.
+        NotFoundError: there is no database yet, or the run does not exist.
+        ConfigError: the policy does not belong to a run.
     """
     from agentrl.workflow.errors import NotFoundError
 
@@ -229,7 +230,7 @@ def find_stored_start(policy: str | None) -> tuple[Any, Any]:
 
 
 def _may_be_a_model(name: str) -> bool:
-    """Return whether the name is that of a local model folder, or may be that of a hub model."""
+    """Return True if the name is that of a local model folder, or may be that of a hub model."""
     from pathlib import Path
 
     from agentrl.workflow.models.lookup import TINY
@@ -239,7 +240,7 @@ def _may_be_a_model(name: str) -> bool:
 
 
 def _link_again(db: Any, run_id: int) -> None:
-    """Create the missing links to the checkpoints that ended the run's epochs."""
+    """Create missing links to the checkpoints with which the run's epochs ended."""
     from contextlib import suppress
 
     from agentrl.workflow.checkpoints.epoch_links import link_epochs
@@ -250,10 +251,10 @@ def _link_again(db: Any, run_id: int) -> None:
 
 
 def _policy_of_checkpoint(db: Any, policy: str) -> str:
-    """Return `RUN@VERSION` of the checkpoint at the path; empty if the path is not a checkpoint's.
+    """Return `RUN@VERSION` for the checkpoint at this path; empty if the path is not that of a checkpoint.
 
     Raises:
-        NotFoundError: the checkpoint belongs to no run in this database, or the text cannot be a file's name.
+        NotFoundError: the checkpoint belongs to no run in this database, or the text cannot be the name of a file.
     """
     import os
     from pathlib import Path
@@ -295,10 +296,10 @@ def find_trusted_policy(policy: str, trust: bool) -> "tuple[RunConfig, Any]":
 
 
 def check_model_is_there(policy: str, config: "RunConfig") -> None:
-    """Check that a name that is not a run's is a model's.
+    """Check that a name is that of a model, if it is not that of a run's policy.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: the model does not exist.
     """
     from agentrl.workflow.errors import ModelError
     from agentrl.workflow.models.lookup import existing_model

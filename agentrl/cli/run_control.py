@@ -1,6 +1,6 @@
-"""`agentrl resume`, `pause` and `cancel`. Each may be repeated; each prints what is kept and what is redone.
+"""`agentrl resume`, `pause` and `cancel`. Each command may be repeated, and prints which work stays and which is done again.
 
-Only `resume --epochs` and `--iterations` add up: each call makes the run longer by that much.
+Only `resume --epochs` and `--iterations` add up: each call makes the run longer by the given number.
 """
 
 from collections.abc import Mapping
@@ -99,10 +99,10 @@ def cancel(run: RunName, as_json: Json = False) -> None:
 
 
 def _set_going(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Resume the run; return its row, or None if the run is done by now.
+    """Resume the run, and return its row; None if the run is already done.
 
     Raises:
-        StateError: another command has cancelled it meanwhile.
+        StateError: another command has cancelled the run in the meantime.
     """
     from agentrl.workflow.store import planning
     from agentrl.workflow.store.reads import run_rows
@@ -116,14 +116,14 @@ def _set_going(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _show_run(run: str, status: str, before: str, as_json: bool, length: int | None = None) -> None:
-    """Print the run's state.
+    """Print the state of the run.
 
     Args:
         run: the run's name.
-        status: its status now.
-        before: its status before the command.
-        as_json: print JSON.
-        length: its number of iterations before, if it may be longer now.
+        status: the status after the command.
+        before: the status before the command.
+        as_json: True to print JSON.
+        length: the number of iterations before the command; None if the command cannot change it.
     """
     from agentrl.workflow.store.reads import run_rows
 

@@ -1,4 +1,4 @@
-"""`agentrl runs --tree`: shows each run under the run that it comes from. Long lines are cut; `--json` is complete."""
+"""`agentrl runs --tree`: shows each run under the run from which it was made. Long lines are cut; `--json` is complete."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from shutil import get_terminal_size
@@ -12,11 +12,13 @@ TITLES = ("run", "status", "done", "reward", "from")
 
 Relative = Any
 Children = Mapping[int, Sequence[Relative]]
-"""The runs under each run, by the parent's id. Key 0 has the runs without a parent."""
+"""A mapping from the id of a run to the runs that were made from it. The key 0 has the runs without a source."""
 
 
 def show_tree(db: Any, limit: int, as_json: bool) -> None:
-    """Print the newest runs and the runs that they come from. Each is printed under the first of these."""
+    """Print the newest runs and the runs from which they were made. A run with several sources is printed under the first of
+    them.
+    """
     from agentrl.workflow.store.reads.lineage import load_family
 
     children: dict[int, list[Relative]] = {}
@@ -38,13 +40,13 @@ def _run_document(relative: Relative, children: Children) -> dict[str, Any]:
 
 
 def _tree_rows(relative: Relative, children: Children, first: str = "", rest: str = "") -> Iterator[tuple[str, ...]]:
-    """Yield the cells of the run and of the runs under it.
+    """Yield the cells of the run, and of all runs below it.
 
     Args:
         relative: the run.
-        children: the runs under each run.
+        children: the runs below each run, by the id of the upper run.
         first: the prefix of this run's name.
-        rest: the prefix of the names under it.
+        rest: the prefix of the names below this run.
     """
     row, sources = relative.row, relative.sources
     origins = [f"{source.run}: {source.what}" if index else source.what for index, source in enumerate(sources)]

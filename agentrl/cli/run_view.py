@@ -1,4 +1,4 @@
-"""The state of a run that is being followed, and texts about its parts."""
+"""The state of a followed run, and texts about its parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,15 +17,15 @@ class RunView:
 
     Attributes:
         run: the row of the run.
-        iterations: its finished iterations, oldest first.
-        progress: the counts of its open iterations.
-        failure: its most frequent failure.
-        agent_error: its most frequent agent error.
-        sampled_on: why more episodes than planned are sampled.
-        warning: what the run waits for.
-        evals: the evaluations of its own policies.
+        iterations: the run's finished iterations, oldest first.
+        progress: the counts of the run's open iterations.
+        failure: the most frequent failure.
+        agent_error: the most frequent error of the agent.
+        sampled_on: the reason why more episodes than planned are sampled.
+        warning: the reason why the run is waiting.
+        evals: the evaluations of the run's policies.
         gained: lines about the gain of a prompt search.
-        flat: lines about why there is no training signal.
+        flat: lines that say why there is no training signal.
         trackers: lines with the run's pages in trackers.
     """
 
@@ -43,12 +43,12 @@ class RunView:
 
     @property
     def rewards(self) -> list[float]:
-        """The mean reward of each finished iteration that has one."""
+        """The mean rewards of the finished iterations, without iterations that have none."""
         return [row["mean_reward"] for row in self.iterations if row["mean_reward"] is not None]
 
     @property
     def is_active(self) -> bool:
-        """True if the run, or an evaluation of a done run, is still running."""
+        """True if the run is still running, or the run is done and an evaluation of it is still running."""
         left = self.run["status"] == "done" and any(row["status"] in OPEN_STATUSES for row in self.evals)
         return left or self.run["status"] in OPEN_STATUSES
 
@@ -60,26 +60,26 @@ class RunView:
 
     @property
     def scores(self) -> list[float]:
-        """The mean reward on the held-out tasks of each version that was measured."""
+        """The mean held-out reward of each evaluated version."""
         return [row["mean_reward"] for row in self.evals if row["mean_reward"] is not None]
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The tokens per second in the newest five finished iterations."""
+        """The tokens per second over the newest five finished iterations."""
         seconds = sum(iteration_seconds(self.iterations)[-5:])
         return sum(row["tokens"] for row in self.iterations[-5:]) / seconds if seconds else None
 
     @property
     def seconds_left(self) -> float | None:
-        """The expected time left, in seconds, at the pace of the newest ten finished iterations."""
+        """The expected remaining time, in seconds, estimated from the newest ten finished iterations."""
         newest = [seconds for seconds in iteration_seconds(self.iterations)[-10:] if seconds]
         left = self.run["iterations"] - self.run["iterations_done"]
         return left * sum(newest) / len(newest) if newest else None
 
 
 def iteration_seconds(rows: Sequence[Row]) -> list[float]:
-    """Return the seconds of each iteration, counted from the end of the one before. So overlapping iterations are not counted
-    twice.
+    """Return the seconds of each iteration, measured from the end of the previous iteration. So the time of overlapping
+    iterations is counted once.
     """
     seconds, ended = [], None
     for row in rows:

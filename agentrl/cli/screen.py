@@ -1,4 +1,6 @@
-"""A run on one screen: its progress, its curves and its newest iterations. A larger screen shows more of them."""
+"""Shows a run on one screen: its progress, its curves and its newest iterations. A larger screen shows more curves and
+iterations.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
@@ -10,9 +12,9 @@ from agentrl.workflow.runtime.shown_text import cell, clean, format_count
 
 LABEL, VALUES, BAR = 14, 24, 40
 MIN_CURVE_LINES = 6
-"""The height in lines above which a blank line follows the head."""
+"""The height, in lines, above which a blank line follows the head of the display."""
 TALL_SCREEN = 36
-"""The height in lines above which all curves are shown, and the reward also as a plot."""
+"""The height, in lines, above which all curves are shown and the reward is also shown as a plot."""
 
 
 def _length(row: Row) -> float | None:
@@ -24,7 +26,7 @@ def _errors(row: Row) -> float | None:
 
 
 def _effective_samples(row: Row) -> float | None:
-    """Return the effective sample size as a share; None if all token weights are 1 up to rounding."""
+    """Return the effective sample size as a share, from 0 to 1; None if all token weights are 1 up to rounding."""
     share = row["effective_sample_size"]
     return None if share is None or share > 0.9999 else share
 
@@ -45,13 +47,13 @@ CURVES: dict[str, Callable[[Row], float | None]] = {
     "MFU": lambda row: row["mfu"],
     "GPU memory, GiB": lambda row: row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**30,
 }
-"""The curves over the finished iterations, the most important first; a small screen shows only the first ones. A curve without
-values is left out.
+"""The curves over the finished iterations, the most important first. A small screen shows only the first curves. A curve
+without values is left out.
 """
 
 MAX_CURVES = 7
 MAX_REASON_LINES = 3
-"""The most lines for one remark, such as what the run waits for."""
+"""The most lines for one remark, such as the reason why the run is waiting."""
 
 COLUMNS: dict[str, Callable[[Row], float | None]] = {
     "iteration": lambda row: row["iteration"],
@@ -63,11 +65,13 @@ COLUMNS: dict[str, Callable[[Row], float | None]] = {
     "errors": lambda row: row["tool_errors"],
     "held out": lambda row: row["eval_reward"],
 }
-"""The columns of the table of the newest iterations; tokens are per episode."""
+"""The columns of the table of the newest iterations. Numbers of tokens are per episode."""
 
 
 def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
-    """Return the run in at most `height - 1` lines of `width` characters; the last line is for the cursor."""
+    """Return the display of the run in at most `height - 1` lines of `width` characters. The last line of the screen is for the
+    cursor.
+    """
     tall = height > TALL_SCREEN
     lines = [*_head_lines(view), ""] if height > MIN_CURVE_LINES else list(_head_lines(view))
     lines += list(_curve_lines(view, width, len(CURVES) if tall else MAX_CURVES))
@@ -83,7 +87,7 @@ def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
 
 
 def _head_lines(view: RunView) -> Iterator[str]:
-    """Yield the run's state, its progress bar, the open iterations and the speed."""
+    """Yield the run's state, the progress bar, the open iterations and the speed."""
     run, now = view.run, view.progress
     done, total = run["iterations_done"], run["iterations"]
     epoch = f"  epoch {view.iterations[-1]['epoch']} of {run['epochs']}" if view.iterations else ""
@@ -120,7 +124,7 @@ def _curve_line(label: str, values: Sequence[float], width: int) -> str:
 
 
 def _short_number(value: float) -> str:
-    """Return the number with three decimals; below 0.01, as `cell` formats it."""
+    """Return the number with three decimals. Numbers below 0.01 are formatted as in `cell`."""
     return cell(value) if 0 < abs(value) < 0.01 else format_decimals(value)
 
 

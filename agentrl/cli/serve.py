@@ -108,7 +108,9 @@ def _read_origins(text: str, key: str) -> frozenset[str]:
 def _served_config(
     policy: str, name: str | None, options: dict[str, Any], chat: dict[str, Any], trust: bool
 ) -> "tuple[RunConfig, Any, str]":
-    """Return the config to serve with, the policy's weights (None for an untrained model), and the name of their run."""
+    """Return the config with which to serve, the policy's weights and the name of the policy's run. For an untrained model, the
+    weights are None.
+    """
     from agentrl.workers.requests.serve_request import serve_config
     from agentrl.workflow import engines
     from agentrl.workflow.config import build
@@ -132,7 +134,7 @@ def _database(no_record: bool) -> "Iterator[Database]":
 
 
 def _serve(db: "Database", config: "RunConfig", ref: Any, of: str, listening: "socket.socket", how: "Serving") -> None:
-    """Load the policy, print its address, and serve it until the end."""
+    """Load the policy, print the address, and serve the policy until the process is stopped."""
     from agentrl.workers.requests.serve_request import serve_submission
     from agentrl.workers.serving.policy_server import open_run, serve_policy
     from agentrl.workers.stack.listening import url_of

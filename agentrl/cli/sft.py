@@ -160,8 +160,13 @@ def sft(
 
 @dataclass(frozen=True)
 class _LearningOptions:
-    """The options of a training: `recipe` are the recipe's, `rows` keys of the section `dataset` of a config; `parts` (what
-    trains) and `chat` are keys of the section `model`, None if not given.
+    """The options of a training.
+
+    Args:
+        recipe: the options of the recipe.
+        rows: keys of the config's section `dataset`.
+        parts: keys of the section `model` that decide what trains; None for options that were not given.
+        chat: keys of the section `model` for the chat format; None for options that were not given.
     """
 
     recipe: Mapping[str, Any]
@@ -174,12 +179,12 @@ class _LearningOptions:
 
     @property
     def of_model(self) -> dict[str, Any]:
-        """The options about what trains, by flag; None if not given."""
+        """The options that decide what trains, by flag; None for options that were not given."""
         return _as_flags(self.parts)
 
     @property
     def of_chat(self) -> dict[str, Any]:
-        """The options on the chat, None if not given."""
+        """The options for the chat format, by flag; None for options that were not given."""
         return _as_flags(self.chat)
 
     def model(self, path: str, trusted: bool) -> "ModelConfig":
@@ -248,7 +253,7 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
 
 
 def _has_references(rows: "DatasetConfig") -> bool:
-    """Return whether a run could train on the rows: each row has an answer."""
+    """Return True if every row has an answer, so a run could train on the rows."""
     from agentrl.workflow.datasets import load_tasks
 
     try:
@@ -258,11 +263,12 @@ def _has_references(rows: "DatasetConfig") -> bool:
 
 
 def _find_named_policy(model: str, how: _LearningOptions) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
-    """Return the section `model`, the policy and the manifest for `RUN@V`. The policy is None for other names, and if its LoRA
-    was merged.
+    """Return the section `model`, the policy and the manifest for `RUN@V`.
+
+    The policy is None if the name is that of a model, or if the policy's LoRA was merged.
 
     Raises:
-        NotFoundError: there is no such run or version.
+        NotFoundError: the run or the version does not exist.
     """
     if not is_stored_policy(model):
         if how.lora == "new":

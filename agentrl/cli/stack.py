@@ -1,4 +1,4 @@
-"""`agentrl up`, `down`, `worker`, `db` and `config`: the processes, the database's revision, the config of a run."""
+"""`agentrl up`, `down`, `worker`, `db` and `config`: the processes, the revision of the database, and the config of a run."""
 
 import os
 from contextlib import closing
@@ -168,10 +168,10 @@ def show_config(
 def _config_values(
     file: Any, assignments: list[str] | None, run: str | None
 ) -> tuple[dict[str, Any], dict[str, str], set[str]]:
-    """Return the values by key, the origin of each value by key, and the keys whose value the algorithm chose.
+    """Return the values by key, the source of each value by key, and the keys whose value the algorithm chose.
 
     Raises:
-        ConfigError: `submit` would refuse the config, or --run was given together with a config.
+        ConfigError: `submit` would refuse the config, or --run is combined with a config.
     """
     from agentrl.workflow import trainers
     from agentrl.workflow.algorithms import resolve_run

@@ -1,5 +1,5 @@
-"""`agentrl submit`: turns flags into a RunConfig, writes the run and sends its first chord. It starts a stack if none is
-running.
+"""`agentrl submit`: converts flags to a RunConfig, writes the run and sends its first chord. If no stack is running, it starts
+one.
 """
 
 import os
@@ -110,7 +110,7 @@ def submit(
 
 
 def _with_origins(prepared: Any, origins: dict[str, str]) -> Any:
-    """Return the prepared run with the origin of each value that is not a default in `manifest["origins"]`."""
+    """Return the prepared run with the source of each value in `manifest["origins"]`. Defaults are left out."""
     chosen = {key: origin for key, origin in origins.items() if origin != "default"}
     submission = replace(prepared.submission, manifest={**prepared.submission.manifest, "origins": chosen})
     return replace(prepared, submission=submission)
@@ -118,15 +118,16 @@ def _with_origins(prepared: Any, origins: dict[str, str]) -> Any:
 
 @contextmanager
 def _timed(name: str) -> Iterator[None]:
-    """Print the name and the seconds of a check that passed."""
+    """Print the name of a check that passed, and the time that it took, in seconds."""
     start = perf_counter()
     yield
     say(f"checked {name:18} {perf_counter() - start:5.1f} s")
 
 
 def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
-    """Yield lines about what trains and its memory, computed from the model's files. Yield no lines if the files are missing or
-    do not say it.
+    """Yield lines about the number of parameters that train and about their memory, computed from the model's files.
+
+    There are no lines if files are missing or do not have these numbers.
     """
     from agentrl.workflow.models.lookup import find_model_files, lora_rank_of
     from agentrl.workflow.models.memory_estimate import estimate_memory
@@ -150,7 +151,7 @@ def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
 
 
 def _source_values(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
-    """Return the flags that name stored episodes, as config keys."""
+    """Convert the flags that name stored episodes to config keys."""
     numbers = [word for word in groups if word.isascii() and word.isdigit() and len(word) < 19]  # no database takes more digits
     names = [*(word for word in groups if word not in numbers), *runs]
     return {

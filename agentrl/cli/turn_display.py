@@ -1,4 +1,4 @@
-"""The display of a turn while it is sampled: text as it arrives, thoughts dimmed, calls when they are complete."""
+"""Displays a turn while it is sampled: text as it arrives, thoughts dimmed, and calls when they are complete."""
 
 import json
 import re
@@ -13,11 +13,11 @@ PLAIN, DIM = "", "italic dim"
 
 
 class Voice:
-    """A writer that receives a turn's text in pieces and prints its thought and content.
+    """A writer that receives the text of a turn in pieces, and prints the turn's thought and content.
 
     Args:
-        write: prints a text in a style of rich.
-        thinks: the turn begins inside a thought.
+        write: a function that prints a text in a style of rich.
+        thinks: True if the turn begins inside a thought.
         opens: the marks that begin a call in the model's format. Calls without a mark are printed as text.
     """
 
@@ -35,7 +35,7 @@ class Voice:
         self._begun = thinks
 
     def take(self, piece: str) -> None:
-        """Print the piece. Hold back characters at its end that may begin a mark."""
+        """Print the piece. Characters at its end that may begin a mark are printed later."""
         self._held += piece.replace("\0", "\ufffd")
         while not self._calls and (mark := self._mark.search(self._held)):
             self._write_text(self._held[: mark.start()])
@@ -59,7 +59,7 @@ class Voice:
         yield from call_lines(message)
 
     def _write_text(self, text: str) -> None:
-        """Print the text without white space at either end of the turn; the parser strips it too."""
+        """Print the text without white space at the beginning and end of the turn. The parser removes this white space too."""
         text = self._space + text
         if not (self._thought if self._thinks else self._shown):
             text = text.lstrip()
@@ -77,7 +77,7 @@ class Voice:
             self._shown += visible
 
     def _handle_mark(self, mark: str) -> None:
-        """Handle a mark. A thought may begin only before all other text, and ends once; other thought marks are printed as
+        """Handle a mark. A thought begins only before all other text, and ends once. Any other thought mark is printed as
         text.
         """
         if mark not in (THINK, END_THINK):

@@ -1,4 +1,4 @@
-"""`agentrl ui`: shows the rows in a browser, and exports a run as one file."""
+"""`agentrl ui`: shows the database rows in a browser, and exports a run as one file."""
 
 import os
 import sys
@@ -76,7 +76,7 @@ def ui(
 
 
 def _open_store(url: str | None, demo: bool) -> "ReadOnlyStore":
-    """Return a store that can be read.
+    """Open a store for reading.
 
     Raises:
         NotFoundError: there is no store.

@@ -27,13 +27,14 @@ MAX_QUOTED = 200
 
 
 def verify(episode: int, what: str, as_json: bool) -> int:
-    """Repeat the episode and print the report. Return 1 if something differs, else 0.
+    """Repeat the episode and print the report. Return 1 if the repetition differs from the record, else 0.
 
-    If nothing could be verified, the report says so: the JSON's `same` is null, and the result is 0, because nothing differs.
+    If no part of the episode could be verified, the report says so. The value `same` in the JSON is then null, and 0 is
+    returned.
 
     Raises:
         CheckpointError: only tokens were requested, and the weights that sampled them were removed.
-        ModelError: the base model here is not the run's.
+        ModelError: the base model on this machine is not the run's.
     """
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store.imported_runs import EXACT
@@ -311,10 +312,10 @@ def line_style(same: bool) -> str:
 
 
 def quote(text: str) -> str:
-    """Return the text in quotation marks, with invisible characters escaped, and cut to MAX_QUOTED characters."""
+    """Return the text in quotation marks, with invisible characters escaped, and cut to `MAX_QUOTED` characters."""
     return repr(one_line(text, MAX_QUOTED)) if len(text) > MAX_QUOTED else repr(text)
 
 
 def full_number(value: float | str | None) -> str:
-    """Return the number with all its digits. A text, which is an error message, is only shortened."""
+    """Return the number with all digits. If the value is a text, which is an error message, return it shortened."""
     return one_line(value, MAX_QUOTED) if isinstance(value, str) else cell(value) if value is None else repr(value)

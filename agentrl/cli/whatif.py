@@ -1,4 +1,6 @@
-"""`agentrl whatif`: compares what other algorithms would have computed in a run's update. Nothing is stored."""
+"""`agentrl whatif`: computes what other algorithms would have done in an update of a run, and compares them. No row is
+written.
+"""
 
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 NAME_CHARS = 13
-"""The width of the name column, in characters; a line has WIDTH. A longer name gets a line of its own."""
+"""The width of the name column, in characters; a line has `WIDTH` characters. A name that is longer is printed on a separate
+line.
+"""
 
 COLUMNS = (
     *(("spread", 7), ("zero", 5), ("corr", 7)),
@@ -118,8 +122,8 @@ def _algorithm_document(finding: "Finding") -> dict[str, Any]:
 
 
 def _episode_document(episode: Any, findings: "Sequence[Finding]") -> dict[str, Any]:
-    """Return the episode with its advantages, one for each algorithm in order; null if an algorithm does not use the
-    episode.
+    """Return the episode with one advantage per algorithm, in the order of the algorithms. An advantage is null if the
+    algorithm does not use the episode.
     """
     return {
         "id": episode.id,
@@ -210,8 +214,9 @@ def _whatif_sentences(request: "WhatIfRequest", findings: "Sequence[Finding]") -
 
 
 def _describe_optimizer(past: "UpdateInputs", findings: "Sequence[Finding]") -> str:
-    """Return a text about the optimizer's state. Later updates of a run start with a stored state, which `agentrl gc` removes
-    first.
+    """Return a text about the optimizer's state at the start of the update: as the run had it, empty, or removed.
+
+    Only the first update of a run starts with an empty state. `agentrl gc` removes stored states before it removes policies.
     """
     if all("optimizer" not in finding.blank for finding in findings):
         return "as the run had it"

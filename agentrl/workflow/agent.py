@@ -1,8 +1,8 @@
-"""The decision what an episode needs next (`next_action`), made from its record alone.
+"""The decision what an episode does next (`next_action`). It depends only on the recorded steps of the episode.
 
-The rollout loop loads the record, calls `next_action`, acts, commits, and repeats. It keeps no other state, so an episode
-continues after any crash from its committed steps. The model's mistakes are decided here too: they become observations or a
-`stop_reason`.
+The rollout loop loads the record, calls `next_action`, executes the action, commits the result, and repeats. The loop keeps no
+other state, so an episode continues from its committed steps after any crash. Mistakes of the model are also handled here: they
+become observations or a `stop_reason`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class CallTools:
-    """The action to run the calls of a step.
+    """The action to run the tool calls of a step.
 
     The caller waits for all results and records them in the order of the calls.
     """
@@ -53,10 +53,10 @@ Action = Generate | CallTools | Finish
 
 
 def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
-    """Return the action that the episode needs next.
+    """Return the next action of the episode: sample a turn, run tool calls, or finish.
 
     Raises:
-        TypeError: the env returned something other than messages with text. Exceptions of the env's own code pass through.
+        TypeError: the env returned something other than messages with text. Exceptions of the env's code are not caught.
     """
     if not episode.steps:
         return _generate(env.reset(episode.task))
@@ -80,9 +80,9 @@ def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
 def observe(episode: Episode, env: Env, limits: RolloutConfig) -> tuple[Message, ...]:
     """Return the messages that the policy reads after the episode's last turn.
 
-    These are the messages of `env.step`. If the last of them is a tool result, `QUESTION` follows in two cases: only one turn
-    is left, or the policy has made all calls of this turn before and got the same results. With `limits.last_turn` "plain" it
-    never follows.
+    These are the messages of `env.step`. If the last of them is a tool result, the message `QUESTION` is added in two cases:
+    only one turn is left, or this turn only repeats calls of earlier turns and got the same results. If `limits.last_turn` is
+    "plain", `QUESTION` is never added.
     """
     messages = env.step(episode)
     if limits.last_turn == "plain" or not messages or not isinstance(messages[-1], Message) or messages[-1].role != "tool":
@@ -105,7 +105,7 @@ def _generate(messages: tuple[Message, ...]) -> Generate:
 
 
 def refusal(call: ToolCall, index: int, tools: Mapping[str, Tool], limits: RolloutConfig) -> ToolResult | None:
-    """Return the result for a call that cannot be sent, which says why; None for a call that can."""
+    """Return the error result for a call that must not run; None if the call may run."""
     if call.error is not None:
         return ToolResult(call.error, "parse_error")
     if index >= limits.max_tool_calls:

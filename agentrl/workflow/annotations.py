@@ -1,7 +1,7 @@
-"""Annotations of an episode by its agent, tools and hooks: rewards, messages, objects, errors and durations.
+"""Annotations that an agent, a tool or a hook writes to an episode: rewards, messages, objects, errors and durations.
 
-An annotation is written once and never changed. `read_annotations` parses annotations from outside, and limits their number and
-size.
+An annotation is written once and never changed. `read_annotations` parses annotations from untrusted sources, and limits their
+number and size.
 """
 
 import json
@@ -15,7 +15,7 @@ KINDS = ("reward", "message", "object", "annotation", "exception", "operation", 
 SOURCES = ("agent", "tool", "hook")
 MAX_AT_ONCE = 100
 MAX_OF_ATTEMPT = 10_000
-"""The most annotations of one attempt at an episode."""
+"""The most annotations that one attempt at an episode may have."""
 MAX_NAME = 128
 MAX_DATA = 64 * 1024
 """The most bytes of an annotation's data, encoded as JSON."""
@@ -34,10 +34,10 @@ class Annotation:
         kind: one of `KINDS`.
         name: the name of the reward part, the class of the exception, or another label.
         data: a JSON object.
-        step: the index of the step that it is tied to; None: no step is recorded yet. A reward belongs to a step only if `data`
-            has the key `step`; any other reward belongs to the episode.
+        step: the index of the step to which the annotation belongs; None if no step was recorded yet. A reward belongs to a
+            step only if `data` has the key `step`. Any other reward belongs to the episode.
         seconds: the duration of an operation, in seconds.
-        source: one of `SOURCES`: the writer.
+        source: the writer, one of `SOURCES`.
     """
 
     id: str
@@ -53,7 +53,7 @@ def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ..
     """Parse annotations from decoded JSON.
 
     Raises:
-        ValueError: one of them is invalid; the message says why.
+        ValueError: an annotation is invalid; the message says why.
     """
     if not isinstance(values, list) or len(values) > MAX_AT_ONCE:
         raise ValueError(f"annotations must be a list of at most {MAX_AT_ONCE}")
@@ -64,7 +64,7 @@ def read_annotation(value: Any, source: str = "agent") -> Annotation:
     """Parse an annotation from decoded JSON.
 
     Raises:
-        ValueError: it is invalid; the message says why.
+        ValueError: the annotation is invalid; the message says why.
     """
     if not isinstance(value, Mapping) or value.keys() - {"id", "kind", "name", "data", "step", "seconds"}:
         raise ValueError("an annotation is an object with id, kind, name, data, step and seconds")
@@ -85,7 +85,7 @@ def check(annotation: Annotation) -> None:
     """Validate an annotation.
 
     Raises:
-        ValueError: it is invalid; the message says why.
+        ValueError: the annotation is invalid; the message says why.
     """
     if not isinstance(annotation.id, str) or not _ID.fullmatch(annotation.id):
         raise ValueError("an annotation's id is a text of 1 to 64 small letters, digits, : _ and -")
@@ -122,7 +122,7 @@ def _check_data(annotation: Annotation) -> None:
 
 
 def is_deep(value: Any, left: int) -> bool:
-    """Return whether objects and lists nest deeper than the given number of levels."""
+    """Return True if objects and lists nest deeper than `left` levels."""
     if not isinstance(value, Mapping | list | tuple):
         return False
     inner = value.values() if isinstance(value, Mapping) else value
@@ -134,10 +134,11 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def rewards_of(annotations: Sequence[Annotation], steps: int) -> dict[str, float | tuple[float, ...]]:
-    """Return the rewards by name: a number, or one number per step if any annotation of that name has a step.
+    """Return the rewards in the annotations, by name.
 
-    A later reward replaces an earlier one of the same name and step. If a name has rewards of steps and one of the episode, the
-    latter is added to the last step's. Rewards of steps that do not exist are ignored. So are those of hooks, because hooks
+    A reward is one number, or one number per step if any annotation of that name belongs to a step. A later reward replaces an
+    earlier reward of the same name and step. If a name has rewards of steps and a reward of the episode, the episode's reward
+    is added to the last step. Rewards of steps that do not exist are ignored. Rewards from hooks are ignored too, because hooks
     return their rewards.
 
     Args:

@@ -1,7 +1,7 @@
-"""Tool calls from untrusted JSON.
+"""Parses tool calls from untrusted JSON.
 
-Every format in `tool_formats` parses JSON with this module, so the same limits hold for all of them. The length is checked
-before the JSON is decoded. Strings may contain raw line breaks, because models write code that way.
+Every format in `tool_formats` uses this module, so the same limits apply to all formats. The length is checked before the JSON
+is decoded. Strings may contain raw line breaks, because models write code that way.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 MAX_CHARACTERS = 524_288
-"""The most characters of a call.
+"""The most characters of one tool call.
 
-The longest arguments that a tool accepts (see `agent.refusal`) fit in, even if each of their characters is escaped.
+The limit leaves room for the longest arguments that a tool accepts (see `agent.refusal`), even if every character is escaped.
 """
 
 MAX_NESTING = 64
@@ -30,7 +30,7 @@ class Unreadable(Exception):
     """A call that cannot be parsed.
 
     Args:
-        why: the reason that the model reads.
+        why: the reason, which the model reads.
         end: the index in the text at which parsing continues.
     """
 
@@ -54,7 +54,7 @@ class _Keys:
 
     @property
     def why(self) -> str:
-        """The reason that the model reads; empty if no key occurs twice."""
+        """The error message for the model if a key occurs twice; else empty."""
         return "" if self.twice is None else duplicate_key_message(self.twice)
 
 
@@ -64,10 +64,13 @@ def duplicate_key_message(key: str) -> str:
 
 
 def decode_json(text: str) -> tuple[Any, str]:
-    """Return the value of an untrusted JSON text, and why it is refused; the reason is empty if it is accepted.
+    """Decode an untrusted JSON text.
+
+    Returns:
+        The value, and the reason why it is refused. The reason is empty if the value is accepted.
 
     Raises:
-        ValueError: the text is not JSON, or is longer than a call may be.
+        ValueError: the text is not JSON, or has more than `MAX_CHARACTERS` characters.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(TOO_LONG)
@@ -81,7 +84,7 @@ def decode_json(text: str) -> tuple[Any, str]:
 
 
 def describe_json_error(value: Any) -> str:
-    """Return why a decoded value is refused; empty if it is accepted.
+    """Return the reason why a decoded value is refused; empty if the value is accepted.
 
     Raises:
         ValueError: the value cannot be encoded as JSON again (NaN, 1e999, half a surrogate pair), so it cannot be stored.
@@ -93,10 +96,10 @@ def describe_json_error(value: Any) -> str:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at index `at` of the text, and the index at which it ends.
+    """Return the JSON value that begins at index `at` of the text, and the index at which the value ends.
 
     Raises:
-        Unreadable: no acceptable value begins there.
+        Unreadable: no acceptable value begins at that index.
     """
     window = text[at : at + MAX_CHARACTERS + 1]
     keys = _Keys()
@@ -115,7 +118,7 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def parse_digits(digits: str) -> int:
-    """Return the integer that these digits write.
+    """Convert the digits to an integer.
 
     Raises:
         ValueError: there are more than `MAX_DIGITS` digits.
@@ -126,7 +129,7 @@ def parse_digits(digits: str) -> int:
 
 
 def nesting(value: Any) -> int:
-    """Return the nesting depth of objects and arrays. It is counted level by level, without recursion."""
+    """Return the nesting depth of objects and arrays. The function counts level by level, without recursion."""
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
@@ -155,7 +158,7 @@ def make_call(name: object, arguments: object, end: int) -> ToolCall:
     """Return the call of the tool `name` with these arguments.
 
     Args:
-        end: the index at which the text of the call ends, for the exception.
+        end: the index at which the text of the call ends. The exception carries it.
 
     Raises:
         Unreadable: the name or the arguments are invalid.
@@ -169,7 +172,7 @@ def make_call(name: object, arguments: object, end: int) -> ToolCall:
 
 
 def unreadable_call(why: str) -> ToolCall:
-    """Return a call that could not be parsed. Its `error` is the reason, for the model."""
+    """Return a call that stands for text that could not be parsed. Its `error` is the reason, which the model reads."""
     return ToolCall("", {}, error=why)
 
 

@@ -30,7 +30,7 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 ALL_LINEAR = "all-linear"
 """The default target of LoRA: every linear layer of the decoder except the head, routers and convolutions."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The default targets of LoRA in runs of format 4 and older; names that the model lacks are skipped."""
+"""The default targets of LoRA in runs of format 4 and older. Targets that the model does not have are skipped."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -40,10 +40,10 @@ def _as_tuple(value: Any) -> Any:
 
 
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
-"""A tuple of non-empty texts. A single text is one of them; null is the empty tuple, as in `-s tools=`."""
+"""A tuple of non-empty texts. A single text becomes a tuple with one item; null becomes the empty tuple, as in `-s tools=`."""
 
 Numbers = Annotated[tuple[Annotated[int, Field(ge=1, lt=2**63)], ...], BeforeValidator(_as_tuple)]
-"""A tuple of row ids of the database. A single number is one of them."""
+"""A tuple of row ids of the database. A single number becomes a tuple with one item."""
 
 
 def _as_resources(value: Any) -> Any:
@@ -51,7 +51,7 @@ def _as_resources(value: Any) -> Any:
 
 
 def _as_columns(value: Any) -> Any:
-    """Return `question=prompt,answer=solution` as a mapping."""
+    """Parse `question=prompt,answer=solution` as a mapping. Return a mapping unchanged."""
     if not isinstance(value, str):
         return value or {}
     pairs = [part.partition("=") for part in value.split(",")]
@@ -61,7 +61,7 @@ def _as_columns(value: Any) -> Any:
 
 
 Columns = dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]
-"""A mapping from a task's field to the dataset column that it is read from."""
+"""A mapping from a task's field to the dataset column from which the field is read."""
 
 Weights = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(strict=True)]]
 """A mapping from a name to a weight."""
@@ -71,17 +71,17 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 
 
 def _is_stored(info: ValidationInfo) -> bool:
-    """Return True if the config comes from the store. Checks that are newer than the run are then skipped."""
+    """Return True if the config is that of a stored run. Such a config skips the checks that were added after the run."""
     return bool(info.context and info.context.get("stored"))
 
 
 @dataclass(frozen=True)
 class Flag:
-    """The option of `agentrl submit` that sets a key. Its first name is also a keyword of `agentrl.Trainer`.
+    """The option of `agentrl submit` that sets a config key. The option's first name is also a keyword of `agentrl.Trainer`.
 
     Args:
         names: the names of the option on the command line.
-        metavar: the placeholder for the value in the help; None: the name of its type.
+        metavar: the placeholder for the value in the help; None: the name of the value's type.
         type: the type of the value on the command line; None: the field's type.
         panel: the heading in the help; None: the section's heading.
     """
@@ -100,9 +100,9 @@ class Flag:
 def option(
     default: Any, *names: str, metavar: str | None = None, type: Any = None, panel: str | None = None, **limits: Any
 ) -> Any:
-    """Return a field that has an option of `submit`.
+    """Return a config field that is also an option of `agentrl submit`.
 
-    `limits` are the limits of pydantic's `Field`; see `Flag` for the others.
+    `limits` are the limits of pydantic's `Field`. See `Flag` for the other arguments.
     """
     return Field(default, json_schema_extra={"flag": Flag(names, metavar, type, panel)}, **limits)  # type: ignore[dict-item]
 
@@ -160,7 +160,7 @@ class DatasetConfig(Section):
 
 
 def solved_range(text: str) -> tuple[float, float]:
-    """Return the two ends of `LOW..HIGH`.
+    """Parse `LOW..HIGH` and return both numbers.
 
     Raises:
         ValueError: the text is not two numbers from 0 to 1, the lower one first.
@@ -252,7 +252,7 @@ class RolloutConfig(Section):
     """The options of rollouts.
 
     `top_k`, `top_p` and `min_p` limit which tokens are drawn, but change no logprob. Sampler and trainer both compute logprobs
-    over the whole vocabulary, so the ratio of an update compares the full distributions. Tokens that truncation removes are
+    over the whole vocabulary, so the ratio of an update compares the full distributions. Tokens that these options exclude are
     never sampled, so they never train.
     """
 
@@ -300,9 +300,10 @@ class RolloutConfig(Section):
 class AlgorithmConfig(Section):
     """The options of the advantages and the loss.
 
-    An unset option has the algorithm's default. An option without effect is refused (`algorithms.resolve_options`).
-    `importance` corrects for tokens whose probability differs between trainer and sampler. It differs if the sampler's weights
-    are older, or if the sampler computes in another way. See `RunConfig.importance_method`.
+    An unset option has the algorithm's default. An option that has no effect is an error (`algorithms.resolve_options`).
+    `importance` corrects for tokens whose probability differs between trainer and sampler. The probability differs if the
+    sampler's weights are older than the trainer's, or if the sampler computes logprobs in another way. See
+    `RunConfig.importance_method`.
     """
 
     PANEL: ClassVar = "Learning"
@@ -337,9 +338,9 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _reads_formats_up_to_4(cls, tree: Any, info: ValidationInfo) -> Any:
-        """Convert the keys of runs up to format 4.
+        """Convert the keys of stored runs up to format 4.
 
-        They had the key `importance_beyond`, and a null `importance_cap` meant no correction.
+        These runs had the key `importance_beyond`, and a null `importance_cap` meant no correction.
         """
         if not _is_stored(info) or "importance_beyond" not in tree:
             return tree
@@ -441,14 +442,14 @@ class SourceConfig(Section):
 
     @property
     def given(self) -> bool:
-        """True if the run trains on stored episodes only."""
+        """True if the run trains only on stored episodes."""
         return bool(self.runs or self.groups)
 
 
 class SearchConfig(Section):
     """The options of a prompt search.
 
-    An unset option has the algorithm's default. An option without effect is refused (`algorithms.resolve_search`).
+    An unset option has the algorithm's default. An option that has no effect is an error (`algorithms.resolve_search`).
     """
 
     critic: str | None = Field(None, min_length=1, max_length=256, description="The critic's model, at AGENTRL_CRITIC_URL")
@@ -521,20 +522,20 @@ PROGRAM = "cmd:"
 """The prefix of an agent's name if the agent is a program."""
 
 CLIENTS = "clients"
-"""The agent of a run of the kind `serve`: any client that calls it."""
+"""The agent of a run of the kind `serve`: any client that sends requests to the run."""
 
 LOOP_LIMITS = {
     "max_steps": "use agent.max_calls",
     "max_tool_calls": "it runs its own tools",
     "last_turn": "it writes its own prompts",
 }
-"""The keys of `rollout` that only the built-in loop reads, each with what a run with an agent does instead."""
+"""The keys of `rollout` that only the built-in loop uses, each with the hint for a run with an agent."""
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 class AgentConfig(Section):
-    """The agent that replaces the built-in loop, and its limits."""
+    """The user's agent, which replaces the built-in loop, and its limits."""
 
     PANEL: ClassVar = "Your own agent"
 
@@ -554,12 +555,12 @@ class AgentConfig(Section):
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The program and its arguments; empty for a function."""
+        """The program and its arguments; empty if the agent is a function."""
         return tuple(shlex.split(self.name.removeprefix(PROGRAM))) if self.name.startswith(PROGRAM) else ()
 
     @property
     def sandboxed(self) -> bool:
-        """True if the agent runs in the sandbox. By default a program does, and a function does not."""
+        """True if the agent runs in the sandbox. By default, a program runs there and a function does not."""
         return not self.unsafe and (bool(self.command) if self.sandbox is None else self.sandbox)
 
     @field_validator("name")
@@ -592,7 +593,7 @@ class AgentConfig(Section):
 
 
 class ServedTool(Section):
-    """A tool of an MCP server, as the server described it at submission. All episodes read the same description."""
+    """A tool of an MCP server, as the server described it when the run was submitted. All episodes use this description."""
 
     server: str = Field(description="Its name in `tools`: mcp:COMMAND")
     name: str = Field(min_length=1, description="Name that the model uses")
@@ -654,7 +655,9 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _trl_in_its_own_convention(cls, tree: Any) -> Any:
-        """Set the convention "trl" for the trainer "trl" if the config sets none. That trainer supports no other."""
+        """Set the convention "trl" if the trainer is "trl" and the config sets no convention. This trainer supports no other
+        convention.
+        """
         if not isinstance(tree, Mapping):
             return tree
         update, algorithm = tree.get("update"), tree.get("algorithm", {})
@@ -665,9 +668,10 @@ class RunConfig(Section):
     @field_validator("agent", mode="before")
     @classmethod
     def _agent_by_its_name(cls, section: Any) -> Any:
-        """Convert the value of `agent`.
+        """Convert the value of the section `agent`.
 
-        A text is the agent's name. A section that has only default values, as `flat` returns it, means no agent.
+        A text is the agent's name. A section with only default values, which `flat` returns for a run without an agent, becomes
+        None.
         """
         if isinstance(section, str):
             return {"name": section}
@@ -682,7 +686,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _agent_decides(self) -> Self:
-        """Refuse options that only the built-in loop reads, if the run has an agent."""
+        """Refuse options that only the built-in loop uses, if the run has an agent."""
         if self.agent is None:
             return self
         if self.tools or self.served_tools:
@@ -709,16 +713,16 @@ class RunConfig(Section):
     def flat(self) -> dict[str, Any]:
         """Return the config as dotted keys, `{"rollout.group_size": 8, ...}`, in the order of the fields.
 
-        Without an agent, the keys of `agent` have their defaults.
+        If the run has no agent, the keys of `agent` have their defaults.
         """
         tree = self.model_dump(mode="json")
         return dict(flatten(tree if self.agent else tree | {"agent": NO_AGENT}))
 
     def importance_method(self, same_numbers: bool) -> Literal["truncate", "mask"] | None:
-        """Return how an update treats importance ratios above `importance_cap`; None: it uses no importance ratios.
+        """Return how an update treats importance ratios above `importance_cap`; None if the update uses no importance ratios.
 
         Args:
-            same_numbers: whether the sampler computes logprobs as the trainer does, up to the rounding of float32.
+            same_numbers: True if sampler and trainer compute the same logprobs, up to the rounding of float32.
         """
         method = self.algorithm.importance
         if method == "auto":
@@ -728,7 +732,7 @@ class RunConfig(Section):
 
     @property
     def lean(self) -> bool:
-        """True if an update saves memory at the cost of time: with a quantised base, or with gradient checkpointing."""
+        """True if updates use less memory and more time, because the base is quantised or gradient checkpointing is on."""
         return self.model.load_in_4bit or self.model.load_in_8bit or self.update.gradient_checkpointing
 
 
@@ -740,7 +744,7 @@ NAMED = ("rewards", "resources", "dataset.map")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and their values. A mapping whose keys a user chooses (`NAMED`) is one value."""
+    """Yield the dotted keys of the tree and their values. A mapping whose keys the user chooses (`NAMED`) is one value."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and f"{prefix}{key}" not in NAMED:
             yield from flatten(value, f"{prefix}{key}.")
@@ -789,14 +793,14 @@ OLDER_KEYS = {
     for other in field.validation_alias.choices
     if not key.endswith(f".{other}")
 }
-"""A mapping from an older name of a dotted key to its present name."""
+"""A mapping from the older name of a dotted key to its current name."""
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
-    """Return the config from dotted keys.
+    """Build the config from dotted keys.
 
     Raises:
-        ConfigError: values are invalid; the message names each of their keys.
+        ConfigError: values are invalid; the message names the key of each.
     """
     tree: dict[str, Any] = {}
     for key, value in values.items():

@@ -1,12 +1,12 @@
-"""Emitters: agents, tools and hooks write annotations of their episode while they run.
+"""Emitters: functions with which agents, tools and hooks write annotations of their episode while they run.
 
     agentrl.emit_reward(0.5)                            # of the episode; emit_reward({"exact": 1, "short": 0.2}) names parts
     agentrl.emit_message("the plan is to add first")
     with agentrl.operation("search", query="Paris"): ...
 
-In an agent's process and its child processes, a call sends the annotation to the endpoint and returns when it is stored.
-Annotations of a tool or a hook are stored together with its result. Elsewhere the calls do nothing, so the same agent runs
-without agentrl. This module imports only the standard library.
+In an agent's process and its child processes, an emitter sends the annotation to the endpoint and returns when the annotation
+is stored. In a tool or a hook, the annotation is stored together with the result. In any other process the emitters do nothing,
+so the same agent also runs without agentrl. This module imports only the standard library.
 """
 
 import functools
@@ -31,7 +31,7 @@ EMIT_URL, EMIT_KEY = "AGENTRL_EMIT_URL", "AGENTRL_EMIT_KEY"
 REWARD = "reward"
 """The name of a reward that is emitted without a name."""
 PATIENCE_SECONDS = 60.0
-"""The longest time for which a request to an unavailable endpoint is repeated, in seconds."""
+"""The longest time for which a request is repeated while the endpoint is unavailable, in seconds."""
 TIMEOUT_SECONDS = 30.0
 MAX_TRACE = 8000
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,17 +42,17 @@ _sink: ContextVar[Sink | None] = ContextVar("agentrl_annotations", default=None)
 def emit_reward(value: "float | Mapping[str, float]", step: int | None = None, name: str = REWARD) -> None:
     """Emit a reward of the episode, or several named parts of it.
 
-    A later value replaces an earlier one of the same name and step. Rewards of agents and tools are always stored. They count
-    only if the run has no rewards of its own, or with `agent: {own_rewards: true}`.
+    A later value replaces an earlier value of the same name and step. Rewards from agents and tools are always stored. They are
+    trained on only if the run has no rewards of its own, or has `agent: {own_rewards: true}`.
 
     Args:
         value: a number, or numbers by name.
-        step: the index of the step that earned it; None: the whole episode earned it.
+        step: the index of the step that earned the reward; None: the whole episode earned it.
         name: the name of the part, if `value` is a number.
 
     Raises:
         ConfigError: the value is not a finite number.
-        ServiceError: it could not be stored.
+        ServiceError: the reward could not be stored.
     """
     for part, number in (value if isinstance(value, Mapping) else {name: value}).items():
         item = getattr(number, "item", None)  # of numpy and torch
@@ -66,7 +66,7 @@ def emit_message(text: str, **more: Any) -> None:
 
     Raises:
         ConfigError: a value is not JSON, or is too large.
-        ServiceError: it could not be stored.
+        ServiceError: the message could not be stored.
     """
     _emit("message", "", {"message": str(text)} | more)
 
@@ -76,39 +76,38 @@ def emit_object(value: Any, name: str = "") -> None:
 
     Raises:
         ConfigError: the value is not JSON, or is too large.
-        ServiceError: it could not be stored.
+        ServiceError: the value could not be stored.
     """
     _emit("object", name, {"object": value})
 
 
 def emit_annotation(values: Mapping[str, Any], name: str = "", step: int | None = None) -> None:
-    """Emit JSON values by name, of the episode or of one of its steps.
+    """Emit JSON values by name, which belong to the episode or to one of its steps.
 
     Raises:
         ConfigError: a value is not JSON, or is too large.
-        ServiceError: it could not be stored.
+        ServiceError: the annotation could not be stored.
     """
     _emit("annotation", name, dict(values), step)
 
 
 def emit_exception(error: BaseException) -> None:
-    """Emit an exception that was caught: its class, its message and its traceback.
+    """Emit a caught exception: its class, its message and its traceback.
 
     Raises:
-        ServiceError: it could not be stored.
+        ServiceError: the exception could not be stored.
     """
     lines = "".join(traceback.format_exception(error))[-MAX_TRACE:]
     _emit("exception", type(error).__name__[:100], {"message": str(error)[:MAX_TRACE], "traceback": lines})
 
 
 class Operation:
-    """The result of `operation`: a context manager, and a decorator of sync and async functions."""
+    """An operation that is emitted with its duration: a context manager, and a decorator of sync and async functions."""
 
     def __init__(self, name: str, notes: Mapping[str, Any]) -> None:
         self._name, self._notes = name, notes
 
     def __enter__(self) -> Self:
-        """Start the clock."""
         self._began = time.monotonic()
         return self
 
@@ -118,7 +117,7 @@ class Operation:
         _emit("operation", self._name, {**self._notes, **failure}, seconds=time.monotonic() - self._began)
 
     def __call__(self, function: F) -> F:
-        """Return the function wrapped: each call of it is emitted as an operation."""
+        """Wrap the function. Each call of the wrapped function is emitted as an operation."""
         name = self._name or function.__name__
 
         @functools.wraps(function)
@@ -143,28 +142,28 @@ def operation(name: F) -> F: ...
 
 
 def operation(name: "str | Callable[..., Any]" = "", **notes: Any) -> Any:
-    """Emit how long an operation took, and the exception that it raised.
+    """Emit the duration of an operation, and the exception that it raised.
 
     Use it as `with operation("search", query=text):`, `@operation` or `@operation("search")`.
 
     Args:
-        name: the name of the operation; a decorator without a name uses that of the function.
-        notes: JSON values that are stored with it.
+        name: the name of the operation; a decorator without a name uses the name of the function.
+        notes: JSON values that are stored with the operation.
 
     Raises:
-        ConfigError: at the end of the operation: a note is not JSON, or is too large.
-        ServiceError: at the end of the operation: it could not be stored.
+        ConfigError: a note is not JSON or is too large. The error is raised when the operation ends.
+        ServiceError: the operation could not be stored. The error is raised when the operation ends.
     """
     return Operation(name, notes) if isinstance(name, str) else Operation(name.__name__, notes)(name)
 
 
 @contextmanager
 def collected(into: list[Annotation], source: str, prefix: str) -> Iterator[None]:
-    """Append what this context emits to the list `into`, instead of sending it.
+    """Append the annotations that this context emits to the list `into`, instead of sending them.
 
     Args:
         source: the writer, one of `annotations.SOURCES`.
-        prefix: the first part of each id; the index in the list follows it.
+        prefix: the first part of each annotation's id. The second part is the annotation's index in the list.
     """
 
     def add(annotation: Annotation) -> None:
@@ -189,7 +188,7 @@ def collected(into: list[Annotation], source: str, prefix: str) -> Iterator[None
 
 @contextmanager
 def sent(url: str, key: str) -> Iterator[None]:
-    """Send what this context emits to that URL of the endpoint, with that key."""
+    """Send the annotations that this context emits to the given URL of the endpoint, with the given key."""
     token = _sink.set(functools.partial(_send, url, key))
     try:
         yield
@@ -237,7 +236,9 @@ def _send(url: str, key: str, annotation: Annotation) -> None:
 
 
 def _post(url: str, key: str, body: bytes) -> tuple[int, str]:
-    """Return the status and the error message of the response; status 0 and the exception if there is no response."""
+    """Send the body, and return the status and the error message of the response. Without a response, they are 0 and the
+    exception.
+    """
     parts = urlsplit(url)
     make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = make(parts.hostname or "", parts.port, timeout=TIMEOUT_SECONDS)

@@ -1,7 +1,7 @@
-"""The error classes, one for each boundary.
+"""The error classes. Each class stands for one cause, such as an invalid option or an unavailable service.
 
-A message says what is wrong, with the value, and what to type next. Every class has the exit code that the command line
-returns. The model's own mistakes are never errors: they become observations or a `stop_reason` (see `agent`).
+A message says what is wrong, with the value, and the hint says what to type next. Every class has the exit code that the
+command line returns. Mistakes of the model are never errors: they become observations or a `stop_reason` (see `agent`).
 """
 
 import re
@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _SECOND_STOP = re.compile(r"(?:(?<=[?!])|(?<=[^.]\.)|(?<=\.\.\.))\.\Z")
-"""A pattern of the full stop at the end of a message that already ends in one."""
+"""A pattern of a superfluous full stop: one at the end of a message, after a full stop, question mark or exclamation mark."""
 
 
 class AgentRLError(Exception):
-    """The base of all errors that a person can act upon.
+    """The base class of all errors that the user can fix.
 
     Args:
-        message: one sentence: what was requested, and what is wrong with it.
+        message: one sentence that says what was requested, and what is wrong with it.
         hint: the next command to type, or the change to make; empty if there is none.
     """
 
@@ -38,7 +38,7 @@ class AgentRLError(Exception):
 
 
 def locate_error(error: BaseException) -> str:
-    """Return the function and the line that raised the exception. Unlike a traceback, they cannot show a key."""
+    """Return the function and the line that raised the exception. Unlike a traceback, they cannot contain a secret key."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -46,7 +46,7 @@ def locate_error(error: BaseException) -> str:
 
 
 def join_faults(*faults: AgentRLError) -> AgentRLError:
-    """Combine several errors of a request into one. It has the class of the first error, and all messages with their hints."""
+    """Combine several errors of one request into one error, which has the class of the first and the text of all."""
     first, *more = faults
     if not more:
         return first
@@ -66,31 +66,31 @@ class DatasetError(AgentRLError):
 
 
 class ConflictError(AgentRLError):
-    """A thing with the requested name exists and differs from the request."""
+    """An object with the requested name exists, and differs from the requested object."""
 
     exit_code = 3
 
 
 class ServiceError(AgentRLError):
-    """The database, the broker or a worker does not respond, or is not ready."""
+    """The database, the broker or a worker that does not respond or is not ready."""
 
     exit_code = 4
 
 
 class NotFoundError(AgentRLError):
-    """A run, episode, policy or plug-in of that name does not exist."""
+    """A run, episode, policy or plug-in that does not exist."""
 
     exit_code = 5
 
 
 class StateError(AgentRLError):
-    """The state of the thing does not allow the request."""
+    """A request that the current state of a run, process or another object does not allow."""
 
     exit_code = 6
 
 
 class AccessDenied(AgentRLError):
-    """A query that is not a plain read."""
+    """An SQL query that is not a plain read."""
 
     exit_code = 7
 
@@ -102,29 +102,31 @@ class ModelError(AgentRLError):
 
 
 class CheckpointError(AgentRLError):
-    """A checkpoint that is incomplete, was changed, or belongs to something else."""
+    """A checkpoint that is incomplete, was changed, or belongs to another run or base."""
 
     exit_code = 9
 
 
 class BrokenCheckpoint(CheckpointError):
-    """A checkpoint whose files differ from those that were written. A fault of this host never raises it."""
+    """A checkpoint whose files differ from the files that were written. Faults of this machine, such as an unreadable disk,
+    never raise it.
+    """
 
 
 class SandboxUnavailable(AgentRLError):
-    """This machine has no sandbox for model-written code, or not the requested one."""
+    """A sandbox for model-written code that this machine does not have."""
 
     exit_code = 10
 
 
 class WorkerError(AgentRLError):
-    """The running workers lack something that the run needs, or their settings differ from the command's."""
+    """Running workers that lack something that the run needs, or whose settings differ from those of the command."""
 
     exit_code = 11
 
 
 class DeviceLost(AgentRLError):
-    """The GPU failed in this process. Only a new process can use it again.
+    """A failure of the GPU in this process. Only a new process can use the GPU again.
 
     Args:
         reason: the report of the device's driver.
@@ -138,22 +140,22 @@ class DeviceLost(AgentRLError):
 
 
 class ToolFailure(AgentRLError):
-    """A failed tool call. The message is the observation that the model reads.
+    """A failed tool call. The model reads the message as its observation.
 
-    `error_class` is stored in the call's row.
+    `error_class` is stored in the row of the call.
     """
 
     error_class = "tool_error"
 
 
 class ToolTimeout(ToolFailure):
-    """A call exceeded its tool's time limit."""
+    """A tool call that exceeded the tool's time limit."""
 
     error_class = "timeout"
 
 
 class CodeFailure(ToolFailure):
-    """Model-written code that failed. `status` says how it ended (see `sandbox.Status`)."""
+    """Model-written code that failed. `status` says how the code ended (see `sandbox.Status`)."""
 
     def __init__(self, message: str, status: str) -> None:
         super().__init__(message)
@@ -161,13 +163,13 @@ class CodeFailure(ToolFailure):
 
 
 class UnknownOutcome(ToolFailure):
-    """A call that must not run twice was started and has no result. It may or may not have taken effect."""
+    """A call that must not run twice, was started and has no result. It is unknown whether the call took effect."""
 
     error_class = "unknown_outcome"
 
 
 class RewardError(AgentRLError):
-    """A reward function raised an exception, or returned a value that is not a finite number.
+    """A reward function that raised an exception, or returned a value that is not a finite number.
 
     The episode then fails; its reward is never set to 0.
     """
@@ -178,15 +180,17 @@ class InfraError(AgentRLError):
 
 
 class Unready(InfraError):
-    """A worker lacks a module or a setting that a call needs. Any other call on this worker would fail in the same way."""
+    """A worker that lacks a module or a setting that a call needs. On this worker, every other call would fail in the same
+    way.
+    """
 
 
 class Fenced(AgentRLError):
-    """Another worker has claimed the row since. The result of this worker is discarded."""
+    """A row that another worker has claimed in the meantime. This worker's result is discarded."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, handled between two steps of a training. The message says how far the training has come."""
+    """A Ctrl-C that is handled between two steps of a training. The message says how far the training has come."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
@@ -199,7 +203,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def _is_swap(word: str, name: str) -> bool:
-    """Return True if the words differ only by two neighbouring letters that are swapped."""
+    """Return True if swapping two neighbouring letters turns one word into the other."""
     other = [at for at, (left, right) in enumerate(zip(word, name, strict=False)) if left != right]
     if len(word) != len(name) or len(other) != 2:
         return False

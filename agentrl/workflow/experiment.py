@@ -1,7 +1,7 @@
-"""Experiment: a run's config with the plug-ins that it names. It is made at submission, and once for each claim.
+"""Experiment: the config of a run, with the plug-ins that the config names. It is built at submission and for each claim.
 
-A plug-in is loaded at its first use and then cached, so a tools worker does not need the run's engine. None of them loads
-torch.
+A plug-in is loaded when it is first used, and is then cached. So a tools worker does not need the run's engine. Loading a
+plug-in never loads torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +23,12 @@ from agentrl.workflow.trainers import TrainerBackend
 
 @dataclass(frozen=True)
 class Experiment:
-    """A run's config and its parts, each of which raises ConfigError if it cannot be loaded here.
+    """The config of a run and its loaded plug-ins. A property raises ConfigError if its plug-in cannot be loaded in this
+    process.
 
     Args:
         config: the run's config.
-        stored_weights: reward -> weight, as a run's rows have them; unset: those of the env and the config.
+        stored_weights: the weights of the rewards, as stored with the run; unset: the weights of the env and the config.
         resources: texts that replace the env's system prompt and the descriptions of tools.
     """
 
@@ -37,7 +38,7 @@ class Experiment:
 
     @classmethod
     def load(cls, config: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> Self:
-        """Return the experiment of a stored run, from its stored config and weights. Configs of older formats are accepted."""
+        """Return the experiment of a stored run. Configs of older formats are accepted."""
         algorithm = dict(config.get("algorithm", {}))
         if algorithm.get("aggregation") == "seq-mean-token-sum-norm-trl":  # of format 2
             algorithm["aggregation"] = "seq-mean-token-sum-norm"
@@ -45,7 +46,9 @@ class Experiment:
         return cls(RunConfig.model_validate(stored, context={"stored": True}), weights)
 
     def reading(self, resources: Mapping[str, str]) -> "Experiment":
-        """Return the same with these texts; those of a run with an agent reach the agent instead."""
+        """Return the experiment with these resources. If the run has an agent, it is returned unchanged: the agent receives the
+        texts itself.
+        """
         return self if self.config.agent is not None or not resources else replace(self, resources=resources)
 
     @cached_property
@@ -60,7 +63,7 @@ class Experiment:
 
     @cached_property
     def tools(self) -> Mapping[str, Tool]:
-        """The tools that the model may call, by the name that it writes; empty if the run has an agent."""
+        """The tools that the model may call, by the name that the model writes; empty if the run has an agent."""
         if self.config.agent is not None:
             return {}
         texts = {name.removeprefix(TOOL): text for name, text in self.resources.items() if name.startswith(TOOL)}
@@ -77,7 +80,8 @@ class Experiment:
     def weights(self) -> Mapping[str, float]:
         """The weight of each reward.
 
-        They are the env's, unless the config names rewards. Then rewards that only the env names have weight 0.
+        Without rewards in the config, these are the env's weights. If the config names rewards, the env's other rewards have
+        weight 0.
         """
         if self.stored_weights is not None:
             return self.stored_weights
@@ -93,7 +97,7 @@ class Experiment:
 
     @cached_property
     def judges(self) -> Mapping[str, Judge]:
-        """The rewards that ask a judge, by the reward's name."""
+        """The rewards that are judges (`rewards.Judge`), by name."""
         return judges_of(self.weights)
 
     @cached_property
@@ -112,5 +116,5 @@ class Experiment:
         return trainer
 
     def scoring_hash(self, anew: bool = False) -> str:
-        """Return the hash of all code that scores; see `envs.scoring_hash`."""
+        """Return the hash of all code that scores episodes; see `envs.scoring_hash`."""
         return scoring_hash(self.env, self.weights, anew)

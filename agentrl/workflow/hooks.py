@@ -1,7 +1,7 @@
-"""Hooks: a user's own code that runs at fixed points of a run.
+"""Hooks: a user's code that runs at fixed points of a run.
 
 Subclass `Hook`, override the methods that you need, and name the class in `hooks:` of the run. Hooks run inside the workers, in
-the order of that list. A hook that raises an exception fails its episode (or the update).
+the order of that list. If a hook raises an exception, its episode or its update fails.
 """
 
 import inspect
@@ -18,31 +18,31 @@ log = getLogger("agentrl.hook")
 
 
 class Hook:
-    """A hook whose methods all do nothing. Override the ones that you need."""
+    """The base class of hooks. Its methods do nothing; override the ones that you need."""
 
     def on_run_start(self, run: str, config: Mapping[str, object]) -> None:
-        """Run once, in the submitting process, after the run's rows are written and before a message is sent."""
+        """Run once in the submitting process, after the run's rows are written and before the first message is sent."""
 
     def on_rollout_start(self, episode: Episode) -> None:
-        """Run before an episode starts, and before it continues after the loss of a worker."""
+        """Run before an episode starts. If its worker is lost, run again before the episode continues."""
 
     def on_trace_start(self, episode: Episode) -> None:
         """Run before the next step of the episode is sampled."""
 
     def on_trace_end(self, episode: Episode) -> None:
-        """Run after a step and its tool results are recorded."""
+        """Run after a step and the results of its tool calls are recorded."""
 
     def on_rollout_end(self, episode: Episode) -> Mapping[str, float | Sequence[float]] | None:
-        """Run after the episode is scored. Return reward parts to add, each with weight 1.
+        """Run after the episode is scored. Return the reward parts to add, each with weight 1.
 
         A part is one number, or a list with one number per step. A part replaces an existing part of the same name. A hook may
-        instead be defined as `on_rollout_end(self, rollout, task)`: it receives a `Rollout` and the task. A reward that it sets
-        there (`rollout.reward = 1.0`, `rollout.metadata["reward"]`) is the part `reward`.
+        also be defined as `on_rollout_end(self, rollout, task)`, with a `Rollout` and the task. If such a hook sets a reward
+        (`rollout.reward = 1.0`, `rollout.metadata["reward"]`), the reward becomes the part `reward`.
         """
         return {}
 
     def on_update_start(self, run: str, iteration: int) -> None:
-        """Run before the update of iteration k is computed, and again after the loss of a worker."""
+        """Run before the update of an iteration is computed. If the worker is lost, run again in the next attempt."""
 
     def on_update_end(self, run: str, iteration: int, metrics: Mapping[str, float]) -> None:
         """Run after an update is committed and its policy is published. Iteration k, counted from 1, makes version k."""
@@ -50,18 +50,18 @@ class Hook:
     def on_eval_end(self, run: str, version: int, metrics: Mapping[str, float]) -> None:
         """Run after an evaluation.
 
-        `run` is the evaluation's own name, and `version` is the version of the policy that it measured.
+        `run` is the name of the evaluation's own run, and `version` is the policy version that was evaluated.
         """
 
     def on_run_end(self, run: str, status: str) -> None:
-        """Run after the run has ended, done or failed.
+        """Run after the run has ended with the status done or failed.
 
-        Like the other methods that run after a commit, it is not called again if its worker is lost.
+        Like the other methods that run after a commit, this method is not called again if its worker is lost.
         """
 
 
 class LoggingHook(Hook):
-    """A hook that logs the rewards of rollouts, updates, evaluations and ends of runs (`agentrl logs`)."""
+    """A hook that logs the rewards of rollouts, the updates, the evaluations and the end of a run (`agentrl logs`)."""
 
     def on_rollout_end(self, episode: Episode) -> None:
         log.info("episode %d of %s: reward %g, %s", episode.id, episode.task.key, episode.reward or 0.0, episode.stop_reason)
@@ -84,7 +84,7 @@ def _numbers(metrics: Mapping[str, float]) -> str:
 
 
 def parts_told(hook: Hook, episode: Episode) -> Mapping[str, object]:
-    """Return the reward parts that a hook adds to a finished episode. Both forms of `on_rollout_end` are supported."""
+    """Call `on_rollout_end` of a hook, in either of its forms, and return the reward parts that it adds."""
     call: Callable[..., Any] = hook.on_rollout_end
     if len(inspect.signature(call).parameters) < 2:
         return call(episode) or {}
@@ -97,10 +97,10 @@ def parts_told(hook: Hook, episode: Episode) -> Mapping[str, object]:
 
 
 def load_hooks(paths: Sequence[str]) -> tuple[Hook, ...]:
-    """Return an instance of each hook.
+    """Load the hooks.
 
-    A path to a class (`package.module:ClassName`) makes a new instance. A path to an object makes a copy; a lent object (see
-    `plugins.lend`) is used as it is.
+    A path to a class (`package.module:ClassName`) gives a new instance. A path to an object gives a copy, except for an object
+    of this process (see `plugins.lend`), which is used directly.
 
     Raises:
         ConfigError: a path does not lead to a hook, or its class cannot be instantiated without arguments.

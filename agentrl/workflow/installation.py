@@ -16,11 +16,12 @@ _PACKAGE = re.compile(r"([\w.-]+)")
 
 
 def install_command(*names: str) -> str:
-    """Return the pip command that installs extras of agentrl or packages that it needs.
+    """Return the pip command that installs extras of agentrl, or packages that agentrl needs.
 
-    In a checkout, extras are installed by name: `pip install -e 'CHECKOUT[mcp]'`. Elsewhere the command lists their packages
-    with the versions that agentrl's metadata allows: `pip install 'mcp<3,>=2'`. It never asks a package index for agentrl,
-    which is another project there. In the image of the compose stack, which is read-only, the hint names the build argument.
+    In a checkout, the command names the extras: `pip install -e 'CHECKOUT[mcp]'`. Elsewhere, the command lists their packages
+    with the versions that agentrl's metadata allows: `pip install 'mcp<3,>=2'`. The command never names the package agentrl,
+    because the package index has another project of that name. In the image of the compose stack, which is read-only, the hint
+    names the build argument instead.
 
     Args:
         names: extras and packages of agentrl's metadata. A name that is both means the extra.
@@ -46,6 +47,6 @@ def install_command(*names: str) -> str:
 
 
 def _belongs_to(requirement: str, names: Collection[str]) -> bool:
-    """Return True if the requirement belongs to one of these extras, or is one of these packages and always required."""
+    """Return True if the requirement belongs to one of the named extras, or is a named package that agentrl always requires."""
     name = _EXTRA.search(requirement) or _PACKAGE.match(requirement)
     return bool(name and name[1] in names)

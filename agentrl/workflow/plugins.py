@@ -1,7 +1,7 @@
-"""Plug-ins: a plug-in is one file that defines the object it is named after.
+"""Plug-ins. A plug-in is an object in a file of the same name.
 
-`find("rewards", "numeric_answer")` imports `workflow/rewards/numeric_answer.py` and returns its `numeric_answer`.
-`package.module:name` finds a user's own code. The names of the files are the registry.
+`find("rewards", "numeric_answer")` imports `workflow/rewards/numeric_answer.py` and returns its object `numeric_answer`.
+`package.module:name` finds a user's own code. There is no other registry than the names of the files.
 """
 
 import ast
@@ -31,27 +31,30 @@ _CLASSES = {
 }  # fmt: skip
 PACKAGE = "agentrl.workflow"
 CODE_PREFIX = "agentrl_code_"
-"""The prefix of the modules that agentrl writes for code from a notebook or a script. A hash of the content follows."""
+"""The prefix of the modules that agentrl writes for code of notebooks and scripts. The hash of the content follows the prefix.
+"""
 MAX_FILES = 1000
-"""The most files of a folder that are compared with a misspelt module name."""
+"""The most files of a folder that are compared with an unknown module name to find a similar one."""
 ROOT = Path(__file__).parents[2]
 """The folder that holds the package: a checkout, or `site-packages`."""
 HERE = "agentrl_here"
 """The module of objects that exist only in one process, such as a function whose source cannot be stored."""
 _lent: dict[str, Any] = {}
-"""A mapping from a path to the object that it leads to in this process."""
+"""A mapping from a path to the object of this process that it leads to."""
 _sources: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 _import_lock = Lock()
-"""A lock around the invalidation of the import caches. Two threads at once would delete the same entry and raise KeyError."""
+"""A lock around the invalidation of the import caches. Without it, two threads could delete the same entry, which raises
+KeyError.
+"""
 
 
 def code_folder(where: Settings) -> Path:
-    """Return the folder of the modules that agentrl writes for code from a notebook or a script."""
+    """Return the folder of the modules that agentrl writes for code of notebooks and scripts."""
     return where.root / "code"
 
 
 def lend(path: str, value: Any) -> None:
-    """Make the path lead to this very object in this process."""
+    """Register the object under the path, so `find` returns this very object in this process."""
     module = path.partition(":")[0]
     if module == HERE:
         sys.modules.setdefault(HERE, ModuleType(HERE))
@@ -62,7 +65,7 @@ def lend(path: str, value: Any) -> None:
 
 
 def is_lent(path: str) -> bool:
-    """Return True if the path leads to an object of this process (see `lend`). Such an object is used as it is, not copied."""
+    """Return True if the path leads to an object that `lend` has registered. Such an object is used directly, not copied."""
     return path in _lent
 
 
@@ -89,11 +92,11 @@ def find(kind: str, name: str) -> Any:
 
 
 def code_of(kind: str, name: str) -> str:
-    """Return the source of the file that defines the plug-in, as this process has loaded it.
+    """Return the source of the file that defines the plug-in, in the version that this process has loaded.
 
     Raises:
-        ConfigError: as `find`.
-        OSError: the file was deleted, or the module has none.
+        ConfigError: as in `find`.
+        OSError: the file was deleted, or the module has no file.
     """
     find(kind, name)
     return source_of(name.partition(":")[0] if ":" in name else f"{PACKAGE}.{kind}.{name}")
@@ -103,8 +106,8 @@ def source_of(module: str, anew: bool = False) -> str:
     """Return the source of a loaded module; empty for a notebook.
 
     Args:
-        anew: True: the file's present text. False: its text when this process first found a plug-in in it, which is the loaded
-            code.
+        anew: True: the current text of the file. False: the text when this process first found a plug-in in the file, which is
+            the loaded code.
 
     Raises:
         OSError: the module's file was deleted.
@@ -120,7 +123,7 @@ def source_of(module: str, anew: bool = False) -> str:
 
 
 def hashed_source(module: str, anew: bool = False) -> str:
-    """Return the part of a module's source that is hashed: its statements, without comments, docstrings and layout.
+    """Return the part of a module's source that is hashed: its statements without comments, docstrings and layout.
 
     Raises:
         OSError: the module's file was deleted.
@@ -142,7 +145,7 @@ def _statements(source: str) -> str:
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
-    """Return True if the statement is only a string, as docstrings are."""
+    """Return True if the statement is only a string."""
     return (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
     )
@@ -185,14 +188,17 @@ def _user_object(kind: str, path: str) -> Any:
 def _user_position() -> int:
     """Return the index in `sys.path` at which a user's folder is inserted.
 
-    It is the end, but before a checkout: the link `workflow` in a checkout would hide a user's package `workflow`.
+    The folder comes last, but before a checkout of agentrl. Otherwise the link `workflow` of the checkout would hide a user's
+    package `workflow`.
     """
     is_checkout = Path(ROOT, "workflow").exists()
     return sys.path.index(str(ROOT)) if is_checkout and str(ROOT) in sys.path else len(sys.path)
 
 
 def _path_hint(module: str = "") -> str:
-    """Return the hint that says where a user's module is searched. A worker's folder may differ from the command's."""
+    """Return the hint that lists where a user's module was searched. The working directory of a worker may differ from the
+    command's.
+    """
     here = Path.cwd()
     near = get_close_matches(module, (file.stem for file in islice(here.glob("*.py"), MAX_FILES)), 1) if module else []
     meant = f"Did you mean '{near[0]}'? " if near else ""
@@ -221,9 +227,10 @@ def _import_error(kind: str, name: str, error: BaseException) -> ConfigError:
 
 
 def _where(error: BaseException) -> str:
-    """Return `FILE:LINE: ` of the traceback's first line outside of the import machinery; empty if there is none.
+    """Return `FILE:LINE: ` of the first line of the traceback that is not in the import machinery; empty if there is no such
+    line.
 
-    For a syntax error it is the line with the error, because no line of that file ran.
+    For a syntax error, this is the line with the error, because no line of that file ran.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "

@@ -1,7 +1,8 @@
-"""The check whether rewards can score the tasks of a dataset: each task's own reference, as the answer, must earn full marks.
+"""The check whether rewards can score the tasks of a dataset. If a task's reference is the answer, it must earn the full
+reward.
 
 Only rewards that compare answers with references are checked. Such a reward has `reference_form`, which turns a reference into
-an answer: a field of a `Judge`, or an attribute of any other function.
+an answer. It is a field of a `Judge`, or an attribute of any other reward function.
 """
 
 import hashlib
@@ -24,18 +25,22 @@ HINT = "Correct the rows, or use another reward. To list all such rows: agentrl 
 
 
 def comparing_rewards(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the rewards that compare an answer with the task's reference."""
+    """Return the names of the rewards that compare an answer with the task's reference."""
     return tuple(name for name in names if getattr(find("rewards", name), "reference_form", ""))
 
 
 def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None:
-    """Check the references of a sample of tasks, drawn with the seed.
+    """Check the references of a random sample of the tasks.
 
     A sample that has passed is checked again only if its tasks or the code of the rewards change.
 
+    Args:
+        names: the names of the rewards.
+        seed: the seed that selects the sample.
+
     Raises:
         DatasetError: some tasks cannot be scored; the message has their keys.
-        SandboxUnavailable, InfraError: a reward has to run code, and that failed.
+        SandboxUnavailable, InfraError: a reward could not run its code.
     """
     if not names:
         return
@@ -58,10 +63,10 @@ def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None
 
 
 def reference_problems(tasks: Sequence[Task], names: Sequence[str]) -> list[str]:
-    """Return `key: why` for each task whose own reference does not earn full marks with one of the rewards.
+    """Return `key: why` for each task whose reference, as the answer, does not earn the full value of one of the rewards.
 
     Raises:
-        SandboxUnavailable, InfraError: a reward has to run code, and that failed.
+        SandboxUnavailable, InfraError: a reward could not run its code.
     """
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         reasons = pool.map(lambda task: next(filter(None, (_problem(task, name) for name in names)), ""), tasks)
@@ -69,7 +74,7 @@ def reference_problems(tasks: Sequence[Task], names: Sequence[str]) -> list[str]
 
 
 def _problem(task: Task, name: str) -> str:
-    """Return why neither the task's reference nor one of its aliases earns full marks; empty if one does."""
+    """Return why neither the task's reference nor one of its aliases earns the full reward; empty if at least one does."""
     aliases = task.metadata.get("aliases")
     others = aliases if isinstance(aliases, list) else ()
     problem = _problem_of_answer(task, name, task.reference)

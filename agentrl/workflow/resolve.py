@@ -1,7 +1,7 @@
-"""A config from YAML, environment variables, flags and `-s key=value`.
+"""Reads a config from YAML, environment variables, flags and `-s key=value`.
 
-Precedence: flags > environment (`AGENTRL_RUN_<KEY>`, dots as `__`) > file > defaults. `resolve` also returns where each value
-came from.
+Precedence: flags > environment (`AGENTRL_RUN_<KEY>`, dots as `__`) > file > defaults. `resolve` also returns the source of each
+value.
 """
 
 import math
@@ -24,9 +24,11 @@ MAX_DIGITS = 100
 OTHER_NAMES = {"agent": "agent.name", "max_samples": "max_tasks", **OLDER_KEYS}
 """A mapping from other names of keys and flags to their first name: older names, and `agent` for `agent.name`."""
 TASK_COUNTS = ("max_samples", "max_tasks", "num_samples", "limit")
-"""Names that users may try for the number of tasks, in a section that calls it `tasks`."""
+"""Names that users may type for the number of tasks, in a section whose key is `tasks`."""
 INSTEAD = {"epochs": "iterations", "iterations": "epochs"}
-"""Pairs of keys that exclude each other. A key of a source with higher precedence replaces the other key."""
+"""Pairs of keys that exclude each other. If both are set, the key from the source with the higher precedence replaces the other
+key.
+"""
 
 
 def resolve(
@@ -35,13 +37,13 @@ def resolve(
     assignments: tuple[str, ...] = (),
     environ: Mapping[str, str] | None = None,
 ) -> tuple[RunConfig, dict[str, str]]:
-    """Return the config, and where the value of each dotted key came from.
+    """Return the config, and the source of each dotted key's value.
 
-    The latter is `default`, the file's path, `environment` or `flag`.
+    A source is `default`, the file's path, `environment` or `flag`.
 
     Args:
         file: a YAML file with nested or dotted keys.
-        flags: values by dotted key; None: the flag was not given.
+        flags: values by dotted key; None: the flag was not passed.
         assignments: texts `key=value`; the values are parsed as YAML.
         environ: the environment variables.
 
@@ -74,7 +76,7 @@ def resolve(
 
 
 def parse_weights(texts: Iterable[str]) -> dict[str, float]:
-    """Return the weights by name. Each word is `NAME` (weight 1) or `NAME=WEIGHT`.
+    """Parse weights by name. Each text is `NAME` (weight 1) or `NAME=WEIGHT`.
 
     Raises:
         ConfigError: a weight is not a finite number, or a name occurs twice.
@@ -95,7 +97,7 @@ def parse_weights(texts: Iterable[str]) -> dict[str, float]:
 
 
 def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the values of `key=value` texts by key. The values are parsed as YAML.
+    """Parse texts `key=value` into a mapping. The values are parsed as YAML.
 
     Raises:
         ConfigError: a text is not an assignment, or its key is unknown.
@@ -108,7 +110,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def by_first_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the values by the first name of their keys or flags (see `OTHER_NAMES`).
+    """Replace other names of keys and flags by the first name (see `OTHER_NAMES`), and return the values by key.
 
     Raises:
         ConfigError: a key is given under two of its names.
@@ -123,14 +125,14 @@ def by_first_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses what no config needs.
+    """A YAML loader that refuses constructs that no config needs.
 
-    It refuses duplicate keys, keys that are not text, aliases (they can expand without limit), and integers of more than
+    These are duplicate keys, keys that are not text, aliases (they can expand without limit), and integers of more than
     `MAX_DIGITS` digits.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next node. Refuse an alias."""
+        """Compose the next node; refuse an alias."""
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
             problem = f"aliases are not supported; write the value of *{event.anchor} in full"
@@ -138,7 +140,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node. Refuse duplicate keys, of which YAML would silently use the last."""
+        """Return the mapping of a node; refuse duplicate keys. Without this check, YAML would silently use the last value."""
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -149,7 +151,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return the integer of a node. Refuse one with too many digits."""
+        """Return the integer of a node; refuse an integer with too many digits."""
         if len(node.value) > MAX_DIGITS:
             problem = f"a number of {len(node.value)} digits is too large"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

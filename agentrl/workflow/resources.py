@@ -1,8 +1,8 @@
-"""Resources: the named texts of a run, such as prompts and descriptions of tools. A search may improve them.
+"""Resources: the named texts of a run, such as prompts and descriptions of tools. A prompt search may improve them.
 
-An agent receives them by name. The built-in loop reads `system_prompt`, and `tool:NAME` as the description of a tool. A text
-may have placeholders, such as `{question}`, which an agent fills. A text that replaces another one must have the same
-placeholders.
+An agent receives the texts by name. The built-in loop uses `system_prompt`, and `tool:NAME` as the description of a tool. A
+text may have placeholders, such as `{question}`, which an agent fills in. If a text replaces another text, both must have the
+same placeholders.
 """
 
 import re
@@ -11,26 +11,26 @@ from typing import Any
 
 SYSTEM_PROMPT = "system_prompt"
 TOOL = "tool:"
-"""The prefix of the name of a tool's description."""
+"""The prefix of the resource name of a tool's description."""
 MAX_RESOURCES = 64
 MAX_RESOURCE_CHARS = 32_768
-"""The most characters of a text."""
+"""The most characters of a resource."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_:./-]{0,127}")
 _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class Prompt(str):
-    """A text of a run with placeholders that an agent fills."""
+    """A text of a run with placeholders that an agent fills in."""
 
     __slots__ = ()
 
     def format(self, *args: object, **values: object) -> str:
-        """Return the text with each placeholder `{name}` replaced by the value of that name; other braces stay.
+        """Return the text with each placeholder `{name}` replaced by the value of that name. Other braces stay unchanged.
 
-        It never works like `str.format`: a model may have written the text, and `{a.b}` would read attributes.
+        This is not `str.format`: a model may have written the text, and `{a.b}` would read attributes of objects.
 
         Raises:
-            ValueError: the text has no placeholder for a value, so the model would never read it.
+            ValueError: the text has no placeholder for a value, so the model would never read the value.
         """
         if args:
             raise ValueError("pass the values by name: prompt.format(question=...)")
@@ -41,12 +41,12 @@ class Prompt(str):
 
 
 def places(text: str) -> frozenset[str]:
-    """Return the names of the text's placeholders."""
+    """Return the names of the placeholders in the text."""
     return frozenset(_PLACE.findall(text))
 
 
 def validation_error(text: Any, before: str | None = None) -> str:
-    """Return why the value is not a valid text of a run, or cannot replace the text `before`; empty if it can."""
+    """Return why the value is not a valid text of a run, or why it cannot replace the text `before`; empty if it is valid."""
     if not isinstance(text, str):
         return f"it is of type {type(text).__name__:.100}"
     if not text.strip():
@@ -63,7 +63,7 @@ def read_resources(values: Mapping[str, Any]) -> dict[str, str]:
     """Validate resources, and return them as a new dict.
 
     Raises:
-        ValueError: there are too many, or a name or a text is invalid.
+        ValueError: there are too many resources, or a name or a text is invalid.
     """
     if len(values) > MAX_RESOURCES:
         raise ValueError(f"a run has at most {MAX_RESOURCES} resources, not {len(values)}")

@@ -25,7 +25,7 @@ def is_url(path: str) -> bool:
 
 
 def digest(key: str, value: str) -> str:
-    """Return a keyed BLAKE2b hash (32 hexadecimal digits). It compares values that must not be shown."""
+    """Return a keyed BLAKE2b hash (32 hexadecimal digits). With it, secret values can be compared without being shown."""
     return hashlib.blake2b(os.fsencode(value), key=key.encode(), digest_size=16).hexdigest()
 
 
@@ -173,7 +173,7 @@ class Settings(BaseSettings):
 
     @property
     def trackers_dir(self) -> Path:
-        """The folder for trackers that need no server."""
+        """The folder for the files of trackers that need no server."""
         return self.root / "trackers"
 
     @property

@@ -1,7 +1,7 @@
 """The chains of an episode: which steps form a training row, which tokens precede them, and which steps train.
 
-A chain is a sequence of steps, each of which continues the one before token for token. It may begin with tokens of another
-chain. These are its context, and train only in the chain that sampled them, so each sampled token trains once.
+A chain is a sequence of steps. Each step continues the previous step token for token. A chain may begin with tokens of another
+chain, which are its context. Context tokens train only in the chain that sampled them, so each sampled token trains once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,23 @@ from dataclasses import replace
 from agentrl.workflow.trajectory import ROOT, Episode, Step
 
 UNREAD = "whoever asked for it was not sent all of it, and nothing continues it"
-"""The reason why a step does not train that was cancelled or not delivered completely."""
+"""The reason why a step does not train if it was cancelled or not delivered completely."""
 
 INHERITED = "its parent episode has it"
 """The reason why an inherited step of a fork does not train."""
 
 EQUAL = "equal_histories"
-"""The key in `steps.asked` of the number of turns whose messages equal those of the step's parent line.
+"""The key in `steps.asked` for the number of turns whose messages are equal to those of the step's parent line.
 
-It is set if there are several: the request may have meant to continue any of them.
+The key is set only if there are several such turns, because the request could continue any of them.
 """
 
 
 def chains_of(episode: Episode) -> list[list[Step]]:
     """Return the episode's steps, one list per chain, in the order in which the chains began.
 
-    A step without a parent begins a new chain, whatever its chain number. In episodes that are older than chain numbers, all
-    steps have number 0.
+    A step without a parent begins a new chain, whatever its chain number is. In episodes that were stored before chain numbers
+    existed, all steps have the number 0.
     """
     chains: list[list[Step]] = []
     ends: dict[int, list[Step]] = {}  # the index of a chain's last step -> the chain
@@ -42,7 +42,9 @@ def chains_of(episode: Episode) -> list[list[Step]]:
 
 
 def context_of(episode: Episode, step: Step) -> list[tuple[int, float | None]]:
-    """Return the tokens that the step's prompt continues: each id with its logprob; None if the token was not sampled."""
+    """Return the tokens that precede the step's prompt. Each is an id with its logprob, which is None if the token was not
+    sampled.
+    """
     if step.parent is None or step.parent == ROOT:
         return []
     tokens: list[tuple[int, float | None]] = []
@@ -54,7 +56,7 @@ def context_of(episode: Episode, step: Step) -> list[tuple[int, float | None]]:
 
 
 def reasons_not_to_train(episode: Episode) -> Mapping[int, str]:
-    """Return the reason for each step of the episode that does not train, by the step's index."""
+    """Return the reason why a step does not train, by step index, for each step that does not train."""
     lengths = _lengths(episode)
     continued = {
         step.parent
@@ -66,10 +68,11 @@ def reasons_not_to_train(episode: Episode) -> Mapping[int, str]:
 
 
 def as_read(episode: Episode) -> tuple[Episode, Sequence[int]]:
-    """Return the episode as its client has read it, and the old index of each step that is left.
+    """Return the episode without the steps that the client never received, and the old indices of the remaining steps.
 
-    Steps that were not delivered and that no other step continues are removed. Rewards and training use this episode. So both
-    are independent of requests that failed and were repeated. If only such a step separated two chains, they become one.
+    A step is removed if it was not delivered and no other step continues it. Rewards and training use the returned episode, so
+    requests that failed and were repeated do not change them. If only a removed step separated two chains, the two become one
+    chain.
     """
     if all(step.delivered for step in episode.steps):
         return episode, range(len(episode.steps))
@@ -90,8 +93,8 @@ def as_read(episode: Episode) -> tuple[Episode, Sequence[int]]:
 def _moved(episode: Episode, step: Step, moved: Mapping[int, int], lengths: Mapping[int, int]) -> Step:
     """Return the step with its new index and parent.
 
-    A removed parent is replaced by the nearest step of its line that is left. `shared` is then the number of tokens that it
-    shares with that step's line.
+    If the parent was removed, the nearest remaining step of the parent's line replaces it. `shared` is then the number of
+    tokens that the step shares with the new parent's line.
     """
     parent, shared = ROOT if step.parent is None else step.parent, step.shared
     while parent not in moved:
@@ -109,7 +112,7 @@ def _moved(episode: Episode, step: Step, moved: Mapping[int, int], lengths: Mapp
 
 
 def _lengths(episode: Episode) -> dict[int, int]:
-    """Return the number of tokens up to the end of each step, context included, by the step's index."""
+    """Return the number of tokens up to the end of each step, including the context, by step index."""
     lengths = {ROOT: 0}
     for step in episode.steps:
         before = lengths[ROOT if step.parent is None else step.parent]

@@ -1,6 +1,6 @@
-"""The data types of agentrl: Task, Message, ToolCall, ToolResult, Step, Episode, Group, and their states.
+"""The data types of agentrl: Task, Message, ToolCall, ToolResult, Step, Episode, Group, and the states of an episode.
 
-They depend on no database, process or tensor. Rewards, losses, replay and export work on these values alone.
+The types depend on no database, process or tensor. Rewards, losses, replay and export use only these types.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["planned", "running", "done", "failed", "infra_error", "cancelled"]
 StopReason = Literal["answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout", "agent_error"]
 TRUNCATED: tuple[StopReason, ...] = ("max_steps", "max_tokens", "timeout")
-"""The stop reasons of an episode that a limit ended."""
+"""The stop reasons of an episode that ended at a limit."""
 FinishReason = Literal["stop", "length"]
 
 TRANSITIONS: Mapping[str, frozenset[str]] = {
@@ -38,7 +38,7 @@ OPEN = ("planned", "running")
 
 
 def storable(text: str) -> str:
-    """Return the text with NUL and lone surrogates replaced, so any database can store it. Token ids are stored unchanged."""
+    """Replace NUL and lone surrogates in the text, so any database can store it. Token ids are stored unchanged."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode("utf-8")
 
 
@@ -50,24 +50,27 @@ ROOT = -1
 
 
 UNCLOSED = "<tool_call> was not closed"
-"""The `error` of a call in which the policy stopped before `</tool_call>`.
+"""The `error` of a call if the policy stopped before `</tool_call>`.
 
-The episode ends as `parse_error`, because no answer can follow.
+The episode then ends as `parse_error`, because no answer can follow.
 """
 
 UNFINISHED = "the call was not finished"
-"""The `error` of a call in which the policy stopped, in formats without a closing tag. The episode ends as for `UNCLOSED`."""
+"""The `error` of a call if the policy stopped within the call, in formats without a closing tag.
+
+The episode then ends in the same way as for `UNCLOSED`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the policy wrote.
+    """One tool call that the policy wrote.
 
     Args:
         name: the name of the tool; it may be empty if the call could not be parsed.
         arguments: the arguments by name.
-        error: why the call could not be parsed; None if it could.
-        loose: whether the policy wrote bare JSON, without the markers that the tool format puts around a call.
+        error: why the call could not be parsed; None if it could be parsed.
+        loose: True if the policy wrote bare JSON, without the markers that the tool format puts around a call.
     """
 
     name: str
@@ -78,12 +81,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How the code of a call ended, as the sandbox observed it from outside.
+    """How the code of a tool call ended, as the sandbox observed it from outside.
 
     Args:
         sandbox: the kind of sandbox: bwrap, landlock, docker, unsafe.
         status: see `sandbox.Status`.
-        code: the exit code, negative for a signal; None if the code was killed from outside.
+        code: the exit code, negative for a signal; None if the sandbox killed the code.
     """
 
     sandbox: str
@@ -93,16 +96,16 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a call as the model reads it, and its costs, which the model does not see.
+    """The result of a tool call, which the model reads, and the costs of the call, which the model does not see.
 
     Args:
         content: the text that the model reads.
-        error_class: the class of the error; None for success.
+        error_class: the class of the error; None if the call succeeded.
         seconds: the wall-clock time, in seconds.
         cpu_seconds: the processor time of the sandbox, or of the worker's thread if there is no sandbox, in seconds; None:
             unknown.
         exit: how the code ended, if a sandbox ran it.
-        annotations: the tool's annotations of its episode; empty once they are stored as rows.
+        annotations: the annotations that the tool emitted; empty once they are stored as rows.
     """
 
     content: str
@@ -125,15 +128,15 @@ class Message:
 
     @property
     def is_rich(self) -> bool:
-        """True if the message has more than a role and content."""
+        """True if the message has more fields than a role and content."""
         return bool(self.thought or self.tool_calls or self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One dataset row.
+    """One row of a dataset.
 
-    `key` names it within its dataset and never changes (`train/17`). `reference` is the gold answer.
+    `key` identifies the task within its dataset and never changes (`train/17`). `reference` is the correct answer.
     """
 
     key: str
@@ -143,7 +146,7 @@ class Task:
 
     @property
     def content_hash(self) -> str:
-        """The hash of the row's key and content. An edited row has another hash, so it is another task."""
+        """The hash of the row's key and content. An edited row has another hash, so it is a different task."""
         messages = [
             [
                 m.role,
@@ -158,21 +161,22 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One policy turn: the new prompt tokens, the sampled tokens, the calls and their results.
+    """One turn of the policy: the new prompt tokens, the sampled tokens, the tool calls and their results.
 
-    Token ids are exact and never tokenized again. `prompt_ids` continues all tokens of the step `parent`, or the first `shared`
-    of them. If a stop string ended the parent, `prompt_ids` begins with the end token. `behavior_logprobs` has one value per
-    sampled token: its natural logarithm at the sampling temperature, over the whole vocabulary. `results` is None until all
-    results are observed. `reward` is the weighted reward of this step; it is a part of the episode's reward.
+    Token ids are exact and are never tokenized again. `prompt_ids` follows all tokens of the step `parent`, or the first
+    `shared` of them. If a stop string ended the parent, `prompt_ids` begins with the end token. `behavior_logprobs` has one
+    natural log-probability per sampled token, at the sampling temperature and over the whole vocabulary. `results` is None
+    until all results are observed. `reward` is the weighted reward of this step, and is a part of the episode's reward.
 
     Args:
-        new_row: why the step could not continue the step before it; None if it could. Such a step begins a new chain.
-        prompt: the messages that are new to its line; if `shared` is set, all messages of the request.
-        chain: the number of its chain.
-        parent: the index of the step that it continues, or `ROOT`. If unset: the step before it, or `ROOT` if `new_row` is set.
-        shared: the number of the parent line's tokens that it continues; None: all of them.
-        delivered: whether the client received the whole turn.
-        draw: how often the prompt was sampled before; None: as often as earlier steps have the same prompt.
+        new_row: why the step could not continue the previous step; None if it could. A step with a reason begins a new chain.
+        prompt: the messages that are new in this step's line. If `shared` is set, these are all messages of the request.
+        chain: the number of the step's chain.
+        parent: the index of the step that this step continues, or `ROOT`. If unset: the previous step, or `ROOT` if `new_row`
+            is set.
+        shared: the number of tokens of the parent's line that this step continues; None: all of them.
+        delivered: True if the client received the complete turn.
+        draw: the number of earlier samples from the same prompt; None: the number of earlier steps with the same prompt.
     """
 
     index: int
@@ -205,7 +209,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A call of a step, with the values that only its row has; `result` is set if the call could not be sent at all."""
+    """A tool call of a step, with the values that only its database row has. `result` is set if the call could not be sent to a
+    worker.
+    """
 
     call: ToolCall
     effects: str
@@ -214,14 +220,14 @@ class CallRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """The request of an agent that a step answers.
+    """The request of an agent to which a step is the response.
 
     Args:
-        id: names the request, and the answer among those to the same request.
-        body_hash: sha256 of its body.
-        asked: the sampling that the client asked for, and when.
-        tools: the tools that the request brought, as schemas.
-        template_options: the options for the chat template that it brought.
+        id: the id of the request. If the request asked for several choices, the id also tells which choice the step is.
+        body_hash: the sha256 of the request's body.
+        asked: the sampling options that the client requested, and the time of the request.
+        tools: the tools in the request, as schemas.
+        template_options: the options for the chat template in the request.
     """
 
     id: str
@@ -233,17 +239,18 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step with the values that only its rows have: no reward and no update reads them.
+    """A step with the values that only its database rows have. Rewards and updates do not use these values.
 
     Args:
-        episode, policy_id: the ids of the rows of its episode and of the policy that sampled it; 0 until these rows exist.
+        episode, policy_id: the row ids of the step's episode and of the policy that sampled it; 0 until these rows exist.
         text: the sampled text, readable.
         calls: the calls of the step, in order.
-        request: the agent's request that the step answers; None for the built-in loop. The commit of an answer sets the index
-            and the chain of its step.
-        shared_messages: how many of the first messages of its prompt are those of its parent's line.
-        beside: the id of a request that is committed with this step; the step of that request becomes its parent.
-        earlier_results: (step, call) -> the result of an earlier call, as the request shows it.
+        request: the agent's request to which the step is the response; None for the built-in loop. The commit of such a step
+            sets its index and chain.
+        shared_messages: the number of messages at the start of the step's prompt that are also in the parent's line.
+        beside: the id of a request that is committed together with this step. The step of that request becomes this step's
+            parent.
+        earlier_results: a mapping from (step, call) to the result of that earlier call, as the request contains it.
     """
 
     episode: int
@@ -258,9 +265,9 @@ class StepRecord:
 
 
 def messages_of(steps: Sequence[Step], index: int) -> tuple[Message, ...]:
-    """Return the messages of the step at that index and of the steps that it continues, oldest first; empty for `ROOT`.
+    """Return the messages of the step with this index and of all steps that it continues, oldest first; empty for `ROOT`.
 
-    A step with `shared` has all messages of its request itself, so no earlier step is read.
+    A step with `shared` has all messages of its request, so the messages of earlier steps are not added.
     """
     parts: list[tuple[Message, ...]] = []
     while index != ROOT:
@@ -272,12 +279,12 @@ def messages_of(steps: Sequence[Step], index: int) -> tuple[Message, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One attempt at one task: its steps so far and, at the end, its stop reason and its reward.
+    """One attempt at one task: the steps so far and, at the end, the stop reason and the reward.
 
-    A fork begins with `inherited` steps of its parent, and trains from step `fork_step` on. If `tainted`, a tool gave other
-    results when its state was rebuilt; such an episode never trains. `limits` are the run's rollout options, set for scoring.
-    `answer` is the answer that an agent returned, if that is not its last turn. `annotations` are those of its agent, tools and
-    hooks, in the order of writing.
+    A fork begins with `inherited` steps of its parent, and trains from step `fork_step` on. If `tainted` is True, a tool
+    returned other results when its state was rebuilt; such an episode never trains. `limits` are the run's rollout options,
+    which rewards may read. `answer` is the answer that an agent returned, if it differs from the last turn. `annotations` are
+    the annotations of the agent, tools and hooks, in the order of writing.
     """
 
     task: Task
@@ -298,11 +305,13 @@ class Episode:
     annotations: tuple[Annotation, ...] = ()
 
     def with_step(self, step: Step) -> "Episode":
-        """Return the episode with this step added. It replaces an existing step of the same index, and all later steps."""
+        """Return the episode with this step added. The step replaces an existing step of the same index, and all later
+        steps.
+        """
         return replace(self, steps=(*self.steps[: step.index], step), status="running")
 
     def line(self, index: int) -> tuple[Step, ...]:
-        """Return the step at that index and all steps that it continues, oldest first."""
+        """Return the step with this index and all steps that it continues, oldest first."""
         steps: list[Step] = []
         while index != ROOT:
             steps.append(self.steps[index])
@@ -310,7 +319,7 @@ class Episode:
         return tuple(reversed(steps))
 
     def tokens_of(self, index: int) -> tuple[int, ...]:
-        """Return all token ids up to the end of that step, prompt and sampled; empty for `ROOT`."""
+        """Return all token ids up to the end of the step with this index, prompts and sampled tokens; empty for `ROOT`."""
         ids: list[int] = []
         for step in self.line(index):
             del ids[len(ids) if step.shared is None else step.shared :]
@@ -319,10 +328,10 @@ class Episode:
         return tuple(ids)
 
     def times_asked(self, prompt_ids: tuple[int, ...], before: int | None = None) -> int:
-        """Return how many steps were sampled from exactly this prompt.
+        """Return the number of steps that were sampled from exactly this prompt.
 
         Args:
-            before: only count steps with a lower index; None: all steps.
+            before: count only steps with a lower index; None: count all steps.
         """
         ends, count = {ROOT: 0}, 0
         for index, step in enumerate(self.steps[:before]):
@@ -334,7 +343,7 @@ class Episode:
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """The token ids that a continuation of the last step starts with."""
+        """The token ids with which a continuation of the last step starts."""
         return self.tokens_of(len(self.steps) - 1)
 
     @property
@@ -349,15 +358,16 @@ class Episode:
 
     @property
     def last_turn(self) -> Step | None:
-        """The last step that its client received, or that another step continues; None if there is none."""
+        """The last step that the client received or that another step continues; None if there is no such step."""
         continued = {step.parent for step in self.steps if step.shared is None}
         return next((step for step in reversed(self.steps) if step.delivered or step.index in continued), None)
 
     @property
     def final_answer(self) -> str:
-        """The agent's answer, if it returned one; else the last turn's text if that has no tool call; else empty.
+        """The answer that the agent returned. Without one, it is the text of the last turn, or empty if that turn has a tool
+        call.
 
-        Steps are numbered in the order in which they end. So this is the last turn of the chain that ended last.
+        Steps are numbered in the order in which they end. So the last turn belongs to the chain that ended last.
         """
         if self.answer is not None:
             return self.answer
@@ -366,12 +376,12 @@ class Episode:
 
     @property
     def begun(self) -> bool:
-        """True if the episode has sampled a step of its own."""
+        """True if the episode has sampled a step itself. Inherited steps of a fork are not its own."""
         return len(self.steps) > self.inherited
 
     @property
     def trainable(self) -> bool:
-        """True if the episode is done with a reward and is not tainted. Its `stop_reason` does not matter."""
+        """True if the episode is done, has a reward and is not tainted. Its `stop_reason` has no influence."""
         return self.status == "done" and self.reward is not None and not self.tainted
 
 
@@ -386,13 +396,13 @@ class Group:
 
 @dataclass
 class Rollout:
-    """A mutable summary of an episode: an agent returns it, or a hook sets its reward.
+    """A mutable summary of an episode. An agent returns it, or a hook sets its reward.
 
     Args:
         input: the question.
         output: the answer.
-        metadata: any notes; the key `reward` holds the rollout's reward.
-        traces: any values, to be read by people.
+        metadata: any notes; the key `reward` holds the reward of the rollout.
+        traces: any values for people to read.
         episode: the episode; only hooks receive it.
     """
 
@@ -414,14 +424,14 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRef:
-    """The identity of a policy's weights: the hash of the base, and the sha256 of the trained weights' file.
+    """The identity of a policy's weights: the hash of the base, and the sha256 of the file with the trained weights.
 
     Args:
         base: the name or folder of the base model.
         base_hash: the hash of the base's weights and tokenizer files.
         path: the checkpoint folder; empty for the unchanged base (version 0).
-        sha256: the sha256 of the checkpoint's trained weights; empty for the base.
-        version: the run's `policy_version`.
+        sha256: the sha256 of the checkpoint's trained weights; empty for the unchanged base.
+        version: the `policy_version` within the run.
     """
 
     base: str
@@ -438,17 +448,17 @@ class PolicyRef:
 
 @dataclass(frozen=True, slots=True)
 class SamplingKey:
-    """The key of an episode's random draws. It does not depend on the attempt, the worker or the batch row.
+    """The key of an episode's random draws. It does not depend on the attempt, the worker or the position in a batch.
 
-    Every turn has its own key, made from its whole prompt and the number of times that the episode sampled this prompt before.
-    So the order in which turns arrive changes no draw.
+    Every turn has its own key. It is made from the whole prompt and the number of times that the episode sampled this prompt
+    before. So the draws do not depend on the order in which turns arrive.
 
     Args:
         seed: the run's seed.
         purpose: `train`, `eval` or `fork:EPISODE:STEP`.
         iteration: the index of the iteration.
         task: the task's key.
-        sample: the number of the episode within its group; forks that are added get the next numbers.
+        sample: the number of the episode within its group. Forks that are added later get the next numbers.
     """
 
     seed: int
@@ -459,7 +469,7 @@ class SamplingKey:
 
     @classmethod
     def of(cls, episode: Episode, seed: int, kind: str, iteration: int) -> "SamplingKey":
-        """Return the key of an episode. `kind` and `iteration` are those of its group."""
+        """Make the key of an episode. `kind` and `iteration` are those of the episode's group."""
         purpose = kind if episode.parent_id is None else f"fork:{episode.parent_id}:{episode.fork_step}"
         return cls(seed, purpose, iteration, episode.task.key, episode.sample)
 
@@ -473,7 +483,7 @@ class SamplingKey:
 
         Args:
             prompt_ids: the whole prompt, each id below 2**31.
-            repeats: how often the episode sampled from exactly this prompt before.
+            repeats: the number of earlier samples of the episode from exactly this prompt.
         """
         prompt = hashlib.sha256(struct.pack(f"<{len(prompt_ids)}i", *prompt_ids)).hexdigest()
         return _bits(f"{self._text}|{prompt}|{repeats}")

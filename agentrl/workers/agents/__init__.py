@@ -1,1 +1,3 @@
-"""The agents worker: it runs each episode's agent in its own process, limits it, and ends it with all of its children."""
+"""The agents worker. It runs the agent of each episode in a separate process, enforces its limits, and ends it with all of its
+child processes.
+"""

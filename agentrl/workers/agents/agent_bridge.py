@@ -1,8 +1,7 @@
-"""The inner end of a sandboxed program's connection to the endpoint.
+"""The end inside the sandbox of a program's connection to the endpoint.
 
-`agent_bridge.py SOCKET COMMAND...` listens at 127.0.0.1:8500, forwards each connection to the Unix socket SOCKET in a thread,
-and
-runs the command as a child. This file runs inside the sandbox and imports only the standard library.
+`agent_bridge.py SOCKET COMMAND...` listens on 127.0.0.1:8500 and forwards each connection to the Unix socket SOCKET, in
+threads. It runs the command as a child process. This file runs inside the sandbox and imports only the standard library.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ PORT = 8500
 
 
 def main(path: str, command: "list[str]") -> int:
-    """Run the command while the address is open; return its exit code."""
+    """Run the command while the bridge listens. Return the command's exit code."""
     listener = socket.create_server(("127.0.0.1", PORT), backlog=128)
     threading.Thread(target=_serve, args=(listener, path), daemon=True).start()
     ended = subprocess.run(command, check=False, env=dict(os.environ)).returncode

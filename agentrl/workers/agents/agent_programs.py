@@ -1,8 +1,8 @@
-"""The start of an agent: a function in its worker's folder, or a program in a sandbox with a folder of its own.
+"""Prepares the start of an agent: a function in the worker's folder, or a program in a sandbox with its own folder.
 
-A program executes text that the model wrote. In bubblewrap it sees the system and the folder of the files that its command
-names, both read-only, and its own folder. It reaches one network address, which leads to the endpoint. `network: all` gives it
-the whole network, and `unsafe: true` runs it without the sandbox.
+A program executes text that the model wrote. In bubblewrap, it can read the system and the folder of the files that its command
+names. It can write only to its own folder. It reaches one network address, which leads to the endpoint. `network: all` gives it
+the complete network, and `unsafe: true` runs it without the sandbox.
 """
 
 import json
@@ -28,19 +28,22 @@ from agentrl.workflow.sandbox import uid_pool
 from agentrl.workflow.settings import settings
 
 INSIDE = "/agent"
-"""A program's own folder, by its path inside the sandbox."""
+"""The path inside the sandbox of the program's own folder."""
 SOCKET = "/run/endpoint"
 BRIDGE = "/run/bridge.py"
 
 
 @dataclass(frozen=True)
 class AgentLaunch:
-    """The command, environment and folders that an agent is started with.
+    """The command, environment and folders with which an agent is started.
 
     Args:
         command: the program and its arguments; empty for a function.
-        llm: the model's URL and key, as the agent reaches them.
-        files: path on this host of the folder that it may write to; empty for a function.
+        environment: the complete environment of the agent.
+        folder: the working directory.
+        answer_file: the file in which a program can write its answer; empty for a function.
+        files: the folder on this host to which a program can write; empty for a function.
+        llm: the model's URL and key, in the form in which the agent reaches them.
     """
 
     command: list[str]
@@ -51,11 +54,11 @@ class AgentLaunch:
     llm: LLM
 
     def spec(self, agent: AgentConfig) -> str:
-        """Return the function that the warm interpreter must have imported; empty for a program."""
+        """Return the import path of the function that the warm interpreter must import; empty for a program."""
         return "" if self.command else agent.name
 
     def order(self, agent: AgentConfig, task: AgentTask, keys: Sequence[str] = ()) -> Order:
-        """Return the order for the guardian, which replaces the `keys` in the agent's output."""
+        """Return the order for the guardian. The guardian removes the `keys` from the agent's output."""
         return Order(
             command=self.command,
             environment=self.environment,
@@ -76,13 +79,18 @@ class AgentLaunch:
 def placed(
     agent: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, Any], emit_key: str = ""
 ) -> Iterator[AgentLaunch]:
-    """Prepare an agent's folder, socket and command, and remove them when the agent has ended.
+    """Prepare the folder, socket and command for an agent. At the end of the `with` block, remove the folder and close the
+    socket.
 
     Args:
-        emit_key: the key for the agent's annotations; empty if it may write none.
+        agent: the agent's config.
+        task: the task of the episode.
+        llm: the model's URL and key.
+        config: the run's config, which says which files to hide from the agent.
+        emit_key: the key with which the agent sends annotations; empty if it may not send any.
 
     Raises:
-        ConfigError: this machine cannot sandbox it.
+        ConfigError: this machine cannot run the agent in a sandbox or apply its limits.
     """
     check_held(agent)
     if not agent.command and not agent.sandboxed:
@@ -165,7 +173,7 @@ def _dropped(uid: int | None) -> list[str]:
 
 
 def _view(command: list[str], folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """Return bubblewrap's options: what the program sees of this host, and what is hidden from it."""
+    """Return bubblewrap's options that decide which files of this host the program sees and which are hidden."""
     args = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent"]
     args += ["--new-session", "--clearenv", "--cap-drop", "ALL", "--hostname", "agent", "--ro-bind", "/usr", "/usr"]
     for linked in ("bin", "sbin", "lib", "lib32", "lib64"):
@@ -188,13 +196,13 @@ def _view(command: list[str], folder: Path, config: Mapping[str, Any]) -> list[s
 
 
 def _imported(command: list[str]) -> list[str]:
-    """Return the folder from which a function agent's module is imported; empty for a program."""
+    """Return the folders of `sys.path`, from which a sandboxed function agent is imported; empty for other programs."""
     folders = [str(Path(path).resolve()) for path in sys.path if path and Path(path).is_dir()]
     return folders if FUNCTION in command else []
 
 
 def _hidden(config: Mapping[str, Any]) -> set[str]:
-    """Return the paths in a visible folder that the program must not read: databases, keys and references."""
+    """Return the paths that the program must not read although their folder may be visible: databases, keys and references."""
     here = Path.cwd()
     paths = [
         settings().root,

@@ -1,8 +1,8 @@
-"""The `agents` job: run the agent of one attempt at an episode, from the claim to the row with its outcome.
+"""The `agents` job: claim one attempt at an episode, run its agent, and write the agent's result to the row.
 
-The agent gets a key that opens only its own episode, and a second key for its annotations. The row stores a hash of the first
-key. The agent's result travels through this job, never through the endpoint. When a worker is lost, its agents end with it, and
-their episodes start again with other agents. When a worker is asked to stop, it ends its agents at once.
+The agent gets two keys that belong to its episode: one for model requests, and one for annotations. The row stores a hash of
+the first key. The agent's result goes through this job, never through the endpoint. If a worker is lost, its agents end too,
+and their episodes start again with new agents. If a worker is asked to stop, it ends its agents at once.
 """
 
 import threading
@@ -34,12 +34,12 @@ from agentrl.workflow.trajectory import Message
 
 log = getLogger("agentrl.agents")
 URL_SECONDS = 60.0
-"""The longest wait for an endpoint to start."""
+"""The longest wait for an endpoint, in seconds."""
 
 
 @app.task(name="agentrl.agent", throws=(ServiceError, InfraError))
 def agent(episode: int, attempt: int, reply_to: str) -> None:
-    """Run the agent of that attempt, unless the attempt is over or another worker runs it."""
+    """Run the agent of this attempt at the episode. Do nothing if the attempt is over or another worker runs the agent."""
     episode = row_id(episode)
     if type(attempt) is not int or not 0 <= attempt < 2**31:
         raise ConfigError(f"The job's attempt must be a number, not {attempt!r:.100}.")
@@ -66,10 +66,10 @@ def agent(episode: int, attempt: int, reply_to: str) -> None:
 
 
 def _endpoint_url() -> str:
-    """Return the endpoint's URL for agents.
+    """Return the URL at which agents reach the endpoint, after waiting up to URL_SECONDS for an endpoint.
 
     Raises:
-        ServiceError: no endpoint runs.
+        ServiceError: no endpoint is running.
     """
     deadline = time.monotonic() + URL_SECONDS
     while True:
@@ -81,7 +81,7 @@ def _endpoint_url() -> str:
 
 
 def _run_claimed(work: AgentWork, claim: str, llm: LLM, emit_key: str) -> AgentEnd | None:
-    """Run the agent and return how it ended; None if this worker had to stop it."""
+    """Run the agent of a claimed attempt and return its result; None if the attempt is over or this worker must stop."""
     lost = threading.Event()
     heartbeat().hold_agent(work.id, claim, lost.set)
     try:
@@ -121,7 +121,7 @@ def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool
 
 
 def message_dict(message: Message) -> dict[str, str]:
-    """Return a task's message in the form of the chat API."""
+    """Return a message of a task as a dict of the chat completions API."""
     return {"role": message.role, "content": message.content}
 
 

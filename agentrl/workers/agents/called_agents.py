@@ -1,7 +1,8 @@
-"""Function agents that run as threads of this process, with the objects that they capture.
+"""Runs function agents as threads of this process, so that they can use its objects.
 
-No process limits them. Only the time limit applies, and an agent that exceeds it keeps running in its thread, unobserved. They
-read the model's address from `llm`, because the process has only one environment.
+No limits of processes apply to such an agent, only the time limit. An agent that exceeds the time limit continues in its
+thread, but its result is ignored. The agent must read the model's address from `llm`, because all agents of the process share
+one environment.
 """
 
 import asyncio
@@ -24,10 +25,10 @@ LOOK_SECONDS = 0.1
 
 
 def run(config: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
-    """Call the agent and wait for its end; return None if `is_stopped` came first.
+    """Call the agent in a thread and wait for its end. Return None if `is_stopped` returned True before.
 
     Raises:
-        ConfigError: its path cannot be imported.
+        ConfigError: the agent's path cannot be imported.
     """
     agent, report = find("agents", config.name), AgentReport()
 

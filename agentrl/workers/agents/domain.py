@@ -1,8 +1,9 @@
-"""The Landlock domain of an agent without a sandbox: the agent can neither signal nor read processes outside of it.
+"""The Landlock domain of an agent without a sandbox. In its domain, the agent can neither signal nor read processes outside.
 
 From Linux 6.12 on (ABI 6), Landlock limits signals to a domain. It also stops a process in a domain from reading the
-environment and memory of processes outside, even of the same user. Root first drops the capabilities that would override this.
-Files and network stay open. On older kernels, the worker hides itself, and its parents are hidden only from other users.
+environment and the memory of processes outside, even of processes of the same user. If the agent runs as root, the capabilities
+that would override this are dropped first. Files and network are not limited. On older kernels, only the worker hides itself;
+its parent processes are hidden only from other users.
 """
 
 import ctypes
@@ -13,7 +14,8 @@ VERSION = 1
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
 CAPABILITY_VERSION, PR_CAPBSET_DROP = 0x20080522, 24
 LOOKING = (16, 17, 19, 21, 38, 39)
-"""sys_module, sys_rawio, sys_ptrace, sys_admin, perfmon and bpf: with any of these, root can read processes outside its domain.
+"""The numbers of the capabilities sys_module, sys_rawio, sys_ptrace, sys_admin, perfmon and bpf. With any of these, root can
+read processes outside its domain.
 """
 SIGNALS = 0b10
 SCOPING_ABI = 6
@@ -21,15 +23,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Ruleset(ctypes.Structure):
-    """struct landlock_ruleset_attr, ABI 6."""
+    """The kernel's struct landlock_ruleset_attr of ABI 6."""
 
     _fields_ = [("files", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64)]
 
 
 def enter() -> bool:
-    """Put this process into a new domain; return False if the kernel cannot limit signals.
+    """Put this process into a new domain. Return False if the kernel cannot limit signals.
 
-    The process and its children cannot leave the domain, and gain no rights from programs that they execute (sudo).
+    The process and its children cannot leave the domain. Programs that they execute, such as sudo, get no additional rights.
     """
     if _libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION) < SCOPING_ABI:
         return False
@@ -44,14 +46,14 @@ def enter() -> bool:
 
 
 def hide() -> None:
-    """Forbid other processes of this user to read this process's environment and memory. Programs that it executes are readable
-    again.
+    """Prevent other processes of this user from reading this process's environment and memory. This does not apply to programs
+    that this process executes.
     """
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """Drop, for good, the capabilities with which root can read other processes."""
+    """Permanently drop the capabilities that let root read other processes."""
     header, data = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     if _libc.capget(header, data) != 0:
         return

@@ -1,6 +1,6 @@
-"""A function agent as a program, for the sandbox: `python -P -m agentrl.workers.agents.function SPEC`.
+"""Runs a function agent as a program, for the sandbox: `python -P -m agentrl.workers.agents.function SPEC`.
 
-It gets its task and the model's address like any other program, and writes the function's result to its answer file.
+The program gets its task and the model's address like any other program, and writes the function's result to its answer file.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from agentrl.workflow.plugins import find
 
 
 def main(spec: str) -> None:
-    """Call the function once."""
+    """Call the function once and write its result to the answer file."""
     task = AgentTask(**json.loads(Path(os.environ["AGENTRL_TASK"]).read_text()))
     llm = LLM(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], os.environ["OPENAI_MODEL"])
     value = as_function(find("agents", spec))(task, llm)

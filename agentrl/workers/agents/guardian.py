@@ -1,8 +1,10 @@
-"""The supervisor of one agent: it starts the agent, enforces its limits, ends it with all of its children, and reports.
+"""The supervisor of one agent. It starts the agent, enforces its limits, ends it with all of its child processes, and reports
+the result.
 
-The guardian is a process of its own, forked by the agent server. If it is killed, the `Warden` ends what is left. It is a
-subreaper: a process that the agent leaves behind becomes the guardian's child, so none outlives it. It ends the agent and
-itself as soon as the other end of its socket is closed. It imports only the standard library and `workflow.agents`.
+The guardian is a separate process, forked by the agent server. If the guardian is killed, the `Warden` ends the remaining
+processes. The guardian is a subreaper: a process that the agent leaves behind becomes the guardian's child, so no such process
+outlives the guardian. If the other end of its socket is closed, the guardian ends the agent and itself at once. It imports only
+the standard library and `workflow.agents`.
 """
 
 import asyncio
@@ -30,14 +32,14 @@ from agentrl.workflow.agents import LLM, AgentTask, read_result
 
 LENGTH = struct.Struct("<Q")
 KILLED = "killed"
-"""The error class of an agent that was killed from outside, which is not its own fault."""
+"""The error class of an agent that another process or the kernel killed. It counts as lost, not as failed."""
 MAX_RESULT = 1 << 20
-"""The most bytes of an agent's result."""
+"""The largest result of an agent, in bytes."""
 MAX_FILES_BYTES = 1 << 30
-"""The most bytes that a program may write to its folder; one file may have half of that."""
+"""The most bytes that a program may write to its folder. A single file may have half of that."""
 MAX_FOLDERS = 10_000
 LOOK_SECONDS = 0.2
-"""The time between two checks of the agent's limits."""
+"""The time between two checks of the agent's limits, in seconds."""
 END_SECONDS = 10.0
 WORDS = 2000
 """The most characters of an agent's error message."""
@@ -48,16 +50,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Order:
-    """An agent to run, as JSON.
+    """The order to run an agent, which is sent as JSON.
 
     Args:
         command: the program and its arguments; empty for the server's function.
-        environment: the agent's complete environment.
+        environment: the complete environment of the agent.
         folder: the working directory.
-        answer_file: the file in which a program may leave its answer; empty for a function.
-        files: the folder that it may write to; empty for a function, which is not restricted.
+        answer_file: the file in which a program can write its answer; empty for a function.
+        files: the folder to which a program can write; empty for a function, whose writes are not limited.
         task, llm: the arguments of a function.
-        keys: secrets to remove from all output.
+        timeout_seconds: the time limit, in seconds.
+        memory_mb: the most memory of all processes of the agent, in MB.
+        processes: the most processes of the agent.
+        output_bytes: the most bytes that the agent may print.
+        keys: the secrets that are removed from all output.
     """
 
     command: list[str]
@@ -75,15 +81,15 @@ class Order:
 
     @property
     def is_boxed(self) -> bool:
-        """Return whether bubblewrap confines the agent. Then no Landlock domain is added: bubblewrap's set-uid form would not
-        work in one.
+        """True if bubblewrap confines the agent. No Landlock domain is added then, because the set-uid form of bubblewrap would
+        not work in a domain.
         """
         return "bwrap" in self.command
 
 
 @dataclass
 class AgentReport:
-    """How the agent ended, as JSON; `error_class` is empty if it returned."""
+    """The result of an agent, which is sent as JSON. `error_class` is empty if the agent returned."""
 
     exit_code: int | None = None
     error_class: str = ""
@@ -94,13 +100,13 @@ class AgentReport:
 
 
 def send(connection: socket.socket, value: object) -> None:
-    """Send a value as JSON, with its length before it."""
+    """Send a value as JSON, preceded by its length in bytes."""
     data = json.dumps(value).encode()
     connection.sendall(LENGTH.pack(len(data)) + data)
 
 
 def receive(connection: socket.socket) -> Any:
-    """Return the next value; None if the other end is closed."""
+    """Receive the next value; return None if the other end is closed."""
     head = _exactly(connection, LENGTH.size)
     data = head and _exactly(connection, LENGTH.unpack(head)[0])
     return json.loads(data) if data else None
@@ -117,12 +123,12 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of processes that its descendants leave behind."""
+    """Make this process a subreaper: processes that its descendants leave behind become its children."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def guard(connection: socket.socket, function: Callable[..., Any] | None) -> None:
-    """Run the order that arrives over the connection, and send the report."""
+    """Receive an order over the connection, run the agent, and send the report."""
     os.setsid()
     adopt_orphans()
     order = receive(connection)
@@ -138,7 +144,7 @@ def guard(connection: socket.socket, function: Callable[..., Any] | None) -> Non
 
 @dataclass
 class _Watch:
-    """An agent while it runs."""
+    """The state of an agent while it is running."""
 
     order: Order
     connection: socket.socket
@@ -164,7 +170,7 @@ class _Watch:
         return self._report(over, status)
 
     def _follow(self, ended: int, output: int, result: int) -> tuple[str, str]:
-        """Wait for the agent's end; return (error class, error) if a limit ended it."""
+        """Wait for the agent's end. Return the (error class, error) if a limit ended it; otherwise two empty texts."""
         deadline = time.monotonic() + self.order.timeout_seconds
         looked = 0.0
         while True:
@@ -212,7 +218,7 @@ class _Watch:
             self._result += os.read(result, 1 << 16)
 
     def _read(self, output: int, result: int, seconds: float) -> None:
-        """Read what is left in the agent's pipes."""
+        """Read the rest of the output and of the result from the agent's pipes, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         for pipe in (output, result):
             os.set_blocking(pipe, False)
@@ -246,7 +252,9 @@ class _Watch:
 
 
 def _read_reply(order: Order, result: bytes) -> dict[str, Any]:
-    """What the agent told, checked: a function's by the pipe, a program's in its file."""
+    """Return the checked answer and rewards of the agent, or its error. A function writes them to the pipe (`result`), a
+    program to its answer file.
+    """
     if len(result) > MAX_RESULT:
         raise ValueError(f"it has more than {MAX_RESULT} bytes")
     if not order.answer_file:
@@ -316,7 +324,7 @@ def _become_agent(
 
 
 def _call(function: Callable[..., Any], order: Order, result: int) -> int:
-    """Call a function agent and write its result or exception to the pipe."""
+    """Call a function agent, and write its result or its exception to the pipe. Return the exit code."""
     try:
         value = function(AgentTask(**order.task), LLM(**order.llm))
         if inspect.isawaitable(value):
@@ -340,7 +348,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
-    """Return all descendants of this process, except the spared children and their descendants."""
+    """Return the pids of all descendants of the process, without those in `spared` and their descendants."""
     processes: set[int] = set()
     level = set(children(pid)) - set(spared)
     while level:
@@ -350,7 +358,7 @@ def descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the direct children of this process."""
+    """Return the pids of the direct children of the process."""
     try:
         return [
             int(child)
@@ -369,7 +377,9 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Return the process's memory in bytes, counting shared pages in part (PSS); if that cannot be read, all of it (RSS)."""
+    """Return the process's memory in bytes, where memory that several processes share is divided between them (PSS). If that
+    cannot be read, return the complete resident memory (RSS).
+    """
     try:
         fields = Path(f"/proc/{pid}/smaps_rollup").read_bytes().split()
         return int(fields[fields.index(b"Pss:") + 1]) << 10
@@ -378,8 +388,8 @@ def _proportional(pid: int) -> int:
 
 
 def _written(folder: str) -> int:
-    """Return the bytes on disk of the files below a folder. If there are too many files to count, return at least that many
-    bytes.
+    """Return the bytes on disk of all files in the folder and its subfolders. If there are too many subfolders to count, return
+    more than MAX_FILES_BYTES.
     """
     total, level = 0, [folder]
     for _ in range(MAX_FOLDERS):
@@ -395,9 +405,9 @@ def _written(folder: str) -> int:
 
 
 def end_descendants(spared: Collection[int] = ()) -> None:
-    """Kill the descendants of this process, except the spared children and their descendants.
+    """Kill all descendants of this process, except the children in `spared` and their descendants.
 
-    All are stopped first, so that none can fork while others are killed.
+    All are stopped before any is killed, so no process can fork meanwhile.
     """
     deadline = time.monotonic() + END_SECONDS
     while (family := descendants(os.getpid(), spared)) and time.monotonic() < deadline:
@@ -421,7 +431,7 @@ def _reap_ended(family: Iterable[int]) -> None:
 
 
 def _reap(pid: int) -> int:
-    """Collect ended children; return the exit code of the agent's own process."""
+    """Wait for the agent's process, and return its exit code."""
     deadline = time.monotonic() + END_SECONDS
     while pid not in _ended and time.monotonic() < deadline:
         _reap_ended([pid])

@@ -1,6 +1,7 @@
-"""The stored part of an agent's output: the beginning and the end if it is long, without the agent's keys.
+"""The part of an agent's output that is stored. A long output is reduced to its beginning and its end. The agent's keys are
+removed.
 
-Keys are replaced before the output is cut, so that no part of a key is left at a cut.
+No part of a key remains in the text, even if the output is cut within a key.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from agentrl.workflow.runtime.shown_text import clean
 HIDDEN = "[the attempt's key]"
 HEAD_BYTES, TAIL_BYTES = 2000, 4000
 MAX_LINES, MAX_LINE_CHARS = 5, 300
-"""The last lines of the output that an error quotes."""
+"""The most output lines that an error quotes, and the most characters of each."""
 
 
 def hide_keys(text: str, keys: Sequence[str]) -> str:
@@ -26,7 +27,7 @@ class KeptOutput:
     """A collector of output that arrives in pieces.
 
     Args:
-        keys: secrets to remove.
+        keys: the secrets to remove.
 
     Attributes:
         size: the number of bytes received.
@@ -38,15 +39,15 @@ class KeptOutput:
     _tail: bytearray = field(default_factory=bytearray)
 
     def add(self, data: bytes) -> None:
-        """Add bytes, and keep those of the beginning or the end."""
+        """Add bytes. Bytes in the middle of a long output are discarded."""
         self.size += len(data)
         self._head += data[: HEAD_BYTES + self._margin - len(self._head)]
         self._tail += data
         del self._tail[: -(TAIL_BYTES + self._margin)]
 
     def text(self) -> str:
-        """Return the output. If it is long, return its beginning and its end, with a line between them that says how many bytes
-        are left out.
+        """Return the output. A long output is reduced to its beginning and its end; a line between them says how many bytes are
+        left out.
         """
         before_tail = self.size - len(self._tail)
         if before_tail <= len(self._head):
@@ -66,7 +67,9 @@ class KeptOutput:
 
 
 def add_last_lines(error: str, output: str) -> str:
-    """Return the error with the last line of the output, and quote the last few lines below it."""
+    """Return the error with the last line of the output appended. If the output has more lines, the last `MAX_LINES` follow
+    below.
+    """
     lines = [line.strip()[:MAX_LINE_CHARS] for line in output.splitlines() if line.strip()][-MAX_LINES:]
     if not lines:
         return error

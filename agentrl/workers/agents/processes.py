@@ -1,5 +1,5 @@
-"""The processes of a worker's agents: a warm interpreter for each agent, and a supervisor (`guardian`) for each running
-agent.
+"""The processes of a worker's agents: a warm interpreter for each agent function, and a supervisor process (`guardian`) for
+each running agent.
 """
 
 import json
@@ -23,31 +23,35 @@ from agentrl.workflow.runtime.socket_pair import socket_pair
 from agentrl.workflow.settings import settings
 
 START_SECONDS = 120.0
-"""The longest time for the import of an agent's module."""
+"""The longest import of an agent's module, in seconds."""
 MAX_SERVERS = 8
-"""The most warm interpreters at once; the least recently used one ends first."""
+"""The most warm interpreters at once. If there are more, the least recently used one ends."""
 LOOK_SECONDS = 0.5
 KEPT = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 KEPT_PREFIXES = ("LC_", "PYTHON", "SSL_CERT_")
 
 
 class AgentUnready(Exception):
-    """The agent's module cannot be imported here."""
+    """The error that this worker cannot import the agent's module."""
 
 
 class _Unwanted(Exception):
-    """The agent's start was cancelled."""
+    """The exception that ends a start because the agent is no longer needed."""
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this process's environment without database, broker and secrets, for an agent."""
+    """Return the part of this process's environment that agents receive: no database, no broker, no secrets."""
     return {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
 
 
 @dataclass
 class AgentServer:
-    """A warm interpreter (`server`). The constructor waits until it is ready or `is_stopped`; `source` is the source of the
-    agent's module.
+    """A warm interpreter (`server`). The constructor waits until the interpreter is ready or `is_stopped` returns True.
+
+    Attributes:
+        spec: the import path of the agent; empty for programs.
+        is_stopped: returns whether the start must be given up.
+        source: the source of the agent's module.
     """
 
     spec: str
@@ -79,7 +83,12 @@ class AgentServer:
         self._stamps = {file: _stamp(file) for file in reply["files"]}
 
     def _await(self) -> None:
-        """Wait until the interpreter reports or ends."""
+        """Wait until the interpreter sends its report or ends.
+
+        Raises:
+            _Unwanted: `is_stopped` returned True.
+            AgentUnready: the import took longer than START_SECONDS.
+        """
         deadline = time.monotonic() + START_SECONDS
         self._control.settimeout(LOOK_SECONDS)
         while True:
@@ -96,18 +105,18 @@ class AgentServer:
 
     @property
     def is_fresh(self) -> bool:
-        """Return whether the interpreter runs and no file that it imported has changed since."""
+        """True if the interpreter is running and no file that it imported has changed."""
         return self._process.poll() is None and all(_stamp(file) == stamp for file, stamp in self._stamps.items())
 
     def begin(self) -> socket.socket:
-        """Fork a guardian and return the socket that leads to it."""
+        """Let the interpreter fork a guardian, and return the socket that is connected to the guardian."""
         ours, theirs = socket_pair()
         with theirs:
             socket.send_fds(self._control, [b"x"], [theirs.fileno()])
         return ours
 
     def close(self) -> None:
-        """Let the interpreter end as soon as its running agents have ended; wait a moment for it."""
+        """Tell the interpreter to end after its running agents. Wait at most LOOK_SECONDS for its end."""
         self._control.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_SECONDS)
@@ -120,7 +129,7 @@ class AgentServer:
 
 
 _ending: "list[subprocess.Popen[bytes]]" = []
-"""Interpreters that are closed while their last agents still run."""
+"""The interpreters that are closed but whose last agents are still running."""
 
 
 def _stamp(file: str) -> object:
@@ -133,7 +142,7 @@ def _stamp(file: str) -> object:
 
 @dataclass(eq=False)
 class _InterpreterSlot:
-    """The place of one agent's interpreter. Its lock is needed to start, use or end the interpreter."""
+    """The slot for one agent's interpreter. A thread must hold its lock to start, use or end the interpreter."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     server: AgentServer | None = None
@@ -146,16 +155,16 @@ class _InterpreterSlot:
 
 @dataclass
 class AgentServers:
-    """The warm interpreters of this process, one per agent. While one of them starts, others can be used and started."""
+    """The warm interpreters of this process, one for each agent. The start of one interpreter does not block the others."""
 
     _places: "OrderedDict[str, _InterpreterSlot]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, spec: str, is_stopped: Callable[[], bool]) -> socket.socket:
-        """Fork a guardian from an interpreter that has imported the agent's present code, and return its socket.
+        """Fork a guardian from an interpreter that has imported the agent's current code, and return the guardian's socket.
 
         Raises:
-            _Unwanted: `is_stopped` came first.
+            _Unwanted: `is_stopped` returned True before that.
             AgentUnready: the agent cannot be imported.
             InfraError: the interpreter was lost.
         """
@@ -165,7 +174,7 @@ class AgentServers:
         return guardian
 
     def source(self, spec: str) -> str:
-        """Return the present source of the agent's module, read by an interpreter of its own; empty for a program.
+        """Return the current source of the agent's module, as the agent's interpreter has imported it; empty for a program.
 
         Raises:
             AgentUnready: the agent cannot be imported.
@@ -178,7 +187,7 @@ class AgentServers:
 
     @contextmanager
     def _fresh(self, spec: str, is_stopped: Callable[[], bool]) -> Iterator[AgentServer]:
-        """Give the up-to-date interpreter of that agent, and keep other threads from using it meanwhile."""
+        """Yield an interpreter that has imported the agent's current code. During the `with` block, no other thread uses it."""
         domain.hide()
         with self._lock:
             place = self._places.setdefault(spec, _InterpreterSlot())
@@ -206,7 +215,9 @@ class AgentServers:
                 place.end()
 
     def _end_oldest(self) -> None:
-        """End the least recently used interpreters beyond the limit, except those that are being started or used."""
+        """If there are more than MAX_SERVERS interpreters, end the least recently used ones. Interpreters that are starting or
+        in use are kept.
+        """
         with self._lock:
             warm = [place for place in self._places.values() if place.server is not None]
         for place in warm[: max(0, len(warm) - MAX_SERVERS)]:
@@ -222,11 +233,11 @@ servers = AgentServers()
 
 
 def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
-    """Run an agent to its end; return None if `is_stopped` ended it.
+    """Run an agent and wait for its end. Return None if `is_stopped` returned True before.
 
     Raises:
-        AgentUnready: its module cannot be imported.
-        InfraError: its processes were lost.
+        AgentUnready: the agent's module cannot be imported.
+        InfraError: the interpreter or the guardian was lost.
     """
     try:
         connection = servers.begin(spec, is_stopped)

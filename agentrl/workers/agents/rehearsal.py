@@ -1,9 +1,9 @@
-"""The rehearsal of an agent's SDK: the warm interpreter makes one local call with it before any agent is forked.
+"""The rehearsal of an agent's SDK. Before any agent is forked, the warm interpreter makes one local request with the SDK.
 
-The first call of an SDK imports and builds modules and types for about 80 ms of processor time. Every agent would repeat that;
-the forks of an interpreter that has called once find it done. A TLS context takes another 25 ms, because the client reads all
-certificates although it speaks plain HTTP. The contexts that the SDK requested are therefore made once more and kept ready for
-each fork. Nothing leaves the process. An SDK that cannot be rehearsed works as before.
+The first request of an SDK imports modules and builds types, which takes about 80 ms of processor time. Without the rehearsal,
+every agent would repeat this work; after it, every fork has the result. A TLS context takes another 25 ms, because the client
+reads all certificates although it uses plain HTTP. So the contexts that the SDK requested are prepared once more, and each fork
+finds them ready. Nothing leaves the process. If an SDK cannot be rehearsed, agents work as before but start more slowly.
 """
 
 import functools
@@ -30,16 +30,16 @@ ASKED: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "none", "parameters": {"type": "object", "properties": {}}}}],
 }
 MAKERS = (("httpcore2", "default_ssl_context"), ("ssl", "create_default_context"))
-"""The functions that clients call for a TLS context, the outer ones first."""
+"""The functions that clients call to get a TLS context. A function that calls another one of them comes first."""
 SPARES = 2
-"""Prepared contexts of each kind: one for a client, one for an asynchronous client."""
+"""The number of prepared contexts of each kind: one for a synchronous client, one for an asynchronous client."""
 TRUSTED = ("SSL_CERT_FILE", "SSL_CERT_DIR")
-"""The environment variables that choose the certificates."""
+"""The environment variables that decide which certificates a context trusts."""
 
 
 def rehearse() -> None:
-    """Rehearse the SDKs that the interpreter has imported, then keep as much of its memory shared with its forks as
-    possible.
+    """Rehearse the SDKs that this interpreter has imported. Then freeze the garbage collector's objects, so that forks share as
+    much memory as possible with the interpreter.
     """
     openai = sys.modules.get("openai")
     if openai is not None:
@@ -64,7 +64,7 @@ def _call_nobody(openai: Any) -> None:
 
 
 def _keep_contexts_ready(make_client: Callable[[], object]) -> None:
-    """Make a client once, and from then on keep ready the TLS contexts that it requests."""
+    """Make a client once, and record which TLS contexts it requests. Prepare the same contexts for later clients."""
     stand_ins = []
     for module, name in MAKERS:
         if module in sys.modules:
@@ -77,7 +77,9 @@ def _keep_contexts_ready(make_client: Callable[[], object]) -> None:
 
 
 class _Contexts:
-    """A replacement for a function that makes TLS contexts. It returns each prepared context once, as if it were new."""
+    """A replacement for a function that makes TLS contexts. It returns each prepared context once, and makes further contexts
+    as before.
+    """
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make
@@ -94,7 +96,7 @@ class _Contexts:
         return ready.pop() if ready else make()
 
     def prepare(self) -> None:
-        """Make the contexts that were requested before."""
+        """Make SPARES contexts of each kind that was requested during the rehearsal."""
         self._is_rehearsal = False
         for kind, make in self._asked.items():
             self._ready[kind] = [make() for _ in range(SPARES)]

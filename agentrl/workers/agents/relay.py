@@ -1,4 +1,4 @@
-"""The outer end of a sandboxed agent's connection: a Unix socket whose bytes go to the endpoint and nowhere else."""
+"""The end outside the sandbox of an agent's connection: a Unix socket that forwards all bytes to the endpoint."""
 
 import asyncio
 import threading
@@ -9,12 +9,12 @@ from pathlib import Path
 from agentrl.workflow.runtime.once_per_process import Once
 
 MAX_CONNECTIONS = 64
-"""The most open connections of one agent."""
+"""The most connections that one agent can have open at once."""
 
 
 @contextmanager
 def relayed(path: Path, host: str, port: int) -> Iterator[None]:
-    """Listen at the path and forward each connection to that address, until the context ends."""
+    """During the `with` block, listen on the Unix socket `path` and forward each connection to the address."""
     loop = _loop()
     server = asyncio.run_coroutine_threadsafe(_listen(path, host, port), loop).result()
     path.chmod(0o666)  # the sandbox's user connects; its folder keeps others away

@@ -1,10 +1,10 @@
-"""A warm interpreter for agents: it has imported the agent's module, and forks a guardian for each episode.
+"""A warm interpreter for agents. It has imported the agent's module, and forks a guardian for each episode.
 
-`python -P -m agentrl.workers.agents.server FD SPEC PATHS` first sends over the socket FD what it imported (the files, and the
-source
-of the agent's module), or why it cannot. Then it receives one descriptor per episode: the guardian's end of a socket. It starts
-with an environment without secrets. It ends when the worker closes the other end of FD and all of its agents have ended. SPEC
-is empty for programs, which need no module.
+The command is `python -P -m agentrl.workers.agents.server FD SPEC PATHS`. The interpreter first sends a message over the socket
+FD. The message has the imported files and the source of the agent's module, or the error of the import. After that, the
+interpreter receives one file descriptor per episode: the guardian's end of a socket. Its environment contains no secrets. It
+ends when the worker has closed the other end of FD and all of its agents have ended. For programs SPEC is empty, because they
+need no module.
 """
 
 import json
@@ -22,7 +22,7 @@ WORDS = 2000
 
 
 def main(control: socket.socket, spec: str, paths: list[str]) -> None:
-    """Serve until the other end of the socket is closed and the last agent has ended."""
+    """Import the agent and fork guardians. Return when the other end of the socket is closed and the last agent has ended."""
     sys.path[:] = paths
     try:
         function, source = _load(spec) if spec else (None, "")
@@ -35,7 +35,7 @@ def main(control: socket.socket, spec: str, paths: list[str]) -> None:
 
 
 def _load(spec: str) -> tuple[Callable[..., Any], str]:
-    """Import the agent; return the function and the source of its module, empty for a program."""
+    """Import the agent. Return the function and the source of its module; the source is empty if it is not available."""
     from agentrl.workflow.agents.classes import as_function
     from agentrl.workflow.plugins import code_of, find
 
@@ -47,7 +47,9 @@ def _load(spec: str) -> tuple[Callable[..., Any], str]:
 
 
 def _own_files() -> list[str]:
-    """Return the files of imported modules that are not installed packages: a change of one makes the interpreter stale."""
+    """Return the files of the imported modules that are not installed packages. If one of these files changes, the interpreter
+    is stale.
+    """
     installed = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(guardian.__file__)))
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return sorted(file for file in files if file and not file.startswith(installed))

@@ -1,9 +1,10 @@
-"""The watcher of an interpreter's guardians: if a guardian is killed, it ends the processes that the agent left, in any
-session.
+"""The watcher of an interpreter's guardians. If a guardian is killed, the watcher ends the processes that its agent left, in
+any session.
 
-It runs in the interpreter itself, which is the next subreaper above its guardians. A process that loses its guardian becomes
-its child, and no other process does. An agent cannot reach it. It holds each guardian's connection open, so that the worker
-learns of the loss only when nothing of the agent is left and the episode can start again.
+The watcher runs in the interpreter, which is the next subreaper above its guardians. So the processes of a killed guardian, and
+only these, become children of the interpreter. An agent cannot reach the interpreter. The watcher keeps the connection of each
+guardian open until all processes of the agent have ended. Only then does the worker learn of the loss, and the episode can
+start again.
 """
 
 import os
@@ -21,7 +22,7 @@ class Warden:
     """A watcher of the guardians that this process forks.
 
     Args:
-        control: the socket over which the worker sends a descriptor per episode; guardians do not inherit it.
+        control: the socket over which the worker sends one file descriptor per episode; guardians do not inherit it.
         function: the function that guardians call; None for programs.
     """
 
@@ -35,7 +36,9 @@ class Warden:
         self._own = frozenset(guardian.children(os.getpid()))  # what the agent's module started when it was imported
 
     def watch(self) -> None:
-        """Fork a guardian for each descriptor that arrives, until the other end is closed and the last guardian has ended."""
+        """Fork a guardian for each file descriptor that arrives. Return when the other end of `control` is closed and the last
+        guardian has ended.
+        """
         is_wanted = True
         while is_wanted or self._guardians:
             for ready in self._ready(is_wanted):
@@ -70,7 +73,7 @@ class Warden:
             os._exit(code)
 
     def _end(self, descriptor: int) -> None:
-        """End what a finished guardian's agent left, then close its connection."""
+        """End the processes that the agent of a finished guardian left, then close the guardian's connection."""
         pid, connection = self._guardians.pop(descriptor)
         os.waitpid(pid, 0)
         os.close(descriptor)

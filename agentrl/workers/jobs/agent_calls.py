@@ -1,7 +1,8 @@
-"""A request of an external agent, as the server thread and the rollout that samples it share it.
+"""The messages between the HTTP server thread, which receives an agent's request, and the rollout, which samples the response.
 
-The server puts an `AgentCall` into the inbox of the rollout that drives the episode. The rollout answers through `tell`: first
-`Accepted`, then each token as it is drawn, and the complete turns after they are committed; or `Refused` instead.
+The server puts an `AgentCall` into the inbox of the rollout that drives the episode. The rollout answers by calling `tell`. It
+sends `Accepted` first, then each token as it is drawn, and the complete turns after they are committed. If it cannot answer, it
+sends `Refused` or `AttemptGone`.
 """
 
 import threading
@@ -13,12 +14,12 @@ from agentrl.workflow.dialects import Ask, RequestError, ResponseTurn
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request will be sampled, or has a recorded answer.
+    """The message that the request will be sampled or has a recorded response.
 
     Args:
-        prompt_ids: all tokens before its turns.
-        request_id, created: the id and time of its reply.
-        cached_tokens: how many tokens of the prompt an earlier turn of the episode contains.
+        prompt_ids: the token ids of the prompt, before the sampled turns.
+        request_id, created: the id of the response, and its time in seconds since 1970.
+        cached_tokens: the number of prompt tokens that an earlier turn of the episode contains.
     """
 
     prompt_ids: tuple[int, ...]
@@ -29,7 +30,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The next token of one of the choices."""
+    """The message that brings the next token of one choice."""
 
     choice: int
     token: int
@@ -37,21 +38,21 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """All choices, complete and committed."""
+    """The message that brings the turns of all choices, complete and committed."""
 
     turns: tuple[ResponseTurn, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The error with which the request ends."""
+    """The message that the request fails with this error."""
 
     error: RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptGone:
-    """This process no longer answers the request: another may, or its client disconnected."""
+    """The message that this process will not answer the request: another process may do so, or the client disconnected."""
 
 
 RolloutMessage = Accepted | Drawn | Answered | Refused | AttemptGone
@@ -59,19 +60,19 @@ RolloutMessage = Accepted | Drawn | Answered | Refused | AttemptGone
 
 @dataclass(eq=False, slots=True)
 class AgentCall:
-    """A request that waits for its answer.
+    """A request of an agent that waits for its response.
 
     Args:
-        episode: the episode of the key that it came with.
-        attempt: the attempt of that key.
-        request_id: its id, the same each time it is forwarded.
-        created: the time of its first arrival, in seconds since 1970.
-        retry: how often its client says that it tried before.
-        body_hash: sha256 of its body.
+        episode: the id of the episode to which the request's API key belongs.
+        attempt: the attempt number to which the API key belongs.
+        request_id: the id of the request; it stays the same each time the request is forwarded.
+        created: the time when the request first arrived, in seconds since 1970.
+        retry: the number of earlier tries that the client reports for this request.
+        body_hash: the sha256 of the request's body.
         ask: the parsed body.
-        tell: the callback for messages; called from any thread.
-        gone: set when its client has disconnected.
-        answered: the request id of the answer that it got.
+        tell: the callback that receives the rollout's messages; called from any thread.
+        gone: an event that is set when the client has disconnected.
+        answered: the request id of the response that was sent; empty before.
     """
 
     episode: int

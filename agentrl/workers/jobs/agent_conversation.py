@@ -1,10 +1,13 @@
-"""The requests of one episode whose agent is external: which turn each continues, those in flight, and recorded answers.
+"""The requests of one episode with an external agent: the turn that each request continues, the requests in flight, and the
+recorded responses.
 
-Messages are compared by a hash of their content. Ids of tool calls, the order of JSON keys and outer white space do not count;
-thoughts do. A request costs one hash per message, however many turns the episode has.
+Messages are compared by a hash of their content. The comparison ignores the ids of tool calls, the order of JSON keys, and
+white space at both ends of a text; it includes thoughts. A request costs one hash per message, however many turns the episode
+has.
 
-A recorded answer is found by the request's id, or by the hash of its body if the client says that it retries. What is sampled
-depends on the prompt's tokens and on how often this prompt was asked before (its `draw`), never on the order of arrival.
+A recorded response is found by the request's id. If the client says that it retries, the response is also found by the hash of
+the request's body. The sampled tokens depend on the prompt's tokens and on the number of earlier samples of the same prompt
+(the `draw`), never on the order of arrival.
 """
 
 import hashlib
@@ -28,28 +31,30 @@ from agentrl.workflow.store.row_codecs import pack
 from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, StepRequest, messages_of
 
 CONTINUES_NONE = "no earlier turn has these messages, tools and template options"
-"""The reason that is stored when a request begins another chain."""
+"""The stored reason why a request begins a new chain instead of continuing an earlier turn."""
 
 TOP = "top"
-"""The key of `steps.asked` that holds the likeliest tokens of each position, for a repeated request."""
+"""The key of `steps.asked` under which the likeliest tokens of each position are stored, so that a repeated request gets the
+same response.
+"""
 
 CANCELLED = "~"
-"""The suffix of a cancelled turn's request id; the request itself may still be answered."""
+"""The separator between a request's id and a number in the id of a cancelled turn. The request itself may still be answered."""
 
 
 def choice_id(request_id: str, choice: int) -> str:
-    """Return the request id of a choice; the first choice has the request's own."""
+    """Return the request id of a choice; for the first choice, it is the id of the request itself."""
     return request_id if choice == 0 else f"{request_id}.{choice}"
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The step that a request continues; ROOT for none.
+    """The step that a request continues. Without such a step, `step` is ROOT.
 
     Args:
         step: the step's index.
-        count: how many of the request's messages the step's conversation contains.
-        equal: how many delivered steps end this same history; their text is equal, their tokens may differ.
+        count: the number of the request's messages that the step's conversation contains.
+        equal: the number of delivered steps whose conversations have this same text; their tokens may differ.
     """
 
     step: int = ROOT
@@ -66,7 +71,13 @@ class History:
     _by_digest: dict[bytes, list[int]] = field(default_factory=dict)
 
     def add(self, steps: Sequence[Step], index: int, tools: Sequence[Any], options: Mapping[str, Any]) -> None:
-        """Add the step with the next index, whose request had these tools and options."""
+        """Add a step to the history.
+
+        Args:
+            steps: the steps of the episode.
+            index: the index of the new step, which is the next one.
+            tools, options: the tools and the template options of the request that the step answered.
+        """
         step = steps[index]
         parent = ROOT if step.parent is None or step.shared is not None else step.parent
         digest, draws = (self._digests[parent], self._draws[parent]) if parent != ROOT else (_digest_of(tools, options), ())
@@ -79,10 +90,12 @@ class History:
     def find(self, ask: Ask, steps: Sequence[Step]) -> Match:
         """Return the step whose conversation is the longest prefix of the request's messages.
 
-        The messages after it must not be the policy's. Among equal conversations, delivered ones come first, then the one with
-        the lowest draws, so the order in which they were requested does not matter.
+        No step matches if a message after the prefix has the policy's role (`assistant`). If several conversations are equal,
+        delivered ones are preferred, and among them the one with the lowest draws. So the order of the requests does not
+        matter.
 
         Args:
+            ask: the request.
             steps: the added steps in their present state.
         """
         digest, count, candidates = _digest_of(ask.tools, ask.template_options), 0, list[int]()
@@ -102,7 +115,7 @@ def _digest_of(tools: Sequence[Any], options: Mapping[str, Any]) -> bytes:
 
 
 def _next_digest(digest: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation and one more message."""
+    """Return the digest of a conversation that is extended by one message."""
     calls = [[call.name, call.arguments] for call in message.tool_calls if call.error is None]
     values = [message.role, message.content.strip(), message.thought.strip(), calls]
     key = hashlib.sha256(json.dumps(values, sort_keys=True, default=dict).encode()).digest()
@@ -115,15 +128,15 @@ class AgentTurn:
 
     Args:
         call: the request.
-        draft: its prompt.
-        draws: how often this prompt was asked before, for each choice.
+        draft: the prompt of the turn.
+        draws: for each choice, its number among all samples of the same prompt, from 0.
         session: the engine's cache key for the turn's tokens.
 
     Attributes:
-        waiting: the requests that wait for it.
-        later: requests that repeat it while it is being cancelled.
+        waiting: the requests that wait for the turn.
+        later: requests that repeat the request while the turn is being cancelled.
         completions: the sampled choices, set at the end; None for a choice that was cancelled before it began.
-        cut: whether it was cancelled before its end.
+        cut: whether the turn was cancelled before its end.
     """
 
     call: AgentCall
@@ -144,21 +157,20 @@ class AgentTurn:
 
     @property
     def ask(self) -> Ask:
-        """The request's content."""
         return self.call.ask
 
     @property
     def is_over(self) -> bool:
-        """Whether all choices are sampled or cancelled."""
+        """True if every choice is sampled or cancelled."""
         return len(self.futures) == len(self.draws) and all(future.done() for future in self.futures)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a client still waits for it."""
+        """True if at least one client of the turn is still connected."""
         return any(not call.gone.is_set() for call in self.waiting)
 
     def join(self, call: AgentCall) -> None:
-        """Let another request wait for this turn; it receives every token from the first one on."""
+        """Add a request that waits for this turn, and send all tokens that are already drawn to that request."""
         cached = len(self.draft.context) - len(self.draft.prompt_ids)
         call.tell(Accepted(self.draft.context, self.call.request_id, self.call.created, cached))
         with self._lock:
@@ -177,7 +189,7 @@ class AgentTurn:
         return not self.stopped
 
     def stop(self) -> None:
-        """Cancel the turn; the tokens of the running decoding step are still drawn."""
+        """Cancel the turn. A decoding step that is already running still draws its tokens."""
         self.stopped = True
         for future in self.futures:
             future.cancel()
@@ -189,14 +201,16 @@ class AgentTurn:
             call.tell(Answered(turns))
 
     def leave(self) -> None:
-        """Tell every waiting request that this process will not answer it."""
+        """Tell every waiting request that this process will not answer."""
         for call in (*self.waiting, *self.later):
             call.tell(AttemptGone())
 
 
 @dataclass
 class Conversation:
-    """The requests of an episode: those in flight, those that its steps answered, and which call got which answer last."""
+    """The requests of an episode: those in flight, those that the stored steps answered, and the latest receiver of each
+    response.
+    """
 
     attempt: int
     lines: Lines = field(default_factory=Lines)
@@ -210,7 +224,13 @@ class Conversation:
 
     @classmethod
     def of(cls, episode: Episode, attempt: int, requests: Mapping[int, StepRequest]) -> "Conversation":
-        """Build it from the stored episode and the requests that its steps answered."""
+        """Build a conversation from a stored episode.
+
+        Args:
+            episode: the stored episode.
+            attempt: the episode's attempt number.
+            requests: for the index of each step, the request that the step answered.
+        """
         conversation = cls(attempt)
         for step in episode.steps:
             conversation.add(step, requests.get(step.index))
@@ -218,12 +238,12 @@ class Conversation:
 
     @property
     def count(self) -> int:
-        """How many requests the episode had."""
+        """The number of the episode's requests, those in flight included."""
         firsts = {request.id.partition(".")[0] for request in self.requests.values()}
         return len(firsts | {turn.call.request_id for turn in self.open})
 
     def add(self, step: Step, request: StepRequest | None) -> None:
-        """Add a step that is stored."""
+        """Add a stored step and the request that it answered."""
         self.lines.add(step)
         brought = (request.tools, request.template_options) if request else ((), {})
         self._history.add(self.lines.steps, step.index, *brought)
@@ -232,7 +252,7 @@ class Conversation:
             self._prompts.setdefault(self._prompt_hash(step), set()).add(int(request.asked.get("draw", 0)))
 
     def refresh(self, episode: Episode) -> None:
-        """Take the results and the `delivered` flags of stored steps from a newly loaded episode."""
+        """Replace the steps by those of the newly loaded episode, which have the current results and `delivered` flags."""
         self.lines.steps[:] = episode.steps
 
     def prompt(self, step: Step) -> tuple[int, ...]:
@@ -241,10 +261,15 @@ class Conversation:
         return whole[: len(whole) - len(step.sampled_ids)]
 
     def draft(self, chat: Chat, ask: Ask, max_tokens: int) -> Draft:
-        """Return the requested turn's prompt of at most `max_tokens` tokens.
+        """Return the prompt for the requested turn.
+
+        Args:
+            chat: the renderer of the policy's chat template.
+            ask: the request.
+            max_tokens: the most tokens of the prompt.
 
         Raises:
-            RequestError: the template refuses these messages, or they are far too long.
+            RequestError: the template cannot render the messages, or the messages are far too long.
         """
         match = self._history.find(ask, self.lines.steps)
         reason = CONTINUES_NONE if self.lines.steps else None
@@ -264,13 +289,15 @@ class Conversation:
             raise RequestError(400, text[:1000], code="invalid_messages", param="messages") from error
 
     def messages(self, draft: Draft) -> tuple[Message, ...]:
-        """Return all messages of the draft's chain."""
+        """Return all messages of the conversation that ends with the draft."""
         if draft.parent == ROOT or draft.shared is not None:
             return draft.messages
         return (*messages_of(self.lines.steps, draft.parent), *draft.messages)
 
     def shown(self, ask: Ask) -> dict[tuple[int, int], str]:
-        """Return (step, call) -> result, for calls without a stored result whose result the request contains."""
+        """Return the tool results that the request contains and that are not stored yet, by (index of the step, number of the
+        call).
+        """
         pending = {step.index: _calls_key(step.message) for step in self.lines.steps if step.pending}
         results: dict[tuple[int, int], str] = {}
         for place, message in enumerate(ask.messages):
@@ -285,7 +312,9 @@ class Conversation:
         return results
 
     def session(self, draft: Draft) -> int:
-        """Return the engine's cache key for a draft: its parent's, if it continues that one."""
+        """Return the engine's cache key for a draft. A draft that continues a step gets the key of that step, any other a new
+        key.
+        """
         if draft.parent != ROOT and draft.shared is None and draft.parent in self._sessions:
             return self._sessions[draft.parent]
         return secrets.randbits(63)
@@ -296,17 +325,17 @@ class Conversation:
 
     @property
     def all_sessions(self) -> set[int]:
-        """Return all cache keys of the episode."""
+        """The engine's cache keys of the whole episode."""
         return {*self._sessions.values(), *(turn.session for turn in self.open)}
 
     def is_other(self, call: AgentCall) -> bool:
-        """Return whether an earlier request had the same id but another body."""
+        """Return whether an earlier request had the same id but a different body."""
         before = {request.body_hash for request in self.requests.values() if _own_id(request) == call.request_id}
         before |= {turn.call.body_hash for turn in self.open if turn.call.request_id == call.request_id}
         return bool(before - {call.body_hash})
 
     def in_flight(self, call: AgentCall) -> AgentTurn | None:
-        """Return the turn in flight that the request repeats."""
+        """Return the turn in flight whose request this one repeats; None if there is no such turn."""
         same = [turn for turn in self.open if turn.call.request_id == call.request_id]
         if call.retry and not same:
             same = [turn for turn in self.open if turn.call.body_hash == call.body_hash]
@@ -314,7 +343,9 @@ class Conversation:
         return same[0] if same else None
 
     def recorded(self, call: AgentCall) -> list[int]:
-        """Return the steps, one per choice, of the recorded answer that the call repeats; empty if there is none."""
+        """Return the steps of the recorded response to this same request, one step per choice; empty if there is no such
+        response.
+        """
         firsts = {step: one for step, one in self.requests.items() if "." not in one.id and CANCELLED not in one.id}
         matches = [step for step, one in firsts.items() if one.id == call.request_id]
         if call.retry and not matches:
@@ -323,9 +354,9 @@ class Conversation:
         return self.answers(self.requests[matches[-1]].id, call.ask.count) if matches else []
 
     def draws(self, call: AgentCall, prompt_hash: str) -> tuple[int, ...]:
-        """Return, for each choice, the lowest number that no other answer to this prompt has.
+        """Return a number for each choice: the lowest numbers that no other sample of this prompt uses.
 
-        A request that is repeated after it was cancelled gets the same numbers again.
+        If the request repeats a cancelled request, its choices first get the numbers of the cancelled request again.
         """
         stopped = [one for one in self.requests.values() if CANCELLED in one.id and self._is_again(one, call)]
         before = sorted({int(one.asked.get("draw", 0)) for one in stopped})[: call.ask.count]
@@ -337,17 +368,17 @@ class Conversation:
         return (*before, *(next(fresh) for _ in range(call.ask.count - len(before))))
 
     def answers(self, request_id: str, count: int) -> list[int]:
-        """Return the steps of the answer to that request, one per choice."""
+        """Return the steps that answered the request of that id, one step per choice."""
         by_id = {request.id: step for step, request in self.requests.items()}
         return [by_id[name] for choice in range(count) if (name := choice_id(request_id, choice)) in by_id]
 
     def stopped_id(self, request_id: str) -> str:
-        """Return a new id for the record of a cancelled answer."""
+        """Return a new id for the record of a cancelled response."""
         times = sum(request.id.startswith(request_id + CANCELLED) for request in self.requests.values())
         return f"{request_id}{CANCELLED}{times}"
 
     def turn_of(self, index: int) -> ResponseTurn:
-        """Return the turn of a stored step, as a reply has it."""
+        """Return a stored step as the turn of a response."""
         step, options = self.lines.steps[index], self.requests[index].asked
         top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in options.get(TOP, ()))
         done = Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds, top)
@@ -361,24 +392,24 @@ class Conversation:
 
 
 def _own_id(request: StepRequest) -> str:
-    """Return the id that the client knows: the same for all choices, cancelled or not."""
+    """Return the id of the client's request, without the suffixes for cancelled turns and for further choices."""
     return request.id.partition(CANCELLED)[0].partition(".")[0]
 
 
 def too_long(max_tokens: int, tokens: int | str) -> RequestError:
-    """Return the error for messages that take too many tokens."""
+    """Return the error for messages that have more than `max_tokens` tokens."""
     message = f"This model's maximum context length is {max_tokens} tokens; the messages have {tokens}."
     return RequestError(400, message, code="context_length_exceeded", param="messages")
 
 
 def _calls_key(message: Message) -> str:
-    """Return a text that is equal for equal readable tool calls."""
+    """Return a text that is equal for two messages with equal tool calls. Unreadable calls are left out."""
     calls = [(call.name, call.arguments) for call in message.tool_calls if call.error is None]
     return json.dumps(calls, sort_keys=True, default=dict)
 
 
 def _results(messages: Sequence[Message], place: int) -> list[str]:
-    """Return the texts of the tool messages that start at that position."""
+    """Return the texts of the consecutive tool messages from position `place` on."""
     following = takewhile(lambda message: message.role == "tool", messages[place:])
     return [message.content for message in following]
 

@@ -1,8 +1,9 @@
-"""The rollout of a group whose agents are external: it samples, commits and answers each of their requests.
+"""The rollout of a group with external agents: it samples a turn for each of their requests, commits the turn and sends the
+response.
 
-An agent is a separate process, one per episode (`agentrl worker agents`). It calls the endpoint, which forwards the request to
-this process. The request continues an earlier turn of its episode or begins another chain (`agent_conversation`). Its turn is
-committed before the reply ends. When the agent has ended, its episode is scored and ends.
+An agent is a separate process, one per episode (`agentrl worker agents`). It sends requests to the endpoint, which forwards
+them to this process. A request continues an earlier turn of its episode or begins a new chain (`agent_conversation`). Its turn
+is committed before the response ends. When the agent has ended, this process scores and ends the episode.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -57,21 +58,21 @@ log = getLogger("agentrl.agent_rollout")
 TIMEOUT = "timeout"
 """The error class of an agent that exceeded its time limit."""
 MAX_OPEN = 64
-"""The most open requests of an episode; more are refused with a status that tells clients to retry."""
+"""The most open requests of an episode. Further requests get status 429, which tells clients to retry."""
 ANOTHER_CHOICE = "another choice of one request"
 _told_runs: set[int] = set()
-"""Runs with an event that their own sampling options replace their clients'."""
+"""The ids of runs for which this process has recorded that the run's sampling options replace those of its clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
-    """How an agent ended.
+    """The result of an agent's process.
 
     Args:
-        error_class: empty if it returned, or if its program exited with 0.
-        error: its error message.
-        answer: the text that it returned as the episode's answer, if any.
-        rewards: the rewards that it returned.
+        error_class: the class of the agent's error; empty if the agent returned or its program exited with code 0.
+        error: the message of the agent's error.
+        answer: the text that the agent returned as the episode's answer, if any.
+        rewards: the rewards that the agent returned, by name.
     """
 
     error_class: str = ""
@@ -81,7 +82,7 @@ class AgentOutcome:
 
 
 def judge_end(episode: Episode, end: AgentOutcome) -> StopReason | Outcome:
-    """Return the episode's stop reason; if no turn was delivered, return how it failed."""
+    """Return the episode's stop reason. If no turn was delivered, return a failed outcome with the agent's error instead."""
     last = episode.last_turn
     if last is None:
         message = end.error or "The agent ended without a completed model call."
@@ -97,12 +98,13 @@ def judge_end(episode: Episode, end: AgentOutcome) -> StopReason | Outcome:
 
 @dataclass
 class AgentRollout:
-    """The driver of a group's unfinished episodes. It is live until they end or until the group's fence is in `lost`.
+    """The driver of a group's unfinished episodes with external agents. It is live until the episodes end or the group's fence
+    is in `lost`.
 
     Args:
         max_context: the most tokens of one training row.
         server: the server that receives the agents' requests.
-        served: what runs the agents; None: the agents workers.
+        served: the object that starts the agents; None for the agents workers.
     """
 
     db: Database
@@ -137,16 +139,16 @@ class AgentRollout:
 
     @property
     def is_live(self) -> bool:
-        """Return whether an episode is left to drive."""
+        """True if this worker still has an episode of the group to drive."""
         return bool(self.recorder.episodes) and self.work.fence not in self.lost
 
     @property
     def may_gather(self) -> bool:
-        """True if concurrent turns can be committed together."""
+        """True if several turns are in flight, which can then be committed together."""
         return sum(len(conversation.open) for conversation in self._conversations.values()) > 1
 
     def lose(self) -> None:
-        """Stop all writing: another worker holds the group, or the attempt is over."""
+        """Write nothing more, because another worker holds the group or the attempt is over."""
         self.lost.add(self.work.fence)
         self.close()
 
@@ -164,7 +166,7 @@ class AgentRollout:
             call.tell(AttemptGone())
 
     def start(self) -> None:
-        """Serve every episode from the end of its record, and start an agent for each episode without one."""
+        """Start to serve every episode after its last stored step, and start an agent for each episode that has no agent."""
         numbers = list(self.recorder.episodes)
         attempts = agent_holds.current_attempts(self.db, self.work.fence.group)
         requests = agent_steps.load_requests(self.db, numbers)
@@ -188,7 +190,7 @@ class AgentRollout:
         self.inbox.put(InboxEvent(self.work.fence.group, call.episode, request=call))
 
     def handle(self, events: Sequence[InboxEvent]) -> None:
-        """Commit sampled turns, begin requested turns, and end the episodes whose agents have ended."""
+        """Commit sampled turns, begin the requested turns, and end the episodes whose agents have ended."""
         self._commit([event.turn for event in events if event.turn is not None])
         for event in events:
             if event.request is not None:
@@ -200,10 +202,11 @@ class AgentRollout:
             self._judge_agents(self.agents.load(woken))
 
     def poll_calls(self) -> None:
-        """Read the rows of agents and judges without waiting for a wake-up, and send lost messages again.
+        """Read the rows of agents and of judges' questions without waiting for a message, and send lost messages again.
 
         Raises:
-            ServiceError, InfraError: no worker serves the tools, or no worker runs agents.
+            ServiceError: no worker runs agents, or a tools worker reports that it cannot run a judge.
+            InfraError: the questions to the judges were sent several times without an answer.
         """
         self._observe(self.judging.by_episode.keys())
         self.judging.send_overdue()
@@ -214,9 +217,9 @@ class AgentRollout:
     # calls
 
     def _take(self, call: AgentCall) -> None:
-        """Answer a request: join it to a turn in flight, send a recorded answer, or begin a turn.
+        """Answer a request: join it to a turn in flight, send a recorded response, or begin a turn.
 
-        If answering fails here, the request stays in the list of arrivals, and `close` sends it away.
+        If an exception is raised here, the request stays in `_arrived`, and `close` answers it with `AttemptGone`.
         """
         conversation = self._conversations.get(call.episode)
         if call.gone.is_set():
@@ -252,7 +255,7 @@ class AgentRollout:
         self._begin(call, conversation)
 
     def _answer_again(self, call: AgentCall, conversation: Conversation, steps: Sequence[int]) -> None:
-        """Send the recorded answer, and mark it delivered."""
+        """Send the recorded response, and mark its steps as delivered."""
         first, request = conversation.lines.steps[steps[0]], conversation.requests[steps[0]]
         prompt = conversation.prompt(first)
         created = int(request.asked.get("created", call.created))
@@ -263,7 +266,7 @@ class AgentRollout:
         call.tell(Answered(tuple(map(conversation.turn_of, steps))))
 
     def _begin(self, call: AgentCall, conversation: Conversation) -> None:
-        """Submit the choices of a new turn."""
+        """Begin a turn for the request: submit its choices to the engine."""
         self.sampling.check(call.ask)
         draft = conversation.draft(self.chat, call.ask, self.max_context)
         if len(draft.context) >= self.max_context:
@@ -287,7 +290,7 @@ class AgentRollout:
             self.inbox.put(InboxEvent(self.work.fence.group, turn.call.episode, completion=future, turn=turn))
 
     def _leave(self, call: AgentCall, conversation: Conversation | None) -> None:
-        """Cancel abandoned turns, and mark partially sent answers as undelivered."""
+        """Handle a disconnected client: cancel turns without a client, or mark a partially sent response as undelivered."""
         if conversation is None or conversation.attempt != call.attempt:
             return
         if call.answered:
@@ -307,7 +310,7 @@ class AgentRollout:
     # commits
 
     def _commit(self, over: Sequence[AgentTurn]) -> None:
-        """Commit sampled turns, then send their replies."""
+        """Commit sampled turns, then send the responses."""
         fresh = [turn for turn in dict.fromkeys(over) if turn in self._open_turns(turn.call.episode)]
         records = {turn: self.records.of(turn, self._conversations[turn.call.episode]) for turn in fresh}
         if not fresh:
@@ -325,7 +328,7 @@ class AgentRollout:
         return conversation.open if conversation is not None and number in self.recorder.episodes else ()
 
     def _release_turn(self, turn: AgentTurn, records: Sequence[StepRecord], stored: Sequence[Step]) -> None:
-        """Send the reply to the waiting requests."""
+        """Send the committed turn to the waiting requests."""
         number = turn.call.episode
         conversation = self._conversations[number]
         conversation.open.remove(turn)
@@ -370,7 +373,7 @@ class AgentRollout:
             self._give_again(state)
 
     def _give_again(self, state: AgentState) -> None:
-        """Start the episode's next attempt with a new agent, or fail the episode after `MAX_LOSSES` lost ones."""
+        """Start the episode's next attempt with a new agent. If `MAX_LOSSES` agents were lost, fail the episode instead."""
         if state.is_overdue and not agent_holds.lose_agent(self.db, self.work.fence, state, settings().lease_seconds):
             return
         number, conversation = state.episode, self._conversations[state.episode]
@@ -387,7 +390,9 @@ class AgentRollout:
         self.agents.give([number])
 
     def _end(self, ended: Mapping[int, AgentOutcome]) -> None:
-        """Ask the judges about episodes that have neither agent nor turn in flight, then end them."""
+        """End episodes whose agents have ended and that have no turn in flight. If an episode has judges, first send their
+        questions.
+        """
         stopped, failures = dict[int, StopReason](), list[Outcome]()
         for number, end in ended.items():
             episode = self.recorder.episodes.get(number)
@@ -438,7 +443,6 @@ class AgentRollout:
             self.engine.release(session)
 
     def _release(self, episode: Episode) -> None:
-        """Forget an episode that has ended."""
         self._drop(episode.id)
 
 
@@ -453,7 +457,7 @@ def _is_lost(state: AgentState) -> bool:
 
 @dataclass(frozen=True)
 class AgentSampling:
-    """The sampling rules of a group's turns."""
+    """The rules by which a group's turns are sampled: limits, draws and the client's options."""
 
     db: Database
     work: GroupWork
@@ -466,10 +470,10 @@ class AgentSampling:
         object.__setattr__(self, "is_clients", self.agent.name == CLIENTS)
 
     def check_count(self, conversation: Conversation) -> None:
-        """Check that the episode may make another request.
+        """Check that the episode is allowed another request.
 
         Raises:
-            RequestError: it made too many, or too many are open.
+            RequestError: the episode has made `agent.max_calls` requests, or too many of its requests are open.
         """
         if conversation.count >= self.agent.max_calls:
             message = f"This episode has used all of its {self.agent.max_calls} model calls (agent.max_calls)."
@@ -484,7 +488,7 @@ class AgentSampling:
         """Check that the engine supports the request's options.
 
         Raises:
-            RequestError: it does not.
+            RequestError: the engine does not support an option.
         """
         if ask.top_logprobs and not self.engine.top_logprobs:
             message = f"The engine {self.engine.name!r} does not support top_logprobs."
@@ -498,13 +502,17 @@ class AgentSampling:
             raise RequestError(400, error.message, code="unsupported_parameter") from error
 
     def draws(self, conversation: Conversation, call: AgentCall, draft: Draft) -> Sequence[int]:
-        """Return each choice's number among the answers to the same prompt; with a client's seed, the numbers start at 0."""
+        """Return the number of each choice among the samples of the same prompt. If a served client sent a seed, the numbers
+        start at 0.
+        """
         if self.is_clients and "seed" in call.ask.asked:
             return tuple(range(call.ask.count))
         return conversation.draws(call, prompt_hash(draft))
 
     def request(self, turn: AgentTurn, choice: int, draw: int, max_tokens: int, episode: Episode) -> GenerateRequest:
-        """Return the engine's request. In training, only the client's stop strings and its token limit apply."""
+        """Return the request for the engine. If the run serves clients, all sampling options of the client apply. In other
+        runs, only its stop strings and its token limit apply.
+        """
         limits, ask = self._limits(turn.ask), turn.ask
         keys = self.work.sampling_key(episode)
         keys = key_asked(keys, ask.asked) if self.is_clients else keys
@@ -519,7 +527,9 @@ class AgentSampling:
         )
 
     def note_asked(self, ask: Ask) -> None:
-        """Record, once per run, an event that the run's sampling options replace those of its clients."""
+        """Record an event that the run's sampling options replace those of its clients. Do nothing if the run serves clients,
+        or if this process has already recorded the event for the run.
+        """
         if ask.asked and not self.is_clients and self.work.run_id not in _told_runs:
             _told_runs.add(self.work.run_id)
             agent_holds.note_asked(self.db, self.work.run_id, ", ".join(sorted(ask.asked)))
@@ -530,7 +540,7 @@ class AgentSampling:
 
 @dataclass(frozen=True)
 class AgentRecords:
-    """Builds the records of a group's turns, one per choice."""
+    """The builder of the records of a group's turns, one record per choice."""
 
     work: GroupWork
     chat: Chat
@@ -538,12 +548,12 @@ class AgentRecords:
     max_context: int
 
     def of(self, turn: AgentTurn, conversation: Conversation) -> list[StepRecord]:
-        """Return the records of a finished turn, and set its `cut`.
+        """Return the records of a finished turn, and set the turn's `completions` and `cut`.
 
-        A choice that was cancelled before its first token has no record.
+        If the turn was cancelled, choices without a token have no record.
 
         Raises:
-            AgentRLError: the errors of the engine's `submit`.
+            AgentRLError: the engine could not sample the turn.
         """
         turn.completions = [_result(future) for future in turn.futures]
         turn.cut = any(done is None for done in turn.completions) or (turn.stopped and self._is_cut(turn))
@@ -557,7 +567,9 @@ class AgentRecords:
         return step_records
 
     def most_tokens(self, turn: AgentTurn) -> int:
-        """Return the turn's token limit: the smallest of the run's, the context's and the client's."""
+        """Return the most tokens that the turn may have: the smallest of the run's limit, the rest of the context and the
+        client's limit.
+        """
         limit = min(self.max_context - len(turn.draft.context), self.limits.max_new_tokens)
         return limit if turn.ask.max_tokens is None else min(limit, turn.ask.max_tokens)
 
@@ -566,7 +578,7 @@ class AgentRecords:
         return any(done.finish_reason == "length" and len(done.token_ids) < limit for done in turn.completions if done)
 
     def _request(self, turn: AgentTurn, conversation: Conversation, choice: int, done: Completion) -> StepRequest:
-        """Return the request as the row of that choice stores it."""
+        """Return the request in the form that is stored with the choice's step."""
         call = turn.call
         return StepRequest(
             id=choice_id(conversation.stopped_id(call.request_id) if turn.cut else call.request_id, choice),
@@ -579,7 +591,9 @@ class AgentRecords:
     def _record(
         self, turn: AgentTurn, conversation: Conversation, done: Completion, request: StepRequest, first: str
     ) -> StepRecord:
-        """Return the record of one choice; `first` is the request id of the first choice, whose prompt the others share."""
+        """Return the record of one choice. `first` is the request id of the turn's first choice, whose prompt the other choices
+        share; it is empty for the first choice itself.
+        """
         draft = turn.draft.sibling(conversation.messages(turn.draft), ANOTHER_CHOICE) if first else turn.draft
         message = parse_turn(self.chat, turn.ask, draft.context, done.token_ids)
         calls = tuple(CallRecord(parsed, "none", _refusal(parsed)) for parsed in message.tool_calls)
@@ -606,22 +620,25 @@ class AgentRecords:
 
 
 def _kept(turn: AgentTurn, done: Completion) -> dict[str, Any]:
-    """Return what the row stores besides the requested sampling options.
+    """Return the values that the row stores besides the requested sampling options.
 
     The client's stop strings explain why the turn ended. The number of equal histories is stored if it is above one. The
-    likeliest tokens of each position are stored if they were requested, so that a repeated request gets the same reply.
+    likeliest tokens of each position are stored if the client requested them, because a repeated request must get the same
+    response.
     """
     fields = {"stop": list(turn.ask.stop), EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
     return {name: value for name, value in fields.items() if value}
 
 
 def _refusal(call: ToolCall) -> ToolResult | None:
-    """Return the stored result of an unreadable call, which its agent receives as text."""
+    """Return the result that is stored for an unreadable call; None for a readable one. The agent receives an unreadable call
+    as text.
+    """
     return None if call.error is None else ToolResult(call.error, "parse_error")
 
 
 def _result(future: "Future[Completion]") -> Completion | None:
-    """Return the sampled completion; None if it was cancelled before it began."""
+    """Return the sampled completion; None if the choice was cancelled before it began."""
     try:
         return future.result()
     except CancelledError:

@@ -1,4 +1,6 @@
-"""Reports of unreadable checkpoints, stored in the run's rows; the run's train job then rebuilds them (`train`)."""
+"""The handling of unreadable checkpoints: a job marks the checkpoint as broken in the run's rows, and the run's train job
+rebuilds it (`train`).
+"""
 
 from logging import getLogger
 from typing import TYPE_CHECKING
@@ -21,15 +23,15 @@ log = getLogger("agentrl.mend")
 
 
 def report_broken(run_id: int, policy: PolicyRef, part: checkpoints.Part) -> int | None:
-    """Mark the policy's checkpoint as broken if it is.
+    """Verify the policy's checkpoint, and mark it as broken if it is damaged.
 
     Returns:
-        The iteration whose train job rebuilds it. None if the checkpoint is intact, not visible from this host, or of a run
-            that does not
-        train.
+        The id of the iteration whose train job rebuilds the checkpoint. None if the checkpoint is intact, if this host cannot
+            see it, or if its run does not train.
 
     Raises:
-        ServiceError: its state is unknown: the store or database did not answer for long, or this host has no disk space.
+        ServiceError: the checkpoint's state is unknown, because the store or the database does not answer or this host has no
+            disk space.
     """
     try:
         fault = checkpoints.find_fault(policy.path, policy.sha256, part) if policy.path else ""
@@ -43,7 +45,7 @@ def report_broken(run_id: int, policy: PolicyRef, part: checkpoints.Part) -> int
 
 
 def send_rebuild(iteration: int) -> None:
-    """Send the train job that rebuilds the checkpoint."""
+    """Send the train job of this iteration, which rebuilds the broken checkpoint."""
     try:
         send_train(database(), iteration)
     except ServiceError as error:
@@ -54,7 +56,8 @@ def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebu
     """Check that the repeated update equals the recorded one.
 
     Raises:
-        CheckpointError: it took no step, or its episodes or advantages differ because code or rewards have changed.
+        CheckpointError: the repeated update made no optimizer step, or its episodes or advantages differ from the recorded ones
+            because code or rewards have changed.
     """
     if update.skipped:
         raise beyond_repair_error(work, rebuild, f"its update now makes no update: {update.skipped}")
@@ -65,7 +68,9 @@ def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebu
 
 
 def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
-    """Return the error for a broken checkpoint that cannot be rebuilt; it names the last intact one and the next command."""
+    """Return the error for a broken checkpoint that cannot be rebuilt. Its message names the last intact version, and its hint
+    the next command.
+    """
     broken = rebuild.broken.version
     versions = repair.list_versions_before(database(), work.run_id, broken)
     whole = next((version for version, path, sha256 in versions if not path or not checkpoints.find_fault(path, sha256)), None)

@@ -1,10 +1,12 @@
-"""The built-in loop of one group: ask `next_action` what an episode needs, do it, commit it, ask again.
+"""The built-in loop of one group. For each episode, it asks `next_action` for the next action, performs the action and commits
+the result.
 
 - *Generate*: sample a turn, commit it, then send its calls.
-- *CallTools*: wait for the calls and commit their results; then the policy reads them.
-- *Finish*: ask the judges in the same way, then end the episode with its reward.
+- *CallTools*: wait for the calls and commit their results. The policy then reads them.
+- *Finish*: ask the judges by calls too, then end the episode with its reward.
 
-`EpisodeRecorder` commits, `PendingCalls` waits. The loop decides, and keeps only the turns that are being sampled.
+`EpisodeRecorder` writes the commits, and `PendingCalls` waits for the calls. The loop itself holds only the turns that are
+being sampled.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -31,7 +33,9 @@ from agentrl.workflow.trajectory import CallRecord, Episode, Message, Step, Step
 
 @dataclass
 class GroupRollout:
-    """The driver of a group's unfinished episodes. It is live until they end or until the group's fence is in `lost`."""
+    """The driver of a group's unfinished episodes in the built-in loop. It is live until the episodes end or the group's fence
+    is in `lost`.
+    """
 
     db: Database
     work: GroupWork
@@ -54,14 +58,14 @@ class GroupRollout:
 
     @property
     def is_live(self) -> bool:
-        """Return whether an episode is left to drive."""
+        """True if this worker still has an episode of the group to drive."""
         return bool(self.recorder.episodes) and self.work.fence not in self.lost
 
     may_gather = True
-    """True: concurrent turns of a group can be committed together."""
+    """True, because concurrent turns of a group can be committed together."""
 
     def lose(self) -> None:
-        """Stop all writing: another worker holds the group, or the attempt is over."""
+        """Write nothing more, because another worker holds the group or the attempt is over."""
         self.lost.add(self.work.fence)
         self.close()
 
@@ -72,12 +76,12 @@ class GroupRollout:
             turn.cancel()
 
     def start(self) -> None:
-        """Start every episode from the end of its record."""
+        """Start every episode after its last stored step."""
         self.recorder.begin()
         self._advance(list(self.recorder.episodes))
 
     def handle(self, events: Sequence[InboxEvent]) -> None:
-        """Commit sampled turns and answered calls, then take each episode's next action."""
+        """Commit sampled turns and answered calls, then perform the next action of these episodes."""
         turns = [event for event in events if event.completion is not None and event.episode in self._drafts]
         if turns:
             self._commit_sampled(turns)
@@ -87,16 +91,17 @@ class GroupRollout:
         self._observe({event.episode for event in events if event.call and not event.reason})
 
     def poll_calls(self) -> None:
-        """Read the rows of calls without waiting for a wake-up, and send calls again that seem lost.
+        """Read the rows of calls without waiting for a message, and send calls again that seem lost.
 
         Raises:
-            ServiceError, InfraError: no worker serves the tools; see `PendingCalls.send_overdue`.
+            ServiceError: a tools worker reports that it cannot run a call; see `PendingCalls.send_overdue`.
+            InfraError: calls were sent several times without an answer.
         """
         self._observe(self.calls.by_episode.keys())
         self.calls.send_overdue()
 
     def _advance(self, episodes: Iterable[int]) -> None:
-        """Take the next action of each episode, except those that a hook has failed."""
+        """Perform the next action of each episode. Skip episodes that a hook has failed."""
         failures, ended = list[Outcome](), dict[int, StopReason]()
         for number in episodes:
             episode = self.recorder.episodes.get(number)
@@ -114,7 +119,7 @@ class GroupRollout:
         self._end(ended, failures)
 
     def _next_action(self, episode: Episode) -> Action | Outcome:
-        """Return the episode's next action, or its end if its env failed it."""
+        """Return the episode's next action. If the env raised an exception, return the failed outcome instead."""
         try:
             action = next_action(episode, self.env, self.limits)
             if isinstance(action, Generate) and self.work.opening and not episode.begun:
@@ -137,7 +142,7 @@ class GroupRollout:
         faultpoint("generate.sent")
 
     def _draft(self, episode: Episode, messages: tuple[Message, ...]) -> Draft:
-        """Return the next turn's prompt; the first prompt is rendered once for the whole group."""
+        """Return the next turn's prompt. The first prompt is rendered once for the whole group."""
         if episode.steps:
             return draft_turn(self.chat, episode, messages, self.schemas)
         if self._opening is None or self._opening.messages != messages:
@@ -145,7 +150,9 @@ class GroupRollout:
         return self._opening
 
     def _commit_sampled(self, events: Sequence[InboxEvent]) -> None:
-        """Commit T1, then send the calls. A step without calls to send has recorded answers, and is observed at once."""
+        """Commit the sampled steps (T1), then send their calls. If all calls of a step were refused, the results are known, and
+        the step is observed at once.
+        """
         records = [self._sampled_step(event) for event in events]
         refused, others = set[int](), list[int]()
         for record, calls in zip(records, self.recorder.commit_sampled(records), strict=True):
@@ -182,14 +189,16 @@ class GroupRollout:
         return StepRecord(event.episode, step, self.work.policy_id, self.chat.decode(completion.token_ids), calls)
 
     def _resume_calls(self, episode: Episode, step: Step) -> None:
-        """Wait for calls that another worker may have sent."""
+        """Wait for calls that another worker may have sent, and send the unanswered ones again."""
         self.calls.add(episode.id, steps.list_calls(self.db, episode.id, step.index), self.tools)
         if not self._observe({episode.id}):
             self.calls.send_again(episode.id)
 
     def _observe(self, episodes: Set[int]) -> bool:
-        """Commit the results of episodes whose calls are all answered, and take their next actions; return whether there were
-        any.
+        """Commit the results of episodes whose calls are all answered, and perform the next actions of these episodes.
+
+        Returns:
+            Whether there was such an episode.
         """
         answered = self.calls.take_answered(episodes)
         if answered:
@@ -197,7 +206,9 @@ class GroupRollout:
         return bool(answered)
 
     def _end(self, ended: Mapping[int, StopReason], failures: Sequence[Outcome]) -> None:
-        """End episodes that failed, and finished ones whose judges have answered."""
+        """End the failed episodes and the finished episodes without judges. For the other finished episodes, send the questions
+        to their judges.
+        """
         outcomes, judge_calls = self.recorder.ask_judges(ended)
         for episode, calls in judge_calls.items():
             self.calls.add(episode, calls, self.judges)

@@ -1,9 +1,9 @@
 """The commits of a group's episodes, for the built-in loop and for external agents.
 
-A step is two transactions. *Sampled* (T1) writes the prompt, ids, logprobs and one pending row per tool call; only then may the
-calls be sent. *Observed* (T2) writes all results in the order of the calls; only then may the policy read them. At the end,
-judges are asked through rows of their own, and the episode ends with its reward. The recorder samples nothing and sends no
-messages.
+A step is two transactions. *Sampled* (T1) writes the prompt, the token ids, the logprobs and one pending row per tool call;
+only after T1 may the calls be sent. *Observed* (T2) writes all results in the order of the calls; only after T2 may the policy
+read them. At the end of an episode, the questions to its judges are written as rows too, and the episode ends with its reward.
+The recorder samples nothing and sends no messages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,15 +27,15 @@ from agentrl.workflow.trajectory import Episode, Step, StepRecord, StopReason, T
 
 @dataclass
 class EpisodeRecorder:
-    """The unfinished episodes of a claimed group, in the state of their rows.
+    """The unfinished episodes of a claimed group, in the state of their rows, and the commits that change them.
 
     Args:
         on_end: called with each episode that ends.
-        iteration_ready: set if the group's end completes an iteration.
-        own_rewards: rewards that external agents returned, by episode. They and emitted rewards count if the run has no rewards
-            of its own, or if `counts_own`.
+        iteration_ready: the id of the iteration that became complete when this group ended; None if no iteration did.
+        own_rewards: the rewards that external agents returned, by episode. These and emitted rewards have weight if the run has
+            no other rewards, or if `counts_own`.
         of_agents: whether external agents decide the turns.
-        agent_errors: how an episode's agent failed: (error class, error), both empty if it did not.
+        agent_errors: the (error class, error) of each episode's agent; both are empty if the agent did not fail.
     """
 
     db: Database
@@ -59,7 +59,7 @@ class EpisodeRecorder:
         self.episodes = {episode.id: replace(episode, limits=self.limits) for episode in self.work.episodes}
 
     def begin(self) -> None:
-        """Resume every episode from the end of its record; restart those whose env cannot resume."""
+        """Resume every episode after its last stored step. If the env cannot resume, restart the episode."""
         for episode in list(self.episodes.values()):
             if episode.begun and self.env.resumability == "restart":
                 steps.restart_episode(self.db, self.work.fence, episode.id)
@@ -68,30 +68,32 @@ class EpisodeRecorder:
             self._call_hooks("on_rollout_start", episode)
 
     def begin_with_agents(self) -> None:
-        """Take every episode in the state of its rows: its agent, another process, may be working on it."""
+        """Resume every episode without restarting it: its agent is another process and may still be working."""
         for episode in list(self.episodes.values()):
             self._call_hooks("on_rollout_start", episode)
 
     def restart(self, number: int) -> None:
-        """Begin the episode again under its next attempt number; the old steps stay."""
+        """Restart the episode under its next attempt number. The rows of its old steps stay."""
         steps.restart_episode(self.db, self.work.fence, number)
         self.episodes[number] = replace(self.episodes[number], steps=(), status="running")
 
     def begin_step(self, episode: Episode) -> bool:
-        """Call the hooks before a step is sampled; return whether all allow it."""
+        """Call the hooks before a step is sampled. Return False if a hook has failed the episode."""
         self._call_hooks("on_trace_start", episode)
         return episode.id in self.episodes
 
     def commit_sampled(self, records: Sequence[StepRecord]) -> list[list[int]]:
-        """Commit T1 of these steps; return the ids of each step's calls, which may now be sent."""
+        """Commit these steps (T1). Return the ids of each step's calls, which may now be sent."""
         calls = steps.commit_sampled(self.db, self.work.fence, records)
         for record in records:
             self._add_step(record.episode, record.step)
         return calls
 
     def commit_calls(self, records: Sequence[StepRecord]) -> list[Step]:
-        """Commit the answers to external agents, and the results of earlier calls that their requests contain; return the
-        steps.
+        """Commit the sampled responses to external agents, and the results of earlier calls that the agents' requests contain.
+
+        Returns:
+            The stored steps, in the order of `records`.
         """
         committed = agent_steps.commit_calls(self.db, self.work.fence, records)
         for record, step in zip(records, committed, strict=True):
@@ -103,13 +105,18 @@ class EpisodeRecorder:
         return committed
 
     def mark_delivered(self, number: int, index: int, delivered: bool) -> None:
-        """Record whether the client received the whole step."""
+        """Record whether the client has received the step completely."""
         agent_steps.mark_delivered(self.db, self.work.fence, {(number, index): delivered})
         self._change_step(number, replace(self.episodes[number].steps[index], delivered=delivered))
 
     def commit_results(self, answered: Mapping[int, tuple[ToolResult, ...]]) -> list[int]:
-        """Commit T2 of the episodes' last steps, or the grades of their judges, which end them; return the episodes that
-        continue.
+        """Commit the results of calls (T2), and end the episodes whose calls were questions to judges.
+
+        Args:
+            answered: for each episode, the results of all calls of its last step, or of all questions to its judges.
+
+        Returns:
+            The ids of the episodes that continue.
         """
         judged = answered.keys() & self._judged.keys()
         self.finish([self._score(*self._judged[episode], answered[episode]) for episode in sorted(judged)])
@@ -126,8 +133,8 @@ class EpisodeRecorder:
         """Commit the questions to the judges of finished episodes.
 
         Returns:
-            The outcomes of episodes without judges, for `finish`, and the ids of the other episodes' calls, which may now be
-                sent.
+            Two values: the outcomes of episodes without judges, which the caller passes to `finish`; and for each other
+                episode, the ids of its questions, which may now be sent.
         """
         outcomes, judge_questions = [], []
         by_episode = episode_annotations.load_annotations(self.db, list(ended)) if ended else {}
@@ -162,14 +169,16 @@ class EpisodeRecorder:
             self.iteration_ready = finished.iteration
 
     def _of_agent(self, outcome: Outcome) -> Outcome:
-        """Return the outcome with the agent's error, unless the episode failed for another reason."""
+        """Return the outcome with the agent's error. If the outcome already has an error of another cause, that error stays."""
         error_class, error = self.agent_errors.get(outcome.episode, ("", ""))
         if outcome.error_class:
             error_class, error = outcome.error_class, outcome.error
         return replace(outcome, of_agent=True, error_class=error_class, error=error)
 
     def report_wait(self, what: str) -> None:
-        """Record an event that says what the calls wait for; the next observation or end records that they continue."""
+        """Record an event that says why the calls wait. After the next commit of results or of an end, another event says that
+        the run continues.
+        """
         self._says_waiting = True
         blocked_runs.wait_for(self.db, self.work.run_id, what)
 
@@ -179,13 +188,13 @@ class EpisodeRecorder:
             blocked_runs.wait_no_more(self.db, self.work.run_id)
 
     def _add_step(self, number: int, step: Step) -> None:
-        """Add the step that was just committed, and call the hooks if there is nothing to observe."""
+        """Add a step that was just committed. If the step waits for no results, call the hooks."""
         self.episodes[number] = episode = self.episodes[number].with_step(step)
         if not step.pending:
             self._call_hooks("on_trace_end", episode)
 
     def _show_results(self, number: int, contained: Mapping[tuple[int, int], str]) -> None:
-        """Add the results of earlier calls that a request contained, as `agent_steps` stored them."""
+        """Add the results of earlier calls that a request contained, in the form in which `agent_steps` stored them."""
         stored = self._shown.setdefault(number, {})
         for key, content in contained.items():
             stored.setdefault(key, storable(content))
@@ -211,7 +220,7 @@ class EpisodeRecorder:
         return outcome
 
     def _call_hooks(self, place: str, episode: Episode) -> None:
-        """Call every hook for this event; a hook that raises fails the episode."""
+        """Call the method `place` of every hook. If a hook raises an exception, the episode fails."""
         for number, hook in enumerate(self.hooks):
             annotations: list[Annotation] = []
             try:
@@ -224,13 +233,15 @@ class EpisodeRecorder:
             self._note(episode, annotations)
 
     def _note(self, episode: Episode, annotations: Sequence[Annotation]) -> None:
-        """Store the hooks' annotations of the episode; those repeated after a lost worker are stored already."""
+        """Store the hooks' annotations of the episode. If hooks repeat annotations after a worker was lost, the stored ones
+        stay.
+        """
         if annotations:
             episode_annotations.note_annotations(self.db, self.work.fence, episode.id, len(episode.steps), annotations)
 
 
 def _agent_result(call: ToolCall, result: str | None) -> ToolResult | None:
-    """Return the result of a call that the agent ran itself, as far as it is known."""
+    """Return the result of a call that the agent ran itself; None if the result is not known yet."""
     if call.error is not None:
         return ToolResult(call.error, "parse_error")
     return None if result is None else ToolResult(result)

@@ -1,4 +1,4 @@
-"""The outcome of an episode: scored by its env, its judges and the run's hooks."""
+"""Computes the outcome of an episode from its env, its judges and the run's hooks."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -22,16 +22,17 @@ def scored_outcome(
     own: Mapping[str, float | Sequence[float]] = MappingProxyType({}),
     own_weight: float = 0.0,
 ) -> Outcome:
-    """Return the outcome `done` with the reward, or `failed` if a reward, the env or a hook raised.
+    """Return the outcome of a finished episode: `done` with the reward, or `failed` if a reward, the env or a hook raised an
+    exception.
 
     Args:
         ended: the episode with its stop_reason.
-        judge_results: the answers of the judges.
-        own: the rewards from the episode's agent and its tools.
-        own_weight: the weight of each of them.
+        judge_results: the results of the questions to the judges, by judge.
+        own: the rewards from the episode's agent and its tools, by name.
+        own_weight: the weight of each reward in `own`.
 
     Raises:
-        InfraError: the system failed a reward.
+        InfraError: a failure of the system, not of the reward's code, prevented the score.
     """
     try:
         parts = score_episode(env, ended, work.weights, verdicts(judges, judge_results, optional_rewards(env, work.weights)))
@@ -48,7 +49,7 @@ def scored_outcome(
 
 
 def unscored_outcome(ended: Episode, error: RewardError) -> Outcome:
-    """Return the outcome of an episode that failed and cannot be scored."""
+    """Return the `failed` outcome of an episode whose rewards could not be computed."""
     return Outcome(ended.id, "failed", error_class="RewardError", error=str(error))
 
 

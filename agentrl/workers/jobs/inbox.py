@@ -15,11 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InboxEvent:
-    """An event of a rollout job: a completion of `episode`, the answer to its tool call `call`, or the reason why a worker
-    could not run it.
+    """An event of a rollout job. Each event sets only the fields of its kind.
 
-    Of external agents: a `request` for a turn, or one whose client disconnected; the `turn` that this completion finishes;
-    `woken` if the agent's row may have changed.
+    Attributes:
+        group, episode: the ids of the group and the episode that the event is about.
+        completion: the sampled turn of the episode.
+        call: the id of a tool call that was answered, or that a worker could not run.
+        reason: why a worker could not run `call`; empty if the call was answered.
+        request: a request of an external agent that arrived, or whose client disconnected.
+        turn: the turn of an external agent that `completion` finishes.
+        woken: whether the row of the episode's agent may have changed.
     """
 
     group: int
@@ -35,17 +40,20 @@ class InboxEvent:
 Inbox = SimpleQueue[InboxEvent]
 
 POLL_SECONDS = 2.0
-"""Seconds between two reads of the rows of waiting episodes."""
+"""The time between two reads of the rows of waiting episodes, in seconds."""
 
 GATHER_SECONDS = 0.001
-"""The wait for turns that end in the same decoding step, to commit them together. Answered calls do not wait."""
+"""The wait for further turns that end in the same decoding step, in seconds. They are then committed together. There is no such
+wait after an answered call.
+"""
 
 
 def take_events(inbox: Inbox, gathers: bool = True) -> list[InboxEvent]:
-    """Wait for an event, and for a moment longer after a sampled turn; then take all events.
+    """Wait for an event for up to `POLL_SECONDS`, then return all events of the inbox.
 
     Args:
-        gathers: whether other turns may end in the same decoding step; if not, there is no second wait.
+        gathers: whether other turns may end in the same decoding step. If so, wait another `GATHER_SECONDS` after a sampled
+            turn.
     """
     events: list[InboxEvent] = []
     try:
@@ -59,10 +67,9 @@ def take_events(inbox: Inbox, gathers: bool = True) -> list[InboxEvent]:
 
 
 def put_completion(inbox: Inbox, group: int, episode: int, future: "Future[Completion]") -> None:
-    """Put the engine's completion into the inbox."""
     inbox.put(InboxEvent(group, episode, completion=future))
 
 
 def put_reply(inbox: Inbox, group: int, episode: int, call: int, reason: str) -> None:
-    """Put a tool's reply into the inbox."""
+    """Put a tools worker's reply to a call into the inbox; `reason` says why the worker could not run the call."""
     inbox.put(InboxEvent(group, episode, call=call, reason=reason))

@@ -1,9 +1,10 @@
 """The interpreters of this tools worker: one for each episode that uses a tool with a session.
 
-A call must run in the worker that has its episode's session. Each tools worker reads a queue of its own besides `tools`, and
-forwards calls of other workers' sessions. If no worker has a session, it is rebuilt by running the episode's cells again, in
-order. So a session survives the end of its worker, of its sandbox, and long pauses. The cells of one turn run in order,
-whichever is delivered first; the first worker to receive one runs them.
+A call must run in the worker that has its episode's session. Each tools worker reads the queue `tools` and a second queue of
+its own. If a call belongs to another worker's session, the worker forwards the call to that worker's queue. If no worker has
+the session, a worker rebuilds it by running the episode's cells again, in order. So a session survives long pauses and the end
+of its worker or sandbox. The cells of one turn run in order even if their messages arrive in another order: a worker that
+receives a cell first runs the cells before it.
 """
 
 import threading
@@ -27,20 +28,22 @@ from agentrl.workflow.trajectory import ToolResult, storable
 
 log = getLogger("agentrl.sessions")
 MAX_SESSIONS = 64
-"""The most interpreters at once. The one that has been idle longest is closed, and rebuilt at its next call."""
+"""The most interpreters at once. If a further one is needed, the one that has been idle longest is closed, and rebuilt at its
+next call.
+"""
 
 IDLE_SECONDS = 120.0
-"""Seconds without a call after which an interpreter is closed."""
+"""The time without a call after which an interpreter is closed, in seconds."""
 
 FULL_SECONDS = 0.05
-"""The longest wait for an idle interpreter if all are in use."""
+"""The pause between two searches for an idle interpreter while all are in use, in seconds."""
 
 RERUN_NOTE = "[the session was lost and its cells were run again: one of them did not come to the same as before]\n"
 
 
 @dataclass(eq=False)
 class _LiveSession:
-    """An interpreter and the calls that it has run; `users` are the threads that use it or wait for it."""
+    """An interpreter and the calls that it has run. `users` is the number of threads that use it or wait for it."""
 
     key: SessionKey
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -54,8 +57,9 @@ class Sessions:
     """The sessions of this process. Thread-safe.
 
     Args:
-        owner: the queue that this process reads.
-        failed: turns an exception of a call into the model's result; raises if the system failed.
+        owner: the name of the queue that only this process reads.
+        failed: the function that turns an exception of a call into the result for the model; it raises InfraError if the system
+            failed.
     """
 
     def __init__(
@@ -78,7 +82,10 @@ class Sessions:
         threading.Thread(target=self._beat, name="sessions", daemon=True).start()
 
     def answer(self, key: SessionKey, call: int, tool: CodeTool) -> str:
-        """Run the call after those before it. If another worker has the session, only return that worker's queue.
+        """Run the call, after all earlier calls of its session, and record its result.
+
+        Returns:
+            The queue of the worker that has the session. If it is another worker's queue, nothing was run here.
 
         Raises:
             InfraError: the system failed the call, which stays without a result.
@@ -101,16 +108,17 @@ class Sessions:
                     ended.add(requested.id)
 
     def close(self) -> None:
-        """Close all interpreters that no call is using."""
+        """Close all interpreters that are not in use by a call."""
         while self._put_away_oldest(lambda live: True):
             pass
 
     # cells
 
     def _run_cells(self, live: _LiveSession, tool: CodeTool, past: Sequence[Cell], requested: Cell, last: bool) -> bool:
-        """Run the cells that the interpreter has not run, then the requested one, and record its result.
+        """Run the `past` cells that the interpreter has not run, then the requested cell, and record its result.
 
-        Return False if the whole sandbox ended meanwhile. A second run (`last`) then shows whether the cell caused that.
+        Return False, without a record, if the sandbox ended meanwhile. The caller then runs the cell once more with `last`: if
+        the sandbox ends again, the cell caused it, and the result is recorded.
         """
         try:
             note = "" if self._run_past_cells(live, tool, past) else RERUN_NOTE
@@ -128,13 +136,13 @@ class Sessions:
 
     @staticmethod
     def _is_prefix(live: _LiveSession, past: Sequence[Cell]) -> bool:
-        """Return whether the interpreter is alive and has run only a prefix of these cells."""
+        """Return whether the interpreter is alive and has run only the first cells of `past`, or all of them."""
         if live.session is None or not live.session.alive:
             return False
         return live.seen == [cell.id for cell in past[: len(live.seen)]]
 
     def _run_past_cells(self, live: _LiveSession, tool: CodeTool, past: Sequence[Cell]) -> bool:
-        """Run the cells that the interpreter has not run; return whether their results equal the recorded ones."""
+        """Run the cells of `past` that the interpreter has not run. Return whether their results equal the recorded ones."""
         same = True
         for cell in past[len(live.seen) :]:
             assert live.session is not None
@@ -211,7 +219,9 @@ class Sessions:
             self._places.release()
 
     def _put_away_oldest(self, chosen: Callable[[_LiveSession], bool]) -> bool:
-        """Close the unused interpreter that was used longest ago; return False if there is none."""
+        """Close the interpreter that has been unused longest among those for which `chosen` is true. Return False if there is
+        none.
+        """
         with self._lock:
             idle = [live for live in self._lives.values() if live.session and not live.users and chosen(live)]
             if not idle:
@@ -233,8 +243,8 @@ class Sessions:
             log.warning("sessions could not be released; other workers wait for this worker's leases to end: %s", error)
 
     def renew_and_clean(self) -> None:
-        """Renew the leases; close interpreters that were idle for long, or whose episode is over or leased to another
-        worker.
+        """Renew the leases of this process. Close the interpreters that were idle for too long, whose episode is over, or whose
+        session another worker has.
         """
         with self._lock:
             there = set(self._lives)

@@ -1,4 +1,4 @@
-"""The end of a process whose device failed: all of its later calls fail, but a new process can use the device again."""
+"""Ends a process whose device failed. All later calls of such a process fail, but a new process can use the device again."""
 
 import os
 import threading
@@ -13,17 +13,20 @@ from agentrl.workflow.store.leases import hand_back_claims
 
 log = getLogger("agentrl.device")
 _ending = threading.Lock()
-"""The lock of the thread that ends the process; never released, since every job of the process meets the same error."""
+"""The lock by which only one thread ends the process. It is never released: other jobs of the process meet the same error and
+must wait for the end.
+"""
 
 
 def end_if_device_lost(error: Exception, role: str) -> DeviceLost | None:
     """End this process if the error means that its device is lost; return None for any other error.
 
-    All claims of the process are released first, so other workers continue from the last commit. The supervisor or docker
-    starts a new process.
+    Before the end, all claims of the process are released, so other workers continue from the last commit. The supervisor or
+    docker starts a new process.
 
-    A process that is the whole stack is not ended, since nothing would start it again: the user's own process (strategy
-    "threads"), and the embedded stack without a server. There the error is returned, and the caller fails the run with it.
+    A process that is the whole stack is not ended, because nothing would start it again. This is the user's own process
+    (strategy "threads") or an embedded stack without a server. In such a process, the error is returned, and the caller fails
+    the run with it.
     """
     lost = as_device_lost(error)
     if lost is None or threaded.is_set() or broker.is_in_memory(settings()):

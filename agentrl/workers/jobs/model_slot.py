@@ -1,8 +1,9 @@
-"""The model of a worker process: one base at a time, loaded at first use and kept between jobs; sampler and trainer share it.
+"""The model of a worker process. The process holds one base at a time, loads it at first use and keeps it between jobs; sampler
+and trainer share it.
 
-A job that needs another base waits until no job uses the loaded one. Newer jobs wait behind it, unless they need the same base
-as it. So two runs take turns, and the base does not change with each job. A folder whose files were replaced (`agentrl sft
---force`) is another base.
+A job that needs another base waits until no job uses the loaded one. Jobs that arrive later wait behind this job, unless they
+need the same base as this job. So two runs take turns, and the base is not exchanged at each job. A folder whose files were
+replaced (`agentrl sft --force`) is another base.
 """
 
 import threading
@@ -27,19 +28,22 @@ log = getLogger("agentrl.models")
 
 @dataclass
 class LoadedModel:
-    """A base with its engine, and the trainer state that its trainable weights hold."""
+    """A loaded base with its engine and its trainer. The trainable weights of the base have the trainer's state."""
 
     policy: Policy
     backend: Backend
     trainer: Trainer | None = None
     trainer_holds: tuple[int, str] | None = None
-    """(run id, checkpoint path) of the exact state of trainable weights and optimizer; None after a failed update."""
+    """The (run id, checkpoint path) whose state the trainable weights and the optimizer in memory exactly equal. None after a
+    failed update.
+    """
     _engine: Engine | None = None
     _starting: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def engine(self) -> Engine:
-        """Return the engine, started at first use: a worker that only trains needs no memory or server for it.
+        """The engine of the base, started at first use. A worker that only trains never starts it, so it needs no memory or
+        server for an engine.
 
         Raises:
             ConfigError: the engine lacks a setting.
@@ -51,12 +55,12 @@ class LoadedModel:
             return self._engine
 
     def release(self) -> None:
-        """Free the memory that a started engine reserves for later episodes."""
+        """Free the memory that the engine reserves for later episodes. Do nothing if the engine was not started."""
         if self._engine is not None:
             self._engine.release()
 
     def count_turns(self) -> dict[str, int]:
-        """Return the engine's counts (`RollingEngine.counts`); empty for an engine without counts."""
+        """Return the engine's numbers of turns (`RollingEngine.counts`); empty if the engine does not count turns."""
         counts = getattr(self._engine, "counts", None)
         return counts() if counts is not None else {}
 
@@ -68,7 +72,7 @@ class LoadedModel:
 
 @dataclass
 class Models:
-    """The slot of the loaded base model. The module's docstring describes the order of waiting jobs."""
+    """The slot for the loaded base. See the module's docstring for the order of waiting jobs."""
 
     _key: str = ""
     _loaded: LoadedModel | None = None
@@ -80,11 +84,11 @@ class Models:
 
     @contextmanager
     def use(self, experiment: Experiment, base: str) -> Iterator[LoadedModel]:
-        """Give the base and engine of the experiment. Many jobs may use them at once.
+        """Load the base for the experiment if necessary, and yield it with its engine. Several jobs may use the base at once.
 
         Raises:
             ModelError: the base cannot be loaded.
-            ConfigError: there is no such engine.
+            ConfigError: the experiment's engine does not exist.
         """
         with self._changed:
             loaded = self._enter(_loading_key(experiment.config, base), experiment, base)
@@ -96,7 +100,7 @@ class Models:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Unload the base, which no job may be using."""
+        """Unload the base. The caller ensures that no job uses it."""
         with self._changed:
             if self._loaded is not None:
                 self._loaded.close()
@@ -149,12 +153,14 @@ class Models:
 
 
 def _loading_key(config: RunConfig, base: str) -> str:
-    """Return the key that two jobs must have in common to share a loaded base."""
+    """Return the key of a loaded base. Two jobs with equal keys share one loaded base."""
     return f"{base}|{config.model.model_dump_json(exclude={'path'})}|{config.rollout.engine}|{_folder_stamp(Path(base))}"
 
 
 def _folder_stamp(folder: Path) -> str:
-    """Return a stamp that changes when the folder is replaced; hashing gigabytes for every job would be too slow."""
+    """Return a text that changes when the folder's files are replaced. It is made of names, sizes and times, because hashing
+    gigabytes for every job would be too slow.
+    """
     files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt", ".py"))
     try:
         return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])
@@ -163,5 +169,5 @@ def _folder_stamp(folder: Path) -> str:
 
 
 models = Models()
-"""The models of this process."""
+"""The model slot of this process."""
 add_collector(models.collect)

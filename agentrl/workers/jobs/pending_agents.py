@@ -1,6 +1,8 @@
-"""The agents of a group's episodes: sent to the agents workers, and sent again if they seem lost, until they have ended.
+"""The agents of a group's episodes. A group's worker sends them to the agents workers, sends them again if they seem lost, and
+waits until they have ended.
 
-This module writes no results. A wake-up only says that an agent's row may have changed; the row says how the agent ended.
+This module writes no results. A wake-up message only says that an agent's row may have changed; the row says how the agent
+ended.
 """
 
 import time
@@ -21,27 +23,28 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import Fence
 
 RESEND_SECONDS = 30.0
-"""An agent that no worker has started is sent again after a lease, or after this time if that is shorter. While an agents
-worker is busy, the time is ten times as long, since the agent may be waiting in its queue.
+"""The longest time, in seconds, after which an agent that no worker has started is sent again. If a lease is shorter, the agent
+is sent again after a lease. While an agents worker is busy, the agent may be waiting in its queue: then the time is ten
+times this number.
 """
 
 RESENDS = 5
-"""After this many sends without a start, no worker seems to run agents: the group is released instead of waiting for ever."""
+"""The most times that unstarted agents are sent again. After that, no worker seems to run agents, and the group is released."""
 
 _AGENTS_WORKER_HINT = "Is an agents worker running? Start one: agentrl worker agents"
 
 
 class Agents(Protocol):
-    """What runs the agents of a group's episodes."""
+    """The interface of what runs the agents of a group's episodes."""
 
     def give(self, episodes: Sequence[int]) -> None:
-        """Start an agent for each episode whose current attempt has none."""
+        """See `Agents.give`."""
 
     def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
-        """Return episode -> the state of its agent, for these episodes (None: all)."""
+        """Return the state of the agent of each of these episodes; None for all episodes of the group."""
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
-        """Send agents again that no worker has started."""
+        """Send the agents again that were sent long ago and that no worker has started."""
 
     def forget(self) -> None:
         """Stop waiting for agents."""
@@ -49,7 +52,9 @@ class Agents(Protocol):
 
 @dataclass
 class PendingAgents:
-    """The agents of a group's episodes; `report_wait` is called with the reason why they wait."""
+    """The agents of a group's episodes, run by agents workers. `report_wait` is called with the reason when no worker runs
+    them.
+    """
 
     db: Database
     fence: Fence
@@ -61,7 +66,7 @@ class PendingAgents:
     _looked: float = field(default_factory=time.monotonic)
 
     def give(self, episodes: Sequence[int]) -> None:
-        """Start an agent for each episode whose current attempt has none."""
+        """See `Agents.give`."""
         agent_holds.open_attempts(self.db, self.fence, episodes)
         states = self.load()
         self._send([states[episode] for episode in episodes if episode in states and states[episode].status == "pending"])
@@ -70,14 +75,14 @@ class PendingAgents:
                 self._expect(states[episode])
 
     def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
-        """Return episode -> the state of its agent, for these episodes (None: all)."""
+        """See `Agents.load`."""
         return agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds, episodes)
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
-        """Send agents again that no worker has started.
+        """Send the agents again that were sent long ago and that no worker has started.
 
         Raises:
-            ServiceError: they were sent several times, and no agents worker runs any agent.
+            ServiceError: agents were sent more than `RESENDS` times, and no agents worker runs any agent.
         """
         waiting = [state for state in states if state.status == "pending"]
         if len(waiting) < len(states):

@@ -1,7 +1,8 @@
-"""The calls that a group's episodes wait for: sent to the tools workers, and sent again if they seem lost, until their rows
-have results.
+"""The calls that a group's episodes wait for. A group's worker sends them to the tools workers, and sends them again if they
+seem lost, until their rows have results.
 
-This module decides nothing and writes no results. A reply is only a wake-up; the row has the call's result.
+This module decides nothing and writes no results. A reply only says that a call's row may have a result; the row contains the
+result.
 """
 
 import time
@@ -22,27 +23,35 @@ from agentrl.workflow.tools import Tool
 from agentrl.workflow.trajectory import ToolResult
 
 RESEND_SECONDS = 30.0
-"""A call without a result is sent again after its tool's time limit and a lease; the lease counts for at most this many
-seconds. The first answer counts.
+"""The longest wait, in seconds, that is added to the tools' time limit before an unanswered call is sent again. If a lease is
+shorter, the lease is added instead. If a call runs twice, its first result is used.
 """
 
 RESENDS = 5
-"""After this many sends without an answer, no worker seems to serve the tools: the group's attempt fails instead of waiting for
-ever.
+"""The most resends of a call without a reply to any call. After that, no worker seems to serve the tools, and the group's
+attempt fails instead of waiting forever.
 """
 
 MAX_SENDINGS = 50
-"""The most sends of a call while other calls get replies, so that the tools workers are alive but slow."""
+"""The most sends of a call. The limit is high, because calls are also sent again while the tools workers answer other calls but
+are slow.
+"""
 
 _TOOLS_WORKER_HINT = "Is a tools worker running? Start one: agentrl worker tools"
 
 
 @dataclass
 class _EpisodeCalls:
-    """The calls that an episode waits for: their ids in order, the longest time limit, and the answered ones.
+    """The calls that one episode waits for.
 
-    It also counts the sends, remembers the time of the last one, counts how many of the last ones no reply to any call
-    followed, and keeps a worker's latest reason for not running a call.
+    Attributes:
+        calls: the ids of the calls, in order.
+        limit_seconds: the longest time limit of the tools, in seconds.
+        answered: the ids of the calls that have results.
+        sent: the time of the last send, in seconds of the monotonic clock.
+        sendings: the number of sends.
+        in_vain: the number of consecutive sends after which no reply to any call arrived.
+        refused: the latest reason why a worker could not run one of the calls.
     """
 
     calls: Sequence[int]
@@ -55,19 +64,19 @@ class _EpisodeCalls:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the calls seem lost."""
+        """True if the last send was so long ago that the calls seem lost."""
         return time.monotonic() - self.sent > min(RESEND_SECONDS, settings().lease_seconds) + self.limit_seconds
 
     @property
     def fate(self) -> str:
-        """Describe the state of the calls, for a message."""
+        """The state of the calls, as part of a message."""
         times = "once" if self.sendings == 1 else f"{self.sendings} times"
         return f"were sent {times} without an answer."
 
 
 @dataclass
 class PendingCalls:
-    """The calls that a group's episodes wait for; `report_wait` is called with the reason why they wait."""
+    """The calls that a group's episodes wait for. `report_wait` is called with the reason when calls wait for long."""
 
     db: Database
     group: int
@@ -76,7 +85,13 @@ class PendingCalls:
     by_episode: dict[int, _EpisodeCalls] = field(default_factory=dict)
 
     def add(self, episode: int, calls: Sequence[int], tools: Mapping[str, Tool], answered: Collection[int] = ()) -> None:
-        """Register these calls, each of one of the tools; nothing is sent yet."""
+        """Register the calls that the episode waits for. Nothing is sent yet.
+
+        Args:
+            calls: the ids of the calls.
+            tools: the tools that the calls may use; the longest of their time limits applies.
+            answered: the ids of the calls that already have results.
+        """
         longest = max((tool.timeout_seconds for tool in tools.values()), default=0.0)
         self.by_episode[episode] = _EpisodeCalls(calls, longest, answered)
 
@@ -92,12 +107,14 @@ class PendingCalls:
             send_call(call, _replies().address)
 
     def send_again(self, episode: int) -> None:
-        """Send calls that some worker has sent before; like `send`."""
+        """Send calls that some worker has sent before, and increment the number of sends in their rows."""
         count_sending(self.db, self.by_episode[episode].calls)
         self.send(episode)
 
     def take_answered(self, episodes: Set[int]) -> dict[int, tuple[ToolResult, ...]]:
-        """Remove the episodes whose calls are all answered; return the results of each one's calls, in order."""
+        """Remove the episodes whose calls are all answered. Return, for each of these episodes, the results in the order of its
+        calls.
+        """
         waiting = {episode: self.by_episode[episode] for episode in sorted(episodes & self.by_episode.keys())}
         if not waiting:
             return {}
@@ -111,7 +128,7 @@ class PendingCalls:
         return answered
 
     def note_refusal(self, episode: int, call: int, reason: str) -> None:
-        """Report what a tools worker lacks to run a pending call."""
+        """Report the reason why a tools worker cannot run a pending call."""
         waiting = self.by_episode.get(episode)
         if waiting is not None and call in waiting.calls:
             waiting.refused = reason
@@ -121,8 +138,10 @@ class PendingCalls:
         """Send calls again that seem lost, and report them.
 
         Raises:
-            ServiceError: calls were sent several times, and the last worker to get one says that it cannot run it.
-            InfraError: calls were not answered: no worker has them, they never end, or the system fails them each time.
+            ServiceError: calls were sent more than `RESENDS` times, and the last worker that received one reports that it
+                cannot run it.
+            InfraError: calls were sent too often without an answer: no worker receives them, they never end, or the system
+                fails them each time.
         """
         for episode, waiting in self.by_episode.items():
             if not waiting.is_overdue:

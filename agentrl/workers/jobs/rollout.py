@@ -1,7 +1,7 @@
-"""The `rollout` job: claim groups, drive their episodes to their ends, release groups that cannot be finished.
+"""The `rollout` job: claim groups, drive their episodes to the end, and release groups that cannot be finished.
 
-One job drives all episodes of its groups from one inbox. The engine and the tools put their results there. The loop commits
-them and asks `next_action` what follows. While some episodes wait for tools, others continue sampling.
+One job drives all episodes of its groups from one inbox. The engine and the tools put their results into the inbox. The loop
+commits the results and asks `next_action` for the next action. While some episodes wait for tools, others continue to sample.
 """
 
 import time
@@ -49,9 +49,10 @@ Driver: TypeAlias = "GroupRollout | AgentRollout"
 
 @app.task(name="agentrl.rollout", throws=(ServiceError,))
 def rollout(groups: list[int]) -> int:
-    """Roll out the groups; return the number of finished ones.
+    """Roll out the groups; return their number if all are finished.
 
-    A group that a live worker holds is left to it: the message is acknowledged, and does not count for the chord.
+    A group that a live worker holds is left to that worker. If a group is not finished at the end, the message is acknowledged,
+    and the chord does not count it.
     """
     groups = [row_id(group) for group in groups]
     batches = _group_by_run(_claim_groups(groups))
@@ -68,10 +69,10 @@ def rollout(groups: list[int]) -> int:
 
 
 def _claim_groups(groups: Sequence[int]) -> list[GroupWork]:
-    """Claim those of the groups that no worker holds.
+    """Claim the groups that no other worker holds.
 
     Raises:
-        Reject: this process is stopping, so another worker must get the message at once.
+        Reject: this process is stopping. The message returns to the queue, so another worker gets it at once.
     """
     works: list[GroupWork] = []
     try:
@@ -94,7 +95,7 @@ def _group_by_run(works: Sequence[GroupWork]) -> list[list[GroupWork]]:
 
 
 def _roll_out_groups(works: Sequence[GroupWork]) -> None:
-    """Drive the groups of one run. A failure of one group does not reach the others."""
+    """Drive the groups of one run. A failure of one group does not affect the others."""
     lost: set[Fence] = set()
     for work in works:  # begins now: loading a model may take longer than a lease
         heartbeat().hold_group(work.fence, partial(lost.add, work.fence))
@@ -133,7 +134,7 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
 
 
 def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, inbox: Inbox, lost: set[Fence]) -> Driver:
-    """Return what drives the group: the built-in loop, or the driver of external agents."""
+    """Return the driver of the group: the built-in loop, or the driver of external agents."""
     chat, engine = loaded.policy.chat.at(work.clock), loaded.engine
     if experiment.config.agent is None:
         return GroupRollout(database(), work, experiment.reading(work.resources), engine, chat, inbox, lost)
@@ -144,10 +145,12 @@ def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, i
 
 
 def _check_code(work: GroupWork, experiment: Experiment) -> None:
-    """Check that this process scores with the code of the run's submission; if it never can, record an event.
+    """Check that this process computes rewards with the code that the run was submitted with. If that code no longer exists
+    here, record an event.
 
     Raises:
-        ConfigError: it could, after reading a file again.
+        ConfigError: the code on disk is the right one, but this process has read another version of a file. A restart of the
+            workers helps.
     """
     held = _scoring_hash(experiment, anew=False)
     if held in (work.code_hash, ""):
@@ -166,7 +169,9 @@ def _scoring_hash(experiment: Experiment, anew: bool) -> str:
 
 
 def _fail_run(works: Sequence[GroupWork], error: AgentRLError) -> None:
-    """Fail the run, since it would fail again and again; except for its own broken checkpoint, which can be rebuilt."""
+    """Fail the run, because every repetition would fail too. If the cause is a broken checkpoint of the run that can be
+    rebuilt, send its rebuild instead.
+    """
     broken = {work.policy for work in works} if isinstance(error, CheckpointError) else set()
     waiting: list[int] = []
     try:
@@ -199,7 +204,7 @@ def _report_wait(run_id: int, error: ServiceError) -> None:
 
 
 def _fetch_weights(works: Sequence[GroupWork]) -> None:
-    """Download the weights to this host, so that the sampler, which all jobs share, need not wait for a network."""
+    """Download the weights to this host. All jobs share the sampler, so the sampler itself must not wait for a network."""
     for policy in {work.policy for work in works if work.policy.path}:
         checkpoints.local_part(policy.path, policy.sha256)
 
@@ -233,8 +238,10 @@ def _drive_rollouts(rollouts: Mapping[int, Driver], inbox: Inbox) -> None:
 
 
 def _run_guarded(driver: Driver, act: Callable[[], None]) -> None:
-    """Run a driver's action. A lost fence drops the group, a system failure costs it an attempt; neither affects other
-    groups.
+    """Run an action of a driver, and handle its failure without affecting other groups.
+
+    If the fence is lost, the group is dropped. If a service is away, the group is released. After any other failure of the
+    system, the group loses an attempt.
     """
     try:
         act()

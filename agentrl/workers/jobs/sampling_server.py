@@ -1,9 +1,9 @@
-"""The HTTP server of a rollout process: it receives, through the endpoint, the requests of agents whose episodes this process
+"""The HTTP server of a rollout process. Through the endpoint, it receives the requests of agents whose episodes this process
 drives.
 
-One thread serves all groups of the process. It reads requests within bounds and writes replies; the rollout that holds the
-episode answers them. A request for an episode that this process does not hold gets status 421, and the endpoint looks up the
-holder again.
+One thread serves all groups of the process. It reads requests, with limits on size and time, and writes responses. The rollout
+that holds the episode samples the turns. A request for an episode that this process does not hold gets status 421; the endpoint
+then looks up the holder again.
 """
 
 import asyncio
@@ -41,27 +41,29 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY = 8 * 1024 * 1024
 BODY_SECONDS = 60.0
-"""The time in which a body must arrive."""
+"""The time limit for receiving a request's body, in seconds."""
 WRITE_SECONDS = 60.0
-"""The time in which a client must read what it is sent; after that it counts as disconnected."""
+"""The time limit for one write to a client, in seconds. A client that does not read the data in this time is treated as
+disconnected.
+"""
 KEPT_KEYS = 10_000
 MAX_ANNOTATIONS = 1024 * 1024
-"""The most bytes of annotations in one request."""
+"""The largest body of a request with annotations, in bytes."""
 SMALL_BODY = 32 * 1024
-"""Larger bodies are parsed in another thread."""
+"""The largest body that is parsed in the server's own thread, in bytes. Larger bodies are parsed in another thread."""
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _DIGITS = re.compile(r"[0-9]{1,15}")
 
 
 class EpisodeServer(Protocol):
-    """A rollout that answers the calls of episodes."""
+    """A rollout that answers the requests of its episodes' agents."""
 
     chat: Chat
     model: str
     fingerprint: str
 
     def take(self, call: AgentCall) -> None:
-        """Queue the request for an answer."""
+        """Queue the request. The rollout answers it later through `call.tell`."""
 
     def left(self, call: AgentCall) -> None:
         """Cancel the request because its client disconnected."""
@@ -69,7 +71,12 @@ class EpisodeServer(Protocol):
 
 @dataclass(eq=False)
 class SamplingServer:
-    """The server for this worker's episodes; `address` is its host:port, `rows` looks up keys."""
+    """The HTTP server for the episodes of this worker.
+
+    Attributes:
+        address: the `host:port` at which the server listens.
+        rows: the function that returns the database with the API keys.
+    """
 
     address: str = ""
     rows: Callable[[], Database] = database
@@ -77,7 +84,7 @@ class SamplingServer:
     _keys: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def hold(self, episode: int, attempt: int, holder: EpisodeServer) -> None:
-        """Let the holder answer requests of that attempt at the episode."""
+        """Send requests for this attempt at the episode to the holder."""
         self._held[episode] = (attempt, holder)
 
     def drop(self, episode: int, holder: EpisodeServer) -> None:
@@ -86,10 +93,10 @@ class SamplingServer:
             del self._held[episode]
 
     async def find(self, key: str) -> tuple[int, int, EpisodeServer]:
-        """Return the key's episode and attempt, and the holder.
+        """Return the episode and the attempt to which the key belongs, and the rollout that holds the episode.
 
         Raises:
-            RequestError: 421: this process does not hold it; 409: the attempt is over.
+            RequestError: with status 421, this process does not hold the episode; with status 409, the attempt is over.
         """
         hashed = key_hash(key)
         if hashed not in self._keys:
@@ -108,7 +115,7 @@ class SamplingServer:
         return episode, attempt, held[1]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; the ASGI application."""
+        """Serve one request. This is the ASGI application."""
         if scope["type"] != "http":
             return
         exchange = HttpExchange(scope, receive, send)
@@ -136,7 +143,7 @@ class SamplingServer:
                 raise RequestError(404, "Unknown route.", code="not_found")
 
     async def _sample(self, exchange: "HttpExchange") -> None:
-        """Have a turn sampled, and write the reply."""
+        """Let the holder sample a turn for the request, and write the response."""
         episode, attempt, holder = await self.find(exchange.key())
         body = await exchange.body()
         ask = chat_completions.read(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(chat_completions.read, body)
@@ -175,7 +182,7 @@ class SamplingServer:
             await asyncio.gather(reply, gone, return_exceptions=True)
 
     async def _note(self, exchange: "HttpExchange") -> None:
-        """Store an agent's annotations of its episode."""
+        """Store annotations that an agent sent about its episode."""
         episode, attempt, _ = await self.find(sampling_key(exchange.key()))
         annotations = await asyncio.to_thread(_read_annotations, await exchange.body())
         try:
@@ -202,11 +209,11 @@ def _put_all(queue: "asyncio.Queue[RolloutMessage]", messages: Iterable[RolloutM
 
 
 class _BrokenOff(Exception):
-    """A stream that began and cannot be completed by this process."""
+    """The error for a stream that has begun and that this process cannot complete."""
 
 
 async def _reply(exchange: "HttpExchange", holder: EpisodeServer, ask: Ask, queue: "asyncio.Queue[RolloutMessage]") -> None:
-    """Write the reply as the rollout's messages arrive."""
+    """Write the response while the rollout's messages arrive in the queue."""
     accepted = await queue.get()
     if isinstance(accepted, Refused):
         raise accepted.error
@@ -225,7 +232,9 @@ async def _reply(exchange: "HttpExchange", holder: EpisodeServer, ask: Ask, queu
 
 
 async def _stream(exchange: "HttpExchange", events: Any, queue: "asyncio.Queue[RolloutMessage]") -> None:
-    """Write the events, choice by choice, so that the bytes are the same whenever they are written."""
+    """Write the server-sent events, one choice after the other. So the bytes do not depend on the time at which the tokens
+    arrive.
+    """
     await exchange.begin_stream()
     await exchange.write(events.begin())
     drawn: dict[int, list[int]] = {}
@@ -255,10 +264,10 @@ class HttpExchange:
     _begun: bool = False
 
     def key(self) -> str:
-        """Return the request's key.
+        """Return the API key of the request.
 
         Raises:
-            RequestError: it has none.
+            RequestError: the request has no key.
         """
         scheme, _, key = self.header("authorization").partition(" ")
         if scheme.lower() != "bearer" or not key:
@@ -266,7 +275,9 @@ class HttpExchange:
         return key.strip()
 
     def identity(self, body_hash: str) -> tuple[str, int, int]:
-        """Return (request id, created, retry) from the headers that the endpoint sets."""
+        """Return three values from the headers that the endpoint sets: the request id, the time of arrival in seconds since
+        1970, and the number of earlier tries.
+        """
         name, created, retry = (self.header(f"x-agentrl-{what}") for what in ("request", "created", "retry"))
         return (
             name if _REQUEST_ID.fullmatch(name) else hashlib.sha256(f"{time.time_ns()}|{body_hash}".encode()).hexdigest()[:32],
@@ -275,14 +286,14 @@ class HttpExchange:
         )
 
     def header(self, name: str) -> str:
-        """Return the header; empty if it is missing."""
+        """Return the value of the header; empty if the header is missing."""
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name.encode()), "")
 
     async def body(self) -> bytes:
-        """Return the whole body.
+        """Return the complete body.
 
         Raises:
-            RequestError: it is too large, or did not arrive in time.
+            RequestError: the body is too large, is cut off, or did not arrive within `BODY_SECONDS`.
         """
         content = bytearray()
         try:
@@ -333,7 +344,6 @@ class HttpExchange:
                 await self.send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_stream(self) -> None:
-        """End the response."""
         async with asyncio.timeout(WRITE_SECONDS):
             await self.send({"type": "http.response.body", "body": b""})
 
@@ -343,7 +353,7 @@ def _not_here() -> RequestError:
 
 
 def _listen(host: str) -> socket.socket:
-    """Return a socket that listens at a free port of that host."""
+    """Return a socket that listens on a free port of the host."""
     if host == "auto":
         host = _own_address()
     try:
@@ -358,7 +368,7 @@ def _listen(host: str) -> socket.socket:
 
 
 def _own_address() -> str:
-    """Return this machine's address on the interface that leads outside. Nothing is sent."""
+    """Return the address of the network interface that leads to other machines. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # of a network for documentation
@@ -368,14 +378,14 @@ def _own_address() -> str:
 
 
 def start(rows: Callable[[], Database] = database, host: str | None = None) -> SamplingServer:
-    """Start serving in a thread, until the process ends.
+    """Start the server in a thread that runs until the process ends.
 
     Args:
-        rows: the database that stores the keys.
-        host: the address to listen at; None: AGENTRL_SAMPLER_HOST.
+        rows: the function that returns the database with the API keys.
+        host: the address to listen on; None for the setting AGENTRL_SAMPLER_HOST.
 
     Raises:
-        ServiceError: the address cannot be used.
+        ServiceError: the server cannot listen on the address.
     """
     app, listener = SamplingServer(rows=rows), _listen(host or settings().sampler_host)
     host, port = listener.getsockname()[:2]
@@ -391,5 +401,5 @@ def start(rows: Callable[[], Database] = database, host: str | None = None) -> S
 
 @Once
 def sampling_server() -> SamplingServer:
-    """Return this process's server; start it for the first group with an external agent."""
+    """Return the server of this process. The first call starts the server, so processes without external agents have none."""
     return start()

@@ -1,7 +1,7 @@
-"""One step of a prompt search: read what was tried, then plan what to try next, or choose.
+"""One step of a prompt search. It reads the results of earlier candidates, then plans new candidates or chooses the best one.
 
-It runs in the train job, after everything that the last step planned was rolled out. Each step starts from rows alone: see
-`workflow.search`.
+The step runs in the train job, after all groups of the previous step were rolled out. Each step gets its state from rows only:
+see `workflow.search`.
 """
 
 import random
@@ -30,12 +30,16 @@ log = getLogger("agentrl.search")
 
 
 def advance(work: IterationWork, is_fenced: Callable[[], bool]) -> bool:
-    """Take the search one step further; return whether there is something to roll out.
+    """Run one step of the search. Return whether new groups were planned, which must now be rolled out.
+
+    Args:
+        work: the claimed iteration of the search.
+        is_fenced: returns whether another process has taken over the iteration.
 
     Raises:
-        Fenced: another process holds it.
-        ServiceError: its critic does not answer; the run's events say so.
-        ConfigError: its algorithm cannot continue.
+        Fenced: another process has taken over the iteration.
+        ServiceError: the search's critic does not answer; the run's events say so.
+        ConfigError: the search algorithm raised an exception.
     """
     tasks = search_rounds.load_search_tasks(database(), work.run_id)
     try:

@@ -1,7 +1,7 @@
-"""The episodes of a `serve` run, in the process that serves them: opened for clients, driven, ended.
+"""The episodes of a `serve` run, in the process that serves them: it opens them for clients, drives and ends them.
 
-One thread does all of it, like a rollout job: `AgentRollout` drives each episode, and its client takes the agent's place. The
-serving threads send orders and wait for their futures.
+One thread does this work, like a rollout job. `AgentRollout` drives each episode, and the episode's client takes the place of
+an agent. The serving threads queue their orders for this thread and wait for futures.
 """
 
 import threading
@@ -33,30 +33,32 @@ from agentrl.workflow.store.served_runs import ServedEpisode, ServedRun
 
 log = getLogger("agentrl.serve")
 FORGET_SECONDS = 3600.0
-"""Seconds between two searches for episodes whose retention time is over."""
+"""The time between two searches for episodes whose retention time is over, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenEpisode:
-    """An episode that accepts requests, and the key for its annotations."""
+    """An episode that accepts requests, and the key with which its annotations are sent."""
 
     episode: ServedEpisode
     emit_key: str
 
     @property
     def id(self) -> int:
-        """The episode's number."""
+        """The id of the episode."""
         return self.episode.id
 
     @property
     def key(self) -> str:
-        """Return the key with which its requests are forwarded."""
+        """The API key with which the episode's requests are forwarded."""
         return sampling_key(self.emit_key)
 
 
 @dataclass(frozen=True, slots=True)
 class _Clients:
-    """The clients of a served group, in place of agents. agentrl does not start them; their rows say when they have ended."""
+    """The clients of a served group, in the place of agents. agentrl does not start clients; their rows say when they have
+    ended.
+    """
 
     db: Database
     fence: Fence
@@ -65,28 +67,29 @@ class _Clients:
         """Do nothing: the client has connected already."""
 
     def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
-        """Return episode -> its client's state. No client counts as lost while this process serves it, even after the machine
-        slept.
+        """Return the state of each episode's client.
+
+        While this process serves a client, the client never counts as lost, even if its lease expired while the machine slept.
         """
         states = agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds, episodes)
         return {episode: replace(state, is_overdue=False) for episode, state in states.items()}
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
-        """Do nothing: clients are not sent."""
+        """Do nothing: clients are not started by messages."""
 
     def forget(self) -> None:
-        """Do nothing: there is no wake-up to cancel."""
+        """Do nothing: clients send no wake-up messages."""
 
 
 @dataclass
 class ServedEpisodes:
-    """The driver of a serve run. Call `start`, then `open` and `end` from any thread, and `close` at last.
+    """The driver of a `serve` run. Call `start` first, then `open` and `end` from any thread, and `close` at the end.
 
     Args:
         experiment: the run's config with its plug-ins.
         policy: the policy that samples.
-        server: the server to which requests are forwarded.
-        forgets: whether episodes are deleted as they end.
+        server: the server that receives the forwarded requests.
+        forgets: whether episodes are deleted when they end.
     """
 
     db: Database
@@ -96,17 +99,19 @@ class ServedEpisodes:
     server: SamplingServer
     forgets: bool = False
     lost: threading.Event = field(default_factory=threading.Event)
-    """Set when the run is over although this process serves it, for example by `agentrl cancel`."""
+    """The event that is set when this process must stop serving: the run is over, for example by `agentrl cancel`, or the
+    device is lost.
+    """
     failure: DeviceLost | None = None
-    """The device error after which this process cannot sample and must end."""
+    """The device error because of which this process cannot sample and must end; None before."""
     count: int = 0
-    """The number of episodes opened."""
+    """The number of episodes that this process has opened."""
     _inbox: Inbox = field(default_factory=SimpleQueue)
     _orders: deque[Callable[[], None]] = field(default_factory=deque)
     _rollouts: dict[int, AgentRollout] = field(default_factory=dict)
     _opened: dict[int, ServedEpisode] = field(default_factory=dict)
     _ending: dict[int, AgentEnd] = field(default_factory=dict)
-    """How the client of an open episode ended it, until all rows are written."""
+    """The end that each client gave to its open episode, kept until all rows of the end are written."""
     _ended: dict[int, Future[None]] = field(default_factory=dict)
     _lost_groups: set[Fence] = field(default_factory=set)
     _lost_runs: Set[int] = frozenset()
@@ -117,13 +122,13 @@ class ServedEpisodes:
         self._thread = threading.Thread(target=self._work, name="episodes")
 
     def start(self) -> None:
-        """Start the thread; episodes can be opened from now on."""
+        """Start the thread. After that, episodes can be opened."""
         self._heartbeat.hold_iteration(self.run.iteration, self.run.token, self.lost.set)
         self._heartbeat.start()
         self._thread.start()
 
     def open(self, client: str) -> "Future[OpenEpisode]":
-        """Open an episode for a client of that name.
+        """Open an episode for the client with that name.
 
         The future raises ServiceError if the database does not answer, and StateError if the run is over.
         """
@@ -134,13 +139,13 @@ class ServedEpisodes:
         return episode in self._opened
 
     def end(self, episode: int, answer: str | None = None, rewards: Mapping[str, float] | None = None) -> "Future[None]":
-        """Cancel the episode's turns and end it; the future is done when its rows are written."""
+        """Cancel the episode's turns and end the episode. The future is done when the episode's rows are written."""
         ended = self._ended.setdefault(episode, Future())
         self._order(partial(self._end, episode, AgentEnd(answer=answer, rewards=rewards)))
         return ended
 
     def close(self) -> None:
-        """End all episodes, and the run."""
+        """End all episodes and the run, and wait for the thread's end."""
         self._closing.set()
         self._wake()
         self._thread.join()
@@ -166,7 +171,9 @@ class ServedEpisodes:
         self._end_all()
 
     def _look(self) -> None:
-        """Continue work that failed while the database did not answer. This process knows the rows of all other work."""
+        """Repeat work that failed because the database did not answer. Nothing else must be read: this process itself wrote all
+        other changes.
+        """
         for rollout in [rollout for rollout in self._rollouts.values() if not rollout.is_live]:
             self._drop(rollout)
         for opened in [opened for opened in self._opened.values() if opened.group not in self._rollouts]:
@@ -175,10 +182,11 @@ class ServedEpisodes:
             self._write_end(self._opened[episode])
 
     def _end_lost_runs(self) -> None:
-        """End runs of servers that are gone: those whose leases had expired at the previous check, too.
+        """End the `serve` runs whose servers are gone. A server is gone if its lease had expired at this check and at the
+        previous one.
 
-        One check is not enough. After a machine sleeps, the leases of live servers have expired as well, until each renews its
-        own.
+        One check is not enough. After a machine sleeps, the leases of live servers have expired too, until each server renews
+        its lease.
         """
         lost = served_runs.find_lost_runs(self.db, settings().lease_seconds) - {self.run.id}
         served_runs.end_lost_runs(self.db, settings().lease_seconds, lost & self._lost_runs)
@@ -217,7 +225,7 @@ class ServedEpisodes:
         return OpenEpisode(opened, emit_key)
 
     def _take_up(self, opened: ServedEpisode) -> None:
-        """Drive the episode from the end of its rows.
+        """Claim the episode's group, and drive the episode from its last stored step on.
 
         Raises:
             ServiceError: the database does not answer.
@@ -251,8 +259,10 @@ class ServedEpisodes:
             self._guard(rollout, partial(rollout.handle, [InboxEvent(opened.group, opened.id, woken=True)]))
 
     def _guard(self, rollout: AgentRollout, act: Callable[[], None]) -> None:
-        """Run an action of an episode. Its failure ends that episode only; a failure of the database ends none, and the episode
-        is resumed from its rows later.
+        """Run an action of an episode, and handle its failure without affecting other episodes.
+
+        An ordinary failure ends the episode. If the database does not answer, the episode does not end; it is resumed from its
+        rows later. If the device is lost, this process must end.
         """
         fence = rollout.work.fence
         try:
@@ -309,7 +319,7 @@ class ServedEpisodes:
         self._try(partial(served_runs.close_run, self.db, self.run))
 
     def _try(self, act: Callable[[], object]) -> bool:
-        """Run an action and return whether it succeeded; an exception is logged and affects nothing else."""
+        """Run an action and return whether it succeeded. An exception is logged and not raised."""
         try:
             act()
         except ServiceError as error:

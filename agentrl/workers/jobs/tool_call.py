@@ -1,13 +1,12 @@
-"""The `tools` job: run one tool call, record its result, wake the episode that waits. Questions to an episode's judges are such
-calls too.
+"""The `tools` job: run one tool call, record its result, and wake the episode that waits. The questions to an episode's judges
+are such calls too.
 
 - An error that a tool raises for the model's mistake is the call's result.
-- Any other error is the tool's fault. It is reported to the model as such, and counted.
+- Any other error of the tool is the tool's fault. The model receives it as such, and it is counted.
 - If the system failed the tool, the call stays without a result. It is sent again, and in the end its group's attempt fails.
-- If this process lacks something that the tool needs, the rollout worker is told at once and continues to wait. No model output
-    can
-  cause that.
-- A call that must not run twice commits its start first.
+- If this process lacks something that the tool needs, it tells the rollout worker at once, which continues to wait. No model
+    output can cause that.
+- If a call must not run twice, its start is committed before it runs.
 """
 
 import threading
@@ -56,9 +55,11 @@ log = getLogger("agentrl.tools")
 Answer = TypeVar("Answer")
 RESTART_HINT = "Restart that worker with what it needs (embedded: agentrl down, then agentrl resume RUN)."
 GRACE_SECONDS = 5.0
-"""Seconds beyond the tool's limit in which a call must be recorded."""
+"""The time after the tool's time limit within which a call's result must be recorded, in seconds. After that, a call that must
+not run twice is lost.
+"""
 LOOKS_PER_LIMIT = 8
-"""Reads of the clock within a call's time limit."""
+"""The number of reads of the clock within a call's time limit."""
 
 _running: set[int] = set()
 _running_lock = threading.Lock()
@@ -66,7 +67,9 @@ _running_lock = threading.Lock()
 
 @app.task(name="agentrl.call", throws=(ServiceError, InfraError))
 def call(call_id: int, reply_to: str) -> None:
-    """Run the call, unless it has an answer."""
+    """Run the tool call and record its result, unless the call has a result. Then wake the waiting rollout worker at
+    `reply_to`.
+    """
     work = tool_calls.find_call(database(), row_id(call_id))
     try:
         if work is not None:
@@ -88,7 +91,12 @@ def _wake_waiter(reply_to: str, call_id: int, reason: str = "") -> None:
 
 
 def _answer_call(work: CallWork, reply_to: str) -> bool:
-    """Answer the call; return False if it must not run twice and may be running, or if a thread here has it."""
+    """Run the call and record its result, or forward it to the worker that has its session.
+
+    Returns:
+        False if another thread or worker has the call: it was forwarded, a thread of this process runs it, or it must not run
+            twice and another worker may be running it. Otherwise True.
+    """
     started = datetime.now(UTC)
     tool = _load_tool(work)
     if isinstance(tool, CodeTool) and tool.keeps:
@@ -107,7 +115,7 @@ def _answer_call(work: CallWork, reply_to: str) -> bool:
 
 @contextmanager
 def _hold_call(call: int) -> Iterator[bool]:
-    """Give whether no other thread of this process has the call: a repeated message must not queue a waiting call twice."""
+    """Yield whether no other thread of this process runs the call. A repeated message must not queue the same call twice."""
     with _running_lock:
         alone = call not in _running
         _running.add(call)
@@ -123,8 +131,8 @@ def _load_tool(work: CallWork) -> Tool:
     """Load the call's tool.
 
     Raises:
-        Unready: it cannot be loaded here. That is not the model's fault: the rollout worker, which offered the tool, could load
-            it.
+        Unready: this process cannot load the tool. The model did not cause that, because the rollout worker, which offered the
+            tool, could load it.
     """
     try:
         tool: Tool = find("rewards", work.tool) if work.kind == "grade" else load_toolset(database(), work.run)[work.tool]
@@ -138,7 +146,7 @@ def _load_tool(work: CallWork) -> Tool:
 
 
 def _run_or_skip(tool: Tool, work: CallWork) -> ToolResult | None:
-    """Return the call's result; None while another worker may be running a call that must not run twice."""
+    """Return the call's result. Return None if the call must not run twice and another worker may be running it."""
     if work.effects == "once":
         unopened = _open_tool(tool)
         if unopened is not None:  # and the call was not started
@@ -150,7 +158,7 @@ def _run_or_skip(tool: Tool, work: CallWork) -> ToolResult | None:
 
 
 def run_tool(tool: Tool, work: CallWork) -> ToolResult:
-    """Run the tool within its time limit; the tool's own errors become its result.
+    """Run the tool within its time limit. An error of the tool becomes its result.
 
     Raises:
         InfraError: the system failed the tool.
@@ -170,9 +178,10 @@ def run_tool(tool: Tool, work: CallWork) -> ToolResult:
 
 
 def _wait_for_answer(answer: "Future[ToolResult]", tool: Tool, patience: Patience) -> BaseException | None:
-    """Wait for the call within its tool's time limit and return its exception, if any. Time in the tool's queue does not count.
+    """Wait for the call within its tool's time limit. Return the exception of the call, or None if it succeeded.
 
-    Time in which this process is suspended does not count either: frequent reads of the clock show how long that was.
+    Time in the tool's queue does not count. Time in which this process is suspended does not count either: frequent reads of
+    the clock show how long the suspension was.
     """
     wait = 0.0
     while (left := tool.timeout_seconds - patience.look(wait)) > 0:
@@ -186,9 +195,9 @@ def _wait_for_answer(answer: "Future[ToolResult]", tool: Tool, patience: Patienc
 
 
 def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -> ToolResult:
-    """Run a tool with a session on the notebook's next cell; the tool's own errors become its result.
+    """Run the notebook's next cell with a tool that has a session. An error of the tool becomes its result.
 
-    Only the sandbox limits the time. A cell that outlived another limit would run at the same time as the next one.
+    The time limit is only in the sandbox. With another limit here, a cell could still be running when the next one starts.
 
     Raises:
         InfraError: the system failed the tool.
@@ -203,7 +212,9 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
 
 
 def _run_timed(tool: Tool, work: CallWork, patience: Patience) -> ToolResult:
-    """Return the tool's result with its annotations, and this thread's processor time if no sandbox measured it."""
+    """Run the tool and return its result with its annotations. If no sandbox measured the processor time, add that of this
+    thread.
+    """
     annotations: list[Annotation] = []
     try:
         with patience.hold(), emitters.collected(annotations, "tool", f"call:{work.id}"):
@@ -222,7 +233,7 @@ def _settle(answer: "Future[Answer]", work: Callable[[], Answer]) -> None:
 
 
 def _open_tool(tool: Tool) -> BaseException | None:
-    """Open the resources that all calls of the tool share; return the exception, if any."""
+    """Open the resources that all calls of the tool share. Return the exception of a failure, else None."""
     opened: Future[object] = Future()
     if tool.opens is None:
         return None
@@ -231,7 +242,11 @@ def _open_tool(tool: Tool) -> BaseException | None:
 
 
 def _unopened_result(tool: Tool, error: BaseException) -> ToolResult:
-    """Return the result of a call whose tool could not be opened."""
+    """Return the result of a call whose tool could not open its resources.
+
+    Raises:
+        Unready: the system, not the tool's code, caused the failure.
+    """
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
         raise _unready_error(tool, error) from error
     return _failure_result(tool, error)
@@ -243,7 +258,12 @@ def _unready_error(tool: Tool, error: AgentRLError) -> Unready:
 
 
 def _failure_result(tool: Tool, error: BaseException) -> ToolResult:
-    """Return the result of a call that raised. A model can cause a failing call, but not a missing resource."""
+    """Return the result of a call that raised an exception.
+
+    Raises:
+        Unready: a resource of this process is missing, which a model cannot cause.
+        InfraError: the system failed the tool.
+    """
     if isinstance(error, ConfigError | SandboxUnavailable):
         raise _unready_error(tool, error) from error
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):

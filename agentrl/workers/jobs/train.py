@@ -1,7 +1,8 @@
-"""The `train` job: claim a finished iteration, update the policy on it, write the checkpoint, and commit everything at once.
+"""The `train` job: claim a complete iteration, update the policy with its episodes, write the checkpoint, and commit everything
+in one transaction.
 
-The checkpoint's folder is complete before the commit, and means nothing without it. The state in memory is used only if it is
-exactly the published checkpoint; otherwise the trainer loads that first.
+The checkpoint's folder is complete before the commit, and has no meaning without the commit. The trainer reuses the state in
+memory only if it is exactly the published checkpoint. Otherwise, it loads that checkpoint first.
 """
 
 import threading
@@ -43,7 +44,10 @@ log = getLogger("agentrl.train")
 
 @app.task(name="agentrl.train", throws=(ServiceError,))
 def train(iteration: int) -> None:
-    """Train on the iteration, unless it is not ready, lacks groups with variance, is done, or is held by another trainer."""
+    """Claim the iteration and train on it. Do nothing if the iteration is not ready, is done, or is held by another trainer.
+
+    If too few of its groups have variance, send the groups that were added instead.
+    """
     work = train_claims.claim_iteration(database(), row_id(iteration), claim_name(), settings().lease_seconds)
     if work is None:
         return
@@ -55,7 +59,9 @@ def train(iteration: int) -> None:
 
 
 def _train_claimed(work: IterationWork) -> None:
-    """Train on a claimed iteration, and handle every failure."""
+    """Train on a claimed iteration, and handle all errors. If a service does not answer, release the iteration; if the run
+    itself is at fault, fail the run.
+    """
     fenced = threading.Event()
     heartbeat().hold_iteration(work.id, work.token, fenced.set)
     try:
@@ -110,8 +116,8 @@ def _dispatch_more_groups(plan: MoreGroupsPlanned) -> None:
 
 @cache
 def _update_thread() -> ThreadPoolExecutor:
-    """Return the executor of the one thread for all updates: glibc keeps freed memory per thread, so each further thread would
-    keep a copy of the activations.
+    """Return the executor of the one thread that runs all updates. glibc keeps freed memory per thread, so every further thread
+    would keep as much memory as the activations need.
     """
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
@@ -128,7 +134,7 @@ def _run_iteration(work: IterationWork, fenced: threading.Event) -> PublishedUpd
 
 
 def _finish_without_update(work: IterationWork) -> PublishedUpdate:
-    """End a run that updates no weights."""
+    """End a run that updates no weights: an evaluation or a fork."""
     if work.kind == "eval":
         score = evaluate(work.groups, eval_results.find_right_episodes(database(), work.id))
         train_commits.finish_eval(database(), work, score)
@@ -182,7 +188,7 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
 
 
 def _run_update(trainer: Trainer, work: IterationWork) -> Update:
-    """Run the update on the iteration's groups, or on those that dynamic sampling chooses."""
+    """Run the update on the iteration's groups. With dynamic sampling, use only the chosen groups with variance."""
     if not work.max_groups:
         return trainer.update(work.groups, work.number)
     chosen, left_out = choose_groups(work.groups, work.max_groups)
@@ -191,7 +197,7 @@ def _run_update(trainer: Trainer, work: IterationWork) -> Update:
 
 
 def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: threading.Event) -> PublishedUpdate:
-    """Rebuild the run's broken checkpoint by repeating its update; the iteration then starts from it."""
+    """Rebuild the run's broken checkpoint by repeating its update. The iteration can then start from the rebuilt checkpoint."""
     rebuild = repair.load_rebuild(database(), work)
     broken = rebuild.broken
     if not checkpoints.find_fault(
@@ -212,7 +218,7 @@ def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: thr
 def _repeat_update(
     work: IterationWork, rebuild: Rebuild, experiment: Experiment, loaded: LoadedModel, fenced: threading.Event
 ) -> None:
-    """Repeat the update that made the broken checkpoint, into a folder of its own."""
+    """Repeat the update that made the broken checkpoint, and write the result into a new folder."""
     source = replace(work, number=rebuild.broken.version - 1, policy=rebuild.start, groups=rebuild.groups)
     source = replace(source, max_groups=rebuild.max_groups)
     try:
@@ -234,7 +240,9 @@ def _repeat_update(
 
 
 def _fail_run(work: IterationWork, error: Exception) -> None:
-    """Fail the run, since it would fail again and again; except for its own broken checkpoint, which can be rebuilt."""
+    """Fail the run, because every repetition would fail too. If the cause is a broken checkpoint of the run that can be
+    rebuilt, send its rebuild instead.
+    """
     reported = isinstance(error, CheckpointError) and not work.rebuilds
     waiting = (
         broken_checkpoints.report_broken(work.run_id, work.policy, _checkpoint_part(work, work.policy.path))
@@ -250,7 +258,7 @@ def _fail_run(work: IterationWork, error: Exception) -> None:
 
 
 def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedModel) -> Trainer:
-    """Load the trainer with exactly the state that this update starts from."""
+    """Return a trainer with exactly the state from which this update starts. If it is not in memory, load the checkpoint."""
     path, part = work.policy.path, _checkpoint_part(work, work.policy.path)
     key = (work.run_id, path)
     if loaded.trainer is None or loaded.trainer_holds != key:
@@ -267,12 +275,16 @@ def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedMod
 
 
 def _checkpoint_part(work: IterationWork, path: str) -> checkpoints.Part:
-    """Return which part of the checkpoint an update starts from: all but the optimizer, if it is another run's."""
+    """Return the part of the checkpoint that an update loads: `all` for a checkpoint of this run; `start`, without the
+    optimizer, for one of another run.
+    """
     return "all" if path.endswith(work.key) else "start"
 
 
 def _discard_checkpoint(path: str) -> None:
-    """Delete a fenced trainer's checkpoint, unless its commit succeeded and only the reply was lost."""
+    """Delete the checkpoint of a fenced trainer, unless a row names it: then the commit succeeded, and only the database's
+    reply was lost.
+    """
     if not repair.is_checkpoint_named(database(), path):
         checkpoints.remove(path)
 
@@ -283,7 +295,9 @@ def _mean_reward(work: IterationWork) -> float:
 
 
 def _checkpoint_path(work: IterationWork, mark: str = "t") -> str:
-    """Return the path of the update's checkpoint; `r` marks a rebuilt one, under the token of a later iteration."""
+    """Return the path of the update's checkpoint. `mark` is `t` for an update, and `r` for a rebuilt checkpoint, whose token is
+    that of a later iteration.
+    """
     return f"{work.output_dir.rstrip('/')}/v{work.iteration:05d}.{mark}{work.token}.{work.key}"
 
 
@@ -306,7 +320,7 @@ def _send_next(work: IterationWork, published: PublishedUpdate) -> None:
 
 
 def _link_epoch(work: IterationWork, version: int) -> None:
-    """Link a readable name to the checkpoint that ended an epoch."""
+    """If this version ended an epoch, link a readable name to its checkpoint."""
     if work.kind == "train" and not is_url(work.output_dir) and epoch_ends.may_end_epoch(database(), work.run_id, version):
         links.link_epochs(epoch_ends.load_epoch_ends(database(), work.run_id))
 

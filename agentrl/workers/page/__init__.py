@@ -1,1 +1,1 @@
-"""The page of `agentrl ui`: a read-only service over the database, the page's files, and exports to one file."""
+"""The page of `agentrl ui`: a service that only reads the database, the page's files, and exports of a run to one file."""

@@ -1,8 +1,8 @@
-"""The actions of a page started with `--actions`. Each runs a command of agentrl in a separate process, one of each kind at a
-time.
+"""The actions of a page that was started with `--actions`. Each action runs a command of agentrl in a separate process. Only
+one action of each kind runs at a time.
 
-The page sends numbers and texts, never a command. This module builds the command line, from the commands that the page shows
-for copying.
+The page sends numbers and texts, never a command. This module builds the command line. It uses the same commands that the page
+shows for copying.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ router = APIRouter(prefix="/api/actions", tags=["actions"])
 Kind = Literal["verify", "fork", "rescore", "whatif", "tag", "untag", "note"]
 COMMAND = (sys.executable, "-m", "agentrl.cli")
 SECONDS: Mapping[str, float] = {"verify": 900, "fork": 300, "rescore": 900, "whatif": 900, "tag": 60, "untag": 60, "note": 60}
-"""The longest run of a command of each kind, in seconds."""
+"""The time limit of a command of each kind, in seconds."""
 MAX_OUTPUT = 50_000
-"""The most characters of a command's output that are returned, from its end."""
+"""The most characters of a command's output that are returned. A longer output is cut at its beginning."""
 LOOK_SECONDS = 0.05
 
 Word = Annotated[str, Field(max_length=20_000)]
@@ -95,11 +95,11 @@ async def act(kind: Kind, action: Action, store: Store, request: Request) -> Res
 
 
 def make_words(store: ReadOnlyStore, kind: str, action: Action) -> list[str]:
-    """Return the arguments of the command, after `agentrl`.
+    """Return the arguments of the action's command, without `agentrl` itself.
 
     Raises:
         ConfigError: a parameter is missing, or the command is impossible for this episode.
-        NotFoundError: there is no such run or episode.
+        NotFoundError: the run or the episode does not exist.
     """
     if kind in ("tag", "untag", "note"):
         if action.run is None or not action.text.strip():
@@ -122,7 +122,7 @@ def make_words(store: ReadOnlyStore, kind: str, action: Action) -> list[str]:
 
 
 def _shown_command(store: ReadOnlyStore, kind: str, action: Action) -> list[str]:
-    """Return the arguments of the command that the page shows for the episode, after `agentrl`."""
+    """Return the arguments of the command that the page shows for the episode, without `agentrl` itself."""
     episode = action.episode
     if episode is None:
         raise ConfigError(f"To {kind} needs an episode.", "Send `episode`, its number.")
@@ -134,7 +134,7 @@ def _shown_command(store: ReadOnlyStore, kind: str, action: Action) -> list[str]
 
 
 def _changed(args: Sequence[str], option: str, value: object) -> list[str]:
-    """Return the arguments with another value of an option. With None they are unchanged."""
+    """Return the arguments with `value` as the new value of the option. If `value` is None, return the arguments unchanged."""
     if value is None:
         return [*args]
     at = args.index(option) + 1
@@ -142,13 +142,15 @@ def _changed(args: Sequence[str], option: str, value: object) -> list[str]:
 
 
 def _environment(store: ReadOnlyStore) -> dict[str, str]:
-    """Return the environment of a command that uses the page's store."""
+    """Return the environment for a command, so that it uses the same store as the page."""
     here = {"AGENTRL_HOME": str(store.settings.root), "AGENTRL_DATABASE_URL": store.settings.database}
     return {**os.environ, **here, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
 
 
 async def _run(args: Sequence[str], environment: Mapping[str, str], seconds: float, is_ending: Any) -> dict[str, Any]:
-    """Run the command until it ends. Kill its process group if it takes too long, or if the page's service stops."""
+    """Run the command and wait for its end. If it takes longer than `seconds`, or if the page's service stops, kill its process
+    group.
+    """
     began = time.monotonic()
     with tempfile.TemporaryFile() as printed:  # no pipe, which a service that the command starts would keep open
         child = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""Responses of the page's service: rows as JSON that every browser can read, and errors as a message with a hint."""
+"""Responses of the page's service: rows as JSON that every browser can read, and errors with a message and a hint."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from agentrl.workers.page.read_only import Busy
 from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, NotFoundError, StateError
 
 RETRY_SECONDS = 1
-"""The time after which a page retries a busy store, in seconds."""
+"""The time after which a page repeats its request to a busy store, in seconds."""
 EXACT = 2**53 - 1
 """The largest integer that a browser represents exactly."""
 _STATUS: tuple[tuple[type[AgentRLError], int], ...] = (
@@ -21,15 +21,15 @@ _STATUS: tuple[tuple[type[AgentRLError], int], ...] = (
 
 
 def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a JSON response. Rows become objects and times ISO 8601; NaN and infinity become null, integers above EXACT become
-    texts.
+    """Return a JSON response. Rows become objects, and times become ISO 8601 texts. NaN and infinity become null. Integers
+    above EXACT become texts.
     """
     body = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
     return Response(body, status, media_type="application/json", headers=dict(headers or {}))
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types."""
+    """Convert a value to JSON types, in the same way as `answer`."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int):

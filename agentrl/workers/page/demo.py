@@ -1,4 +1,6 @@
-"""A small finished run that is part of the package. `make demo` made it; the page shows a copy."""
+"""The demo of the page: a small finished run that the package contains. `make demo` made the run; the page shows a copy of its
+store.
+"""
 
 import atexit
 import lzma
@@ -13,12 +15,12 @@ DATA = Path(__file__).parent / "demo_data"
 PACKED = "agentrl.db.xz"
 TOKENIZER = "tokenizer.json"
 MODEL = "tiny-arithmetic"
-"""The model of the runs. Only its tokenizer is included."""
+"""The name of the model of the demo's runs. Only the tokenizer of this model is included."""
 
 
 def open_demo() -> Settings:
-    """Copy the demo's store, upgrade it to this code's revision, and return its settings. The copy is removed when the process
-    ends.
+    """Copy the demo's store, upgrade the copy to this code's revision, and return its settings. The copy is removed when the
+    process ends.
 
     Raises:
         NotFoundError: this installation does not contain the demo.

@@ -1,9 +1,9 @@
-"""Access control of the page: checks the host name, the token (if other machines can reach the page) and the origin of each
-request.
+"""The access control of the page. For each request, it checks the host name, the origin and, if other machines can reach the
+page, a token.
 
-A page of another site can make the user's browser send requests to 127.0.0.1, even under a host name of its own. Therefore an
-unknown `Host` is refused. A request that does more than read needs a header that other sites cannot send. Cross-origin access
-is never allowed.
+A web page of another site can make the user's browser send requests to 127.0.0.1, even under a host name of that site.
+Therefore a request with an unknown `Host` is refused. A request that does more than read needs a header that other sites cannot
+send. Cross-origin access is never allowed.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 100_000
-"""The largest body of a request, in bytes: an SQL query, or the parameters of an action."""
+"""The largest body of a request, in bytes. A body is an SQL query or the parameters of an action."""
 BODY_SECONDS = 10.0
-"""The longest time for receiving a body, in seconds."""
+"""The time limit for receiving a body, in seconds."""
 OWN_HEADER = b"x-agentrl"
-"""The header that the page itself sends with requests that do more than read."""
+"""The header that only the page itself can send. Requests that do more than read need it."""
 ACTIONS = "/api/actions/"
 PRINTED = "Open the link that `agentrl ui` printed; it ends in ?token=..."
 POLICY = (
@@ -54,11 +54,11 @@ class Rules:
     Args:
         names: the valid host names, without a port, in lower case.
         port: the port of the page.
-        addresses: any IP address is a valid host name too; true if the page listens for other machines.
-        token: the token that every request needs; empty: none.
-        action_token: the token that actions need; empty: actions are off.
-        once: a token that is valid for the first request only. It is used on a browser's command line, which other users can
-            read.
+        addresses: whether any IP address is a valid host name too. This is the case if the page listens for other machines.
+        token: the token that every request needs; empty if no token is needed.
+        action_token: the token that actions need; empty if actions are off.
+        once: a token that is valid for one request only. It is used on the command line of the user's browser, which other
+            users can read.
     """
 
     names: frozenset[str]
@@ -70,19 +70,19 @@ class Rules:
 
     @property
     def cookie(self) -> str:
-        """The cookie's name. It includes the port, because browsers send cookies to all ports of a host."""
+        """The name of the token's cookie. It contains the port, because browsers send a cookie to all ports of a host."""
         return f"agentrl_ui_{self.port}"
 
 
 class RequestGuard:
-    """ASGI middleware that refuses forbidden requests and adds security headers to responses."""
+    """ASGI middleware that refuses forbidden requests and adds security headers to all responses."""
 
     def __init__(self, app: App, rules: Rules) -> None:
         self.app, self.rules = app, rules
         self._once = rules.once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check and handle a request."""
+        """Check the request, and pass it to the application if it is allowed."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -104,7 +104,7 @@ class RequestGuard:
             await self.app(scope, _hurried(receive), bound)
 
     def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str, str] | None:
-        """Return the status, the message and the hint for a request that is refused; None if it is allowed."""
+        """Return the status, the message and the hint of the refusal; None if the request is allowed."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if not self._is_name(host):
             return (
@@ -151,7 +151,7 @@ class RequestGuard:
         return any(hmac.compare_digest(candidate.encode(), token.encode()) for candidate in (*cookie_tokens, bearer))
 
     async def _take(self, token: str, send: Send) -> None:
-        """Check the token in the URL; respond with a cookie and a redirect to the URL without the token."""
+        """Check the token in the URL. If it is right, respond with a cookie and a redirect to the URL without the token."""
         secret = self.rules.token or self.rules.action_token
         first = bool(self._once) and hmac.compare_digest(token.encode(), self._once.encode())
         if first:
@@ -167,7 +167,9 @@ class RequestGuard:
 
 
 def _hurried(receive: Receive) -> Receive:
-    """Limit the time for a request's body to BODY_SECONDS. After that the application sees a disconnected client."""
+    """Return a `receive` that limits the time for a request's body to BODY_SECONDS. After that time, the application sees a
+    disconnected client.
+    """
     until = time.monotonic() + BODY_SECONDS
     whole = False
 
@@ -186,14 +188,14 @@ def _hurried(receive: Receive) -> Receive:
 
 
 def names_of(host: str, own: Iterable[str]) -> frozenset[str]:
-    """Return the valid host names of a page that listens at `host`: loopback names, the address itself, and the machine's `own`
-    names.
+    """Return the valid host names of a page that listens on `host`. These are the loopback names, `host` itself, and the
+    machine's names in `own`.
     """
     return frozenset(name.lower() for name in ("127.0.0.1", "localhost", "::1", host, *own) if name)
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
-    """Return the headers by name. A header that must be unique but was sent twice gets an invalid value."""
+    """Return the headers by name. If a header that must be unique occurs twice, its value is replaced by an invalid one."""
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         headers[name] = b"," if name in headers and name in (b"host", b"origin", b"content-length") else value
@@ -201,8 +203,8 @@ def _headers(scope: Scope) -> dict[bytes, bytes]:
 
 
 def _split_host(host: str) -> tuple[str, str]:
-    """Return the name and the port of a `Host` header. The port is empty if it is missing; both are empty if the header is
-    invalid.
+    """Return the name and the port of a `Host` header. If the header has no port, the port is empty. If the header is invalid,
+    both are empty.
     """
     if host.startswith("["):
         name, closed, rest = host[1:].partition("]")
@@ -218,7 +220,7 @@ def _split_host(host: str) -> tuple[str, str]:
 
 
 def _host_of(origin: bytes) -> str:
-    """Return the host and port of an `Origin` header; for an invalid header, a text that is no valid host."""
+    """Return the host and port of an `Origin` header. For an invalid header, return a text that equals no valid host."""
     try:
         return urlsplit(origin.decode("latin-1").lower()).netloc
     except ValueError:
@@ -234,13 +236,15 @@ def _is_address(name: str) -> bool:
 
 
 def _cookies(text: bytes, name: str) -> list[str]:
-    """Return the values of all cookies with this name. Pages on other ports of this host may have set some too."""
+    """Return the values of all cookies with this name. There may be several, because pages on other ports of this host can set
+    cookies too.
+    """
     pairs = (part.strip().partition("=") for part in text.decode("latin-1").split(";"))
     return [value for cookie, _, value in pairs if cookie == name]
 
 
 def _query_token(scope: Scope) -> str | None:
-    """Return the token in the URL of the start page; None if there is none."""
+    """Return the token in the URL if it is that of the start page; None if there is no token."""
     if scope["path"] != "/" or scope["method"] != "GET" or b"token=" not in scope["query_string"]:
         return None
     try:
@@ -251,7 +255,7 @@ def _query_token(scope: Scope) -> str | None:
 
 
 async def _answer(send: Send, status: int, message: str, hint: str, as_json: bool) -> None:
-    """Send a refusal as JSON, or as a plain HTML page."""
+    """Send a refusal, either as JSON or as a plain HTML page."""
     if as_json:
         body, kind = json.dumps({"error": message, "hint": hint}).encode(), b"application/json"
     else:

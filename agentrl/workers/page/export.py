@@ -1,5 +1,5 @@
-"""Exports a run as one HTML file. It sends the page's own requests to the service in this process, and records the responses
-until the file is full.
+"""Exports a run as one HTML file. It sends the requests that the page would send to the service in this process. It records the
+responses until the file has its maximum size.
 """
 
 import asyncio
@@ -24,29 +24,34 @@ from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError, S
 from agentrl.workflow.store.reads import run_rows, task_rows
 
 TOKENS = 4096
-"""The number of tokens in one request, as on the page."""
+"""The number of tokens in one request. It is the same as on the page, which otherwise would not find the recorded responses."""
 TRIES, AGAIN_SECONDS = 10, 0.5
-"""The most requests to a busy store, and the pause between them in seconds."""
+"""The most requests to a busy store, and the pause between two of them, in seconds."""
 MISSES = 20
-"""The number of works in a row that do not fit, after which the file counts as full."""
+"""The number of parts in a row that do not fit, after which the file is regarded as full."""
 ITERATIONS_SHARE, TASKS_SHARE = 0.4, 0.5
-"""The share of the free space for iterations, and the share for iterations and tasks together. The rest is for groups and
-episodes.
+"""Two shares of the free space: the share up to which iterations are recorded, and the share up to which tasks are recorded
+after these. The rest is for groups and episodes.
 """
 SILENCE_SECONDS = 5.0
-"""The time between two progress messages, in seconds."""
+"""The shortest time between two progress messages, in seconds."""
 ABOUT_BYTES = 2000
 """The space reserved for the description of the file itself, in bytes."""
 
 
 class _NotTaken(Exception):
-    """A response that does not exist or does not fit."""
+    """The exception for a response that does not exist, or that does not fit into the file."""
 
 
 @dataclass
 class _Recording:
-    """The responses recorded so far. `limit` is the most bytes of all responses at present; `progress` is called with a line
-    every few seconds.
+    """The responses that are recorded so far.
+
+    Attributes:
+        limit: the most bytes that all responses may have at present.
+        progress: called every few seconds with a line of text.
+        size: the number of bytes of the recorded responses.
+        answers: the recorded responses by path.
     """
 
     client: httpx2.AsyncClient
@@ -60,7 +65,7 @@ class _Recording:
         """Request a path, record the response and return its JSON.
 
         Raises:
-            _NotTaken: there is no such response, or it does not fit.
+            _NotTaken: the response does not exist, or does not fit.
         """
         body = await self._body(path)
         if path not in self.answers:
@@ -76,7 +81,9 @@ class _Recording:
         return json.loads(body)
 
     async def whole(self, work: Callable[[], Awaitable[None]]) -> bool:
-        """Record all responses of `work`, or none of them if one does not fit; return whether they were recorded."""
+        """Run `work`, which records several responses. If one of them does not fit, remove them all. Return whether they were
+        recorded.
+        """
         before = len(self.answers), self.size
         try:
             await work()
@@ -88,7 +95,7 @@ class _Recording:
         return True
 
     async def many(self, works: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Record the works that fit, until MISSES of them in a row do not fit."""
+        """Call `whole` for each of the `works`. Stop after MISSES of them in a row did not fit."""
         missed = 0
         for work in works:
             missed = 0 if await self.whole(work) else missed + 1
@@ -117,19 +124,22 @@ def write_export(
     force: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Write a run into one file, and return a sentence about what was left out; empty if nothing was.
+    """Write a run into one HTML file.
 
     Args:
         store: the store.
         run: the run's name or number.
         out: the file.
-        episodes: the episodes that must be included.
+        episodes: the ids of episodes that must be included.
         limit_bytes: the largest size of the file, in bytes.
-        force: overwrite an existing file.
-        progress: called with a line every few seconds.
+        force: whether to overwrite an existing file.
+        progress: called every few seconds with a line of text.
+
+    Returns:
+        A sentence about what was left out; empty if the file is complete.
 
     Raises:
-        NotFoundError: there is no such run or episode.
+        NotFoundError: the run or an episode does not exist.
         ConflictError: the file exists.
         ConfigError: the file cannot be written, the limit is too small, or an episode belongs to another run.
         ServiceError: the store cannot be read.
@@ -146,11 +156,11 @@ def write_export(
 
 
 def _check_place(out: Path, force: bool) -> Path:
-    """Return the path of the file, with links resolved.
+    """Return the path of the file after resolving links.
 
     Raises:
         ConflictError: the file exists.
-        ConfigError: no file can be written there.
+        ConfigError: a file cannot be written to this path.
     """
     elsewhere = ConfigError(f"Cannot write to {str(out)!r}.", "Pass a file in an existing folder: --out run.html")
     try:
@@ -198,10 +208,11 @@ def _work(recording: _Recording, *paths: str) -> Callable[[], Awaitable[None]]:
 
 
 async def _take_run(recording: _Recording, run: int, around: int) -> list[int]:
-    """Record what the run's page shows first; return the ids of the tasks in its list.
+    """Record the responses that the run's page needs first. Return the ids of the tasks on the first page of its list.
 
     Raises:
-        ConfigError: even these responses do not fit.
+        ConfigError: these responses alone exceed the limit.
+        ServiceError: the store did not return one of the responses.
     """
     room, recording.limit = recording.limit, 1 << 62
     here = f"api/runs/{run}"
@@ -232,7 +243,7 @@ async def _take_run(recording: _Recording, run: int, around: int) -> list[int]:
 
 
 async def _take_more_tasks(recording: _Recording, run: int) -> list[int]:
-    """Record the further pages of the list of tasks that fit; return the ids of their tasks."""
+    """Record the further pages of the list of tasks until one does not fit. Return the ids of the tasks on these pages."""
     task_ids: list[int] = []
     page = json.loads(recording.answers[f"api/runs/{run}/tasks?size=25"])
     try:
@@ -245,7 +256,7 @@ async def _take_more_tasks(recording: _Recording, run: int) -> list[int]:
 
 
 async def _store(recording: _Recording) -> dict[str, Any]:
-    """Return the description of the store, without the path of its folder."""
+    """Return the description of the store. Its location is reduced to the last part, so the file does not show the folder."""
     description: dict[str, Any] = await recording.ask("api/store")
     recording.size -= len(recording.answers.pop("api/store"))
     return {
@@ -262,10 +273,11 @@ def _put(recording: _Recording, path: str, value: Any) -> None:
 
 
 async def _take_chosen(recording: _Recording, run: int, chosen: Sequence[int], limit_mb: float) -> None:
-    """Record the named episodes. Then record the best, the worst and the last episode if they fit.
+    """Record the episodes in `chosen`. Then record the best, the worst and the last episode of the run if they fit.
 
     Raises:
-        NotFoundError, ConfigError: a named episode does not exist, belongs to another run, or does not fit.
+        NotFoundError: a chosen episode does not exist.
+        ConfigError: a chosen episode belongs to another run, or does not fit.
     """
     for episode in chosen:
         answered = await recording.client.get(f"/api/episodes/{episode}")
@@ -284,8 +296,8 @@ async def _take_chosen(recording: _Recording, run: int, chosen: Sequence[int], l
 
 
 def _episode(recording: _Recording, run: int, episode: int, beside: bool = False) -> Callable[[], Awaitable[None]]:
-    """Return a work that records an episode with all turns and tokens. With `beside` it also records its group, iteration and
-    task.
+    """Return a function that records an episode with all of its turns and tokens. With `beside`, it also records the episode's
+    group, iteration and task.
     """
 
     async def work() -> None:
@@ -307,7 +319,7 @@ def _episode(recording: _Recording, run: int, episode: int, beside: bool = False
 
 
 def _groups(recording: _Recording, run: int) -> "Iterable[Callable[[], Awaitable[None]]]":
-    """Yield works that record the groups and their episodes, those of the newest iterations first."""
+    """Yield functions that each record a group or one of its episodes. Those of the newest iterations come first."""
     for number in _iterations(recording, run):
         document = recording.answers.get(f"api/runs/{run}/iterations/{number}")
         for group in json.loads(document)["groups"] if document else ():
@@ -317,7 +329,7 @@ def _groups(recording: _Recording, run: int) -> "Iterable[Callable[[], Awaitable
 
 
 def _iterations(recording: _Recording, run: int) -> list[int]:
-    """Return the numbers of the iterations, newest first."""
+    """Return the numbers of the run's iterations, newest first."""
     return [row["iteration"] for row in reversed(_curves(recording, run))]
 
 
@@ -327,7 +339,7 @@ def _curves(recording: _Recording, run: int) -> list[dict[str, Any]]:
 
 
 def _left_out(run: int, recording: _Recording, tasks: int, limit_bytes: int) -> str:
-    """Return a sentence about what the run has but the file does not have; empty if the file is complete."""
+    """Return a sentence about the parts of the run that the file does not contain; empty if the file is complete."""
     curves = _curves(recording, run)
     recorded = {
         "iterations": sum(path.startswith(f"api/runs/{run}/iterations/") for path in recording.answers),
@@ -348,11 +360,11 @@ def _left_out(run: int, recording: _Recording, tasks: int, limit_bytes: int) -> 
 
 
 def _write(out: Path, document: bytes, force: bool) -> None:
-    """Write the complete file atomically.
+    """Write the document to the file atomically.
 
     Raises:
         ConflictError: the file was created meanwhile.
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         handle, name = tempfile.mkstemp(prefix=f".{out.name[:100]}.", dir=out.absolute().parent)
@@ -376,7 +388,11 @@ def _write(out: Path, document: bytes, force: bool) -> None:
 
 
 def _link(name: str, out: Path) -> None:
-    """Rename the temporary file to `out`, unless `out` exists. This also works on file systems without hard links."""
+    """Rename the temporary file to `out`. This also works on file systems without hard links.
+
+    Raises:
+        FileExistsError: `out` exists.
+    """
     try:
         os.link(name, out)
     except FileExistsError:

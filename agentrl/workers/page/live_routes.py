@@ -1,7 +1,7 @@
-"""Live updates as server-sent events. Each watched run is read once per interval for all of its clients.
+"""Live updates as server-sent events. Each watched run is read once per interval, and all of its clients get the result.
 
-The id of an event is the state that its client has: the number of finished iterations, and a mark of the other contents. A
-browser that reconnects sends the id, and receives what has changed since.
+The id of an event describes the state that its client has then: the number of finished iterations, and a mark of the other
+contents. A browser that reconnects sends the id, and receives the changes since that event.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from agentrl.workflow.store.reads import changes, curves, run_rows
 LOOK_SECONDS = 0.5
 """The time between two readings of a run, in seconds."""
 WORK_SECONDS = 2.0
-"""The shortest time between two events about turns and calls, which change often, in seconds. A finished iteration is sent at
-once.
+"""The shortest time between two events that are only about turns and calls, in seconds. These change often. Other changes are
+sent at once.
 """
 COMMENT_SECONDS = 15.0
-"""The time without an event, in seconds, after which a comment is sent, so that proxies keep the connection open."""
+"""The time without an event, in seconds, after which a comment is sent. The comment makes proxies keep the connection open."""
 RETRY_MS = 2000
 MAX_LISTENERS = 64
 MAX_ROWS = 1000
-"""The most iterations in an event. A page that missed more requests the curves again."""
+"""The most iterations in an event. A page that has missed more of them requests the curves again."""
 
 _TOO_MANY = Busy(f"{MAX_LISTENERS} pages are already listening.", "Close some.")
 
@@ -43,13 +43,14 @@ router = APIRouter(prefix="/api", tags=["live"])
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The state of a run at one reading.
+    """The state of a run, or of the list of runs, at one reading.
 
     Attributes:
-        stamp, work: hashes that change with the contents of the page (see `live_state`); `work` with turns and calls.
+        stamp: a hash that changes with the page's contents, except turns and calls (see `live_state`).
+        work: a hash that changes with the turns and calls.
         closed: the number of finished iterations.
-        gone: there is no such run.
-        busy: why the run could not be read; empty if it was.
+        gone: whether the run does not exist any more.
+        busy: the reason why the run could not be read; empty if it could.
     """
 
     stamp: str = ""
@@ -60,38 +61,47 @@ class Seen:
 
     @property
     def mark(self) -> str:
-        """The mark in an event's id."""
+        """The mark that is part of an event's id."""
         return self.stamp + self.work
 
 
 @dataclass
 class _Watch:
-    """The repeated reading of one run, for all of its listeners."""
+    """The watched state of one run, or of the list of runs. One task reads it for all listeners."""
 
     listeners: int = 0
     seen: Seen | None = None
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     task: "asyncio.Task[None] | None" = None
     read: "dict[tuple[str, int], asyncio.Task[Any]]" = field(default_factory=dict)
-    """The readings by mark and number of finished iterations; each is shared by all listeners that need it."""
+    """The running and finished reads of changes, by mark and number of finished iterations. All listeners that need the same
+    read share it.
+    """
 
 
 class Live:
     """The watched runs of a service. A run is read only while it has listeners."""
 
     def __init__(self, store: ReadOnlyStore, is_ending: Callable[[], bool]) -> None:
-        """Take the store, and a function that returns whether the service is stopping."""
+        """Create the object without watching any run.
+
+        Args:
+            store: the store that is read.
+            is_ending: returns whether the service is stopping.
+        """
         self._store, self.is_ending = store, is_ending
         self._watches: dict[int | None, _Watch] = {}
 
     @property
     def listeners(self) -> int:
-        """The present number of listeners."""
+        """The number of listeners at present."""
         return sum(watch.listeners for watch in self._watches.values())
 
     async def listen(self, run: int | None) -> AsyncGenerator[Seen | None]:
-        """Yield the state of the run, or of the list of runs, whenever it changes; None after COMMENT_SECONDS without a
-        change.
+        """Yield the state whenever it changes. Yield None after COMMENT_SECONDS without a change.
+
+        Args:
+            run: the number of the run; None for the list of runs.
         """
         watch = self._watches.setdefault(run, _Watch())
         watch.listeners += 1
@@ -118,8 +128,8 @@ class Live:
                 self._watches.pop(run, None)
 
     async def changes(self, run: int, since: int, mark: str) -> dict[str, Any]:
-        """Return what may have changed since `since` iterations were finished. It is read once for all listeners with the same
-        mark.
+        """Return the data that may have changed after `since` iterations were finished. The data are read once for all
+        listeners that have the same `mark`.
         """
         read = self._watches[run].read
         task = read.get((mark, since))
@@ -149,7 +159,7 @@ class Live:
 
 
 async def _next(watch: _Watch, last: Seen | None) -> Seen | None:
-    """Return the newest state: at once if it differs from `last`, else after a change or LOOK_SECONDS."""
+    """Return the newest state. If it equals `last`, first wait until it changes or LOOK_SECONDS have passed."""
     if watch.seen in (None, last):
         with suppress(TimeoutError):
             await asyncio.wait_for(watch.moved.wait(), LOOK_SECONDS)
@@ -216,7 +226,7 @@ async def _events(live: Live, run: int | None, last: str) -> AsyncGenerator[str]
 
 
 async def _read(live: Live, run: int | None, since: int, mark: str) -> AsyncGenerator[dict[str, Any] | AgentRLError]:
-    """Yield the data of a change. Before it, yield the error of each attempt that failed."""
+    """Read the data of a change, and yield them. If an attempt fails, yield its error and try again."""
     while not live.is_ending():
         try:
             yield {} if run is None else await live.changes(run, since, mark)
@@ -230,7 +240,7 @@ async def _read(live: Live, run: int | None, since: int, mark: str) -> AsyncGene
 
 
 def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
-    """Read what may have changed since `since` iterations were finished."""
+    """Read the data that may have changed after `since` iterations were finished."""
 
     def read(tx: DriverTransaction) -> dict[str, Any]:
         name = run_rows.run_name(tx, run)
@@ -242,7 +252,9 @@ def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
 
 
 def _parse_id(text: str) -> tuple[int | None, str]:
-    """Return the number of finished iterations and the mark in an event's id; None and an empty text if the id is invalid."""
+    """Return two values from the id of an event: the number of finished iterations, and the mark. For an invalid id, return
+    None and an empty text.
+    """
     closed, point, mark = text.partition(".")
     return (int(closed), mark) if point and closed.isascii() and closed.isdigit() and len(closed) < 10 else (None, "")
 

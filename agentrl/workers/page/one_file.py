@@ -1,7 +1,8 @@
-"""The page as one HTML file that needs no requests: modules, styles and recorded responses in one document.
+"""Builds the page as one HTML file that needs no requests. The file contains the modules, the styles and the recorded
+responses.
 
-Each module becomes a function that returns its exports, so that modules share no names. The file's content security policy
-allows only the script and the style with the right hashes. So nothing in a recorded text can run.
+Each module becomes a function that returns its exports, so the names of different modules cannot conflict. The content security
+policy of the file allows only the script and the style with the right hashes. So no code in a recorded text can run.
 """
 
 import base64
@@ -25,12 +26,12 @@ _TITLE = "<title>agentrl</title>"
 
 
 def write_page(title: str, about: Mapping[str, object], answers: Mapping[str, bytes]) -> bytes:
-    """Return the document.
+    """Return the HTML document of the page.
 
     Args:
         title: the title of the browser's tab.
-        about: a description of the file for the page; not empty.
-        answers: the recorded responses by path, each encoded by `embed`.
+        about: a description of the file, for the page; not empty.
+        answers: the recorded responses by path; each is encoded by `embed`.
     """
     index = _MODULES.sub("", (STATIC / "index.html").read_text(encoding="utf-8"))
     style = "".join((STATIC / name).read_text(encoding="utf-8") for name in _STYLE.findall(index))
@@ -62,22 +63,22 @@ def write_page(title: str, about: Mapping[str, object], answers: Mapping[str, by
 
 
 def embed(value: object) -> bytes:
-    """Encode a value as JSON for a script element."""
+    """Encode a value as JSON that can be part of a script element."""
     return embed_json(json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"))
 
 
 def embed_json(document: bytes) -> bytes:
-    """Escape `<` in JSON, so that no text can end the script element."""
+    """Escape each `<` in the JSON text, so that no text in it can end the script element."""
     return document.replace(b"<", b"\\u003c")
 
 
 def join_modules(folder: Path, first: str) -> str:
-    """Return the source of one module that contains `first` and everything that it imports."""
+    """Return the source of one module that contains the module `first` and all modules that it imports, directly or not."""
     return "\n".join(_as_function(folder, name) for name in _in_order(folder, first, [])) + "\n"
 
 
 def _in_order(folder: Path, name: str, modules: list[str]) -> list[str]:
-    """Append the modules that this module imports to `modules`, then the module itself; return `modules`."""
+    """Append the module to `modules`, after the modules that it imports. Return `modules`."""
     for _, needed in _IMPORT.findall(_source(folder, name)):
         _in_order(folder, needed, modules)
     if name not in modules:
@@ -110,7 +111,7 @@ def _taken(match: re.Match[str]) -> str:
 
 
 def _returned(exports: Iterable[str]) -> list[str]:
-    """Convert each export `a as b` to a property `b: a`."""
+    """Convert each export `a as b` to a property `b: a` of the returned object."""
     pairs = [word.split(" as ") for word in exports]
     return [f"{pair[-1].strip()}: {pair[0].strip()}" for pair in pairs]
 

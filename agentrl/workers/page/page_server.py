@@ -1,4 +1,4 @@
-"""The server of the page: one process with one address."""
+"""The server of the page: one process that listens on one address."""
 
 import asyncio
 import signal
@@ -20,12 +20,12 @@ from agentrl.workflow.settings import settings
 
 MAX_HEAD_BYTES = 16 * 1024
 GOODBYE_SECONDS = 1
-"""The time for open responses to end after Ctrl-C, in seconds. Live updates end at once."""
+"""The time that open responses have after Ctrl-C, in seconds. Live updates end at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """The page's address: who may open it, its link, and a second link for a browser started on this machine."""
+    """The address of the page: its rules of access, its link, and a second link for a browser on this machine."""
 
     rules: Rules
     link: str
@@ -33,7 +33,9 @@ class PageAddress:
 
 
 def prepare_door(listening: socket.socket, token: str, actions: bool) -> PageAddress:
-    """Return the rules and links of a page that listens at this socket. The links contain a token if one is needed."""
+    """Return the rules of access and the links of a page that listens on this socket. If a token is needed, the links contain
+    it.
+    """
     host, port = listening.getsockname()[:2]
     local = is_loopback(listening)
     everywhere = host in ("0.0.0.0", "::")

@@ -1,5 +1,5 @@
-"""The page's access to a store: read-only connections and short statements. It does not wait for writers and upgrades
-nothing.
+"""The page's access to a store, by read-only connections and short statements. It waits for a writer's lock for at most
+LOCK_SECONDS, and never upgrades the database.
 """
 
 import json
@@ -23,7 +23,7 @@ from agentrl.workflow.store.reads.user_sql import connection_parts, sqlite_file
 
 T = TypeVar("T")
 STATEMENT_SECONDS = 5.0
-"""The longest query of the page, in seconds."""
+"""The time limit of a query of the page, in seconds."""
 LOCK_SECONDS = 1.0
 """The longest wait for a writer's lock, in seconds."""
 
@@ -31,32 +31,36 @@ _PASSING = (
     "locked", "busy", "interrupted", "unable to open", "disk I/O", "schema has changed", "image is malformed", "not a database",
     "no such table",
 )  # fmt: skip
-"""Parts of SQLite's messages about temporary errors, such as those while a file is being replaced or upgraded."""
+"""Parts of SQLite's messages about temporary errors, for example while a file is being replaced or upgraded."""
 _PASSING_STATES = ("08", "42P01", "53", "55", "57")
-"""The beginnings of Postgres' SQLSTATE codes of temporary errors: server away, missing table, out of resources, lock not
-available, stopped or timed out.
+"""The beginnings of Postgres' SQLSTATE codes of temporary errors. They mean: server unreachable, missing table, out of
+resources, lock not available, and stopped or timed out.
 """
 
 
 class Busy(ServiceError):
-    """The store cannot be read now; the caller may retry soon."""
+    """The error that the store cannot be read at present. The caller may retry soon."""
 
 
 class ReadOnlyStore:
-    """A store that is only read. Each query has its own connection, so an open page holds no lock or connection."""
+    """A store that is only read. Each query opens its own connection. So an open page holds neither a lock nor a connection."""
 
     def __init__(self, where: Settings) -> None:
-        """Take the settings that name the database. No connection is opened yet."""
+        """Set the database that the store reads. No connection is opened yet.
+
+        Args:
+            where: the settings, which contain the database's URL.
+        """
         self.settings = where
         self._file = sqlite_file(where)
         self._revision = ""
 
     def ask(self, query: Callable[[DriverTransaction], T]) -> T:
-        """Run `query` in one read transaction.
+        """Run `query` in one read transaction, and return its result.
 
         Raises:
-            Busy: it is locked or away, or the query took longer than STATEMENT_SECONDS.
-            NotFoundError: there is no such file.
+            Busy: the database is locked or does not answer, or the query took longer than STATEMENT_SECONDS.
+            NotFoundError: the database file does not exist.
             ServiceError: the database is not at this code's revision.
         """
         with self._sqlite(self._file) if self._file is not None else self._postgres() as tx:
@@ -65,18 +69,19 @@ class ReadOnlyStore:
             return query(tx)
 
     def ask_about_run(self, run: int, query: Callable[[DriverTransaction, str], T]) -> T:
-        """Run `query` with the name of the run of that number, in one read transaction.
+        """Run `query` in one read transaction, with the name of the run of that number as its second argument.
 
         Raises:
-            NotFoundError: there is no such run. Else as `ask`.
+            NotFoundError: the run does not exist.
+            ServiceError: the store cannot be read; see `ask`.
         """
         return self.ask(lambda tx: query(tx, run_name(tx, run)))
 
     def _check_revision(self, tx: DriverTransaction) -> None:
-        """Check that the database has this code's revision, and remember it.
+        """Check that the database has the revision that this code expects, and remember the result.
 
         Raises:
-            ServiceError: it has another revision.
+            ServiceError: the database has another revision.
         """
         exists = (
             "SELECT name FROM sqlite_master WHERE name = 'alembic_version'"
@@ -134,7 +139,9 @@ class ReadOnlyStore:
 
 
 def _read_json(text: str) -> Any:
-    """Return the parsed value; an empty object if the text is damaged, so that the rest of the page can still be shown."""
+    """Parse the text of a JSON column. For a damaged text, return an empty object, so that the rest of the page can still be
+    shown.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -142,7 +149,7 @@ def _read_json(text: str) -> Any:
 
 
 def _translate(error: Exception, passing: bool) -> NoReturn:
-    """Raise Busy if the error is temporary; otherwise raise it unchanged."""
+    """Raise Busy if `passing` says that the error is temporary. Otherwise raise the error unchanged."""
     if not passing:
         raise error
     reason = " ".join(str(error).split())[:200]

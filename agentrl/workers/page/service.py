@@ -17,7 +17,7 @@ from agentrl.workflow.errors import AgentRLError
 
 STATIC = Path(__file__).parent / "static"
 SMALLEST_ZIPPED = 1000
-"""The size of the smallest response that is compressed, in bytes."""
+"""The smallest response that is compressed, in bytes."""
 
 
 def application(store: ReadOnlyStore, actions: bool = False) -> FastAPI:
@@ -69,7 +69,7 @@ async def _refuse_path(_: Request, error: Exception) -> Response:
 
 
 async def _answer_mistake(_: Request, error: Exception) -> Response:
-    """Respond to an unexpected error with status 500. The traceback is printed by the process of `agentrl ui`."""
+    """Respond with status 500 to an unexpected exception. The process of `agentrl ui` prints the traceback."""
     traceback.print_exception(error)
     message = f"The page cannot show this: {type(error).__name__}."
     return answer({"error": message, "hint": "The output of `agentrl ui` shows where it failed; please report it."}, 500)

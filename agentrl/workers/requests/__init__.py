@@ -1,1 +1,1 @@
-"""Requests of commands: each is checked and prepared before anything is written."""
+"""The requests of commands. Each request is checked completely before anything is written to the database."""

@@ -1,7 +1,7 @@
-"""Checks a run's agent before anything is written, and makes remarks on it.
+"""Checks a run's agent before anything is written, and returns remarks on the agent.
 
-This module checks what the command itself can see. What a worker of the queue `agents` lacks is checked in that worker
-(`requirements`).
+This module checks what the command's own process can see. The workers of the queue `agents` check whether they can run the
+agent (`requirements`).
 """
 
 import inspect
@@ -19,21 +19,21 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Task
 
 TEMPLATE = "prompt_template"
-"""The parameter in which agent-lightning passes an agent its prompt. If the run has no text of this name, positional arguments
-would put the model there.
+"""The name of the parameter in which agent-lightning passes a prompt to an agent. If the run has no text of this name, the
+parameter would receive the model, because the arguments are positional.
 """
 SHAPE = "Write it as def solve(task, llm): ..., or async def."
 
 
 def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
-    """Check the run's agent, if it has one; return the config.
+    """Check the run's agent, if there is one, and return the run's config.
 
-    If neither the env, the rewards nor hooks score an episode, the returned config sets `own_rewards`: the agent's own rewards
-    count.
+    If neither the env, the rewards nor the hooks score an episode, the returned config sets `own_rewards`: the rewards that the
+    agent returns or emits then have weight 1.
 
     Raises:
-        ConfigError: the agent cannot be imported or called, or the env decides what follows a turn.
-        DatasetError: a task has no messages, so an agent would receive nothing.
+        ConfigError: the agent cannot be imported or called, or the env must decide what follows a turn.
+        DatasetError: a task has no messages, so the agent would receive nothing.
     """
     agent = experiment.config.agent
     if agent is None:
@@ -56,15 +56,15 @@ def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
 
 
 def check_function(name: str, function: Callable[..., Any], texts: Collection[str] = ()) -> None:
-    """Check that the agent's function can be called with a task, a model and the run's texts.
+    """Check that the agent can be called with a task, a model and the run's texts.
 
     Args:
         name: the agent's name.
-        function: a function or a class.
+        function: the agent, a function or a class.
         texts: the names of the run's texts.
 
     Raises:
-        ConfigError: it cannot be called with these arguments.
+        ConfigError: the agent cannot be called with these arguments.
     """
     if is_class_agent(function):
         _check_class(name, function)
@@ -95,7 +95,7 @@ def _check_class(name: str, agent: Any) -> None:
     """Check that an agent class can be instantiated, and that its rollout methods can be called.
 
     Raises:
-        ConfigError: one of these is impossible.
+        ConfigError: the class cannot be instantiated, or a method cannot be called.
     """
     instance = agent
     if inspect.isclass(agent):

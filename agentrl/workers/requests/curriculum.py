@@ -1,4 +1,4 @@
-"""A curriculum: chooses and orders tasks by how often stored episodes of any run solved them."""
+"""A curriculum: it selects and orders tasks by their difficulty, which is known from the stored episodes of all runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from agentrl.workflow.trajectory import Task
 
 @dataclass(frozen=True, slots=True)
 class ChosenTasks:
-    """The tasks of a run.
+    """The tasks that a run uses.
 
     Args:
         tasks: the tasks.
-        difficulties: the share of each task's episodes that failed, by content hash; empty unless the run's order depends on
-            it.
-        remarks: for the user: how many tasks were left out, and why.
+        difficulties: the share of failed episodes of each task, by content hash; empty unless the run orders tasks by
+            difficulty.
+        remarks: sentences for the user that say how many tasks were left out, and why.
     """
 
     tasks: tuple[Task, ...]
@@ -27,10 +27,10 @@ class ChosenTasks:
 
 
 def choose_by_difficulty(db: Database | None, config: DatasetConfig, tasks: Sequence[Task]) -> ChosenTasks:
-    """Leave out the tasks outside of `config.keep_solved`, and return the difficulties of the tasks if `config.order` needs
-    them.
+    """Select the tasks whose share of solved episodes is within `config.keep_solved`. Tasks without stored episodes are
+    selected too.
 
-    Tasks without stored episodes are kept.
+    If `config.order` needs the difficulties of the tasks, the result contains them.
 
     Raises:
         DatasetError: no task has a stored episode, or no task is left.

@@ -1,4 +1,6 @@
-"""Compares two evaluations: which measures are comparable, and what other than the policies may explain a difference."""
+"""Compares two evaluations. It decides which measures are comparable, and lists the causes, besides the policies, that may
+explain a difference.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,7 +15,8 @@ from agentrl.workflow.store.reads import eval_results
 Row = Mapping[str, Any]
 
 SAME_REWARDS, OTHER_CODE, OTHER_REWARDS = 0, 1, 2
-"""How similar the rewards of two evaluations are: the same; the same parts and weights but other code; other parts or weights.
+"""The degrees of similarity between the rewards of two evaluations. SAME_REWARDS: same rewards, weights and code. OTHER_CODE:
+same rewards and weights, but different code. OTHER_REWARDS: different rewards or weights.
 """
 MEASURES = ("difference", "low", "high", "interval_by", "p_value", "method", "won", "lost", "tied")
 """The fields of a comparison that are reported."""
@@ -21,12 +24,12 @@ MEASURES = ("difference", "low", "high", "interval_by", "p_value", "method", "wo
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Two evaluations and their results on each task.
+    """Two evaluations and their results on each task. Each tuple has the results of `one` first, then those of `other`.
 
     Args:
         one, other: the rows of the evaluations.
-        means: the mean reward of each task (by id), for each side; None if the task has no done episode.
-        rights: the share of right episodes of each task, for each side; empty if no reward decides what is right.
+        means: the mean reward of each task, by the task's id; None for a task without a done episode.
+        rights: the share of right episodes of each task, by the task's id; empty if no reward decides which episodes are right.
     """
 
     one: Row
@@ -36,35 +39,40 @@ class Sides:
 
     @property
     def rewards(self) -> int:
-        """How similar the rewards are: SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
+        """The similarity of the rewards: SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
         return compare_rewards(self.one, self.other)
 
     def compare_means(self, seed: int = 0) -> PairedComparison:
-        """Compare the mean rewards on the tasks for which both sides have one."""
+        """Compare the mean rewards on the tasks that have a mean on both sides."""
         first, second = (
             {task: mean for task, mean in side.items() if mean is not None and math.isfinite(mean)} for side in self.means
         )
         return compare_paired(first, second, seed)
 
     def compare_rights(self, seed: int = 0) -> PairedComparison:
-        """Compare the shares of right episodes. The result has no tasks if no reward decides what is right."""
+        """Compare the shares of right episodes. The result has no tasks if no reward decides which episodes are right."""
         return compare_paired(*self.rights, seed)
 
     @property
     def same_rule(self) -> bool:
-        """True if the same reward parts decide what is right on both sides."""
+        """True if the same rewards decide on both sides which episodes are right."""
         return right_by_names(self.one) == right_by_names(self.other)
 
 
 def load_sides(db: Queryable, one: Row, other: Row) -> Sides:
-    """Load the results of two evaluations on each task. The rows are those of `find_evals`."""
+    """Load the results of two evaluations on each task.
+
+    Args:
+        db: the database.
+        one, other: the rows of the evaluations, as `find_evals` returns them.
+    """
     means = (eval_results.load_task_means(db, one["id"]), eval_results.load_task_means(db, other["id"]))
     return Sides(one, other, means, (load_right_shares(db, one), load_right_shares(db, other)))
 
 
 def load_right_shares(db: Queryable, row: Row) -> dict[int, float]:
-    """Return the share of right episodes among the done episodes of each task, by id; empty if no reward decides what is
-    right.
+    """Return, for each task, the share of right episodes among its done episodes, by the task's id. The result is empty if no
+    reward decides which episodes are right.
     """
     right = eval_results.find_right_episodes(db, row["iteration"])
     if right is None:
@@ -85,16 +93,14 @@ def right_by_names(row: Row) -> list[str]:
 
 
 def counted_rewards(row: Row) -> dict[str, float | str]:
-    """Return the rewards that count: the weights other than 0 and, if the env gives rewards itself, the env's name under
-    "env".
-    """
+    """Return the weights other than 0, by reward. If the env gives rewards itself, add the env's name under the key "env"."""
     gives = row["manifest"].get("right_by", {}).get("gives")
     counting = {name: weight for name, weight in row["weights"].items() if weight}
     return {**counting, **({"env": row["config"]["env"]} if gives else {})}
 
 
 def compare_rewards(one: Row, other: Row) -> int:
-    """Return SAME_REWARDS, OTHER_CODE or OTHER_REWARDS for two evaluations."""
+    """Return how similar the rewards of two evaluations are: SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
     if counted_rewards(one) != counted_rewards(other):
         return OTHER_REWARDS
     same_weights = one["weights"] == other["weights"]  # the hash covers the weights too, even those of 0
@@ -102,11 +108,11 @@ def compare_rewards(one: Row, other: Row) -> int:
 
 
 def list_remarks(one: Row, other: Row, accuracies: bool) -> Iterator[str]:
-    """Yield a sentence for each cause of a difference other than the policies.
+    """Yield a sentence for each cause, besides the policies, that may explain a difference.
 
     Args:
         one, other: the rows of the evaluations.
-        accuracies: the shares of right episodes are compared too.
+        accuracies: whether the shares of right episodes are compared too.
     """
     from agentrl.workers.requests.eval_config import sampling_differences
 

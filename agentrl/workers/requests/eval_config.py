@@ -1,4 +1,6 @@
-"""Configs of evaluations: one iteration with all tasks and no update, otherwise as in the measured run."""
+"""Builds the configs of evaluations. An evaluation has one iteration with all tasks and no update; its episodes are sampled as
+in the measured run.
+"""
 
 from collections.abc import Mapping
 from hashlib import sha256
@@ -17,7 +19,7 @@ TRAINING_KEYS = ("algorithm.", "update.", "critic.", "source.", "eval.", "report
 """Prefixes of config keys that do not affect how episodes are sampled."""
 
 NEUTRAL_ROLLOUT_KEYS = ("group_size", "tasks_per_iteration", "max_attempts", "max_staleness", "dynamic_sampling")
-"""Keys of the section `rollout` about the number and time of episodes. They do not affect an episode's content."""
+"""Keys of the section `rollout` that decide how many episodes are sampled and when, but not what an episode contains."""
 
 LOOP_KEYS = ("tools", "served_tools", *(f"rollout.{name}" for name in LOOP_LIMITS))
 """Keys that the built-in loop uses and an agent does not."""
@@ -40,18 +42,19 @@ def eval_config(
     rewards: Mapping[str, float] = MappingProxyType({}),
     rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
-    """Return the config that measures a policy of a run with `config`. `in_one_iteration` then sets `tasks_per_iteration`.
+    """Return the config of an evaluation of a run's policy. The caller then passes it to `in_one_iteration`, which sets
+    `tasks_per_iteration`.
 
     Args:
-        config: the run's config.
-        dataset: the dataset; None: the run's.
-        split: the split; None: `test`, or the only split of a file.
-        n: the number of tasks, from the first; None: all.
-        rollout: values that replace the run's in the section `rollout`; None: the run's value.
-        env: the env; None: the run's, also for another dataset, else the dataset's.
-        agent: values that replace the run's in the section `agent`. Another agent replaces the run's agent, or the built-in
-            loop with its options.
-        rewards: the weights of rewards that replace the run's; empty: the run's.
+        config: the config of the measured run.
+        dataset: the dataset; None for the run's.
+        split: the split; None for `test`, or for the only split of a file.
+        n: the number of tasks, counted from the first; None for all tasks.
+        rollout: values that replace the run's in the section `rollout`; a value None keeps the run's.
+        env: the env; None for the run's env or, if the run has none, the dataset's.
+        agent: values that replace the run's in the section `agent`. If they name another agent, it replaces the run's agent or
+            the built-in loop with its options.
+        rewards: the weights of rewards that replace the run's; empty for the run's.
         rows: values of the section `dataset` that say how rows are read. The run's values are used only for the run's own
             dataset.
     """
@@ -81,11 +84,11 @@ def sampling_values(config: RunConfig) -> dict[str, Any]:
 
 
 def sampling_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the config keys in which two runs sample differently, each with both values. Weights, tasks and rewards are not
-    compared.
+    """Return the config keys in which two runs sample differently, each with the values of both runs. Weights, tasks and
+    rewards are not compared.
 
     Args:
-        first, second: the stored configs. A missing key was added to agentrl later and has its default.
+        first, second: the stored configs. A key that an older run does not have gets its default.
     """
     one, other = stored_sampling_values(first), stored_sampling_values(second)
     return {key: (one[key], other[key]) for key in one if one[key] != other[key]}
@@ -101,8 +104,8 @@ def stored_sampling_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a stored config with a hash in place of the template. The tool format is Hermes if the config is
-    older than that key.
+    """Return the values of a stored config for a comparison. The chat template is replaced by its hash. If the config is older
+    than the key for the tool format, that format is Hermes.
     """
     values = {**RunConfig().flat(), **dict(flatten(config))}
     source = values["model.chat_template"]
@@ -111,7 +114,7 @@ def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_one_iteration(config: RunConfig) -> RunConfig:
-    """Return the config with all of its tasks in one iteration.
+    """Return the config with `tasks_per_iteration` set so that one iteration has all tasks.
 
     Raises:
         ConfigError: there are more than MAX_TASKS tasks.

@@ -1,7 +1,7 @@
-"""Forks: continuations of a stored episode from one of its steps, with the same policy or another.
+"""Forks: continuations of a stored episode from one of its steps on, with the same policy or another one.
 
-A fork run has one group: the forks of one step of one episode. It samples and scores like other runs but makes no update.
-`submit --from-groups` trains on it.
+A fork run has one group, whose episodes are the forks of one step of one episode. It samples and scores like other runs but
+makes no update. `submit --from-groups` trains on its group.
 """
 
 from dataclasses import dataclass, replace
@@ -24,15 +24,16 @@ OTHER_CODE = "The code of the rewards has changed since the parent was scored; p
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """A request of `agentrl fork`.
+    """The request of an `agentrl fork` command.
 
     Args:
-        episode, step: the parent, and the first step that is sampled again.
+        episode, step: the id of the parent episode, and the first step that is sampled again.
         n: the number of forks.
-        edit: a text that replaces the last message before the step.
-        policy: `RUN[@VERSION]` or a version of the episode's run; None: the policy that sampled the step.
-        with_parent: add the parent to the group.
-        name: the name of the fork run; None: a free one.
+        edit: a text that replaces the last message before the step; None to keep that message.
+        policy: `RUN[@VERSION]`, or a version of the run whose policy sampled the step; None for the policy that sampled the
+            step.
+        with_parent: whether the group also contains the parent.
+        name: the name of the fork run; None for a generated name.
     """
 
     episode: int
@@ -45,10 +46,10 @@ class ForkRequest:
 
 
 def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
-    """Check the request and build the submission of the fork run; write nothing.
+    """Check the request and build the submission of the fork run. Nothing is written.
 
     Raises:
-        NotFoundError, StateError, ConfigError, ModelError, CheckpointError: what is wrong with the request.
+        NotFoundError, StateError, ConfigError, ModelError, CheckpointError: the request is invalid; the message says why.
     """
     if request.with_parent and request.edit is not None:
         raise ConfigError(
@@ -84,7 +85,9 @@ def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
 
 
 def _fork_origin(request: ForkRequest) -> dict[str, Any]:
-    """Return the values that must be equal if a second fork request of the same name is to count as the same run."""
+    """Return the values that identify a fork request. A second request with the same name and the same values finds the
+    existing run.
+    """
     return {
         "episode": request.episode,
         "step": request.step,
@@ -95,10 +98,10 @@ def _fork_origin(request: ForkRequest) -> dict[str, Any]:
 
 
 def _opening_messages(request: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
-    """Return the messages before the forked step if they were edited, by this request or by the parent's; else None.
+    """Return the messages before the forked step if this request or the parent's edited them; else None.
 
-    An edit replaces the content of the last message, usually a tool result. The request for a final answer, which may follow
-    it, is kept.
+    An edit replaces the content of the last message, which is usually a tool result. A request for a final answer may follow
+    that message, and is kept.
     """
     if request.edit is None:
         first_own = point.episode.parent_id is not None and request.step == point.episode.fork_step
@@ -110,8 +113,8 @@ def _opening_messages(request: ForkRequest, point: ForkPoint) -> tuple[Message, 
 
 
 def _parse_policy(policy: str, point: ForkPoint) -> tuple[str, Version]:
-    """Return the run and the version of `V` (of the run whose policy sampled the step), `RUN` (its newest version) or
-    `RUN@V`.
+    """Return the run and the version that `policy` names. `V` is a version of the run whose policy sampled the step, `RUN` is
+    the newest version of that run, and `RUN@V` names both.
     """
     run, at, word = policy.partition("@")
     if not at and run.removeprefix("v").isdecimal():

@@ -1,4 +1,6 @@
-"""Imports traces of other systems as a run of the kind `import`: reads their turns, and counts what is left out and why."""
+"""Imports traces of other systems as a run of the kind `import`. It reads the turns in the traces, and counts the traces that
+are left out, by reason.
+"""
 
 import hashlib
 import json
@@ -31,19 +33,19 @@ MAX_TURNS = 1000
 """The most turns of an episode."""
 MAX_EPISODES = 100_000
 MAX_DEPTH = 64
-"""The most ancestors of a span that are searched for another span of the same call."""
+"""The most ancestors of a span among which another span of the same call is searched."""
 
 
 @dataclass(frozen=True)
 class PreparedImport:
-    """An import that is ready to be written.
+    """A checked import that can be written.
 
     Args:
-        submission: the run.
-        episodes: its episodes.
-        exact: all tokens and logprobs are the sampler's own.
-        without: the number of episodes with turns without tokens or logprobs.
-        left_out: the number of traces left out, by reason.
+        submission: the submission of the run.
+        episodes: the episodes of the run.
+        exact: whether all token ids and logprobs are those of the sampler.
+        without: the number of episodes that have a turn without token ids or logprobs.
+        left_out: the number of traces that were left out, by reason.
     """
 
     submission: Submission
@@ -55,7 +57,7 @@ class PreparedImport:
 
 @dataclass
 class _Read:
-    """The content of a trace: its turns and annotations, each with its span."""
+    """The parsed content of a trace: turns and annotations, each paired with its span."""
 
     trace: Trace
     turns: list[tuple[Span, Turn]] = field(default_factory=list)
@@ -66,9 +68,10 @@ class _Read:
         return all(turn.exact for _, turn in self.turns)
 
     def keep_once(self) -> None:
-        """Keep one span of each model call, which may have a client's span around a proxy's.
+        """Keep one span for each model call. A trace may have several spans of one call, for example a client's span around a
+        proxy's.
 
-        The span with tokens is kept, else the innermost. Each of the others becomes an annotation.
+        The span with token ids is kept, or else the innermost span. Each of the call's other spans becomes an annotation.
         """
         parents = {(span.trace_id, span.span_id): span.parent_id for span in self.trace.spans}
         turns = {(span.trace_id, span.span_id): turn for span, turn in self.turns}
@@ -93,21 +96,21 @@ def prepare_import(
     name: str | None = None,
     exact_only: bool = False,
 ) -> PreparedImport:
-    """Read the traces and build the import; write nothing.
+    """Read the traces and build the import. Nothing is written.
 
     Args:
-        db: the database to find a free name in; None if there is none yet.
+        db: the database in which a free name is looked up; None if it does not exist yet.
         spans: the spans of the traces.
-        config, ref: the policy that sampled the turns, or whose template renders them. With `ref` None it is the model in the
-            config.
-        adapters: the adapters that read turns; empty: all.
-        name: the run's name; None: a free one.
-        exact_only: leave out traces with turns without tokens or logprobs.
+        config: the config whose model sampled the turns, or whose chat template renders them.
+        ref: the policy that sampled the turns; None for the model in `config`.
+        adapters: the names of the adapters that read turns; empty for all adapters.
+        name: the run's name; None for a generated name.
+        exact_only: whether to leave out traces that have a turn without token ids or logprobs.
 
     Raises:
-        ConfigError: there is no such adapter.
+        ConfigError: an adapter of that name does not exist.
         ModelError: the model is not on this machine, has no usable chat template, or did not sample these tokens.
-        DatasetError: no trace is left to import; the message has the reasons.
+        DatasetError: no trace is left to import, for the reasons in the message; or there are too many episodes.
     """
     readers: list[Adapter] = [find("adapters", adapter) for adapter in adapters or names("adapters")]
     left_out: Counter[str] = Counter()
@@ -178,7 +181,7 @@ def _is_one_call(outer: Turn, inner: Turn) -> bool:
 
 
 def _in_short(span: Span, why: str) -> Annotation:
-    """Return an annotation for a span whose content is left out."""
+    """Return an annotation that stands for a span whose content is left out; `why` is the reason."""
     return Annotation(f"span:{span.span_id}", "span", span.name[:MAX_NAME], {"left_out": why[:200]}, seconds=span.seconds)
 
 
@@ -192,7 +195,7 @@ def _turn(reader: Adapter, span: Span) -> Turn | None:
 
 
 def _weights(read: Sequence[_Read]) -> dict[str, float]:
-    """Return the weight of each reward by name: 1 for the first reward of a span, 0 for the others."""
+    """Return the weight of each reward, by name. The first reward of a span has weight 1, further rewards have weight 0."""
     rewards = [annotation for one in read for _, annotation in one.annotations if annotation.kind == "reward"]
     first = {annotation.name for annotation in rewards if annotation.id.endswith(":0")}
     return {name: float(name in first) for name in dict.fromkeys(annotation.name for annotation in rewards)}
@@ -237,8 +240,8 @@ def _whole(value: float | tuple[float, ...]) -> float:
 
 
 def _placed(read: _Read) -> list[Annotation]:
-    """Return the annotations, each with the newest turn that began before it. A repeated id is made unique with its trace's
-    id.
+    """Return the annotations, each with the step of the latest turn that began before it. If an id occurs twice, the trace's id
+    is added to the second one.
     """
     starts = [span.start for span, _ in read.turns]
     placed: dict[str, Annotation] = {}
@@ -251,7 +254,9 @@ def _placed(read: _Read) -> list[Annotation]:
 
 
 def _task(trace: Trace, first: Turn) -> Task:
-    """Return the task: the messages of the first request. Its key is the one in the trace, else the messages' hash."""
+    """Return the task of a trace, whose messages are those of the trace's first request. Its key is taken from the trace, or
+    else is a hash of the messages.
+    """
     text = json.dumps([(message.role, message.content) for message in first.messages])
     key = trace.told(span_names.TASK)[:200] or f"import/{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return Task(key, first.messages, trace.told(span_names.REFERENCE))
@@ -265,7 +270,11 @@ def _moment(nanoseconds: int) -> datetime | None:
 
 
 def _check_spelling(episodes: Sequence[ImportedEpisode], base: str) -> None:
-    """Raise ModelError if the tokens are of another model: no turn's decoded tokens contain the turn's text."""
+    """Check that the model's tokenizer decodes the tokens to the text of the turns.
+
+    Raises:
+        ModelError: no turn's decoded tokens contain the turn's text, so another model sampled them.
+    """
     texts = [(step.text, step.step.message.content.strip()) for episode in episodes for step in episode.steps]
     worded = [(text, content) for text, content in texts if content]
     if worded and not any(content in text for text, content in worded):

@@ -1,7 +1,8 @@
-"""The requirements of a run. Before anything is written, each worker is asked whether it has what the run needs.
+"""The requirements of a run. Before anything is written, a command asks each worker whether the worker can run it.
 
-A worker responds with a sentence for each thing that it lacks (a module, a setting, a folder), and with the names of files and
-variables that differ from the command's. Values are never sent, only digests with a key that is new for each question.
+A worker responds with two lists. The first has a sentence for each thing that is missing there: a module, a setting, a folder.
+The second has the names of files and environment variables that differ from the command's. Values are never sent. Both sides
+compare digests, made with a key that is new for each question.
 """
 
 import os
@@ -40,17 +41,21 @@ ANSWER_SECONDS = 1.5
 """The time that a command waits for the first responses of workers, in seconds."""
 
 LOOK_SECONDS = 30.0
-"""The longest check of a worker, in seconds. It imports plug-ins, starts a sandbox and may query a hub."""
+"""The longest time that a command waits for the workers' checks, in seconds. A check imports plug-ins, starts a sandbox and may
+query a model hub.
+"""
 
 REPLY_SECONDS = 0.5
-"""The longest time that a worker's response waits for its check, in seconds. A repeated question returns a later result."""
+"""The longest time that a worker waits for its check before it responds, in seconds. If the check takes longer, the response to
+a repeated question has the result.
+"""
 
 MAX_LOOKS = 8
 """The most checks whose results a worker keeps for repeated questions."""
 
 NOT_AGENTS = "(?!agents-)"
-"""The pattern of worker names for a run without an agent: workers of the queue `agents` are not asked, because they may end at
-any time.
+"""A pattern that excludes the names of agents workers. A run without an agent does not ask these workers, because they may end
+at any time.
 """
 
 ENGINE = ("AGENTRL_ENGINE_URL", "AGENTRL_ENGINE_KEY")
@@ -58,16 +63,17 @@ ENGINE = ("AGENTRL_ENGINE_URL", "AGENTRL_ENGINE_KEY")
 
 @dataclass(frozen=True)
 class Requirements:
-    """The requirements of a run, as a command sends them to workers.
+    """The requirements of a run, in the form in which a command sends them to workers.
 
     Args:
         config: the run's config.
-        weights: the weights of its rewards.
-        base, output_dir: its base model, and the location of its checkpoints.
+        weights: the weights of the run's rewards.
+        base, output_dir: the run's base model, and the location of its checkpoints.
         roles: the queues that the run needs.
-        version: the command's version of agentrl.
-        key: the key of the digests.
-        variables, code: the command's digests of environment variables (by name) and of plug-in sources (by `kind name`).
+        version: the version of agentrl of the command.
+        key: the key with which the digests are made.
+        variables: the digests of the command's environment variables, by name.
+        code: the digests of the sources of the command's plug-ins, by `kind name`.
     """
 
     config: Mapping[str, Any]
@@ -87,7 +93,7 @@ class Requirements:
 
     @property
     def own(self) -> bool:
-        """True if the run has a plug-in from a user's own module, `module:name`."""
+        """True if a plug-in of the run is in a user's own module (`module:name`)."""
         names = (self.config.get("env"), self.config["rollout"]["engine"], *self.config["tools"], *self.config["hooks"])
         names += (self.config["model"].get("tool_format"), (self.config.get("agent") or {}).get("name"))
         return any(":" in str(name).removeprefix("mcp:").removeprefix(PROGRAM) for name in (*names, *self.weights))
@@ -95,13 +101,13 @@ class Requirements:
 
 @dataclass(frozen=True)
 class WorkerCheck:
-    """The response of a worker.
+    """A worker's response to the question whether it can run a run.
 
     Attributes:
         worker: the worker's name.
-        roles: the queues that it serves.
-        found: whether its check is complete.
-        lacks: a sentence for each thing that it lacks.
+        roles: the queues that the worker serves.
+        found: whether the worker's check is complete.
+        lacks: a sentence for each thing that the worker lacks.
         other: the names of files and variables that differ from the command's.
     """
 
@@ -113,7 +119,7 @@ class WorkerCheck:
 
     @property
     def label(self) -> str:
-        """The worker's roles, host and pid as text."""
+        """A text with the worker's roles, host and pid."""
         host, _, pid = self.worker.rpartition(":")
         return f"The {' and '.join(self.roles)} worker on {host} (pid {pid})"
 
@@ -121,14 +127,14 @@ class WorkerCheck:
 def requirements_of(
     config: Mapping[str, Any], weights: Mapping[str, float], base: str, output_dir: str, rolls_out: bool
 ) -> Requirements:
-    """Return the requirements of a run, with this process's digests.
+    """Return the requirements of a run, with the digests of this process.
 
     Args:
         config: the run's config.
-        weights: the weights of its rewards.
-        base: its base model.
-        output_dir: the location of its checkpoints.
-        rolls_out: the run samples episodes; otherwise it trains on stored ones.
+        weights: the weights of the run's rewards.
+        base: the run's base model.
+        output_dir: the location of the run's checkpoints.
+        rolls_out: whether the run samples episodes; otherwise it trains on stored ones.
     """
     experiment, key = Experiment.load(config, weights), token_hex(8)
     roles = roles_of(experiment.config, rolls_out)
@@ -151,7 +157,7 @@ def ask_workers(needs: Requirements, workers: int | None = None) -> list[WorkerC
 
     Args:
         needs: the requirements.
-        workers: the number of workers, if known; then the call does not wait for more.
+        workers: the number of workers, if known. The call then returns as soon as so many have responded.
     """
     checks: dict[str, WorkerCheck] = {}
     deadline = time.monotonic() + LOOK_SECONDS
@@ -180,9 +186,7 @@ _looks: dict[str, "Future[tuple[list[str], list[str]]]"] = {}
 
 @inspect_command(name=COMMAND, args=[("question", dict)], visible=False)  # type: ignore[untyped-decorator]
 def fits(state: Any, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Check whether this process has what the run needs. The check runs in a thread, so the worker continues to read its
-    messages.
-    """
+    """Check whether this process can run the run. The check runs in a thread, so the worker continues to read its messages."""
     served = [queue.name for queue in state.consumer.task_consumer.queues]
     return _answer_question(Requirements(**question), [role for role in ALL_QUEUES if role in served])
 
@@ -210,11 +214,12 @@ def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", needs: Requiremen
 
 
 def import_agent(experiment: Experiment) -> str:
-    """Import the run's agent, if it is a function, and return the source of its module; else return an empty text.
+    """Import the run's agent if it is a function, and return the source of the agent's module. For a program, return an empty
+    text.
 
     Raises:
-        ConfigError: it cannot be imported or called.
-        OSError, TypeError: its source is not available.
+        ConfigError: the agent cannot be imported or called.
+        OSError, TypeError: the source of the agent's module is not available.
     """
     if experiment.config.agent is None or experiment.agent is None:
         return ""
@@ -224,14 +229,14 @@ def import_agent(experiment: Experiment) -> str:
 
 
 def read_agent(experiment: Experiment) -> str:
-    """Return the source of the agent's module, as `import_agent` does, in a worker of the queue `agents`.
+    """Return the source of the agent's module, in a worker of the queue `agents`.
 
-    Such a worker holds secrets and never imports the agent itself. The interpreter from which agents are forked imports it. A
-    sandboxed agent is not imported outside of its sandbox.
+    Such a worker holds secrets, so it never imports the agent itself. The separate interpreter from which agents are forked
+    imports the agent. A sandboxed agent is imported only in its sandbox.
 
     Raises:
-        ConfigError: it cannot be imported.
-        OSError: its source is not available.
+        ConfigError: the agent cannot be imported.
+        OSError: the source of the agent's module is not available.
     """
     agent = experiment.config.agent
     if agent is None or agent.command or agent.sandboxed:
@@ -248,12 +253,12 @@ Checks = Callable[[Requirements], Iterator[Callable[[], object]]]
 
 
 def list_lacks(needs: Requirements, roles: Iterable[str], agent: ReadAgent = import_agent) -> list[str]:
-    """Return a sentence for each thing that this process lacks to serve the run in these roles.
+    """Return a sentence for each thing that this process lacks to serve the run.
 
     Args:
         needs: the requirements.
-        roles: the roles.
-        agent: imports the run's agent and returns its source.
+        roles: the roles of this process.
+        agent: the function that imports the run's agent and returns the source of its module.
     """
     if needs.version != __version__:
         return [f"is agentrl {__version__}, not {needs.version}"]
@@ -309,7 +314,7 @@ def _load_tools(experiment: Experiment) -> list[Tool]:
     """Return the tools and judges of a run.
 
     Raises:
-        ConfigError: one of them, or the env, cannot be loaded here.
+        ConfigError: this process cannot load the env, a tool or a judge.
     """
     return [*experiment.tools.values(), *experiment.judges.values()]
 
@@ -376,7 +381,7 @@ def list_differences(needs: Requirements, roles: Sequence[str], agent: ReadAgent
     Args:
         needs: the requirements.
         roles: the roles of this process.
-        agent: imports the run's agent and returns its source.
+        agent: the function that imports the run's agent and returns the source of its module.
     """
     read = _list_variables(needs.experiment, roles)
     other = [
@@ -402,7 +407,7 @@ def _list_variables(experiment: Experiment, roles: Sequence[str] = QUEUES) -> li
 
 
 def _list_code(experiment: Experiment, roles: Sequence[str], agent: ReadAgent = import_agent) -> Iterator[tuple[str, str]]:
-    """Yield `kind name` and the source of each plug-in that runs in these roles and can be loaded here."""
+    """Yield, for each plug-in that runs in these roles and can be loaded here, its `kind name` and its source."""
     config = experiment.config
     plugins: list[tuple[str, str]] = []
     if {"rollout", "tools"} & set(roles):

@@ -1,4 +1,4 @@
-"""Rescoring: scores stored episodes with other rewards. All scores are computed before anything is written."""
+"""Rescoring: it computes other rewards for stored episodes. All rewards are computed before anything is written."""
 
 import re
 from collections.abc import Sequence
@@ -18,22 +18,24 @@ from agentrl.workflow.store.run_format import check_format
 
 
 def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) -> dict[str, Any]:
-    """Add a reward set to the run and return a summary.
+    """Add a reward set to the run, and return a summary.
 
     Args:
         db: the database.
         run: the run's name.
-        rewards: `NAME` or `NAME=WEIGHT`; a name may be `package.module:function`.
-        name: the set's name; None: made from the first reward's name.
+        rewards: the rewards as `NAME` or `NAME=WEIGHT`; a name may be `package.module:function`.
+        name: the name of the reward set; None for a name made from the first reward's.
 
     Returns:
-        run, reward_set, episodes, changed (the number of episodes whose reward differs from the default set's), mean_before,
-            mean, parts, trainable (the tokens and logprobs are the sampler's own).
+        A dict with these keys. `run`, `reward_set`: names. `episodes`: the number of rescored episodes. `changed`: the number
+            of episodes whose reward differs from that of the default set. `mean_before`, `mean`: the mean rewards in the
+            default set and in the new set. `parts`: each reward with its weight and mean. `trainable`: whether all tokens and
+            logprobs are those of the sampler.
 
     Raises:
-        ConfigError: there is no such reward, or a name or weight is invalid.
-        ConflictError: a set of that name exists.
-        RewardError: a reward raised an error; nothing was written.
+        ConfigError: a reward does not exist, or a name or weight is invalid.
+        ConflictError: the run already has a reward set of that name.
+        RewardError: a reward raised an exception; nothing was written.
         StateError: no episode of the run is done.
     """
     row = run_names.find_run(db, run)
@@ -75,7 +77,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
 
 
 def _reward_set_name(reward: str) -> str:
-    """Return a name for a reward set: the last part of `package.module:Function` in lower case."""
+    """Return a name for a reward set, made from the reward's name. `package.module:Function` becomes `function`."""
     return re.sub(r"[^a-z0-9._-]", "-", reward.rpartition(":")[2].lower()).lstrip("._-")[:64] or "rescored"
 
 

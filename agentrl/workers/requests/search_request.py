@@ -1,4 +1,4 @@
-"""Checks the request of a prompt search: its texts, its critic, and the role of each task."""
+"""Checks the request of a prompt search: the texts to improve, the critic, and the role of each task."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from agentrl.workflow.trajectory import Task
 
 @dataclass(frozen=True)
 class SearchedTasks:
-    """All tasks of a search. `roles` has the role ("choose" or "held_out") of those that are not used for edits, by content
-    hash.
+    """All tasks of a search. `roles` has the role of each task, "choose" or "held_out", by content hash; a task without a role
+    is used for edits.
     """
 
     tasks: tuple[Task, ...]
@@ -28,10 +28,10 @@ class SearchedTasks:
 
 
 def check_resources(experiment: Experiment) -> None:
-    """Check that the run's texts are used.
+    """Check that the run uses each of its texts.
 
     Raises:
-        ConfigError: a text has no effect, because the built-in loop does not use one of that name.
+        ConfigError: a text has no effect, because the built-in loop uses no text of that name.
     """
     if experiment.config.agent is not None:
         return
@@ -42,10 +42,11 @@ def check_resources(experiment: Experiment) -> None:
 
 
 def resolve_texts(experiment: Experiment) -> RunConfig:
-    """Return the config of a search with its initial texts. The default is the env's system prompt.
+    """Return the config of a search with the texts from which it starts. By default this is the env's system prompt.
 
     Raises:
-        ConfigError: there is no text to improve, or the critic is missing or has no effect.
+        ConfigError: there is no text to improve; the algorithm needs a critic, and none is set; or a critic is set that the
+            algorithm does not use.
     """
     config, search = experiment.config, find("algorithms", experiment.config.algorithm.name)
     names = names_taken(search_function(search))
@@ -70,11 +71,11 @@ def _chooses(search: object) -> bool:
 
 
 def divide(config: RunConfig, tasks: Sequence[Task]) -> SearchedTasks:
-    """Divide the tasks into those for edits, for selection, and held out. The held-out tasks are those of `eval` if it is set,
-    else some of these tasks.
+    """Divide the tasks of a search: some for edits, some for the selection of the best text, and some held out. If `eval` is
+    set, its tasks are held out; otherwise some of `tasks` are.
 
     Raises:
-        ConfigError: there are too few tasks.
+        ConfigError: there are too few tasks, or `eval` is set for an algorithm that cannot use it.
         DatasetError: the held-out tasks cannot be read.
     """
     if not _chooses(find("algorithms", config.algorithm.name)):

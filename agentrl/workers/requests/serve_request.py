@@ -1,4 +1,4 @@
-"""The run of `agentrl serve`: how the policy is sampled for clients, and what is stored."""
+"""The request of `agentrl serve`: how the policy samples for clients, and what is stored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from agentrl.workflow.store.served_runs import KEEP_DAYS
 from agentrl.workflow.trajectory import PolicyRef, Task
 
 MAX_CALLS = 1000
-"""The most requests of one episode; the next request begins another episode."""
+"""The most requests of one episode; the client's next request begins another episode."""
 MAX_TURN = 131_072
 """The most tokens of a turn, unless the client sets a lower limit. The model's window may end the turn earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The options of serving a policy.
+    """The options of a served policy.
 
     Args:
-        key: the key that clients must send; empty: every client of this machine may call.
+        key: the API key that clients must send; if it is empty, every client on this machine is accepted.
         idle_seconds: the time without a request, in seconds, after which an episode ends.
-        keep_days: the number of days for which episodes are kept; None: forever.
-        records: episodes are stored.
-        origins: the origins of web pages that may call.
+        keep_days: the number of days for which episodes are kept; None for ever.
+        records: whether episodes are stored.
+        origins: the origins of web pages that may read responses.
     """
 
     key: str = ""
@@ -45,13 +45,13 @@ class Serving:
 
 
 def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]) -> RunConfig:
-    """Return the config that serves a policy of a run with `config`. It has the run's model and sampling, but no env, rewards
-    or hooks.
+    """Return the config of a run that serves a policy. It has the model and the sampling options of the policy's run, but no
+    env, rewards or hooks.
 
     Args:
-        config: the run's config.
-        name: the name of the new run; None: `serve-N`.
-        rollout: values that replace the run's in the section `rollout`; None: the run's value.
+        config: the config of the policy's run.
+        name: the name of the new run; None for `serve-N`.
+        rollout: values that replace the run's in the section `rollout`; a value None keeps the run's.
     """
     default = RunConfig().flat()
     left_out = ("env", "rewards", "hooks", "output_dir", *LOOP_KEYS, *(key for key in default if key.startswith("dataset.")))
@@ -67,10 +67,10 @@ def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str
 
     Args:
         db: the database.
-        config: its config.
+        config: the config of the new run.
         policy: the policy.
-        of: the name of the policy's run; empty for a model.
-        keep_days: the number of days for which episodes are kept; None: forever.
+        of: the name of the policy's run; empty for a plain model.
+        keep_days: the number of days for which episodes are kept; None for ever.
     """
     retention = {} if keep_days is None else {KEEP_DAYS: keep_days}
     return recorded_submission(db, "serve", config, policy, {"of": of} | retention)
@@ -85,11 +85,17 @@ def recorded_submission(
     tasks: Sequence[Task] = (),
     weights: Mapping[str, float] | None = None,
 ) -> Submission:
-    """Return a run that plans nothing: whoever submits it adds the episodes. Without a chosen name it is called after its kind.
+    """Return the submission of a run that plans no episodes: the caller adds the episodes later. Without a name in the config,
+    the run is named after its kind.
 
     Args:
-        more_manifest: what its manifest says beside what all say.
-        weights: those of the rewards that its episodes come with; None: the config's.
+        db: the database in which a free name is looked up; None if it does not exist yet.
+        kind: the run's kind.
+        config: the run's config.
+        policy: the policy that sampled or samples the episodes.
+        more_manifest: entries that are added to the usual manifest.
+        tasks: the tasks of the episodes.
+        weights: the weights of the rewards that come with the episodes; None for those of the config.
     """
     experiment = Experiment(config)
     unnamed = Submission(

@@ -1,7 +1,7 @@
-"""Training on stored groups: a run that samples no episodes, with the config of the runs that sampled them.
+"""Training on stored groups: a run that samples no episodes and uses the config of the runs that sampled the groups.
 
-Model, dataset, env and sampling were fixed when the episodes were sampled. Only options of the algorithm and of training can be
-set.
+Model, dataset, env and sampling options were fixed when the episodes were sampled. Only options of the algorithm and of
+training can be changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,15 +37,16 @@ ALLOWED_KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_
 def prepare_stored(
     db: Database, request: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None
 ) -> PreparedRun:
-    """Check the request and make the submission; write nothing.
+    """Check the request and build the submission. Nothing is written.
 
     Args:
-        request: the config, with `source` given.
-        origins: the origin of each value; a value that is not a default was chosen.
-        policy: the weights to start from; unset: those that the first of the runs started from.
+        db: the database.
+        request: the config, with `source` set.
+        origins: the origin of each config value; only a value that a user set has an origin other than the default.
+        policy: the initial weights; None for the weights from which the first source run started.
 
     Raises:
-        AgentRLError: the fault in one sentence, as the class for it.
+        AgentRLError: the request is invalid; the class and the message say why.
     """
     chosen = {key: value for key, value in request.flat().items() if origins.get(key, "default") != "default"}
     _refuse_ignored(chosen)
@@ -81,12 +82,12 @@ def prepare_stored(
 
 @dataclass(frozen=True)
 class StoredGroups:
-    """Stored groups of one or more runs, and the weights that train on them.
+    """Stored groups of one or more runs, and the weights that are trained on them.
 
     Args:
-        sources: the groups of each run; the config and the model are the first run's.
-        start: the policy to start from.
-        remarks: remarks on groups that are left out.
+        sources: the groups of each run. The config and the model are those of the first run.
+        start: the policy from which training starts.
+        remarks: remarks about groups that are left out.
     """
 
     sources: Sequence[StoredRun]
@@ -104,18 +105,18 @@ class StoredGroups:
 
 
 def load_stored_groups(db: Database, source: SourceConfig, least: int, policy: PolicyRef | None = None) -> StoredGroups:
-    """Load the finished groups of the source that have at least `least` done episodes.
+    """Load the finished groups of the source. Groups with too few done episodes are left out.
 
     Args:
         db: the database.
         source: the names of runs and the numbers of groups.
-        least: the fewest done episodes of a group.
-        policy: the initial weights; None: those from which the first of the runs started.
+        least: the fewest done episodes of a group that is used.
+        policy: the initial weights; None for the weights from which the first source run started.
 
     Raises:
-        NotFoundError: there is no such run, group or reward set.
+        NotFoundError: a run, group or reward set does not exist.
         StateError: no group has enough done episodes.
-        ConfigError: an episode would count twice, or the groups differ in base model or temperature.
+        ConfigError: an episode would be used twice, or the groups differ in base model or temperature.
     """
     sources = _load_sources(db, source, least)
     start = policy or find_stored_policy(db, sources[0].row["name"], sources[0].version)
@@ -143,7 +144,7 @@ def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
 
 
 def _load_sources(db: Database, source_config: SourceConfig, least: int) -> list[StoredRun]:
-    """Return the runs with their selected groups; a run that is itself named has all of its groups."""
+    """Return the source runs with their selected groups. If a run itself is named, all of its groups are selected."""
     groups_by_run: dict[int, list[int]] = {find_run(db, run)["id"]: [] for run in source_config.runs}
     whole = set(groups_by_run)
     for group in source_config.groups:

@@ -1,6 +1,7 @@
-"""Submits a run: checks everything, writes its rows in one transaction, and sends its first chords.
+"""Submits a run: it checks the request, writes the run's rows in one transaction, and sends the first chords.
 
-Every error of the request is reported before anything is written. If the broker is away, the control loop starts the run later.
+Every error of the request is reported before anything is written. If the broker does not answer, the control loop starts the
+run later.
 """
 
 import platform
@@ -60,7 +61,7 @@ PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "celery", "sqlalche
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A checked request, with remarks for the user."""
+    """A checked run that can be submitted, with remarks for the user."""
 
     submission: Submission
     experiment: Experiment
@@ -74,7 +75,7 @@ class PreparedRun:
 
 
 def unreported(name: str) -> AbstractContextManager[None]:
-    """Return a context manager that reports nothing about a check."""
+    """Return a context manager that does nothing. It is used if the progress of checks is not reported."""
     return nullcontext()
 
 
@@ -92,8 +93,8 @@ class StartingModel:
 
     Args:
         policy: the stored policy, or the base model.
-        folder: the base's folder; None for a hub model that is not on this machine.
-        is_trained: the weights are those of a policy, not of a plain model.
+        folder: the folder of the base model; None for a hub model that is not on this machine.
+        is_trained: whether the weights are those of a trained policy, not of a plain model.
     """
 
     policy: PolicyRef
@@ -108,20 +109,21 @@ def prepare(
     policy: PolicyRef | None = None,
     check: Callable[[str], AbstractContextManager[None]] = unreported,
 ) -> PreparedRun:
-    """Check the whole request and build the submission; write nothing.
+    """Check the complete request and build the submission. Nothing is written.
 
-    Names are resolved first: the tasks, then everything that the config names, then the model. Each step checks what it
-    resolved. The submission is built from the results.
+    Names are resolved in this order: the tasks, then the parts that the config names, then the model. Each step checks what it
+    has resolved. The submission is built from the results.
 
     Args:
-        db: the database to find a free name in; None if there is none yet.
-        config: the config.
+        db: the database in which a free name is looked up; None if it does not exist yet.
+        config: the run's config.
         kind: the run's kind.
-        policy: the initial weights; None: the model in `config`.
-        check: returns a context manager for the name of a check; used to report progress.
+        policy: the initial weights; None for the model in `config`.
+        check: the function that is called with the name of each check and returns a context manager around it; used to report
+            progress.
 
     Raises:
-        AgentRLError: what is wrong with the request.
+        AgentRLError: the request is invalid; the class and the message say why.
     """
     kind, config = _resolve_kind(kind, _with_absolute_paths(config))
     with check("dataset"):
@@ -162,9 +164,7 @@ def _resolve_tasks(db: Database | None, config: RunConfig, policy: PolicyRef | N
 
 
 def _resolve_experiment(config: RunConfig, kind: str, loaded: LoadedTasks) -> Experiment:
-    """Return the experiment with a config in which the env, the agent, the tools, the texts and the algorithm's options are
-    resolved.
-    """
+    """Resolve the env, the agent, the tools, the texts and the algorithm's options in the config. Return the experiment."""
     experiment = Experiment(_with_served_tools(config.model_copy(update={"env": config.env or loaded.env})))
     check_resources(experiment)
     experiment = replace(experiment, config=resolve_agent(experiment, loaded.tasks))
@@ -176,7 +176,7 @@ def _resolve_experiment(config: RunConfig, kind: str, loaded: LoadedTasks) -> Ex
 def _check_parts(
     experiment: Experiment, kind: str, tasks: Sequence[Task], check: Callable[[str], AbstractContextManager[None]]
 ) -> None:
-    """Check everything that the config names, except the model."""
+    """Check the tools, rewards, hooks, trackers and other parts that the config names, except the model."""
     with check("tools and rewards"):
         _check_tools_and_trackers(experiment)
         check_rewards(experiment.weights)
@@ -204,9 +204,7 @@ def _is_trained(policy: PolicyRef | None) -> bool:
 
 
 def _resolve_chat(experiment: Experiment, kind: str, model: StartingModel, tasks: Sequence[Task]) -> Experiment:
-    """Return the experiment with a config in which the chat template, the tool format and the request for a last turn are
-    resolved.
-    """
+    """Resolve the chat template, the tool format and the request for a last turn in the config. Return the experiment."""
     config, folder = experiment.config, model.folder
     config = config.model_copy(update={"model": resolve_chat(config.model, folder)})
     config = resolve_last_turn(config, folder) if config.agent is None else config
@@ -239,10 +237,10 @@ def _list_remarks(
 
 
 def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
-    """Load the tasks. If that fails, the error also reports a missing model.
+    """Load the tasks. If that fails and the model is missing too, the error reports both.
 
     Raises:
-        AgentRLError: as `load_tasks`; or the datasets have different envs.
+        AgentRLError: the tasks cannot be loaded, or the datasets have different envs.
     """
     try:
         loaded = load_tasks(config.dataset, config.seed)
@@ -260,16 +258,14 @@ def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
 
 
 def _task_manifest(env: Env, config: RunConfig, kind: str) -> dict[str, Any]:
-    """Return the manifest of a run with tasks, with the hash of each file from which they were read."""
+    """Return the manifest of a run with tasks. It contains the hash of each file from which the tasks were read."""
     rule = {"right_by": correctness_rule(env, config)} if kind == "eval" else {}
     hashes = hash_dataset(config.dataset)
     return manifest(config) | rule | ({"datasets": hashes} if hashes else {})
 
 
 def _resolve_kind(kind: str, config: RunConfig) -> tuple[str, RunConfig]:
-    """Return the kind of run and its config. A run whose algorithm searches prompts has the kind "search" and trains
-    nothing.
-    """
+    """Return the kind of the run, and its config. If the algorithm searches prompts, a training run gets the kind "search"."""
     if kind != "train" or not searches(find("algorithms", config.algorithm.name)):
         return kind, config
     return "search", resolve_search(config)
@@ -283,9 +279,9 @@ def _check_tools_and_trackers(experiment: Experiment) -> None:
 
 
 def _rewards_to_check(experiment: Experiment) -> tuple[str, ...]:
-    """Return the rewards that must not fail on the tasks' references.
+    """Return the rewards that are checked on the tasks' references.
 
-    The env's own rewards on a dataset of agentrl are left out, because agentrl's tests check them.
+    If a dataset of agentrl is used with its own env, the env's rewards are left out, because agentrl's tests check them.
     """
     optional = optional_rewards(experiment.env, experiment.weights)
     name, counted = experiment.config.dataset.name, [reward for reward in experiment.weights if reward not in optional]
@@ -296,19 +292,20 @@ def _rewards_to_check(experiment: Experiment) -> tuple[str, ...]:
 def submission_of(
     db: Database | None, experiment: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any
 ) -> Submission:
-    """Return the submission of the experiment. Its default name is the stem, made unique.
+    """Return the submission of the experiment. If the config has no name, the name is `stem` with a number that makes it
+    unique.
 
     Args:
-        db: the database to find a free name in; None if there is none yet.
+        db: the database in which a free name is looked up; None if it does not exist yet.
         experiment: the run's config with its plug-ins.
         kind: the run's kind.
-        policy: its initial policy.
-        stem: the beginning of its name, if the config has none.
+        policy: the policy from which the run starts.
+        stem: the beginning of a generated name.
         more: other fields of the Submission.
 
     Raises:
         ConfigError: the name looks like a number, or checkpoints cannot be written to the run's folder.
-        ServiceError: the store at the URL does not respond.
+        ServiceError: the object store at the run's URL does not respond.
     """
     config = experiment.config
     if config.name and config.name.isdecimal():
@@ -336,22 +333,22 @@ def submission_of(
 
 
 def _local_model_folder(base: str) -> Path | None:
-    """Return the folder of a model, or of a hub model in the cache; None if it is not on this machine."""
+    """Return the folder of the model, which may be in the hub's cache; None if the model is not on this machine."""
     return local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
 
 
 def _system_messages(env: Env, tasks: Sequence[Task]) -> tuple[bool, bool]:
-    """Return whether conversations begin with a system message, and whether some have system messages later."""
+    """Return two values: whether a conversation begins with a system message, and whether one has it later."""
     roles = [[message.role for message in task.messages] for task in tasks]
     first = bool(env.system_prompt) or any(conversation[:1] == ["system"] for conversation in roles)
     return first, any("system" in dropwhile("system".__eq__, conversation) for conversation in roles)
 
 
 def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
-    """Return the run that measures this run's first policy; None unless `eval.every` is set.
+    """Return the submission of the run that evaluates the policy from which this run starts; None unless `eval.every` is set.
 
     Raises:
-        AgentRLError: as `prepare`, for the held-out tasks.
+        AgentRLError: the held-out tasks or another part of the evaluation is invalid; see `prepare`.
     """
     evaluation = config.eval
     if evaluation.every is None:
@@ -374,7 +371,7 @@ def list_remarks(submission: Submission) -> tuple[str, ...]:
 
 
 def _remark_on_tiny(experiment: Experiment, folder: Path | None) -> Iterator[str]:
-    """Yield a remark if a model that began as `tiny` is used in another env than the one of its demonstrations."""
+    """Yield a remark if the model was made from `tiny` by demonstrations of one env, and the run uses another env."""
     if folder is None:
         return
     record = read_object(folder / RECORD)
@@ -387,8 +384,8 @@ def _remark_on_tiny(experiment: Experiment, folder: Path | None) -> Iterator[str
 
 
 def remark_on_trackers(config: RunConfig) -> Iterator[str]:
-    """Yield a remark for each tracker whose package is not installed on this machine. The control loop may run on another
-    one.
+    """Yield a remark for each tracker whose package is not installed on this machine. This is not an error, because the control
+    loop may run on another machine.
     """
     for package in [find("trackers", name).package for name in config.report.to]:
         if find_spec(package) is None:
@@ -396,7 +393,7 @@ def remark_on_trackers(config: RunConfig) -> Iterator[str]:
 
 
 def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
-    """Yield remarks on tasks that are left out: repeated ones, and those beyond a dataset's share in a mixture."""
+    """Yield remarks on tasks that are left out, because they are repeated or exceed the dataset's share of a mixture."""
     if loaded.repeated:
         rows = "1 row says" if loaded.repeated == 1 else f"{loaded.repeated} rows say"
         yield f"{config.dataset.name}: {rows} the same as an earlier one; each task is used once."
@@ -405,10 +402,10 @@ def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
 
 
 def remark_on_rewards(*experiments: Experiment) -> Iterator[str]:
-    """Remarks if rewards of the env do not count, and if no episode can earn anything.
+    """Yield remarks if rewards of the env have weight 0, and if no episode can get a reward other than 0.
 
     Args:
-        experiments: the experiments whose episodes train.
+        experiments: the experiments on whose episodes the run trains.
     """
     for experiment in experiments:
         if experiment.uncounted_rewards:
@@ -421,8 +418,8 @@ def remark_on_rewards(*experiments: Experiment) -> Iterator[str]:
 
 
 def _may_earn(experiment: Experiment) -> bool:
-    """Return whether a reward can differ from 0. Rewards of hooks, of the env itself and of an agent are not in `weights` and
-    have weight 1.
+    """Return whether an episode's reward can differ from 0. Rewards of hooks, of the env itself and of an agent are not in
+    `weights`; their weight is 1.
     """
     agent = experiment.config.agent
     own = agent is not None and agent.own_rewards
@@ -445,11 +442,11 @@ def _remarks_on_evaluation(submission: Submission) -> Iterator[str]:
 
 
 def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
-    """Write the run, or find the run of this name, and send its first iteration.
+    """Write the run and send its first iteration. If the same run is stored already, return it and send nothing.
 
     Raises:
         ConflictError: the name belongs to another run.
-        StateError: a hook raised an error at the start; the run is stored as failed, and nothing was sent.
+        StateError: a hook raised an exception at the start; the run is stored as failed, and nothing was sent.
         ServiceError: the broker does not accept messages; the run is stored, and the control loop starts it later.
     """
     run = _write_run(db, prepared)
@@ -465,7 +462,8 @@ def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
 
 
 def write_failed_run(db: Database, prepared: PreparedRun, reason: str) -> SubmittedRun:
-    """Store the run as failed before its start, or find the run of this name. `agentrl resume` starts it.
+    """Store the run as failed before it starts, with the reason. If the same run is stored already, return it. `agentrl resume`
+    starts the run.
 
     Raises:
         ConflictError: the name belongs to another run.
@@ -497,8 +495,8 @@ def _check_sampling(config: RunConfig, kind: str) -> None:
 
 
 def _check_server_url(where: Settings) -> None:
-    """Check that the embedded stack can use `engine_url`. A stack that is already running has its own environment and is not
-    checked.
+    """Check that the embedded stack can use the setting `engine_url`. A running stack has its own environment, so in that case
+    a missing URL is not reported.
     """
     from agentrl.workflow.inference.http import check_url
 
@@ -507,8 +505,8 @@ def _check_server_url(where: Settings) -> None:
 
 
 def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained: bool) -> None:
-    """Check that the engine can sample from the weights, if the base is on this machine. Otherwise the worker that downloads it
-    checks this.
+    """Check that the engine can sample from the weights, if the base model is on this machine. Otherwise the worker that
+    downloads the base makes this check.
     """
     if Path(ref.base).is_dir():
         kind = "lora" if lora_rank(config.model, Path(ref.base)) else "full"
@@ -528,8 +526,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _with_served_tools(config: RunConfig) -> RunConfig:
-    """Return the config with the tools of each MCP server in `tools`. Recorded tools are kept (as in an evaluation); other
-    servers are asked now.
+    """Return the config with the tools of each MCP server in `tools`. If the config already lists a server's tools, as in an
+    evaluation, they are kept; any other server is queried now.
     """
     servers = {tool.server for tool in config.served_tools}
     strange = servers - set(config.tools)
@@ -545,8 +543,8 @@ def check_place(place: str) -> None:
     """Check that this process can write checkpoints to the folder or URL.
 
     Raises:
-        ConfigError: it cannot write there.
-        ServiceError: the store at the URL does not respond.
+        ConfigError: the folder or URL is not writable.
+        ServiceError: the object store at the URL does not respond.
     """
     folder = checkpoints.check_place(place)
     if folder is not None:
@@ -572,7 +570,7 @@ def _name_stem(config: RunConfig, kind: str, policy: PolicyRef | None) -> str:
 
 
 def manifest(config: RunConfig) -> dict[str, Any]:
-    """Return the facts that are needed to repeat the run, in addition to its config."""
+    """Return the facts that are needed to repeat the run, besides its config."""
     return {
         "id": uuid4().hex,
         "agentrl": __version__,

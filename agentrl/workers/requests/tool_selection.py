@@ -1,4 +1,4 @@
-"""Selects tools outside of a run, and describes them."""
+"""Selects and describes tools for use outside of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ _TOOLS_HINT = "`agentrl tools` lists the tools. Pass one with --tools, or an env
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A tool's description for callers. `parameters` is the JSON schema of its arguments; see `Tool` for the other fields.
+    """A tool's description for callers.
 
-    If `keeps_session`, variables are kept between the calls of an episode, or of a session of the tool server.
+    `parameters` is the JSON schema of the tool's arguments. If `keeps_session` is true, variables last from one call to the
+    next within an episode, or within a session of the tool server. See `Tool` for the other fields.
     """
 
     name: str
@@ -38,10 +39,10 @@ class Description:
 
 
 def select_tools(env: str | None, names: Sequence[str]) -> Mapping[str, Tool]:
-    """Return the tools of the env and the named tools, as a run of that env with these `tools` would have them.
+    """Return the tools of the env together with the named tools, as a run of that env with these `tools` would offer them.
 
     Raises:
-        ConfigError: there are no tools, a name has no tool or two, or this machine lacks what a tool needs.
+        ConfigError: there are no tools, a name belongs to no tool or to two, or this machine lacks what a tool needs.
     """
     servers = {mcp_tool.absolute_name(name): None for name in names if mcp_tool.is_server(name)}
     others = dict.fromkeys(name for name in names if not mcp_tool.is_server(name))

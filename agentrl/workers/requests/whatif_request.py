@@ -1,5 +1,5 @@
-"""Checks a request of `agentrl whatif`: the algorithms to compare on a past update, and their options. It writes nothing and
-loads no model.
+"""Checks a request of `agentrl whatif`, which compares algorithms and their options on a past update. Nothing is written and no
+model is loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from agentrl.workflow.store.reads.provenance import UpdateInputs, load_update_in
 from agentrl.workflow.store.run_format import check_format
 
 PLAIN_UPDATE = {"update.batch_size": None, "update.epochs": 1, "update.max_kl": None, "update.trainer": "agentrl"}
-"""Values for one step of agentrl's trainer on all episodes; they replace the run's."""
+"""Config values that replace the run's, so that agentrl's trainer makes one optimizer step on all episodes."""
 
 REFUSED_KEYS = {
     "name": "use --algorithm",
@@ -24,14 +24,14 @@ REFUSED_KEYS = {
     "kl_target": "it acts after an update",
     "kl_horizon": "it acts after an update",
 }
-"""Keys of `algorithm` without effect in a what-if, with the reason."""
+"""The keys of `algorithm` that have no effect in a what-if, each with the reason."""
 
 
 @dataclass(frozen=True)
 class WhatIfRequest:
-    """An update and the configs to compare on it; the first is the run's own.
+    """A past update and the configs to compare on it. The first config is that of the update's run.
 
-    `options` has the names of the algorithms that use each of the given options, by key.
+    `options` has, for each given config key, the names of the algorithms that use it.
     """
 
     past: UpdateInputs
@@ -47,19 +47,19 @@ def prepare_whatif(
     convention: str | None,
     assignments: Sequence[str],
 ) -> WhatIfRequest:
-    """Check the request and return it.
+    """Check the request, and load the past update and the configs to compare.
 
     Args:
         db: the database.
         run: the run's name.
-        iteration: the iteration's number; None: the last trained one.
-        algorithms: names, or `package.module:name`.
-        convention: "verl" or "trl"; None: the run's.
-        assignments: `algorithm.KEY=VALUE`, for the algorithms that have the key.
+        iteration: the number of the iteration; None for the last trained one.
+        algorithms: the algorithms, by name or as `package.module:name`.
+        convention: "verl" or "trl"; None for the run's convention.
+        assignments: options as `algorithm.KEY=VALUE`. Each applies to the algorithms that have the key.
 
     Raises:
-        ConfigError: there is no such algorithm, or none of them has an option.
-        NotFoundError, StateError, CheckpointError: as `load_update_inputs`.
+        ConfigError: an algorithm does not exist, or an option has no effect with any of the algorithms.
+        NotFoundError, StateError, CheckpointError: the update cannot be loaded; see `load_update_inputs`.
     """
     names = list(dict.fromkeys(algorithms))
     plugins = [find_gradient(name) for name in names]

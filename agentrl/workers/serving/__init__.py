@@ -1,1 +1,1 @@
-"""The HTTP servers: the endpoint for agents, served policies, and tools for outside programs."""
+"""The HTTP servers: the endpoint for agents, the server of a policy, and the server of tools for other programs."""

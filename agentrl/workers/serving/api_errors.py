@@ -1,4 +1,4 @@
-"""The endpoint's own responses in the shape of the OpenAI API: errors, and the list of models."""
+"""The endpoint's own error responses, in the format of the OpenAI API."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 class ApiError(Exception):
     """An error response of the endpoint itself.
 
-    `retry_after` is in seconds. `final` tells SDKs not to send the request again.
+    `retry_after` is the time after which the client should retry, in seconds. `final` tells SDKs not to retry.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers that belong to the error, without those of its body."""
+        """Return the headers of the error, except those that describe its body."""
         headers = []
         if self.retry_after is not None:
             headers.append((b"retry-after", str(self.retry_after).encode()))
@@ -48,12 +48,12 @@ def as_json(value: Any) -> bytes:
 
 
 def event(body: bytes) -> bytes:
-    """Return an error's body as an event of a stream that has begun."""
+    """Return the body of an error as a server-sent event, for a stream that has begun."""
     return b"data: " + body + b"\n\n"
 
 
 def unknown_key() -> ApiError:
-    """Return the error for a missing key, or a key of no attempt."""
+    """Return the error for a key that is missing or that belongs to no attempt."""
     message = "Unknown API key. Send the attempt's key: Authorization: Bearer KEY, x-api-key: KEY, or /attempt/KEY/v1."
     return ApiError(401, message, "invalid_api_key", final=True)
 
@@ -64,32 +64,34 @@ def no_route(routes: str) -> ApiError:
 
 
 def no_model(name: str, served: str) -> ApiError:
-    """Return the error for the lookup of a model that is not served. Requests for turns may name any model."""
+    """Return the error for a lookup of a model that is not served. Requests for turns do not get it, because they may name any
+    model.
+    """
     return ApiError(404, f"Unknown model {name[:100]!r}. Use {served!r}.", "model_not_found")
 
 
 def wrong_method(allow: str) -> ApiError:
-    """Return the error for a served path with another method."""
+    """Return the error for a path that exists but does not accept the request's method."""
     return ApiError(405, f"This path supports only {allow}.", "method_not_allowed", allow=allow)
 
 
 def long_head(max_bytes: int) -> ApiError:
-    """Return the error for a path and headers over the limit."""
+    """Return the error for a request whose path and headers together exceed the limit."""
     return ApiError(431, f"The path and the headers have more than {max_bytes} bytes.", "headers_too_large")
 
 
 def encoded_body() -> ApiError:
-    """Return the error for a compressed body, whose size is unknown."""
+    """Return the error for a compressed body. It is refused because its real size is unknown."""
     return ApiError(415, "The body must not be compressed. Leave Content-Encoding out.", "unsupported_encoding")
 
 
 def wrong_type(content_type: str) -> ApiError:
-    """Return the error for a body of another content type."""
+    """Return the error for a body that has another content type than `content_type`."""
     return ApiError(415, f"The body's Content-Type must be {content_type}.", "unsupported_media_type")
 
 
 def too_large(max_bytes: int) -> ApiError:
-    """Return the error for a body over the limit."""
+    """Return the error for a body that has more than `max_bytes` bytes."""
     return ApiError(413, f"The body has more than {max_bytes} bytes.", "request_too_large")
 
 
@@ -104,12 +106,12 @@ def over(episode: int, why: str) -> ApiError:
 
 
 def too_many(what: str) -> ApiError:
-    """Return the error for more open requests than allowed."""
+    """Return the error for a request beyond a limit on open requests; `what` describes the limit."""
     return ApiError(429, f"{what}. Wait for some to end.", "too_many_requests", "rate_limit_error", retry_after=1)
 
 
 def no_holder(seconds: float) -> ApiError:
-    """Return the error for an episode for which no process samples."""
+    """Return the error for an episode that no worker has held for `seconds`."""
     message = f"No rollout worker has served this episode for {seconds:g} s. Send the call again."
     return ApiError(503, message, "no_holder", "server_error", retry_after=5)
 
@@ -126,7 +128,7 @@ def broken(seconds: float) -> ApiError:
 
 
 def differs() -> ApiError:
-    """Return the error for a response that began and cannot be completed."""
+    """Return the error for a response that has begun and cannot be completed."""
     return ApiError(
         500,
         "The response was interrupted, and its repetition differs. Send the call again.",

@@ -1,10 +1,10 @@
-"""The sessions of the tool server's callers, for tools whose variables last from one call to the next.
+"""The sessions of the tool server's clients, for tools whose variables last from one call to the next.
 
-The calls of a session run one after another, in the order of their arrival; those of different sessions run in parallel. A
-session ends when it is closed, when it was idle for long, when its interpreter is lost, or with the server. It cannot be
-rebuilt, because its calls are not stored; a later call in it gets an error that says so.
+The calls of one session run one after another, in the order of their arrival. Calls of different sessions run in parallel. A
+session ends when it is closed, when it was idle for IDLE_SECONDS, when its interpreter is lost, or when the server ends. Its
+calls are not stored, so it cannot be rebuilt. A later call in it gets an error that says so.
 
-Only the server's event loop uses the table of sessions, so it needs no lock. Slow work is done in threads.
+Only the server's event loop uses the table of sessions, so the table needs no lock. Slow work is done in threads.
 """
 
 import asyncio
@@ -20,15 +20,19 @@ from agentrl.workflow.tools.python import Notebook
 
 Answer = TypeVar("Answer")
 IDLE_SECONDS = 600.0
-"""The time without a call after which a session ends. It is longer than in a tools worker, which can rebuild sessions."""
+"""The time without a call after which a session ends, in seconds. It is longer than in a tools worker, because a tools worker
+can rebuild its sessions.
+"""
 
 NAME_BYTES = 16
-"""Random bytes in a session's name, so that it cannot be guessed."""
+"""The number of random bytes in a session's name. They make the name impossible to guess."""
 
 
 @dataclass(eq=False)
 class _CallerSession:
-    """One session. `calls` counts the calls that run or wait; `rest` is the timer that ends an idle session."""
+    """One session of a client. `calls` is the number of calls that run or wait; `rest` is the timer that ends the session when
+    it is idle.
+    """
 
     notebook: Notebook = field(default_factory=Notebook)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # granted in the order of requests
@@ -62,10 +66,10 @@ class ServedSessions:
         return name
 
     async def run(self, name: str, call: Callable[[Notebook], Answer]) -> Answer:
-        """Run the call in a thread, after the session's earlier calls, and return its answer.
+        """Run the call in a thread, after the session's earlier calls, and return its result.
 
         Raises:
-            NotFoundError: no session of that name is open, or it was closed before the call's turn.
+            NotFoundError: no session of that name is open, or the session was closed while the call waited.
         """
         session = self._find(name)
         session.calls += 1
@@ -85,7 +89,7 @@ class ServedSessions:
                 self._start_idle_timer(name)
 
     async def close(self, name: str) -> None:
-        """End the session, after the call that runs in it; waiting calls find it closed.
+        """End the session after the call that is running in it. Calls that still wait in it fail.
 
         Raises:
             NotFoundError: no session of that name is open.
@@ -96,7 +100,7 @@ class ServedSessions:
         await self._end_session(name)
 
     def end(self) -> None:
-        """End all sessions, once the event loop has ended."""
+        """End all sessions. Call this after the event loop has ended."""
         for session in self._sessions.values():
             session.notebook.close()
 

@@ -1,8 +1,10 @@
-"""Authentication for `agentrl serve`: a request belongs to the episode of its client, and the client's first request opens it.
+"""The authentication of `agentrl serve`. Each client has one open episode, which its first request opens and to which its
+further requests belong.
 
-A client is identified by the header X-Agentrl-Episode and, if the server needs no key, by the API key that it sends. Clients
-that send neither share one episode. An episode ends by `POST /v1/episode/end`, after an idle time, after many requests (the
-next one opens another episode), or with the process. After an episode failed, the next request opens another one, too.
+A client is identified by the header X-Agentrl-Episode. If the server needs no key, the API key that the client sends identifies
+it too. Clients that send neither share one episode. An episode ends by `POST /v1/episode/end`, when it is idle for long, after
+a maximum number of requests, or with the process. After an episode has ended or failed, the client's next request opens another
+episode.
 """
 
 import asyncio
@@ -30,12 +32,12 @@ END = "/v1/episode/end"
 HEADER = b"x-agentrl-episode"
 MAX_NAME = 128
 MAX_CLIENTS = 4096
-"""The most open episodes."""
+"""The most clients with an open episode."""
 MAX_END_BYTES = 64 * 1024
 OPEN_SECONDS = 60.0
-"""The longest wait for an episode to open or end."""
+"""The longest wait until an episode is opened or ended, in seconds."""
 ONE_FOR_ALL = "client"
-"""The shared client name of requests that do not identify themselves."""
+"""The client name that is used for all requests without the header X-Agentrl-Episode."""
 
 
 class OpenedEpisode(Protocol):
@@ -43,28 +45,28 @@ class OpenedEpisode(Protocol):
 
     @property
     def id(self) -> int:
-        """Return the episode's number."""
+        """Return the id of the episode."""
 
     @property
     def key(self) -> str:
-        """Return the key with which its requests are forwarded."""
+        """The API key with which the episode's requests are forwarded."""
 
     @property
     def emit_key(self) -> str:
-        """Return the key with which its annotations are forwarded."""
+        """Return the key with which the episode's annotations are forwarded."""
 
 
 class ClientEpisodes(Protocol):
-    """Opens and ends episodes, in a thread of its own."""
+    """The interface of the thread that opens and ends episodes."""
 
     def open(self, client: str) -> "Future[Any]":
-        """Open an episode for a client of that name; the future gives an `OpenedEpisode`."""
+        """Open an episode for the client with that name. The result of the future is an `OpenedEpisode`."""
 
     def is_open(self, episode: int) -> bool:
-        """Return whether the episode accepts requests; it may have failed."""
+        """Return whether the episode accepts requests; False if it has ended or failed."""
 
     def end(self, episode: int, answer: str | None, rewards: Mapping[str, float] | None) -> "Future[None]":
-        """End the episode."""
+        """End the episode with the client's answer and rewards. The future is done when the episode's rows are written."""
 
 
 @dataclass(eq=False)
@@ -83,9 +85,10 @@ class ClientDoor:
     """The authenticator of `agentrl serve`. Use it only in the server's event loop.
 
     Args:
+        episodes: opens and ends episodes.
         run: the run's name.
-        key: the key that every request must carry; "" accepts requests without one, from this machine.
-        idle_seconds: the time without a request after which an episode ends.
+        key: the API key that every request must contain; if it is empty, requests from this machine need no key.
+        idle_seconds: the time without a request, in seconds, after which an episode ends.
         most_calls: the most requests of one episode.
     """
 
@@ -95,14 +98,14 @@ class ClientDoor:
     idle_seconds: float = 600.0
     most_calls: int = 1000
     allowed_origins: Set[str] = frozenset()
-    """Origins of web pages that may read the responses, if the server has a key."""
+    """The origins of web pages that may read the responses, if the server has a key."""
     calls: int = 0
     """The number of accepted requests."""
     _clients: dict[tuple[str, str], _Client] = field(default_factory=dict)
 
     @property
     def routes(self) -> Mapping[str, str]:
-        """See `Authenticator`."""
+        """See `Authenticator`. This authenticator adds no paths."""
         return {END: "POST"}
 
     @property
@@ -117,7 +120,7 @@ class ClientDoor:
 
     @asynccontextmanager
     async def enter(self, api_key: str, headers: Mapping[bytes, bytes], path: str) -> AsyncIterator[str]:
-        """See `Authenticator`. A client's annotations open an episode as its other requests do."""
+        """See `Authenticator`. A client's annotations open an episode too, like its other requests."""
         who = self._identify(api_key, headers)
         client = self._open_client(who) or self._begin(who)
         client.calls += 1
@@ -137,7 +140,7 @@ class ClientDoor:
                 self._rest(who, client)
 
     async def answer(self, path: str, api_key: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
-        """End the client's episode with the answer and the rewards in the body."""
+        """End the client's episode with the answer and the rewards in the request's body, and return the JSON response."""
         who = self._identify(api_key, headers)  # before anything is kept of who may not
         end = _read_end(await read(MAX_END_BYTES))
         client = self._clients.pop(who, None)
@@ -157,7 +160,7 @@ class ClientDoor:
         return {"episode": opened.id, "run": self.run, "status": "ended"}
 
     def _open_client(self, who: tuple[str, str]) -> _Client | None:
-        """Return the client, unless its episode is over."""
+        """Return the client; None if there is no such client or its episode has ended."""
         client = self._clients.get(who)
         opened = None if client is None else _opened_by(client)
         if client is None or opened is None or self.episodes.is_open(opened.id):
@@ -192,7 +195,7 @@ class ClientDoor:
             raise _unavailable("no episode could be opened") from error
 
     def _rest(self, who: tuple[str, str], client: _Client) -> None:
-        """End the episode after the idle time, or at once if another has replaced it."""
+        """Start the timer that ends the client's idle episode. If the client has another episode, end this one at once."""
         if self._clients.get(who) is client:
             client.rest = asyncio.get_running_loop().call_later(self.idle_seconds, self._end, who, client)
         else:
@@ -209,10 +212,11 @@ class ClientDoor:
             self.episodes.end(opened.id, None, None)
 
     def _identify(self, api_key: str, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
-        """Return (API key, name) of the client.
+        """Return the (API key, name) that identifies the client. The API key is empty if the server needs a key, which is then
+        the same for all.
 
         Raises:
-            ApiError: its key is wrong, or it is a page of another site.
+            ApiError: the key is wrong, the name is invalid, or the request comes from a web page of another site.
         """
         if self.key:
             if not hmac.compare_digest(api_key.encode(errors="surrogateescape"), self.key.encode()):
@@ -229,16 +233,17 @@ class ClientDoor:
 
 
 def _opened_by(client: _Client) -> OpenedEpisode | None:
-    """Return the client's episode; None while it is being opened, or if that failed."""
+    """Return the client's episode; None while it is being opened, or if it could not be opened."""
     done = client.opened
     return done.result() if done.done() and not done.cancelled() and done.exception() is None else None
 
 
 def _check_local(headers: Mapping[bytes, bytes]) -> None:
-    """Refuse pages in a browser, which can send requests to this machine and make their own host name resolve to it.
+    """Check that a request without a key comes from this machine and not from a foreign web page. A page in a browser can send
+    requests to this machine, and can make its own host name resolve to it.
 
     Raises:
-        ApiError: the request comes from another site, or names another host.
+        ApiError: the request's origin is another site, or the request names another host.
     """
     origin = headers.get(b"origin", b"").decode("latin-1")
     host = headers.get(b"host", b"localhost").decode("latin-1")
@@ -256,10 +261,10 @@ def _names_loopback(url: str) -> bool:
 
 
 def _read_end(body: bytes) -> AgentResult:
-    """Return the answer and the rewards in a body that ends an episode.
+    """Return the answer and the rewards in the body of a request that ends an episode.
 
     Raises:
-        ApiError: the body is not such JSON.
+        ApiError: the body is not valid JSON of this form.
     """
     try:
         value = json.loads(body, parse_int=parse_digits) if body.strip() else None

@@ -1,7 +1,7 @@
-"""Cross-origin requests: which pages of other sites may read the responses of `agentrl serve` in a browser.
+"""Cross-origin requests: which web pages of other sites may read the responses of `agentrl serve` in a browser.
 
-A browser first sends OPTIONS (a preflight), and shows a page only responses that name the page's origin. Origins are compared
-as browsers write them: scheme, host and port, without patterns.
+A browser first sends an OPTIONS request (a preflight). It shows a response to a page only if the response names the page's
+origin. Origins are compared in the form that browsers send: scheme, host and port, without patterns.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from agentrl.workers.serving.upstream import Headers
 
 HEADERS = b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode"
-"""The headers that a page may send, besides those of the OpenAI SDK (`x-stainless-...`)."""
+"""The headers that a page may send. In addition, it may send those of the OpenAI SDK (`x-stainless-...`)."""
 PREFLIGHT_SECONDS = b"600"
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
 _OF_SDK = re.compile(rb"x-stainless-[a-z\-]{1,40}")
@@ -20,7 +20,7 @@ def read_origins(text: str) -> frozenset[str]:
     """Return the origins in a comma-separated text.
 
     Raises:
-        ValueError: one is not an origin as browsers send it.
+        ValueError: a part of the text is not an origin in the form that browsers send.
     """
     origins = [origin.strip() for origin in text.split(",") if origin.strip()]
     for origin in origins:
@@ -30,7 +30,9 @@ def read_origins(text: str) -> frozenset[str]:
 
 
 def answer_headers(headers: Mapping[bytes, bytes], origins: Set[str]) -> Headers:
-    """Return the headers that let a browser show a response to the page. For any other origin, return only `vary`."""
+    """Return the headers that let a browser show a response to the page. If the page's origin is not allowed, return only
+    `vary`.
+    """
     if not origins:
         return []
     vary: Headers = [(b"vary", b"Origin")]  # a cache must not give one origin what names another
@@ -41,7 +43,7 @@ def answer_headers(headers: Mapping[bytes, bytes], origins: Set[str]) -> Headers
 
 
 def preflight_headers(headers: Mapping[bytes, bytes], method: str) -> Headers:
-    """Return the headers of the response to a preflight, besides those of `answer_headers`."""
+    """Return the additional headers of the response to a preflight. Those of `answer_headers` are needed too."""
     names = headers.get(b"access-control-request-headers", b"").lower().replace(b" ", b"").split(b",")
     of_sdk = [name for name in names[:50] if _OF_SDK.fullmatch(name)]
     return [

@@ -1,8 +1,9 @@
-"""The endpoint process, which agents call. It starts in under a second, needs no model, and stores nothing outside the
-database.
+"""The endpoint process, to which agents send their requests. It starts in under a second, needs no model, and stores nothing
+outside the database.
 
-In the embedded stack, the supervisor owns the listening socket and passes it on. So a killed endpoint returns on the same port
-while its clients wait in the backlog. `service_leases` stores its URL, for the workers that start agents.
+In the embedded stack, the supervisor owns the listening socket and passes it to the endpoint. So a restarted endpoint has the
+same port, and its clients wait in the backlog meanwhile. The row of the endpoint in `service_leases` contains its URL, for the
+workers that start agents.
 """
 
 import asyncio
@@ -33,14 +34,14 @@ from agentrl.workflow.store.migrate import open_database
 log = getLogger("agentrl.endpoint")
 
 GOODBYE_SECONDS = 2
-"""The time that open requests get after SIGTERM; their clients send them again."""
+"""The time that open requests have after SIGTERM, in seconds. After that they are cut off, and their clients retry."""
 
 
 def run(host: str = LOOPBACK, port: int | None = None) -> None:
-    """Serve until SIGTERM, on the supervisor's socket if it passed one on.
+    """Serve until SIGTERM. If the supervisor passed a listening socket, use that one instead of the address.
 
     Raises:
-        ServiceError: the database does not answer, or the address is taken.
+        ServiceError: the database does not answer, or the address is in use.
     """
     where = settings()
     with closing(open_database(where.database)) as database, _listener(host, port) as listening:
@@ -66,7 +67,9 @@ def make_server(app: Endpoint) -> uvicorn.Server:
 
 
 async def serve(app: Endpoint, listening: socket.socket, server: uvicorn.Server) -> None:
-    """Serve on the socket until the server is told to exit, then close what the application holds."""
+    """Serve on the socket until the server is told to exit. Then close the application's connections to workers and its lookup
+    of keys.
+    """
     sweeping = asyncio.create_task(sweep(server.server_state.connections))
     try:
         with suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
@@ -89,7 +92,7 @@ async def _run(database: Database, listening: socket.socket, url: str) -> None:
 
 
 async def publish(database: Database, url: str, lease: float) -> None:
-    """Store the endpoint's URL in the database, and renew its lease."""
+    """Store the endpoint's URL in the database, and renew its lease until the task is cancelled."""
     while True:
         try:
             await asyncio.to_thread(leases.publish_service, database, endpoint_reads.ENDPOINT, url, lease)
@@ -100,12 +103,12 @@ async def publish(database: Database, url: str, lease: float) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Exit with 0 on SIGTERM before and after serving; while it serves, uvicorn handles the signal."""
+    """Exit with code 0 on SIGTERM before and after serving. While the endpoint serves, uvicorn handles the signal."""
     sys.exit(0)
 
 
 def raise_file_limit() -> None:
-    """Raise this process's limit of open files: an open request takes two connections."""
+    """Raise this process's limit on open files to the maximum, because each open request needs two connections."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -1,9 +1,9 @@
-"""The endpoint's application: routes, keys, limits. It forwards authenticated requests to a worker.
+"""The application of the endpoint: its routes, the authentication and the limits. It forwards authenticated requests to a
+worker.
 
-`POST /v1/chat/completions`, `GET /v1/models` and `GET /v1/models/ID` take the attempt's key as `Authorization: Bearer KEY` or
-`x-api-key: KEY`, or in the path: `/attempt/KEY/v1/...`. `POST /v1/annotations` and `POST /v1/traces` (for OpenTelemetry
-exporters) take
-the attempt's other key, for annotations. `GET /health` needs no key.
+`POST /v1/chat/completions`, `GET /v1/models` and `GET /v1/models/ID` need the attempt's key. The key is sent as `Authorization:
+Bearer KEY`, as `x-api-key: KEY`, or in the path: `/attempt/KEY/v1/...`. `POST /v1/annotations` and `POST /v1/traces` (for
+OpenTelemetry exporters) need the attempt's second key, the one for annotations. `GET /health` needs no key.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ Read = Callable[[int], Awaitable[bytes]]
 MAX_BODY_BYTES = 8 * 2**20
 MAX_HEAD_BYTES = 32 * 2**10
 MAX_HELD_BYTES = 256 * 2**20
-"""The most bytes of all bodies together. Each body is kept until its request is answered, since it may have to be forwarded
-again.
+"""The most bytes that the bodies of all open requests may have together. Each body is kept until its request is answered,
+because the request may have to be forwarded again.
 """
 BODY_SECONDS = 60.0
 OPEN_PER_ATTEMPT = 64
@@ -54,7 +54,7 @@ _IN_PATH = re.compile(r"/attempt/([^/]+)(/.*)")
 
 @dataclass(frozen=True, slots=True)
 class EndpointLimits:
-    """The limits of one endpoint; seconds and bytes."""
+    """The limits of one endpoint: numbers of open requests, seconds and bytes."""
 
     open_calls: int = 1024
     open_per_attempt: int = OPEN_PER_ATTEMPT
@@ -66,34 +66,35 @@ class EndpointLimits:
 
 
 class Authenticator(Protocol):
-    """Authenticates a request and maps it to an attempt. `api_key` is the request's key, "" if it has none."""
+    """The interface that authenticates a request and finds its attempt. `api_key` is the request's key; it is empty if the
+    request has none.
+    """
 
     @property
     def routes(self) -> Mapping[str, str]:
-        """Return further paths, each with its method."""
+        """Return the paths that this authenticator adds to the endpoint, each with its method."""
 
     @property
     def origins(self) -> Set[str]:
-        """Return the origins of pages that may read the responses."""
+        """Return the origins of web pages that may read the responses."""
 
     async def find_run(self, api_key: str, headers: Mapping[bytes, bytes]) -> str:
-        """Return the name of the run that a request with this key reaches.
+        """Return the name of the run to which a request with this key belongs.
 
         Raises:
             ApiError: the key is not accepted.
         """
 
     def enter(self, api_key: str, headers: Mapping[bytes, bytes], path: str) -> AbstractAsyncContextManager[str]:
-        """Give the key of the request's attempt while the request is open: the key for annotations if the path needs it, else
-        the key for sampling.
+        """Yield the key with which the request is forwarded. It is the attempt's key for annotations if the path needs that, or
+        else the attempt's key for sampling. The request is open during the `with` block.
 
         Raises:
             ApiError: the key is not accepted.
         """
 
     async def answer(self, path: str, api_key: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
-        """Return the JSON response to a request for one of the authenticator's own paths; `read` reads a body of at most so
-        many bytes.
+        """Return the JSON response to a request for one of the paths in `routes`. `read(max_bytes)` reads the request's body.
 
         Raises:
             ApiError: the request is refused.
@@ -102,18 +103,18 @@ class Authenticator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttemptDoor:
-    """An authenticator for the keys of attempts."""
+    """The authenticator for the keys that agents receive for their attempts."""
 
     places: Places
 
     @property
     def routes(self) -> Mapping[str, str]:
-        """See `Authenticator`."""
+        """See `Authenticator`. This authenticator adds no paths."""
         return {}
 
     @property
     def origins(self) -> Set[str]:
-        """See `Authenticator`: no page may use an attempt's key."""
+        """See `Authenticator`. No web page may read responses to an attempt's key."""
         return frozenset()
 
     async def find_run(self, api_key: str, headers: Mapping[bytes, bytes]) -> str:
@@ -126,7 +127,7 @@ class AttemptDoor:
         yield _checked(api_key)
 
     async def answer(self, path: str, api_key: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
-        """See `Authenticator`: no extra routes."""
+        """See `Authenticator`. It is never called, because `routes` is empty."""
 
 
 def _checked(api_key: str) -> str:
@@ -136,7 +137,7 @@ def _checked(api_key: str) -> str:
 
 
 async def find_place(places: Places, key: str) -> AttemptLocation | None:
-    """Return the attempt of that key, and the worker that serves it; None for an unknown key.
+    """Return the attempt to which the key belongs, with the worker that serves it; None for an unknown key.
 
     Raises:
         ApiError: the database does not answer.
@@ -150,12 +151,12 @@ async def find_place(places: Places, key: str) -> AttemptLocation | None:
 
 @dataclass
 class Endpoint:
-    """The ASGI application. It holds the open requests and nothing else; everything that lasts is in rows."""
+    """The ASGI application of the endpoint. It holds only the open requests; all lasting data are in the database."""
 
     places: Places
     limits: EndpointLimits = EndpointLimits()
     door: Authenticator | None = None
-    """The authenticator; None: an `AttemptDoor`."""
+    """The authenticator; None for an `AttemptDoor`."""
     upstreams: Upstreams = field(default_factory=Upstreams)
     _open: "Counter[str]" = field(default_factory=Counter)
     _held_bytes: int = 0
@@ -214,7 +215,7 @@ class Endpoint:
         await exchange.answer(200, api_errors.as_json(answer))
 
     async def _model(self, name: str, api_key: str, headers: dict[bytes, bytes]) -> Any:
-        """Return the model of that name or, without a name, the list of models, which has one entry."""
+        """Return the model of that name. For an empty name, return the list of models, which has one entry."""
         run = await self._door.find_run(api_key, headers)
         if name not in ("", run):
             raise api_errors.no_model(name, run)
@@ -222,7 +223,7 @@ class Endpoint:
         return model if name else {"object": "list", "data": [model]}
 
     async def _trace(self, api_key: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> None:
-        """Store an export of OpenTelemetry: its spans become annotations of the key's episode."""
+        """Store an OpenTelemetry export: its spans become annotations of the episode to which the key belongs."""
         kind = headers.get(b"content-type", b"").decode("latin-1")[:100].lower()
         try:
             async with self._door.enter(api_key, headers, ANNOTATIONS) as key:
@@ -235,7 +236,7 @@ class Endpoint:
         await exchange.answer(200, span_annotations.answer(kind, rejected, why), kind=kind)
 
     async def _take_spans(self, key: str, kind: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> tuple[int, str]:
-        """Store the spans; return how many were rejected, and why the first one was."""
+        """Store the spans. Return the number of rejected spans, and the reason why the first one was rejected."""
         if kind.partition(";")[0].strip() not in (otlp.JSON, otlp.PROTOBUF):
             raise api_errors.wrong_type(f"{otlp.PROTOBUF} or {otlp.JSON}")
         samples = sampling_key(key)
@@ -262,7 +263,7 @@ class Endpoint:
         return export.rejected, export.why
 
     async def _annotate(self, key: str, part: bytes, headers: dict[bytes, bytes]) -> tuple[int, bytes]:
-        """Return the worker's response to annotations."""
+        """Forward annotations to the worker, and return the status and the body of its response."""
         response, answered = bytearray(), [500]
 
         async def begin(status: int, headers: Headers) -> None:
@@ -307,10 +308,11 @@ class Endpoint:
 
     @asynccontextmanager
     async def _body(self, headers: Mapping[bytes, bytes], exchange: AsgiExchange) -> AsyncIterator[bytes]:
-        """Give the body, which counts towards the bytes of all open requests until the context ends.
+        """Read the request's body and yield it. Until the end of the `with` block, its bytes count towards the limit on all
+        bodies together.
 
         Raises:
-            ApiError: it is too large, or all bodies together are.
+            ApiError: the body, or the sum of all bodies, is too large.
         """
         with self._held() as take:
             length = headers.get(b"content-length", b"")
@@ -318,10 +320,10 @@ class Endpoint:
 
     @contextmanager
     def _held(self) -> Iterator[Callable[[int], None]]:
-        """Give a function that reserves bytes until the context ends.
+        """Yield a function that reserves a number of bytes until the end of the `with` block. The function raises the error.
 
         Raises:
-            ApiError: too many bytes are reserved.
+            ApiError: all reserved bytes together exceed the limit.
         """
         held_bytes = 0
 
@@ -339,10 +341,10 @@ class Endpoint:
 
     @contextmanager
     def _slot(self, attempt: str) -> Iterator[None]:
-        """Count the request as open.
+        """Count the request as open during the `with` block.
 
         Raises:
-            ApiError: too many requests are open.
+            ApiError: too many requests are open, in total or for this attempt.
         """
         if self._open.total() >= self.limits.open_calls:
             raise api_errors.too_many(f"{self.limits.open_calls} calls are open")
@@ -358,13 +360,13 @@ class Endpoint:
 
 
 def _split_path(path: str) -> tuple[str, str]:
-    """Return the path without a key, and the key in it, or ""."""
+    """Return two values: the path without a key, and the key that was in the path (empty if there was none)."""
     match = _IN_PATH.fullmatch(path)
     return (match[2], match[1]) if match else (path, "")
 
 
 def _split_model(path: str) -> tuple[str, str]:
-    """Return the path without a model's name, and that name, or ""."""
+    """Return two values: the path without a model's name, and the name that was in the path (empty if there was none)."""
     name = path.removeprefix(f"{MODELS}/")
     return (MODELS, name) if name and name != path else (path, "")
 

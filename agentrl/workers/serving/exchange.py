@@ -1,4 +1,4 @@
-"""One HTTP request and its response over ASGI: a bounded body, and a response that the client can read."""
+"""One HTTP request and its response over ASGI. The size of the body is limited, and the client can always read the response."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,16 +14,18 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 DRAIN_BYTES, DRAIN_SECONDS = 32 * 2**20, 10.0
-"""What of a refused body is read and dropped, so that the client gets to read the refusal."""
+"""The most bytes of a refused body that are read and discarded, and the time limit for it in seconds. A client that is still
+sending its body can read the error only after that.
+"""
 _JSON = (b"content-type", b"application/json")
 
 
 class ClientGone(Exception):
-    """The client disconnected."""
+    """The exception that is raised when the client has disconnected."""
 
 
 class AsgiExchange:
-    """One request and its response over ASGI. Every response gets `headers`, among them `x-request-id`."""
+    """One request and its response over ASGI. Every response has the headers in `headers`, among them `x-request-id`."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
@@ -38,11 +40,11 @@ class AsgiExchange:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
 
     async def write(self, piece: bytes, more: bool) -> None:
-        """Send bytes, after the client has read most of the earlier ones."""
+        """Wait until the client has read most of the earlier bytes, then send these. `more` says whether bytes follow."""
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def answer(self, status: int, body: bytes, headers: Headers | None = None, kind: str = "") -> None:
-        """Read the rest of the request, then send a complete response, as JSON or of another content type `kind`."""
+        """Read the rest of the request, then send a complete response. It is JSON, or protobuf if `kind` says so."""
         await self._drain()
         content_type = (b"content-type", otlp.PROTOBUF.encode()) if kind.startswith(otlp.PROTOBUF) else _JSON
         await self.begin(status, [content_type, (b"content-length", str(len(body)).encode()), *(headers or [])])
@@ -55,16 +57,21 @@ class AsgiExchange:
         await self.write(b"", False)
 
     async def refuse(self, error: ApiError) -> None:
-        """Respond with the error. If another response has begun, uvicorn closes the connection."""
+        """Respond with the error. If a response has already begun, send nothing; uvicorn then closes the connection."""
         if not self._begun:
             await self.answer(error.status, error.body, error.headers)
 
     async def body(self, length: bytes, max_bytes: int, seconds: float, take: Callable[[int], None]) -> bytes:
-        """Read the body of at most `max_bytes` bytes within `seconds`; call `take` with the size of each piece before it is
-        kept.
+        """Read the request's body.
+
+        Args:
+            length: the value of the header `content-length`; empty if it is missing.
+            max_bytes: the most bytes of the body.
+            seconds: the time limit, in seconds.
+            take: the function that is called with the size of each piece, in bytes, before the piece is stored.
 
         Raises:
-            ApiError: it is too large, or did not arrive in time.
+            ApiError: the body is too large, or did not arrive in time.
             ClientGone: the client disconnected.
         """
         if length.isdigit() and int(length[:20]) > max_bytes:
@@ -83,7 +90,7 @@ class AsgiExchange:
         return bytes(content)
 
     async def unless_gone(self, work: Awaitable[None]) -> None:
-        """Wait for the work, and cancel it when the client disconnects."""
+        """Wait until `work` is done. If the client disconnects before that, cancel the work."""
         doing = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(self._receive())  # says nothing before the client is gone: the body has been read
         try:

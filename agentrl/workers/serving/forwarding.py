@@ -1,8 +1,8 @@
-"""A client's request, forwarded with retries to the worker that holds its episode.
+"""Forwards a client's request to the worker that holds its episode, with retries.
 
-A worker may be lost before its response or in the middle of it. The request is then forwarded again with the same request id,
-and the worker sends the recorded response, byte for byte. The part that the client has is compared by hash and skipped. While
-no worker holds the episode, the client waits; a streaming client gets a comment now and then.
+The worker may be lost before or during its response. The request is then forwarded again with the same request id. The worker
+sends the recorded response, which has the same bytes. The part that the client already has is compared by its hash and skipped.
+While no worker holds the episode, the client waits; a streaming client gets a comment from time to time.
 """
 
 import asyncio
@@ -26,10 +26,12 @@ T = TypeVar("T")
 log = getLogger("agentrl.endpoint")
 
 COMMENT = b": waiting\n"
-"""No blank line: it would end the client's current event."""
+"""The comment that is sent while the client waits. It has no blank line, which would end the client's current event."""
 FIRST_PAUSE, MAX_PAUSE = 0.1, 1.0
 STEADY_SECONDS = 1.0
-"""A worker that kept the request this long before it was lost had begun it: the wait for another starts at its loss."""
+"""The time in seconds that tells a worker at work from a dead one. If a worker is lost after more than this time, it had begun
+the request. The wait for another worker is then measured from the loss.
+"""
 ERROR_BYTES = 64 * 1024
 NOT_HELD = 421
 _DROPPED = {b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"proxy-connection", b"upgrade", b"trailer"}
@@ -40,7 +42,7 @@ Write = Callable[[bytes, bool], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ForwardedCall:
-    """The request to forward, the same each time."""
+    """The request in the form that is forwarded. It is the same at each try."""
 
     key_hash: str
     path: str
@@ -49,11 +51,11 @@ class ForwardedCall:
 
 
 class _NotHeld(Exception):
-    """The worker does not hold the episode."""
+    """The exception for status 421: the worker does not hold the episode."""
 
 
 class Forwarding:
-    """One request on its way; `run` brings its response to the client."""
+    """The forwarding of one request, with retries. Call `run` once."""
 
     def __init__(
         self, call: ForwardedCall, places: Places, upstreams: Upstreams, begin: Begin, write: Write, wait: float, quiet: float
@@ -62,12 +64,12 @@ class Forwarding:
 
         Args:
             call: the request.
-            places: the lookup of the holder's address.
+            places: the lookup that finds the address of the worker that holds the episode.
             upstreams: the connections to workers.
-            begin: sends the client a status and headers.
-            write: sends the client bytes, and whether more follow.
-            wait: the longest wait for a holder, in seconds.
-            quiet: the longest silence for a streaming client, in seconds.
+            begin: sends the status and the headers to the client.
+            write: sends bytes to the client; its second argument says whether more bytes follow.
+            wait: the longest time without a holder, in seconds.
+            quiet: the longest time without bytes for a streaming client, in seconds.
         """
         self.call, self._places, self._upstreams = call, places, upstreams
         self._begin_client, self._write_client = begin, write
@@ -80,10 +82,10 @@ class Forwarding:
         self._heard_at = time.monotonic()
 
     async def run(self) -> None:
-        """Forward until the response is complete.
+        """Forward the request, repeatedly if necessary, until the client has the complete response.
 
         Raises:
-            ApiError: the response to send instead; raised only if nothing was sent.
+            ApiError: the request failed before anything was sent; the caller sends this error to the client.
         """
         try:
             await self._forward_until_done()
@@ -140,7 +142,7 @@ class Forwarding:
             raise _NotHeld
 
     async def _pass_on(self, connection: WorkerConnection, status: int, headers: Headers) -> None:
-        """Send the client the part of the response that it does not have."""
+        """Send the client the part of the worker's response that the client does not have yet."""
         if self._status is None:
             await self._begin(status, headers)
         elif status != self._status:
@@ -178,7 +180,12 @@ class Forwarding:
         self._heard_at = time.monotonic()
 
     async def _listen(self, connection: WorkerConnection, read: Callable[[], Awaitable[T]]) -> T:
-        """Wait for the worker. While it is silent, send the client comments and read the rows."""
+        """Wait until `read` returns data of the worker. While the worker is silent, send comments to the client and look up
+        whether the worker still holds the episode.
+
+        Raises:
+            Broken: another worker, or none, holds the episode now.
+        """
         while True:
             try:
                 async with asyncio.timeout(self._quiet):
@@ -196,7 +203,11 @@ class Forwarding:
             await self._write_client(COMMENT, True)
 
     async def _read_short(self, connection: WorkerConnection) -> bytes:
-        """Return a short body; empty if it is long."""
+        """Return the rest of a response's body.
+
+        Raises:
+            Broken: the body has more than ERROR_BYTES bytes.
+        """
         body = bytearray()
         while (piece := await self._listen(connection, connection.piece)) is not None:
             body += piece
@@ -205,13 +216,13 @@ class Forwarding:
         return bytes(body)
 
     async def _break_off(self, body: bytes) -> None:
-        """Tell a streaming client why its response ends; the caller then closes the connection."""
+        """Send a streaming client the error that ends its response. The caller then closes the connection."""
         if self._is_stream:
             await self._write_client((b"" if self._at_line_start else b"\n\n") + api_errors.event(body), True)
 
 
 class _WorkerError(ApiError):
-    """The worker's error for a response that began with another status."""
+    """The error that a worker returned at a later try, after the response had begun with another status."""
 
     def __init__(self, response: bytes) -> None:
         super().__init__(500, "", "")
@@ -219,7 +230,9 @@ class _WorkerError(ApiError):
 
     @property
     def body(self) -> bytes:
-        """Return the worker's error on one line, or the error that the response cannot be completed."""
+        """Return the worker's error as JSON on one line. If it is not a valid error, return the error that the response cannot
+        be completed.
+        """
         try:
             document = json.loads(self.response)
         except (ValueError, RecursionError):
@@ -228,10 +241,10 @@ class _WorkerError(ApiError):
 
 
 def require_open(place: AttemptLocation | None) -> AttemptLocation:
-    """Return the place if its episode is open.
+    """Return the attempt's location if its episode accepts requests.
 
     Raises:
-        ApiError: 401 for an unknown key, 409 for an episode that is over.
+        ApiError: with status 401, the key is unknown; with status 409, the episode is over.
     """
     if place is None:
         raise api_errors.unknown_key()
@@ -241,9 +254,7 @@ def require_open(place: AttemptLocation | None) -> AttemptLocation:
 
 
 async def _asks_for_stream(body: bytes) -> bool:
-    """Return whether the client requested a stream. The body is decoded only after a long wait, and in a thread if it is
-    large.
-    """
+    """Return whether the client requested a stream. The body is parsed in a thread, and only after a long wait."""
     if b'"stream"' not in body:
         return False
     return await asyncio.get_running_loop().run_in_executor(None, _reads_stream, body)

@@ -1,4 +1,6 @@
-"""uvicorn's HTTP protocol with timeouts for clients that send or read nothing, and errors in the shape of the API."""
+"""uvicorn's HTTP protocol with two additions: timeouts for clients that send or read nothing, and errors in the format of the
+OpenAI API.
+"""
 
 import asyncio
 import logging
@@ -14,17 +16,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from agentrl.workers.serving.api_errors import ApiError
 
 HEADER_SECONDS = 30.0
-"""The longest time without a complete request head, also between two requests."""
+"""The longest wait for a complete request head, in seconds. It also limits the pause between two requests."""
 STALL_SECONDS = 30.0
-"""The longest time in which a client reads nothing although bytes wait for it."""
+"""The longest time, in seconds, in which a client reads none of the bytes that wait for it."""
 WAITING_BYTES = 16 * 1024
-"""The most bytes that wait for a slow client."""
+"""The number of unread bytes of a slow client above which writing pauses."""
 MAX_CONNECTIONS = 4096
 SWEEP_SECONDS = 1.0
 
 
 class GuardedProtocol(H11Protocol):
-    """One client's connection. `sweep` checks all connections, so that none needs timers of its own."""
+    """The connection of one client. `sweep` checks all connections, so a connection needs no timers of its own."""
 
     header_seconds = HEADER_SECONDS
     stall_seconds = STALL_SECONDS
@@ -37,7 +39,7 @@ class GuardedProtocol(H11Protocol):
         self._unread: tuple[int, float] = (0, 0.0)  # bytes that wait for the client, and since when so many
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection, unless there are too many."""
+        """Accept the connection. If there are too many connections, close it instead."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WAITING_BYTES)
         transport.max_size = 4 * WAITING_BYTES  # type: ignore[attr-defined]  # asyncio reads 256 KiB at once where one lets it
@@ -45,7 +47,9 @@ class GuardedProtocol(H11Protocol):
             transport.abort()
 
     def check(self, now: float) -> None:
-        """Close the connection if the client has sent or read nothing for too long."""
+        """Close the connection if the client has sent nothing, or read nothing, for too long. `now` is the monotonic time, in
+        seconds.
+        """
         waits = self.transport.get_write_buffer_size()
         if waits == 0 or waits < self._unread[0] or self._unread[0] == 0:
             self._unread = (waits, now)
@@ -59,12 +63,12 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort() if waits else self.transport.close()
 
     def on_response_complete(self) -> None:
-        """Start the wait for the next request."""
+        """Start to measure the wait for the client's next request."""
         self._silent_since = None
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP, in the shape of the API, and close."""
+        """Send an error in the format of the OpenAI API for bytes that are not HTTP, and close the connection."""
         error = ApiError(400, msg, "invalid_http")
         length = (b"content-length", str(len(error.body)).encode())
         head = h11.Response(
@@ -77,11 +81,12 @@ class GuardedProtocol(H11Protocol):
 
 
 def make_server(app: Any, most_head_bytes: int, goodbye_seconds: int) -> uvicorn.Server:
-    """Return an application's HTTP server without access logs, because paths contain keys.
+    """Return the HTTP server for an application. It writes no access log, because paths can contain keys.
 
     Args:
-        most_head_bytes: the most bytes of a path with its headers.
-        goodbye_seconds: the time that open requests get after the server is told to end.
+        app: the ASGI application.
+        most_head_bytes: the most bytes of a request's path and headers together.
+        goodbye_seconds: the time that open requests have after the server is told to end, in seconds.
     """
     getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
@@ -102,7 +107,7 @@ def make_server(app: Any, most_head_bytes: int, goodbye_seconds: int) -> uvicorn
 
 
 async def sweep(connections: set[Any]) -> None:
-    """Check all connections periodically."""
+    """Check all connections every SWEEP_SECONDS, until the task is cancelled."""
     while True:
         await asyncio.sleep(SWEEP_SECONDS)
         now = time.monotonic()

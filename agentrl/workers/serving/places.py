@@ -1,5 +1,5 @@
-"""The lookup of keys: which attempt a key belongs to, and which worker serves it. One thread reads in batches, one query at a
-time.
+"""The lookup of API keys: the attempt to which a key belongs, and the worker that serves it. One thread queries the database,
+for many keys at a time.
 """
 
 import asyncio
@@ -11,14 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from agentrl.workflow.store.endpoint_reads import AttemptLocation
 
 KNOWN_SECONDS = 5.0
-"""The lifetime of a cached answer. A worker that no longer holds an episode responds 421, so an old answer costs only time."""
+"""The lifetime of a cached answer, in seconds. An outdated answer is harmless: a worker that no longer holds the episode
+responds with 421.
+"""
 MAX_KNOWN = 4096
 MAX_READ = 500
-"""Keys in one query."""
+"""The most keys in one query."""
 
 
 class Places:
-    """The lookup of one endpoint; use it only in the endpoint's event loop."""
+    """The lookup of keys of one endpoint. Use it only in the endpoint's event loop."""
 
     def __init__(self, read: Callable[[Collection[str]], dict[str, AttemptLocation]]) -> None:
         self._read = read
@@ -28,10 +30,11 @@ class Places:
         self._thread = ThreadPoolExecutor(1, "rows")
 
     async def find(self, key_hash: str, fresh: bool = False) -> AttemptLocation | None:
-        """Return the attempt of the key with that hash; None for an unknown key.
+        """Return the attempt to which the key with that hash belongs; None for an unknown key.
 
         Args:
-            fresh: read it now, even if a cached answer exists.
+            key_hash: the hash of the key.
+            fresh: whether to query the database even if a cached answer exists.
 
         Raises:
             ServiceError: the database does not answer.
@@ -46,7 +49,7 @@ class Places:
         return await asyncio.shield(waiting)  # others may wait for it too
 
     def close(self) -> None:
-        """End the thread, after its query."""
+        """End the thread after its current query."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _read_all(self) -> None:

@@ -1,7 +1,7 @@
-"""`agentrl serve`: a policy behind the endpoint, in one process, for any client; nothing is trained.
+"""`agentrl serve`: a policy behind the endpoint, in one process, for any client. Nothing is trained.
 
-The endpoint's thread forwards requests to the sampling server of this same process, as it would to a rollout worker. Another
-thread drives the episodes, which have the same rows as any others.
+The endpoint's thread forwards requests to the sampling server of the same process, in the same way as to a rollout worker.
+Another thread drives the episodes, whose rows are like those of any other episodes.
 """
 
 import asyncio
@@ -37,16 +37,18 @@ from agentrl.workflow.store.served_runs import ServedRun
 
 log = getLogger("agentrl.serve")
 UNRECORDED = "agentrl-serve-"
-"""The prefix of temporary folders for unrecorded serving; the process's number follows."""
+"""The prefix of the names of temporary folders for unrecorded serving. The pid of the process follows."""
 WAIT_SECONDS = 30.0
-"""The longest wait of a request for its episode, which this process itself holds: after the machine slept, its lease must be
-renewed.
+"""The longest wait of a request for the holder of its episode, in seconds. This process itself is the holder; it needs a moment
+to renew its lease after the machine slept.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The counts of episodes and requests that were served, and whether the run was ended elsewhere."""
+    """The numbers of served episodes and requests. `was_ended` says whether the run was ended elsewhere, for example by
+    `agentrl cancel`.
+    """
 
     episodes: int
     calls: int
@@ -56,11 +58,11 @@ class Served:
 def serve_policy(
     db: Database, run: ServedRun, experiment: Experiment, policy: OpenPolicy, listening: socket.socket, how: Serving
 ) -> Served:
-    """Serve until SIGTERM, SIGINT or the end of the run; then every episode has ended.
+    """Serve until SIGTERM, SIGINT or the end of the run. All episodes are ended before this function returns.
 
     Raises:
         ServiceError: the database does not answer, or the address cannot be used.
-        ModelError: the run's policy has another base.
+        ModelError: the run's policy has another base model.
         DeviceLost: the GPU failed.
     """
     train_commits.confirm_base(db, run.id, policy.policy.base_hash, base_hashes(policy.policy))
@@ -101,9 +103,9 @@ async def _serve(db: Database, door: ClientDoor, episodes: ServedEpisodes, liste
 
 @contextmanager
 def unrecorded_database() -> Iterator[Database]:
-    """Give a temporary database, in memory if the machine has such a folder, and delete it at the end.
+    """Yield a temporary database that is deleted at the end. It is in memory if the machine has a folder for that.
 
-    A killed process leaves its folder; the next one deletes it.
+    A killed process leaves its folder behind; the next call deletes that folder.
     """
     parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(gettempdir())
     for left in parent.glob(f"{UNRECORDED}*"):
@@ -119,10 +121,10 @@ def unrecorded_database() -> Iterator[Database]:
 
 
 def open_run(db: Database, submission: Submission, worker: str) -> ServedRun:
-    """Write the run; first end the runs of lost servers and delete episodes whose retention time is over.
+    """Write the rows of the run. Before that, end the runs of lost servers, and delete episodes whose retention time is over.
 
     Raises:
-        ConflictError: its name is taken.
+        ConflictError: the run's name is in use.
         ServiceError: the database does not answer.
     """
     lease = settings().lease_seconds

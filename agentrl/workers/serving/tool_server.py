@@ -1,17 +1,16 @@
-"""The tools over HTTP, for outside programs: `agentrl tools serve`.
+"""The server of tools over HTTP, for other programs: `agentrl tools serve`.
 
-`GET /tools` lists them, `GET /tools/NAME` describes one, `POST /tools/NAME/call` with `{"arguments": {...}}` runs it like a
-`tools` job,
-with the same limits. Everything that a model would read has status 200: a result, wrong arguments, a timeout; `error_class`
-says which. 401, 404, 413 and 422 are the caller's mistakes. 503 means that the system failed, and that the request may be sent
-again. Requests need
-`Authorization: Bearer TOKEN`, except for `/openapi.json`, which names no tool.
+`GET /tools` lists the tools, and `GET /tools/NAME` describes one. `POST /tools/NAME/call` with `{"arguments": {...}}` runs a
+tool like a `tools` job, with the same limits. The response has status 200 if a model would read its content: a result, an error
+about wrong arguments, or a timeout. `error_class` says which of these it is. 401, 404, 413 and 422 are errors of the client.
+503 means that the system failed, and that the client may retry. Requests need `Authorization: Bearer TOKEN`, except those for
+`/openapi.json`, which names no tool.
 
 `POST /sessions` opens a session, for tools whose variables last from one call to the next. `POST
-/sessions/SESSION/tools/NAME/call` calls
-in it, `DELETE /sessions/SESSION` ends it. 404 means that it is over, 429 that there are too many.
+/sessions/SESSION/tools/NAME/call` runs a call in the session, and `DELETE /sessions/SESSION` ends it. 404 means that the
+session has ended, 429 that too many sessions are open.
 
-It speaks plain HTTP and records nothing. A tool that must run `once` runs as often as it is called.
+The server uses plain HTTP and stores nothing. A tool that must run `once` runs at each call.
 """
 
 import secrets
@@ -48,7 +47,7 @@ from agentrl.workflow.tools.python import Notebook, keeps_session
 from agentrl.workflow.trajectory import ToolCall, ToolResult, storable
 
 MAX_BYTES = 1_000_000
-"""The largest body of a request. The largest arguments of a tool fit into it, however they are escaped."""
+"""The largest body of a request, in bytes. The largest arguments of a tool fit into it, even if all characters are escaped."""
 
 BACKLOG = 128
 
@@ -94,7 +93,7 @@ _SESSION_HINT = "POST /sessions opens one, POST /sessions/SESSION/tools/NAME/cal
 
 
 def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions) -> FastAPI:
-    """Make the application with the routes of these tools."""
+    """Return the ASGI application with the routes for these tools."""
     guard = Depends(_token_check(token))
     app = FastAPI(title="agentrl tools", version=__version__, docs_url=None, redoc_url=None, dependencies=[guard])
 
@@ -202,10 +201,10 @@ def _run_tool(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None) 
 
 @contextmanager
 def listen_at_address(host: str, port: int, guarded: bool) -> Iterator[socket.socket]:
-    """Open a socket that listens at the address; port 0 takes a free one. `guarded`: the user chose the token.
+    """Return a socket that listens on the address. Port 0 selects a free port. `guarded` says whether the user chose the token.
 
     Raises:
-        ConfigError: other machines could reach the address, and the user chose no token.
+        ConfigError: other machines can reach the address, but the user chose no token.
         ServiceError: the address cannot be used.
     """
     try:
@@ -229,7 +228,8 @@ def listen_at_address(host: str, port: int, guarded: bool) -> Iterator[socket.so
 
 @contextmanager
 def listen_at_path(path: Path) -> Iterator[socket.socket]:
-    """Open a Unix socket at the path, for this user only; replace one that a killed server left there.
+    """Return a Unix socket that listens at the path and that only this user can open. A socket that a killed server left there
+    is replaced.
 
     Raises:
         ServiceError: the path cannot be used, or another server listens there.
@@ -263,7 +263,7 @@ def _cannot_serve_error(where: str, error: Exception) -> ServiceError:
 
 
 def serve(tools: Mapping[str, Tool], listener: socket.socket, token: str) -> None:
-    """Serve the tools until SIGTERM; then answer the calls that have begun and end all sessions."""
+    """Serve the tools until SIGTERM. Then finish the calls that have begun, and end all sessions."""
     sessions = ServedSessions()
     longest = max(tool.timeout_seconds for tool in tools.values())
     config = uvicorn.Config(

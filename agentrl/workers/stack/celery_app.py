@@ -1,7 +1,8 @@
-"""The Celery app: four queues, JSON only, late acknowledgement. A lost or duplicate message changes nothing.
+"""The Celery app. It has four queues, accepts only JSON and acknowledges messages late. So a lost or duplicate message changes
+nothing.
 
 A `rollout` job samples episodes, a `tools` job runs one tool call, a `train` job runs one update, and an `agents` job runs one
-agent. The router accepts these queues and `tools.<host>`, and refuses all others.
+agent. The router accepts these queues and the queues of single tools workers (`tools.<host>`), and refuses all others.
 """
 
 import os
@@ -34,10 +35,11 @@ TRANSPORT_ALIASES |= dict.fromkeys(("redis", "rediss"), "agentrl.workers.stack.t
 
 
 def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **kw: Any) -> dict[str, Any]:
-    """Return the queue of a job: the `tools.<host>` queue that the sender chose, else the queue of the job's name.
+    """Return the queue of a job. It is the `tools.<host>` queue that the sender selected, or else the queue that belongs to the
+    job's name.
 
     Raises:
-        ServiceError: there is no such queue.
+        ServiceError: the selected queue does not exist.
     """
     wanted_queue = options.get("queue")
     wanted_queue = getattr(wanted_queue, "name", wanted_queue)
@@ -59,7 +61,7 @@ def own_queue() -> str:
 
 
 def row_id(value: object) -> int:
-    """Return the value if it can be a row's id. It must be checked, because anyone who can reach the broker can write a
+    """Return the value if it can be the id of a row. The check is needed because everyone who can reach the broker can send a
     message.
 
     Raises:
@@ -71,7 +73,7 @@ def row_id(value: object) -> int:
 
 
 def make_app(where: Settings) -> Celery:
-    """Create the app for these settings. Each of its options is needed: without it, a tested fault breaks chords."""
+    """Create the app for these settings. Every option is needed: a test shows a fault that breaks chords without it."""
     app = Celery("agentrl")
     app.conf.update(
         **_broker_options(where),
@@ -127,14 +129,14 @@ def _broker_options(where: Settings) -> dict[str, Any]:
 
 
 def use_broker(where: Settings) -> None:
-    """Switch the app to the broker of these settings. No worker of this process may be running."""
+    """Switch the app to the broker of these settings. The caller ensures that no worker of this process is running."""
     app.conf.update(**_broker_options(where))
     app._after_fork()  # its connections are those of the broker before
     app._backend_cache, app._local = None, threading.local()
 
 
 def log_service_loss(sender: Any = None, exception: BaseException | None = None, **context: Any) -> None:
-    """Log one line when a job gives up because a service is away. The jobs declare `throws`, so Celery adds no traceback."""
+    """Log one line when a job fails because a service is away. The jobs declare `throws`, so Celery adds no traceback."""
     if isinstance(exception, ServiceError):
         getLogger("agentrl.app").warning("%s gave up: %s", getattr(sender, "name", "a job"), exception)
 

@@ -1,8 +1,8 @@
-"""The control loop: every few seconds it reads the rows and sends the messages that are missing. A lease ensures that only one
-loop runs.
+"""The control loop. Every few seconds, it reads the rows and sends the messages that are missing. A lease ensures that only one
+control loop is active.
 
-It keeps no state of its own, so it continues after it was killed and started elsewhere. It recovers in the same way from lost
-messages, lost workers, a lost Redis and a lost control loop.
+The loop keeps no state in memory. So another process can continue its work if it is killed. It handles lost messages, lost
+workers, a lost Redis and a lost control loop in the same way.
 """
 
 from logging import getLogger
@@ -22,7 +22,7 @@ log = getLogger("agentrl.control")
 
 
 def run() -> None:
-    """Tick until the process is asked to stop."""
+    """Call `tick` at each interval until the process is asked to stop."""
     processes, notifier = ReportProcesses(), Notifier(settings())
     try:
         while not stopping.is_set():

@@ -1,6 +1,6 @@
-"""Sends all messages: an iteration as a chord, single rollouts, the train job, a tool call, an agent.
+"""Sends all messages: an iteration as a chord, single rollout jobs, the train job, a tool call, an agent.
 
-After a message was sent, this is recorded in its row. A duplicate message is harmless. If a recorded message is lost, the
+After a message was sent, its row records the send. A duplicate message is harmless. If a message is lost after that, the
 control loop sends it again.
 """
 
@@ -23,13 +23,13 @@ from agentrl.workflow.store.tool_calls import lost_calls
 
 NO_REPLY = ""
 MAX_SENDS = 5
-"""The number of sends after which a tool call is not sent again. A call sent this often may be killing its workers; its rollout
-gives up after a while.
+"""The number of sends after which a tool call is not sent again. A call that was sent so often may be killing its workers; its
+rollout stops waiting after a while.
 """
 
 
 def dispatch(db: Database, iteration: int) -> None:
-    """Send the iteration as a chord: rollout jobs, then its train job."""
+    """Send the iteration as a chord: first its rollout jobs, and after these its train job."""
     groups = planning.start_iteration(db, iteration)
     if not groups:
         send_train(db, iteration)
@@ -43,7 +43,9 @@ def dispatch(db: Database, iteration: int) -> None:
 
 
 def _unsubscribe(body: AsyncResult) -> None:
-    """End Celery's subscriptions to the results of a chord. They are not needed, because the results are in the rows."""
+    """End Celery's subscriptions to the results of a chord's jobs. The results are in the rows, so the subscriptions are
+    useless.
+    """
     if not isinstance(app.backend, RedisBackend):
         return  # the in-memory result store subscribes to nothing
     header = body.parent.results if isinstance(body.parent, GroupResult) else [body.parent]
@@ -68,34 +70,35 @@ def send_train(db: Database, iteration: int) -> None:
 
 
 def send_calls_again(db: Database) -> None:
-    """Send the tool calls again that a lost tools worker may have had. Their rollouts find the results in the rows."""
+    """Send the tool calls again that a lost tools worker may have received. Their rollouts find the results in the rows."""
     for call in lost_calls(db, MAX_SENDS):
         send_call(call, NO_REPLY)
 
 
 def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
-    """Send a tool call. When its result is recorded, the tools worker wakes the rollout process at `reply_to`, unless that is
-    `NO_REPLY`.
+    """Send a tool call to a queue. The tools worker wakes the rollout process at `reply_to` when the result is recorded.
 
     Args:
         call: the call's id.
-        reply_to: the address of the rollout process' reply list.
-        queue: the queue of all tools workers, or of the worker that has the episode's session.
+        reply_to: the address of the rollout process's reply list; `NO_REPLY` if no process waits.
+        queue: the queue of all tools workers, or that of the worker that has the episode's session.
     """
     with _broker_errors("call"):
         app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True, queue=Queue(queue, routing_key=queue))
 
 
 def send_agent(episode: int, attempt: int, reply_to: str) -> None:
-    """Send a job that runs the agent of an attempt at an episode. When the agent has ended, its worker wakes `reply_to`."""
+    """Send the job that runs the agent of one attempt at an episode. When the agent has ended, the agents worker wakes the
+    rollout process at `reply_to`.
+    """
     with _broker_errors("agent"):
         queue = Queue("agents", routing_key="agents")
         app.send_task("agentrl.agent", args=[episode, attempt, reply_to], ignore_result=True, queue=queue)
 
 
 class _broker_errors:  # noqa: N801 - reads as a phrase: `with _broker_errors("train")`
-    """A context manager around a send: it converts the broker's errors to ServiceError, and passes the fault points
-    `send_WHAT.before` and `.after`.
+    """A context manager around a send. It converts the broker's errors to ServiceError, and has the fault points
+    `send_WHAT.before` and `send_WHAT.after`.
     """
 
     def __init__(self, what: str) -> None:

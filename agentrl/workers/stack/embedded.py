@@ -1,7 +1,7 @@
-"""Finds, starts, keeps and stops the embedded stack from another process.
+"""Lets other processes find, start, keep and stop the embedded stack.
 
-A lock in the data folder shows whether a supervisor is alive. A small state file has its pid and whether it is stopping. A
-command that needs the stack touches the file `asked`; `agentrl up` creates the file `stay`.
+A lock in the data folder shows whether a supervisor is running. A small state file contains the supervisor's pid and whether
+the supervisor is stopping. A command that needs the stack touches the file `asked`. `agentrl up` creates the file `stay`.
 """
 
 import fcntl
@@ -24,13 +24,13 @@ from agentrl.workflow.settings import Settings, digest
 
 START_SECONDS = 20.0
 ASKED_SECONDS = 20.0
-"""The time in seconds that a command has to write its run after it asked for the stack. Until then the stack does not count as
-idle.
+"""The time that a command has to write its run after it has requested the stack, in seconds. During this time the stack is not
+regarded as idle.
 """
 STOP_SECONDS = 40.0
 ALWAYS_COMPARED = ("AGENTRL_DATABASE_URL", "AGENTRL_AGENTS")
-"""Variables that must be the same for a stack's workers and a command. Otherwise they would use different databases, or a
-different number of agents at a time.
+"""The environment variables that must be equal for the workers of a stack and a command. If they differ, the two use different
+databases or run a different number of agents at a time.
 """
 
 PATH_VARIABLES = ("PYTHONPATH", "PWD")
@@ -43,7 +43,7 @@ def log_file(where: Settings, role: str) -> Path:
 
 
 def find_supervisor(where: Settings) -> int | None:
-    """Return the pid of this data folder's supervisor; None if none is running."""
+    """Return the pid of this data folder's supervisor; None if no supervisor is running."""
     try:
         with (where.stack_dir / "supervisor.lock").open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -55,19 +55,21 @@ def find_supervisor(where: Settings) -> int | None:
 
 
 def end_orphaned_redis(where: Settings) -> None:
-    """Stop the private Redis of a killed supervisor, unless another supervisor is running by now."""
+    """Stop the private Redis of a killed supervisor, unless a new supervisor is already running."""
     if not where.broker_url and find_supervisor(where) is None:
         broker.end_server(where)
 
 
 def ensure_running(where: Settings, stay: bool = False, separate: bool = False) -> bool:
-    """Start the embedded stack unless it is running, and return whether this call started it. If a stack is stopping, wait for
-    its end first.
+    """Start the embedded stack unless it is running. If a stack is stopping, wait for its end first.
 
     Args:
         where: the settings.
-        stay: the stack stops only on request; this also applies to a stack that is already running.
-        separate: run rollout and train in separate processes.
+        stay: whether the stack stops only on request; this also applies to a stack that is already running.
+        separate: whether rollout and train run in separate processes.
+
+    Returns:
+        Whether this call started the stack.
 
     Raises:
         ServiceError: the stack does not start, or the broker of the settings does not answer.
@@ -96,10 +98,10 @@ def ensure_running(where: Settings, stay: bool = False, separate: bool = False) 
 
 
 def check_separate(where: Settings, separate: bool) -> None:
-    """Check that rollout and train can be separate processes, if `separate` is true.
+    """If `separate` is true, check that rollout and train can be separate processes.
 
     Raises:
-        ConfigError: they cannot, or the running stack has them in one process; the message says what to type.
+        ConfigError: the broker is in memory, or the running stack has one process for both; the message says what to type.
     """
     if separate and broker.is_in_memory(where):
         raise no_overlap_error(f"Without a server all workers are one process. {broker.server_hint()}")
@@ -122,7 +124,7 @@ def _is_serving(where: Settings) -> bool:
 
 
 def stop(where: Settings) -> bool:
-    """Stop the embedded stack and wait for its end; return False if none is running. Unfinished runs continue at the next
+    """Stop the embedded stack and wait for its end. Return False if no stack is running. Unfinished runs continue at the next
     start.
     """
     pid = find_supervisor(where)
@@ -138,11 +140,11 @@ def stop(where: Settings) -> bool:
 
 
 def restart(where: Settings, separate: bool = False) -> None:
-    """Restart the stack with the environment of this process. The old stack's `stay` is kept. The new one is separate
-    if the old one was, or if `separate` is true.
+    """Restart the stack with the environment of this process. The new stack has `stay` if the old one had it. It has separate
+    processes if the old one had them, or if `separate` is true.
 
     Raises:
-        ServiceError, ConfigError: as `ensure_running`.
+        ServiceError, ConfigError: the stack cannot be started; see `ensure_running`.
     """
     before, stay = read_state(where), stay_file(where).exists()
     stop(where)
@@ -150,14 +152,15 @@ def restart(where: Settings, separate: bool = False) -> None:
 
 
 def list_queues(where: Settings) -> tuple[str, ...]:
-    """Return the queues of each worker of the running stack, joined by commas."""
+    """Return one text for each worker of the running stack: the names of its queues, joined by commas."""
     return ("rollout", "train", "tools") if read_state(where)["separate"] else ("rollout,train", "tools")
 
 
 def changed_variables(where: Settings, variables: Iterable[str]) -> list[str]:
-    """Return the variables whose values differ from those of the running stack.
+    """Return the environment variables whose values differ between this process and the running stack.
 
-    ALWAYS_COMPARED are checked. The given variables are checked only for a stack in memory, whose workers cannot be asked.
+    The variables in ALWAYS_COMPARED are always compared. The given variables are compared only if the broker is in memory,
+    because the workers of such a stack cannot be queried.
     """
     digests = read_state(where).get("environment", {})
     needed = [*ALWAYS_COMPARED, *(variables if broker.is_in_memory(where) else ())]
@@ -166,7 +169,9 @@ def changed_variables(where: Settings, variables: Iterable[str]) -> list[str]:
 
 
 def _environment_digests(key: str) -> dict[str, str]:
-    """Return digests of the environment's values. They are used so that the state file contains no secret."""
+    """Return a digest of each relevant environment variable. The state file contains these digests instead of the values, which
+    may be secret.
+    """
     values = {
         name: value for name, value in os.environ.items() if value and (name.startswith("AGENTRL_") or name in PATH_VARIABLES)
     }
@@ -175,12 +180,12 @@ def _environment_digests(key: str) -> dict[str, str]:
 
 
 def stay_file(where: Settings) -> Path:
-    """Return the path of the file `stay`: while it exists, the stack stops only on request."""
+    """Return the path of the file `stay`. While that file exists, the stack stops only on request."""
     return where.stack_dir / "stay"
 
 
 def was_asked_lately(where: Settings) -> bool:
-    """Return whether a command asked for the stack within the last ASKED_SECONDS."""
+    """Return whether a command has requested the stack within the last ASKED_SECONDS."""
     try:
         age = time.time() - (where.stack_dir / "asked").stat().st_mtime
     except FileNotFoundError:
@@ -189,8 +194,8 @@ def was_asked_lately(where: Settings) -> bool:
 
 
 def read_state(where: Settings) -> dict[str, Any]:
-    """Return the state of the supervisor: its pid (0 until it is written), whether it is stopping, and whether rollout and
-    train are separate.
+    """Return the supervisor's state: its pid (0 before it is written), whether it is stopping, and whether rollout and train
+    are separate processes.
     """
     try:
         state = json.loads((where.stack_dir / "supervisor.json").read_text())
@@ -200,8 +205,8 @@ def read_state(where: Settings) -> dict[str, Any]:
 
 
 def write_state(where: Settings, stopping: bool, separate: bool) -> None:
-    """Write the state of the supervisor, which is this process: its pid, whether it is stopping, and whether rollout and train
-    are separate.
+    """Write the state of this process, the supervisor: its pid, whether it is stopping, and whether rollout and train are
+    separate processes.
     """
     beside = where.stack_dir / "supervisor.json.new"
     with suppress(FileNotFoundError):  # the data folder was removed: the children are ended all the same
@@ -217,7 +222,7 @@ def write_state(where: Settings, stopping: bool, separate: bool) -> None:
 
 
 def hold_lock(where: Settings) -> IO[str] | None:
-    """Take the supervisor's lock, which lasts until the returned file is closed. Return None if another process has it."""
+    """Take the supervisor's lock; closing the returned file releases it. Return None if another process has the lock."""
     file = (where.stack_dir / "supervisor.lock").open("w")
     deadline = time.monotonic() + 1.0  # a process that only checks for a supervisor holds the lock for a moment
     while True:

@@ -14,8 +14,8 @@ log = getLogger("agentrl.heartbeat")
 
 @dataclass
 class Heartbeat:
-    """A thread that renews leases three times during their life. If another worker has taken over a claim, it calls the claim's
-    `lost`.
+    """A thread that renews the leases of this process's claims, each three times before it would expire. If another worker has
+    taken over a claim, the thread calls the claim's `lost`.
     """
 
     db: Database
@@ -55,7 +55,7 @@ class Heartbeat:
             self._iterations.pop((iteration, token), None)
 
     def hold_agent(self, agent: int, claim: str, lost: Callable[[], None]) -> None:
-        """Renew the agent's lease from now on. Call `lost` once if the episode does not need the agent any more."""
+        """Renew the agent's lease from now on. Call `lost` once if the attempt is over or another worker has the agent."""
         with self._lock:
             self._agents[agent, claim] = lost
 

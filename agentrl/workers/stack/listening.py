@@ -1,6 +1,4 @@
-"""The listening sockets of HTTP servers such as the endpoint: how one is bound, how it is passed to another process, and its
-URL.
-"""
+"""The listening sockets of HTTP servers such as the endpoint: binding a socket, passing it to another process, and its URL."""
 
 import socket
 from ipaddress import ip_address
@@ -8,14 +6,14 @@ from ipaddress import ip_address
 from agentrl.workflow.errors import ServiceError
 
 LISTENER = "AGENTRL_ENDPOINT_LISTENER"
-"""The environment variable with the descriptor of a listening socket that the supervisor passes to the endpoint."""
+"""The environment variable with the file descriptor of the listening socket that the supervisor passes to the endpoint."""
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
 
 
 def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free port, or to 0.") -> socket.socket:
-    """Return a socket that listens at the address. Port 0 selects a free port.
+    """Return a socket that listens on the address. With port 0, the system selects a free port.
 
     Args:
         host: the host name or address.
@@ -23,7 +21,7 @@ def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free 
         hint: what the user can do if the address is in use.
 
     Raises:
-        ServiceError: the process cannot listen there.
+        ServiceError: the process cannot listen on the address.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,7 +1,8 @@
-"""`/metrics` of a process in Prometheus' text format: the state of the process and, for the control loop, of all work.
+"""The route `/metrics` of a process, in Prometheus' text format. It shows the state of the process and, in the control loop, of
+all work.
 
-It is off unless AGENTRL_METRICS_PORT is set. It listens at 127.0.0.1 unless AGENTRL_METRICS_HOST is set. It contains no task
-and no text of an episode. Each process of a machine has its own port; see `port_of`.
+Metrics are off unless AGENTRL_METRICS_PORT is set. The server listens on 127.0.0.1 unless AGENTRL_METRICS_HOST is set. The
+metrics contain no task and no text of an episode. Each process of a machine has its own port; see `port_of`.
 """
 
 import os
@@ -25,20 +26,20 @@ from agentrl.workflow.store.reads import open_work
 log = getLogger("agentrl.metrics")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PORT_ORDER = ("control", "rollout", "train", "tools", "agents", "endpoint")
-"""The roles in the order of their ports: the control loop listens at AGENTRL_METRICS_PORT, each following role at the next
-port.
+"""The roles in the order of their ports. The control loop listens on AGENTRL_METRICS_PORT, and each further role on the next
+higher port.
 """
 REQUEST_SECONDS = 5.0
 """The longest wait for the next bytes of a request, in seconds."""
 CONNECTION_SECONDS = 30.0
-"""The longest life of a connection, in seconds."""
+"""The longest duration of a connection, in seconds."""
 MAX_CONNECTIONS = 16
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PrometheusMetric:
-    """A metric with a value for each set of labels. A metric whose name ends in `_total` is a counter; others are gauges."""
+    """A metric with one value for each set of labels. It is a counter if its name ends in `_total`; otherwise a gauge."""
 
     name: str
     help: str
@@ -47,11 +48,13 @@ class PrometheusMetric:
 
 Collect = Callable[[], Iterable[PrometheusMetric]]
 _collectors: list[Collect] = []
-"""Functions of other modules in this process that return metrics, such as those of the sampler's slots."""
+"""The functions that other modules of this process have added with `add_collector`."""
 
 
 def add_collector(collect: Collect) -> None:
-    """Add the metrics that `collect` returns to `/metrics` of this process. It is called for each request, from any thread."""
+    """Add the metrics that `collect` returns to `/metrics` of this process. The server calls `collect` for each request, from
+    any thread.
+    """
     _collectors.append(collect)
 
 
@@ -121,7 +124,7 @@ _RUN_METRICS = (
 
 
 def port_of(where: Settings, roles: Sequence[str]) -> int:
-    """Return the port for a process with these roles; 0 if metrics are off."""
+    """Return the port of the metrics of a process with these roles; 0 if metrics are off."""
     return where.metrics_port and where.metrics_port + min(PORT_ORDER.index(role) for role in roles)
 
 
@@ -131,7 +134,7 @@ def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Databa
     Args:
         where: the settings.
         roles: the roles of this process.
-        db: returns the database; called only in the control loop, for the metrics of all work.
+        db: the function that returns the database. Only the control loop calls it, for the metrics of all work.
     """
     port = port_of(where, roles)
     if not port:
@@ -160,7 +163,7 @@ def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Databa
 
 
 class _Server(ThreadingHTTPServer):
-    """A server with a limited number of connections, each of which has a time limit."""
+    """A server that limits the number of connections and the duration of each connection."""
 
     daemon_threads = True
 
@@ -169,7 +172,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle the request in a thread, or close the connection if there are too many."""
+        """Handle the request in a thread. If there are too many connections, close this one instead."""
         if len(self._deadlines) >= MAX_CONNECTIONS:
             self.shutdown_request(request)
             return
@@ -181,7 +184,7 @@ class _Server(ThreadingHTTPServer):
         super().close_request(request)
 
     def service_actions(self) -> None:
-        """Close the connections whose time is over. `serve_forever` calls this every half second."""
+        """Close the connections that have exceeded CONNECTION_SECONDS. `serve_forever` calls this every half second."""
         for request, deadline in list(self._deadlines.items()):
             if time.monotonic() > deadline:
                 with suppress(OSError):  # it was closed meanwhile
@@ -193,13 +196,13 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """A request. A client that sends nothing for REQUEST_SECONDS is disconnected."""
+    """The handler of one request. A client that sends nothing for REQUEST_SECONDS is disconnected."""
 
     timeout = REQUEST_SECONDS
     _collecting = threading.Lock()
 
     def collect(self) -> str:
-        """Return the text of the response."""
+        """Return the body of the response."""
         raise NotImplementedError
 
     def do_GET(self) -> None:

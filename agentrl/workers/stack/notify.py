@@ -1,8 +1,9 @@
-"""Notifications: a request to AGENTRL_NOTIFY_URL, or a run of AGENTRL_NOTIFY_COMMAND, when a run ends and when it waits.
+"""Notifications when a run ends and when it waits: a request to AGENTRL_NOTIFY_URL, a start of AGENTRL_NOTIFY_COMMAND, or both.
 
-Both are set only in the machine's settings; a run's config cannot set them. The control loop sends notifications from the runs'
-events. It uses a thread, so that a server that hangs delays nothing. The database records the last event that was sent. So each
-event is sent at least once, even if the control loop was away, and is given up after MAX_ATTEMPTS failures.
+Both are set only in the machine's settings; a run's config cannot set them. The control loop sends notifications, which it
+reads from the runs' events. It sends them in a thread, so a slow server delays nothing. The database records the last event
+that was sent. So each event is sent at least once, even if the control loop was stopped. After MAX_ATTEMPTS failures, an event
+is skipped.
 """
 
 import json
@@ -26,7 +27,7 @@ URL_SECONDS, COMMAND_SECONDS = 10.0, 60.0
 
 
 class Notifier:
-    """Sends new events, one after the other."""
+    """The sender of notifications. It sends new events one after the other."""
 
     def __init__(self, where: Settings) -> None:
         self._url, self._command = where.notify_url, shlex.split(where.notify_command)
@@ -34,7 +35,7 @@ class Notifier:
         self._attempts = 0
 
     def tend(self, db: Database) -> None:
-        """Start a thread that sends new events, unless a thread is still sending or no target is set."""
+        """Start a thread that sends new events. Do nothing if a thread is still sending or no target is set."""
         if not (self._url or self._command) or (self._thread is not None and self._thread.is_alive()):
             return
         self._thread = threading.Thread(target=self._send_new, args=[db], name="notify", daemon=True)
@@ -56,7 +57,7 @@ class Notifier:
             log.warning("events could not be read: %s", error)
 
     def _send(self, event: Mapping[str, Any]) -> bool:
-        """Send an event; return whether to go on to the next one: it was sent, or has failed MAX_ATTEMPTS times."""
+        """Send an event. Return whether the next event follows: the event was sent, or has failed MAX_ATTEMPTS times."""
         body = json.dumps({name: event[name] for name in ("event", "run", "kind", "status", "detail", "at")}).encode()
         try:
             if self._url:
@@ -72,11 +73,12 @@ class Notifier:
 
 
 def _run(command: Sequence[str], body: bytes) -> None:
-    """Run a program with `body` on its standard input and discard its output. If it takes too long, kill its process group.
+    """Run a program with `body` on its standard input, and discard its output. If it takes longer than COMMAND_SECONDS, kill
+    its process group.
 
     Raises:
-        OSError: it cannot be started.
-        SubprocessError: it fails, or takes longer than COMMAND_SECONDS.
+        OSError: the program cannot be started.
+        SubprocessError: the program fails, or takes longer than COMMAND_SECONDS.
     """
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as process:
@@ -90,7 +92,7 @@ def _run(command: Sequence[str], body: bytes) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """Return the cause of an error without the target, which may contain a key."""
+    """Return the cause of the error. The target is left out, because it may contain a key."""
     if isinstance(error, subprocess.CalledProcessError):
         return f"the command ended with exit code {error.returncode}"
     if isinstance(error, subprocess.TimeoutExpired):

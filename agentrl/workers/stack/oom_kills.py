@@ -1,4 +1,6 @@
-"""Counts the kills of the kernel's out-of-memory killer in this process's cgroup. A counter file is the only record of them."""
+"""Counts the processes that the kernel's out-of-memory killer has killed in this process's cgroup. Only the cgroup's counter
+file records these kills.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +9,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def count_kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of processes killed so far in this process's memory cgroup; 0 if the kernel does not report it."""
+    """Return the number of processes that were killed so far in this process's memory cgroup; 0 if the kernel does not report
+    it.
+    """
     for file in _counter_files(cgroups, mine):
         try:
             fields = dict(line.split() for line in file.read_text().splitlines())
@@ -18,8 +22,8 @@ def count_kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup"))
 
 
 def _counter_files(cgroups: Path, mine: Path) -> Iterator[Path]:
-    """Yield the files that may have the counter, for cgroup versions 1 and 2. In a container the own group is at the top of the
-    tree.
+    """Yield the files that may contain the counter, for cgroup versions 1 and 2. In a container, the process's own cgroup is at
+    the top of the tree.
     """
     try:
         groups = [line.split(":", 2) for line in mine.read_text().splitlines()]

@@ -31,17 +31,18 @@ APART_HINT = (
 """The hint for a run that needs rollout and train in separate processes."""
 
 stopping = threading.Event()
-"""Set when the process is asked to stop. Rollouts then return their claims.
+"""The event that is set when the process is asked to stop. Rollouts then release their claims.
 
-The main thread handles signals and must never wait for this event: a waiter briefly holds the lock that `set` needs.
+The main thread handles signals and must never wait for this event: a waiting thread briefly holds the lock that `set` needs.
 """
 
 shared = threading.Event()
-"""Set if this process both rolls out and trains."""
+"""The event that is set if this process both rolls out and trains."""
 
 
 threaded = threading.Event()
-"""Set while all workers are threads of the user's own process, which calls function agents itself."""
+"""The event that is set while all workers are threads of the user's own process. Such a process calls function agents itself.
+"""
 
 
 def worker_name() -> str:
@@ -50,18 +51,19 @@ def worker_name() -> str:
 
 
 def claim_name() -> str:
-    """Return a new name for a claim of this process, `host:pid/N`. Rows record it as their holder."""
+    """Return a new name for a claim of this process, `host:pid/N`. Rows store it as the name of their holder."""
     return f"{worker_name()}/{uuid4().hex[:8]}"
 
 
 def confirm_base(run: int, policy: "Policy") -> None:
-    """Check that the base model in memory is the run's. The first worker that loads the run's base records its hashes.
+    """Check that the base model in memory is that of the run. The first worker that loads the run's base records the base's
+    hashes.
 
-    If AGENTRL_DEVICE is `auto` and a GPU failed earlier, so that the model is on the CPU, this is written to the run's events
-    and the log.
+    If AGENTRL_DEVICE is `auto` and the model is on the CPU because a GPU failed earlier, write this to the run's events and the
+    log.
 
     Raises:
-        ModelError: it is another base.
+        ModelError: the run uses another base model.
     """
     _confirm_hashes(run, policy.base_hash, json.dumps(policy.trained_part), tuple(base_hashes(policy).items()))
     if settings().device == "auto" and policy.device.type == "cpu" and policy.config.numerics != "exact":
@@ -69,18 +71,19 @@ def confirm_base(run: int, policy: "Policy") -> None:
 
 
 def base_hashes(policy: "Policy") -> dict[str, str]:
-    """Return the hashes of a base that a run records in addition to its weights' hash: tokenizer, template, and its own code if
-    it has any.
+    """Return the hashes of a base that a run records besides that of its weights: those of the tokenizer, the chat template,
+    and the model's own code if there is any.
     """
     hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
     return hashes | ({"code": policy.code_hash} if policy.code_hash else {})
 
 
 def refuse_overlap(config: RunConfig) -> None:
-    """Raise ConfigError for a run whose rollouts continue during updates, if this process does both.
+    """Check that this process can work for the run: rollouts that continue during updates need separate processes.
 
     Raises:
-        ConfigError: the message says what to start instead.
+        ConfigError: rollouts of the run continue during updates, but this process does both; the message says what to start
+            instead.
     """
     if shared.is_set() and config.rollout.max_staleness:
         raise no_overlap_error(f"{APART_HINT}, then `agentrl resume {config.name}`.")
@@ -108,8 +111,8 @@ def _report_cpu(run: int) -> None:
 
 
 def write_when_possible(write: Callable[[], object]) -> None:
-    """Repeat a write until the database accepts it or the process is asked to stop. A claim that is not returned would count as
-    a lost worker.
+    """Repeat a write until the database accepts it or the process is asked to stop. Without the repetition, a claim would not
+    be released, and its holder would be counted as a lost worker.
     """
     while True:
         try:
@@ -123,8 +126,8 @@ def write_when_possible(write: Callable[[], object]) -> None:
 
 
 def forget() -> None:
-    """Close the singletons of this process and clear the cached settings. The next use reads the settings again and opens their
-    database.
+    """Close the singletons of this process, and clear the cached settings. The next use reads the settings again and opens the
+    database that they name.
     """
     if heartbeat.made:
         heartbeat().stop()
@@ -146,7 +149,7 @@ def database() -> Database:
 
 @Once
 def heartbeat() -> Heartbeat:
-    """Return the process's heartbeat, which is running."""
+    """Return the heartbeat of this process. The first call starts it."""
     beat = Heartbeat(database(), settings().lease_seconds)
     beat.start()
     return beat

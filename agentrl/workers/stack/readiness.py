@@ -1,7 +1,8 @@
-"""The readiness of a worker process, as a file for health checks and as lines in its log.
+"""The readiness of a worker process, shown by a file for health checks and by lines in the log.
 
-The file `AGENTRL_READY_FILE` exists while a worker can reach its broker; for control and the endpoint, while they can reach the
-database. A worker also removes the file when it starts, because a process that was killed in a container leaves it behind.
+The file `AGENTRL_READY_FILE` exists while a worker can reach its broker. For the control loop and the endpoint, it exists while
+they can reach the database. A process also removes the file when it starts, because a killed process in a container may have
+left it.
 """
 
 import logging
@@ -23,20 +24,22 @@ LOSS_PREFIXES = ("consumer: ", "Frequent restarts detected")
 
 
 class Readiness:
-    """Whether this process serves. Each change is logged as one line; two threads at the same time may log it twice."""
+    """The state of this process: whether it can serve. Each change is logged as one line. If two threads report a change at the
+    same time, it may be logged twice.
+    """
 
     def __init__(self, file: Path | None) -> None:
-        """Remove the file of an earlier process.
+        """Remove the file if an earlier process left it.
 
         Args:
-            file: the file that exists while the process serves; None: no file.
+            file: the file that exists while the process can serve; None for no file.
         """
         self._file = file
         self._state = "starting"
         self._remove()
 
     def confirm(self) -> None:
-        """Record that the process serves; log it if it did not before."""
+        """Record that the process can serve. Log it if the state has changed."""
         if self._state == "ready":
             return
         log.info("ready" if self._state == "starting" else "ready again")
@@ -45,7 +48,7 @@ class Readiness:
             self._file.touch()
 
     def lose(self, reason: object) -> None:
-        """Record that the broker or the database is away. The reason is logged once until the next `confirm`."""
+        """Record that the broker or the database does not answer. Log the reason once, until the next `confirm`."""
         if self._state == "lost":
             return
         log.warning("not ready: %s Retrying until it answers.", reason)
@@ -64,8 +67,8 @@ def readiness() -> Readiness:
 
 
 def follow_celery() -> None:
-    """Confirm readiness at each of Celery's heartbeats, and end it when Celery reports a lost broker. Call this before the
-    worker is created.
+    """Call `confirm` at each of Celery's heartbeats, and `lose` when Celery reports a lost broker. Call this function before
+    the worker is created.
     """
     from celery.signals import heartbeat_sent
 
@@ -81,13 +84,15 @@ def _confirm(sender: Any, **kwargs: Any) -> None:
 
 
 def _reason_of(message: str) -> str:
-    """Return the reason from Celery's message about a lost broker, without the URL, which may contain a password."""
+    """Return the reason in Celery's message about a lost broker. The URL is left out, because it may contain a password."""
     match = re.match(r"consumer: Cannot connect to \S+: ([^\n]{1,200})", message)
     return f"the broker does not answer: {match[1].rstrip('. ')}." if match else "the broker does not answer."
 
 
 def _report_loss(record: logging.LogRecord) -> bool:
-    """Return whether to log a record of Celery's consumer. A report of a lost broker is not logged but ends readiness."""
+    """Return whether to log a record of Celery's consumer. If the record reports a lost broker, call `lose` and do not log the
+    record.
+    """
     if not record.getMessage().startswith(LOSS_PREFIXES):
         return True
     readiness().lose(_reason_of(record.getMessage()))

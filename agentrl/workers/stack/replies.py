@@ -1,7 +1,7 @@
-"""Replies to tool calls: each rollout process has one Redis list, and one thread that reads it.
+"""Replies to tool calls. Each rollout process has one Redis list for them, and one thread that reads the list.
 
-A reply has the id of a call whose result is in the row; the waiting rollout also polls the row. If a call cannot run on the
-worker that received it, the reply has the reason, which is only shown to the user.
+A reply contains the id of a call whose result is in the row; the waiting rollout also polls the row. If the worker that
+received a call cannot run it, the reply contains the reason instead. The reason is only shown to the user.
 """
 
 import math
@@ -27,24 +27,24 @@ _ADDRESS = re.compile(r"agentrl\.replies\.[0-9a-f]{32}")
 
 _REPLY = re.compile(rb"([0-9]{1,19})(?: (.*))?", re.DOTALL)
 MAX_REASON = 500
-"""The most characters of the reason why a call cannot run."""
+"""The most characters of the reason why a call was not run."""
 
 ReplyCallback = Callable[[int, str], None]
-"""The type of a callback: its arguments are the call's id and the reason why it cannot run, which is empty once the result is
-recorded.
+"""The type of a callback. Its arguments are the call's id and the reason why the call was not run; the reason is empty if the
+result is recorded.
 """
 
 _local_lists: "dict[str, Replies]" = {}
-"""The reply lists of this process by address. If the tools run in the same process, replies do not go through Redis."""
+"""The reply lists of this process, by address. If the tools worker is in this process too, replies do not go through Redis."""
 
 
 class Replies:
-    """The reply list of this process. The callback of each call is called in the reader's thread, once after the call's result
-    is recorded.
+    """The reply list of this process. When the result of a call is recorded, the reader's thread calls the call's callback
+    once.
 
     Attributes:
         address: the name of the list in Redis.
-        answered_at: the monotonic time of the last reply with a result, in seconds.
+        answered_at: the time of the last reply with a result, in seconds of the monotonic clock.
     """
 
     def __init__(self, where: Settings) -> None:
@@ -56,8 +56,8 @@ class Replies:
             threading.Thread(target=self._run, args=(connect_redis(where),), name="replies", daemon=True).start()
 
     def expect(self, call: int, answered: ReplyCallback) -> None:
-        """Register the callback `answered` of a call. It is called when the result is recorded, and before that with each
-        reason why the call cannot run.
+        """Register the callback of a call. It is called with an empty reason when the result is recorded. Before that, it may
+        be called with reasons why workers could not run the call.
         """
         self._waiting[call] = answered
 
@@ -66,7 +66,7 @@ class Replies:
         self._waiting.pop(call, None)
 
     def answer(self, call: int, reason: str = "") -> None:
-        """Call the callback of the call and remove it. With a `reason`, it stays registered."""
+        """Call the callback of the call. Then remove the callback, unless there is a `reason` why the call was not run."""
         answered = self._waiting.get(call) if reason else self._waiting.pop(call, None)
         if not reason:
             self.answered_at = time.monotonic()
@@ -99,7 +99,7 @@ class Replies:
 
 
 class Waker:
-    """Sends replies from a tools process to the lists of rollout processes."""
+    """The sender of replies from a tools process to the lists of rollout processes."""
 
     def __init__(self, where: Settings) -> None:
         self._where = where
@@ -109,13 +109,13 @@ class Waker:
         return connect_redis(self._where)
 
     def wake(self, address: str, call: int, reason: str = "") -> None:
-        """Wake the rollout that waits for the call, or send it the reason why the call cannot run here.
+        """Wake the rollout process that waits for the call. With a `reason`, report why this worker cannot run the call.
 
-        If the broker is away, nothing is lost, because the rollout also polls the row.
+        If the broker does not answer, nothing is lost, because the rollout process also polls the row.
 
         Raises:
-            ConfigError: the address is not a reply list. This is checked because anyone can write a message, and Redis has
-                other lists too.
+            ConfigError: the address is not that of a reply list. The check is needed because anyone can write a message, and
+                Redis has other lists too.
         """
         if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
             raise ConfigError(f"A tool call has an invalid reply list: {address!r:.100}.")

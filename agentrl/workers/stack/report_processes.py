@@ -1,4 +1,6 @@
-"""The processes that write runs to trackers: one for each run and tracker. One parent starts, watches and ends them."""
+"""The processes that write runs to trackers, one process for each run and tracker. A parent process starts, watches and ends
+them.
+"""
 
 import os
 import signal
@@ -20,22 +22,22 @@ from agentrl.workflow.store.run_reports import TrackerReport
 
 log = getLogger("agentrl.reports")
 FAILED = 70
-"""The exit code of a process that has recorded why its report failed. Python's own exit code for an error is 1."""
+"""The exit code of a process that has recorded the cause of its failure itself. Python's own exit code after an error is 1."""
 CLAIM = "AGENTRL_REPORT_CLAIM"
-"""The environment variable that identifies the processes that a tracker started."""
+"""The environment variable by which the processes that a tracker started are found."""
 MAX_PROCESSES = 8
 """The most report processes at a time; each takes some 100 MB."""
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 600.0
-"""The first and the longest pause before a failed report is tried again, in seconds; it doubles each time."""
+"""The first and the longest pause before a failed report is tried again, in seconds. The pause doubles after each failure."""
 STOP_SECONDS = 10.0
-"""The time that a process has to write the remaining steps when it is asked to stop, in seconds."""
+"""The time that processes have to write the remaining steps after a request to stop, in seconds."""
 
 
 class ReportProcess:
     """A process that writes a report. When it ends, all processes that its tracker started are killed, even those in other
     sessions.
 
-    Otherwise such a process might send its last steps after the next report process has asked which steps the tracker has.
+    If such a process continued, it could still send steps after the next report process has asked the tracker for its steps.
     """
 
     def __init__(self, report: TrackerReport, output: int | None = None) -> None:
@@ -43,7 +45,7 @@ class ReportProcess:
 
         Args:
             report: the report to write.
-            output: the file descriptor of its log; None: this process's stderr.
+            output: the file descriptor for the process's log; None for the stderr of this process.
         """
         self.report, self.claim = report, claim_name()
         command = [sys.executable, "-P", "-m", "agentrl.workers.stack.reporter", str(report.run_id), report.tracker, self.claim]
@@ -53,9 +55,11 @@ class ReportProcess:
         )
 
     def reap(self, db: Database) -> bool | None:
-        """Return None while the process is running, else whether it wrote its report.
+        """Check whether the process has ended. If so, kill the processes that it started, release its lease, and record a
+        failure that it did not record itself.
 
-        When it has ended, kill what it started, release its lease, and record a failure that it did not record itself.
+        Returns:
+            None while the process is running; then whether it has written its report.
         """
         code = self.process.poll()
         if code is None:
@@ -94,7 +98,9 @@ def _describe_exit(tracker: str, code: int) -> str:
 
 @dataclass
 class _Pause:
-    """The pause before a failed report is tried again: its end in monotonic time, and its length, both in seconds."""
+    """The pause before a failed report is tried again. `until` is its end on the monotonic clock, and `seconds` its length,
+    both in seconds.
+    """
 
     until: float
     seconds: float
@@ -109,11 +115,11 @@ class ReportProcesses:
 
     @property
     def running(self) -> tuple[ReportProcess, ...]:
-        """The processes that have not been reaped."""
+        """The processes that have not been reaped yet."""
         return tuple(self._processes.values())
 
     def tend(self, db: Database) -> None:
-        """Reap the processes that have ended, and start those that are missing. Do not wait for any of them."""
+        """Reap the processes that have ended, and start those for further due reports, without waiting for any of them."""
         for key, process in list(self._processes.items()):
             if (written := process.reap(db)) is None:
                 continue
@@ -132,8 +138,8 @@ class ReportProcesses:
         """Ask all processes to write the remaining steps, and kill those that take longer than STOP_SECONDS.
 
         Args:
-            open_database: returns the database. It is called only if there are processes, because the database may be the
-                reason for stopping.
+            open_database: the function that returns the database. It is called only if there are processes, because a missing
+                database may be the reason for stopping.
         """
         for process in self._processes.values():
             process.process.terminate()

@@ -1,7 +1,8 @@
-"""The process that writes one run to one tracker: `python -m agentrl.workers.stack.reporter RUN_ID TRACKER CLAIM`.
+"""The program of a process that writes one run to one tracker: `python -m agentrl.workers.stack.reporter RUN_ID TRACKER CLAIM`.
 
-It reads rows, and holds no transaction while it waits for the tracker. It asks the tracker which steps the tracker has. So a
-process that replaces a killed one neither repeats nor misses a step. SIGALRM ends the process if the tracker hangs.
+The process reads rows, and holds no transaction while it waits for the tracker. At its start, it asks the tracker which steps
+the tracker already has. So a process that replaces a killed one neither repeats nor omits a step. If the tracker hangs, SIGALRM
+ends the process.
 """
 
 import os
@@ -43,11 +44,13 @@ from agentrl.workflow.trajectory import OPEN
 log = getLogger("agentrl.reporter")
 MAX_ERROR_CHARS = 300
 LEASE_MARGIN_SECONDS = 30.0
-"""The seconds by which the lease lasts longer than a step's time limit, so that it outlives a process that SIGALRM ends."""
+"""The time, in seconds, that the lease lasts beyond the time limit of a step. So the lease is still valid when SIGALRM ends the
+process.
+"""
 
 
 class Reporter:
-    """Writes a run to a tracker, until the run has ended or the process is asked to stop."""
+    """The writer of one run to one tracker. It writes until the run has ended or the process is asked to stop."""
 
     def __init__(self, db: Database, report: TrackerReport, claim: str) -> None:
         self.db, self.report, self.claim = db, report, claim
@@ -57,7 +60,7 @@ class Reporter:
         self.last = {ITERATION: 0, EVALUATION: -1}
 
     def write(self) -> None:
-        """Open the tracker's run, and write each step after its rows are committed.
+        """Open the run in the tracker, and write each step after its rows are committed.
 
         Raises:
             Fenced: another process writes this report.
@@ -80,7 +83,7 @@ class Reporter:
         run_reports.record_written(self.db, self.report, self.last[ITERATION], status if done else None)
 
     def _write_steps(self, session: TrackerSession) -> bool:
-        """Write the steps that the tracker does not have; return whether an evaluation is still running."""
+        """Write the steps that the tracker does not have. Return whether an evaluation of the run is still open."""
         for step in self._iteration_steps():
             self._write_step(session, step)
         for row in run_reports.load_own_evals(self.db, self.report.run_id, self.last[EVALUATION]):
@@ -99,7 +102,7 @@ class Reporter:
         run_reports.record_written(self.db, self.report, self.last[ITERATION])
 
     def _iteration_steps(self) -> Iterator[TrackedStep]:
-        """Yield the finished iterations that the tracker does not have, in order, up to the first open one."""
+        """Yield, in order, the finished iterations that the tracker does not have. Stop at the first unfinished one."""
         table = curves.load_curves(self.db, str(self.report.run_id), after=self.last[ITERATION])
         for values in table.rows:
             row = dict(zip(curves.COLUMNS, values, strict=True))
@@ -110,7 +113,9 @@ class Reporter:
                 yield TrackedStep(ITERATION, row["iteration"], row["finished_at"], iteration_metrics(row), text)
 
     def _samples(self, iteration: int) -> str:
-        """Return the transcripts of the iteration's first done episodes; the report's `samples` is their number."""
+        """Return the transcripts of the first done episodes of the iteration. The report's `samples` is the number of
+        transcripts.
+        """
         if not self.report.samples:
             return ""
         chosen = episode_rows.EpisodeFilter(self.run.name, iteration=iteration, status="done")
@@ -119,8 +124,8 @@ class Reporter:
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
-        """Let SIGALRM end the process if the block takes longer than AGENTRL_REPORT_SECONDS. This works even if the tracker's
-        code never returns to Python.
+        """Take the report's lease, and let SIGALRM end the process if the block takes longer than AGENTRL_REPORT_SECONDS. The
+        signal ends the process even if the tracker's code is not in Python and hangs.
 
         Raises:
             Fenced: another process holds the lease of this report.
@@ -136,7 +141,9 @@ class Reporter:
 
 
 def _transcript(db: Database, episode: int) -> str:
-    """Return an episode's transcript as an indented block of Markdown; no text in it can end the block."""
+    """Return an episode's transcript as an indented Markdown block. Every line is indented, so no text in the transcript can
+    end the block.
+    """
     lines = (text for text, _ in transcript_lines(episode_rows.find_episode(db, episode)))
     return "\n".join(f"    {line}" for text in lines for line in text.split("\n"))
 
@@ -158,7 +165,7 @@ def load_run(db: Database, run_id: int) -> TrackedRun:
 
 
 def describe_failure(report: TrackerReport, tracker: Tracker | None, error: BaseException) -> str:
-    """Return why a report failed, and what helps, as text."""
+    """Return a text that says why the report failed and what the user can do."""
     if isinstance(error, ModuleNotFoundError) and tracker is not None and error.name == tracker.package:
         return f"{report.tracker} is not installed here: {install_command(tracker.package)}. {AGAIN}"
     if isinstance(error, AgentRLError):

@@ -1,12 +1,13 @@
 """The supervisor: one process that runs a private Redis and the workers on this machine.
 
-`agentrl up` starts it, and so does `submit` if the settings have no broker. It restarts dead processes with back-off, and sends
-the calls of a dead tools worker again. A supervisor that `submit` started stops some time after the last run has ended, unless
-`agentrl up` was used since. With `AGENTRL_BROKER_URL` set, it runs the workers without Redis. Rollout and train share a process
-and one copy of the base, unless `--separate` is given or an unfinished run has rollouts that continue during updates.
+`agentrl up` starts the supervisor; `submit` starts it too if the settings have no broker. It restarts dead processes with
+back-off, and sends the calls of a dead tools worker again. A supervisor that `submit` started stops some time after the last
+run has ended, unless `agentrl up` was used meanwhile. If `AGENTRL_BROKER_URL` is set, it runs the workers without a private
+Redis. Rollout and train share one process and one copy of the base. They are separate processes with `--separate`, or if an
+unfinished run has rollouts that continue during updates.
 
-An endpoint and an agents worker are started when a running run has an agent. The supervisor owns the endpoint's listening
-socket. So a restarted endpoint has the same port, and clients that connect meanwhile wait in the backlog.
+When a running run has an agent, the supervisor also starts an endpoint and an agents worker. It owns the endpoint's listening
+socket. So a restarted endpoint has the same port, and clients that connect before the restart wait in the backlog.
 """
 
 import os
@@ -35,18 +36,29 @@ log = getLogger("agentrl.supervisor")
 WORKERS = ("rollout,train", "tools", "control")
 SEPARATE = ("rollout", "train", "tools", "control")
 CALM_SECONDS = 30.0
-"""The life of a process, in seconds, after which it is restarted at once. After a shorter life the wait doubles each time."""
+"""The shortest life of a process, in seconds, after which it is restarted without a wait. After a shorter life, the wait
+doubles each time.
+"""
 CALM_SECONDS_OF_ENDPOINT = 1.0
-"""The same limit for the endpoint, in seconds; it starts quickly, and agents wait for it."""
+"""The same limit for the endpoint, in seconds. It is lower because the endpoint starts quickly and agents wait for it."""
 MAX_BACKOFF = 30.0
-"""The longest wait before a restart, in seconds. The wait is also at most half a lease, because the claims of the dead process
-become free after a lease.
+"""The longest wait before a restart, in seconds. If half a lease is shorter, that is the longest wait: the claims of the dead
+process can be taken over after a lease.
 """
 
 
 @dataclass
 class SupervisedProcess:
-    """A supervised process, the time at which it may be restarted, and the number of out-of-memory kills before its start."""
+    """A supervised process.
+
+    Attributes:
+        role: the role of the worker, or `redis`.
+        process: the process; None before its first start.
+        started: the time of its start, in seconds of the monotonic clock.
+        backoff: the wait before its next restart, in seconds.
+        restart_at: the earliest time of its restart, on the monotonic clock; None while it is running.
+        kills: the number of out-of-memory kills before its start.
+    """
 
     role: str
     process: "subprocess.Popen[bytes] | None"
@@ -57,8 +69,8 @@ class SupervisedProcess:
 
 
 class Supervisor:
-    """Keeps its child processes alive until it is stopped. Without `stay` it also stops when no run was active for
-    `idle_stop_seconds`.
+    """Starts the child processes, and restarts them until it is stopped. Without the file `stay`, it also stops after
+    `idle_stop_seconds` without an active run.
     """
 
     def __init__(self, where: Settings, separate: bool = False) -> None:
@@ -101,8 +113,8 @@ class Supervisor:
                 self.stopping = self.stopping or self._is_idle()
 
     def _tend_agents(self, roles: Sequence[str]) -> bool:
-        """Start the processes of these roles when a run has an agent; return whether they were started. With a broker in
-        memory, also restart an ended endpoint.
+        """Start the processes of these roles if a run has an agent. Return whether they were started, now or before. If the
+        broker is in memory, also restart an endpoint that has ended.
         """
         running_roles = {child.role for child in self.children}
         for child in self.children if broker.is_in_memory(self.where) else ():
@@ -117,7 +129,9 @@ class Supervisor:
         return True
 
     def _is_idle(self) -> bool:
-        """Return whether no run was active for long enough to stop. If so, write this to the state file first."""
+        """Return whether the stack should stop, because no run was active for `idle_stop_seconds`. If so, the state file is
+        written first.
+        """
         if not self._is_quiet():
             return False
         embedded.write_state(self.where, stopping=True, separate=self.separate)
@@ -163,7 +177,7 @@ class Supervisor:
                 log.error("%s", error)
 
     def _record_losses(self) -> None:
-        """Record losses, in a thread. So a database that is away delays neither restarts nor the stop."""
+        """Record lost processes, in a separate thread, so that a slow database delays neither restarts nor the stop."""
         while True:
             tell = self.news.get()
             try:
@@ -204,7 +218,7 @@ class Supervisor:
 
 
 def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:
-    """Record in the runs' events which process was lost, and how it ended."""
+    """Record in the events of the runs which process was lost and how it ended."""
     name = f"{socket.gethostname()}:{pid}"
     if out_of_memory:
         log.error("%s was killed by the kernel, out of memory. %s", role, OOM_HINT)
@@ -214,7 +228,7 @@ def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:
 
 
 def _describe_exit(code: int) -> str:
-    """Return a text for the exit code: `ended with exit code 1`, `was killed by SIGKILL`."""
+    """Return a text for the exit code, such as `ended with exit code 1` or `was killed by SIGKILL`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -224,8 +238,8 @@ def _describe_exit(code: int) -> str:
 
 
 def _send_calls_again() -> None:
-    """Send the calls of a dead tools worker again at once. Otherwise they would wait for a lease and a tool's time limit to
-    pass.
+    """Send the calls of a dead tools worker again at once. Otherwise they would be sent only after a lease and the tool's time
+    limit.
     """
     from agentrl.workers.stack.dispatch import send_calls_again
 
@@ -249,11 +263,11 @@ def _some_run_has_agent() -> bool:
 
 
 def main(stay: bool, separate: bool = False) -> None:
-    """Run the supervisor process; return at once if another one is running.
+    """Run the supervisor process. Return at once if another supervisor is running.
 
     Args:
-        stay: stop only on request.
-        separate: run rollout and train in separate processes.
+        stay: whether to stop only on request.
+        separate: whether rollout and train run in separate processes.
     """
     where = settings()
     where.stack_dir.mkdir(parents=True, exist_ok=True)

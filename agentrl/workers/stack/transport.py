@@ -1,7 +1,7 @@
 """kombu's Redis transport with three corrections.
 
-Invalid messages do not end the worker. Jobs that outlive their connection do not end it either. The Redis client is not created
-again for each command, which takes a fifth of the time per message.
+An invalid message does not end the worker. A job whose connection was closed meanwhile does not end the worker either. The
+Redis client is kept for all commands; creating one for each command takes a fifth of the time per message.
 """
 
 from logging import getLogger
@@ -14,7 +14,7 @@ log = getLogger("agentrl.transport")
 
 
 class Channel(redis.Channel):  # type: ignore[misc]
-    """A channel with the corrections in the module's docstring. All three faults are in kombu 5.7.0."""
+    """A channel with the three corrections that the module's docstring describes. The faults are in kombu 5.7.0."""
 
     _own: Any = None
 

@@ -1,6 +1,6 @@
-"""A worker process: `python -m agentrl.workers.stack.worker rollout,train`, which `agentrl worker` also runs.
+"""A worker process: `python -m agentrl.workers.stack.worker rollout,train`. `agentrl worker` runs this too.
 
-Rollout and train may share one process with one copy of the base. Each other role has a process of its own.
+Rollout and train can share one process with one copy of the base. Each other role needs its own process.
 """
 
 import logging
@@ -41,28 +41,28 @@ MODULES = {
     "endpoint": "agentrl.workers.serving.endpoint",
     "fit": "agentrl.workers.requests.requirements",
 }
-"""The module of each role's job. `fit` has the check that workers make before a run is written."""
+"""The module with the job of each role. The entry `fit` is the check that workers make before a run is written."""
 
 SUPERVISOR = "AGENTRL_SUPERVISOR"
-"""The environment variable with the supervisor's pid. Its workers end when it has ended."""
+"""The environment variable with the pid of the supervisor. The supervisor's workers end after that process has ended."""
 
 ORPHAN_SECONDS = 40.0
-"""The time that a worker has to return its claims after its supervisor has ended, in seconds."""
+"""The time that a worker has to release its claims after its supervisor has ended, in seconds."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Environment variables that configure torch's allocator: the name since torch 2.9, then the older names, which take
-precedence.
+"""The environment variables that configure torch's allocator: the name since torch 2.9 first, then the older names. If an older
+one is set, torch uses that one.
 """
 
 SWITCH_SECONDS = 0.0005
-"""The interpreter's switch interval in seconds; Python's default is 5 ms. The sampler needs the GIL after each operation of the
-model, a hundred times per token. With the default and one busy thread, sampling took five times as long as alone, and so did
-a tool call.
+"""The switch interval of the interpreter, in seconds; Python's default is 5 ms. The sampler needs the GIL after each operation
+of the model, a hundred times per token. At the default and with one other busy thread, sampling took five times as long as
+without that thread. A tool call took five times as long too.
 """
 
 CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
-"""The number of threads per queue. A rollout job mostly waits for the engine, a tool call for its tool. The number for agents
-is a setting.
+"""The number of threads for each queue. A rollout job mostly waits for the engine, and a tool call for its tool. For agents,
+the number is a setting.
 """
 
 
@@ -71,7 +71,7 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
 
     Args:
         roles: the roles.
-        concurrency: the number of threads; None: the sum of the roles' defaults.
+        concurrency: the number of threads; None for the sum of the roles' defaults.
         listening: the `host` and `port` of an endpoint.
 
     Raises:
@@ -119,18 +119,20 @@ def _describe_servers(where: Settings) -> str:
 
 
 def _let_segments_grow() -> None:
-    """Let the segments of torch's CUDA allocator grow, unless the environment configures it. Call this before torch is
-    imported.
+    """Let the memory segments of torch's CUDA allocator grow, unless the environment configures the allocator. Call this before
+    torch is imported.
 
-    The sampler's KV cache grows by copies, each a little larger than the last. The next copy would not fit into a segment of
-    fixed size.
+    The sampler's KV cache grows by copies, and each copy is a little larger than the one before. With segments of fixed size,
+    the next copy would not fit.
     """
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def set_up_logging() -> None:
-    """Log agentrl's messages from INFO on, and other libraries' from WARNING on. AGENTRL_LOG selects text or JSON."""
+    """Log messages of agentrl from level INFO on, and those of other libraries from WARNING on. AGENTRL_LOG selects text or
+    JSON.
+    """
     handler = logging.StreamHandler(sys.stderr)
     as_text = logging.Formatter("%(asctime)s %(levelname).1s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if settings().log == "json" else as_text)
@@ -140,7 +142,7 @@ def set_up_logging() -> None:
 
 
 def _end_with_supervisor(supervisor: int, roles: list[str]) -> None:
-    """End this process when its supervisor has ended. The control worker also stops the private Redis."""
+    """Wait until the supervisor has ended, then end this process. The control worker also stops the private Redis."""
     while os.getppid() == supervisor:
         time.sleep(1.0)
     logging.getLogger("agentrl").warning("the supervisor is gone")
@@ -221,11 +223,11 @@ def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more
 
 
 def run_together(idle: Callable[[], bool], tend: Callable[[], bool]) -> None:
-    """Run all roles in this process, with a broker in memory, until `idle()` is true. Only the endpoint is a separate process,
-    because it needs no broker.
+    """Run all roles in this process, with a broker in memory, until `idle()` returns True. Only the endpoint is a separate
+    process, because it needs no broker.
 
-    Tools have a worker with threads of their own, because rollouts wait for tools and could otherwise take all threads. The
-    agents have such a worker too; it starts when `tend()`, which is called every second, returns that a run has an agent.
+    Tools have a worker with its own threads: rollouts wait for tools, and could otherwise occupy all threads. Agents have such
+    a worker too. It starts when `tend()`, which is called every second, returns True because a run has an agent.
     """
     from celery.app.trace import setup_worker_optimizations
 

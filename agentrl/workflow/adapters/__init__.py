@@ -1,6 +1,6 @@
-"""Adapters: each file here reads model turns from spans of one convention. See `Adapter`.
+"""Adapters. Each file of this folder reads model turns from spans of one convention. See `Adapter`.
 
-Spans come from other systems and are not trusted: the sizes of texts, calls and tokens are checked here, for all conventions.
+Spans come from other systems and are not trusted. This module checks the sizes of texts, calls and tokens for all conventions.
 """
 
 import json
@@ -17,27 +17,27 @@ from agentrl.workflow.trajectory import FinishReason, Message, Role, ToolCall
 
 ROLES: Mapping[str, Role] = {**{role: role for role in get_args(Role)}, "developer": "system", "model": "assistant"}
 MAX_TEXT = 4_000_000
-"""The most characters of all messages of a turn. Every conversation that a model can read is shorter."""
+"""The most characters of all messages of a turn. Conversations that a model can read are shorter."""
 MAX_MESSAGES = 10_000
 MAX_TOKENS = 1_000_000
 MAX_ID = 2**31 - 1
 LOWEST_LOGPROB = -1e30
-"""The lowest logprob, which is stored as float32."""
+"""The lowest logprob that is accepted. Logprobs are stored as float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A model turn, read from a span.
+    """A model turn that was read from a span.
 
     Args:
-        messages: the messages of its request, with the complete history.
+        messages: the messages of the turn's request, with the complete history.
         said: the model's message.
         tools: the offered tools, in the format of chat APIs.
-        finish_reason: why the turn ended.
+        finish_reason: the reason why the turn ended.
         prompt_ids, sampled_ids: the exact tokens; empty if the span has none.
         logprobs: the natural logprobs of the sampled tokens; empty if the span has none.
-        answers: for each tool result since the model's last message, the number of its call, from 0; -1 for no call. Empty: the
-            results are in the order of the calls.
+        answers: for each tool result after the model's last message, the index of its call, counted from 0; -1 if it has no
+            call. Empty: the results are in the order of the calls.
     """
 
     messages: tuple[Message, ...]
@@ -57,11 +57,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A convention for model turns in spans.
+    """A reader of model turns in spans of one convention.
 
     Args:
         name: the name of the file.
-        turn: returns the turn of a span, or None if the span is not a model turn. Raises ValueError if the turn is invalid.
+        turn: a function that returns the turn of a span, or None if the span is not a model turn. It raises ValueError if the
+            turn is invalid.
     """
 
     name: str
@@ -70,11 +71,11 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class SpanMessage:
-    """A message, read from a span.
+    """A message that was read from a span.
 
     Args:
         message: the message.
-        calls: the id of each of its calls; empty texts for calls without an id.
+        calls: the id of each of its calls; an empty text for a call without an id.
         answers: the id of the call to which a tool result belongs; empty if the span does not say.
     """
 
@@ -86,7 +87,7 @@ class SpanMessage:
 def make_turn(
     span: Span, messages: Sequence[SpanMessage], reply: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
 ) -> Turn:
-    """Build a turn, and check the token ids of the span.
+    """Build a turn, and validate the token ids of the span.
 
     Raises:
         ValueError: the turn is invalid.
@@ -106,7 +107,7 @@ def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), though
     """Build a message.
 
     Raises:
-        ValueError: its role is unknown.
+        ValueError: the role is unknown.
     """
     chat_role = ROLES.get(role) if isinstance(role, str) else None
     if chat_role is None:
@@ -117,7 +118,7 @@ def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), though
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
-    """Build a call. If its arguments cannot be parsed, the call has an error."""
+    """Build a call. If the arguments cannot be parsed, the call has an error."""
     value = parsed(arguments) or {}
     return read_arguments(name if isinstance(name, str) else "", dict(value) if isinstance(value, Mapping) else value)
 
@@ -130,7 +131,7 @@ def make_schema(name: Any, description: Any, parameters: Any) -> Schema:
 
 
 def parsed(value: Any) -> Any:
-    """Parse a value that may be JSON text. Other texts and values are returned unchanged.
+    """Parse a value that may be JSON text. A text that is not JSON, and any other value, is returned unchanged.
 
     Raises:
         ValueError: the value is nested too deep.
@@ -144,7 +145,9 @@ def parsed(value: Any) -> Any:
 
 
 def _with_whole_characters(value: Any, levels: int) -> Any:
-    """Replace unpaired surrogates, which JSON can express and no tokenizer accepts, in at most `levels` levels of the value."""
+    """Replace unpaired surrogates in the texts of the value, down to `levels` levels. JSON can express them, but no tokenizer
+    accepts them.
+    """
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if not levels:
@@ -155,7 +158,8 @@ def _with_whole_characters(value: Any, levels: int) -> Any:
 
 
 def _answered(messages: Sequence[SpanMessage]) -> tuple[tuple[Message, ...], tuple[int, ...]]:
-    """Return the messages, in which each tool result has the name of its call, and the call numbers of the last results.
+    """Return the messages, and the call numbers of the last tool results. In the messages, each tool result has the name of its
+    call.
 
     A result without a call id belongs to the next call that has no result yet.
     """
@@ -183,7 +187,7 @@ def _answered(messages: Sequence[SpanMessage]) -> tuple[tuple[Message, ...], tup
 
 
 def _ids(span: Span, names: Sequence[str]) -> tuple[int, ...]:
-    """Return the token ids under the first of these names that exists. If the value is a list of answers, return those of the
+    """Return the token ids under the first of these names that exists. If the value is a list of answers, return the ids of the
     first answer.
     """
     value = next((parsed(span.attributes[name]) for name in names if name in span.attributes), None)

@@ -1,5 +1,5 @@
-"""OpenTelemetry's GenAI conventions (1.37, in development): `gen_ai.input.messages` and `gen_ai.output.messages` with their
-parts.
+"""Spans of OpenTelemetry's GenAI conventions (1.37, in development): `gen_ai.input.messages` and `gen_ai.output.messages` with
+their parts.
 """
 
 import json
@@ -30,8 +30,8 @@ def _turn(span: Span) -> Turn | None:
 
 
 def _messages(item: Any) -> list[SpanMessage]:
-    """Return the messages for one message of the conventions. The results of several calls in one message become several
-    messages.
+    """Convert a message of the conventions to messages. If a message has the results of several calls, each result becomes a
+    message.
     """
     if not isinstance(item, Mapping):
         raise ValueError("a message is an object with role and parts")

@@ -1,7 +1,7 @@
 """Arguments and return values of Python agents. An agent is a function `solve(task, llm)`, sync or async.
 
-It receives the task's messages and metadata, and the address of its model. It returns None, a number (a reward), named rewards,
-or an `Answer`. The answer that an agent program prints is read by the same rules.
+The function receives the task's messages and metadata, and the address of its model. It returns None, a number (a reward),
+named rewards, or an `Answer`. The output of an agent program is read by the same rules.
 """
 
 import math
@@ -16,7 +16,7 @@ MAX_REWARDS = 64
 MAX_NAME = 64
 MAX_ANSWER = 100_000
 REWARD = "agent"
-"""The name of a reward that an agent returns without a name."""
+"""The name of a reward that an agent returns as a plain number."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class LLM:
 
     Args:
         base_url: the base URL, which ends with `/v1`.
-        api_key: the key, valid only for this episode.
-        model: the model's name.
+        api_key: the key, which is valid only for this episode.
+        model: the name of the model.
     """
 
     base_url: str
@@ -42,9 +42,9 @@ class AgentTask:
         key: the task's name in its dataset.
         messages: the messages with role and content, in the format of the chat API.
         metadata: the task's metadata.
-        reference: the reference answer; None unless the run shows it to its agent.
-        training: the episode trains the model; otherwise it measures it.
-        resources: the run's texts by name; `text.format(name=...)` fills in their fields.
+        reference: the reference answer; None unless the run passes it to its agent.
+        training: True if the episode trains the model, False if it measures the model.
+        resources: the run's texts by name; `text.format(name=...)` replaces their placeholders.
     """
 
     key: str
@@ -65,7 +65,7 @@ class AgentTask:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of an agent: its answer, and rewards that it gives itself."""
+    """The result that an agent may return: its answer, and rewards for its own episode."""
 
     text: str = ""
     rewards: Mapping[str, float] | float | None = None
@@ -73,7 +73,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class AgentResult:
-    """The validated result of an agent: its answer (None: the model's last turn) and its rewards by name."""
+    """The validated result of an agent: its answer, and its rewards by name. If the answer is None, the model's last turn is
+    the answer.
+    """
 
     answer: str | None = None
     rewards: Mapping[str, float] | None = None
@@ -83,7 +85,7 @@ def read_result(value: Any) -> AgentResult:
     """Validate the value that an agent returned.
 
     Raises:
-        TypeError, ValueError: an agent may not return this value; the message says what it may return.
+        TypeError, ValueError: the value is not a valid result; the message says which values are.
     """
     if isinstance(value, str):
         value = {"text": value}

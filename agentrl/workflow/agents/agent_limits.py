@@ -1,4 +1,4 @@
-"""Checks that this machine can sandbox an agent, and finds the agent's command."""
+"""Checks that this machine can run an agent in the sandbox, and finds the agent's command."""
 
 import os
 import shutil
@@ -12,19 +12,19 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.settings import settings
 
 FUNCTION = "agentrl.workers.agents.function"
-"""The module that runs a function agent as a program."""
+"""The module that runs an agent function as a program."""
 SYSTEM_PYTHON = "/usr/bin/python3"
 TRIAL = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev")
-"""The options of bubblewrap that the sandbox of every agent needs."""
+"""The options of bubblewrap that every agent's sandbox needs. A trial with them shows whether bubblewrap works."""
 NOBODY = "65534"
 TRIAL_SECONDS = 20.0
 
 
 def check_held(agent: AgentConfig) -> None:
-    """Check that this machine has the agent's program and can run its sandbox.
+    """Check that this machine has the agent's program and can run the agent's sandbox.
 
     Raises:
-        ConfigError: it has no such program, or cannot run the sandbox.
+        ConfigError: the program does not exist, or this machine cannot run the sandbox.
     """
     if agent.sandboxed:
         program = shutil.which("bwrap")
@@ -47,11 +47,11 @@ def check_held(agent: AgentConfig) -> None:
 
 @cache
 def _refusal(program: str, alone: bool) -> str:
-    """Return bubblewrap's error message if it cannot create a sandbox; else an empty text.
+    """Return the error message of bubblewrap if it cannot create a sandbox; else an empty text.
 
     Args:
         program: the path of bubblewrap.
-        alone: the sandbox has a network of its own.
+        alone: True if the sandbox has its own network.
     """
     user = ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
     command = [*(user if os.geteuid() == 0 else []), program, *TRIAL, *(["--unshare-net"] if alone else []), "true"]
@@ -64,11 +64,11 @@ def _refusal(program: str, alone: bool) -> str:
 
 
 def command_of(agent: AgentConfig) -> list[str]:
-    """Return the agent's command. Files of the working directory get absolute paths, because the program runs in another
-    folder.
+    """Return the words of the agent's command. Files of the working directory get absolute paths, because the program runs in
+    another folder.
 
     Raises:
-        ConfigError: the program is not found, or the sandbox's user cannot read what it needs.
+        ConfigError: the program is not found, or the user of the sandbox cannot read a file that the program needs.
     """
     if not agent.command:
         args = [sys.executable, "-P", "-m", FUNCTION, agent.name]
@@ -101,14 +101,16 @@ def _find_program(name: str, sandboxed: bool) -> str:
 
 
 def folders_of(args: list[str]) -> set[Path]:
-    """Return the folders of the files in a command. For a link, both its own folder and its target's are included."""
+    """Return the folders of the files in a command. For a link, the folder of the link and that of its target are both
+    included.
+    """
     paths = [Path(arg) for arg in args if arg.startswith("/") and Path(arg).exists()]
     return {folder for path in paths for folder in (path.parent, path.resolve().parent)}
 
 
 def may_read(folder: Path) -> bool:
-    """Return whether the sandbox's user can read the folder. If root starts the sandbox, this is another user than the one of
-    this process.
+    """Return True if the user of the sandbox can read the folder. If this process runs as root, the sandbox has another
+    user.
     """
     if os.geteuid() != 0:
         return os.access(folder, os.R_OK | os.X_OK)

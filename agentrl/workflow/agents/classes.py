@@ -1,10 +1,11 @@
-"""Calling conventions of agents: a function `solve(task, llm)`, or a class.
+"""Calling conventions of agents. An agent is a function `solve(task, llm)` or a class.
 
-A function may also take the run's texts: all of them as `resources`, or single ones by name, `solve(task, llm, prompt)`. A
-class has `rollout(task, resources, llm)` and, if training and validation differ, `training_rollout` and `validation_rollout`.
+A function may also take the run's texts: all of them as `resources`, or single texts by name, `solve(task, llm, prompt)`. A
+class has `rollout(task, resources, llm)`. If training and validation differ, it also has `training_rollout` and
+`validation_rollout`.
 
-A class is instantiated once, without arguments, in the process from which its agents are forked. So all agents start with the
-attributes of this instance.
+A class is instantiated once, without arguments, in the process from which the processes of its agents are forked. So all agents
+start with the attributes of this instance.
 """
 
 import inspect
@@ -19,7 +20,7 @@ WAYS = ("rollout", "training_rollout", "validation_rollout")
 
 
 class Agent:
-    """The base class of agents. Override `rollout` with the arguments that it needs."""
+    """The base class of agents. Override `rollout` with the arguments that your agent needs."""
 
     def rollout(self, task: AgentTask, resources: dict[str, Any], llm: LLM) -> Any:
         """Solve the task by calling the model; return the same values as a function agent.
@@ -33,12 +34,12 @@ class Agent:
 
 
 def is_class_agent(value: Any) -> bool:
-    """Return whether the value is an agent class or an instance of one."""
+    """Return True if the value is an agent class or an instance of one."""
     return any(callable(getattr(value, way, None)) for way in WAYS)
 
 
 def as_function(value: Any) -> Callable[..., Any]:
-    """Return the agent as a function of the task and the model."""
+    """Convert the agent to a function of the task and the model's address."""
     if not is_class_agent(value):
         function: Callable[..., Any] = value
         return (
@@ -53,11 +54,11 @@ def as_function(value: Any) -> Callable[..., Any]:
 
 
 def by_name(function: Callable[..., Any], texts: Collection[str]) -> list[str]:
-    """Return the names of the arguments with which a function agent is called by keyword; empty if it takes none of the run's
-    texts.
+    """Return the names of the arguments that must be passed to an agent function by keyword. If the function takes no text of
+    the run, they are empty.
 
     Args:
-        function: the agent.
+        function: the agent function.
         texts: the names of the run's texts.
     """
     parameters = _parameters(function)
@@ -71,7 +72,7 @@ def by_name(function: Callable[..., Any], texts: Collection[str]) -> list[str]:
 
 
 def wants(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function agent has an argument with that name."""
+    """Return True if an agent function has an argument of this name."""
     return any(parameter.name == name for parameter in _parameters(function))
 
 
@@ -95,7 +96,7 @@ def _resources(task: AgentTask, llm: LLM) -> dict[str, Any]:
 
 
 def ways_of(agent: Any) -> list[Callable[..., Any]]:
-    """Return the agent's methods named in `WAYS`, without the `rollout` of `Agent` itself."""
+    """Return the agent's methods whose names are in `WAYS`. The `rollout` of the base class `Agent` is left out."""
     methods = [getattr(agent, way, None) for way in WAYS]
     return [method for method in methods if callable(method) and getattr(method, "__func__", method) is not Agent.rollout]
 

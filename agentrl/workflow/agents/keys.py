@@ -1,7 +1,7 @@
-"""The two keys of an agent's attempt at an episode: one may sample, the other may also write annotations.
+"""The two keys of an agent's attempt at an episode. The sampling key may only sample. The emit key may also write annotations.
 
-The sampling key is derived from the other key, and not the reverse. So whoever has only the sampling key, such as a command
-that a model wrote, cannot write annotations. The database has the hash of the sampling key only.
+The sampling key is derived from the emit key, and the emit key cannot be computed from it. So code that has only the sampling
+key, such as a command that a model wrote, cannot write annotations. The database stores only the hash of the sampling key.
 """
 
 import base64
@@ -12,7 +12,7 @@ PREFIX = "agentrl-"
 
 
 def new_emit_key() -> str:
-    """Return a random key that cannot be guessed; it may sample and write annotations."""
+    """Return a random key that cannot be guessed. With this key, a client may sample and write annotations."""
     return f"{PREFIX}emit-{secrets.token_urlsafe(32)}"
 
 

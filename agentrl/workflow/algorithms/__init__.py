@@ -1,6 +1,7 @@
-"""Algorithms: each file here defines an `Algorithm` (a credit function and a surrogate loss) or a `Search` for prompts.
+"""Algorithms. Each file of this folder defines an `Algorithm` (a credit function and a surrogate loss) or a `Search` for
+prompts.
 
-The functions are given by name and not imported, so the command line can check a run's options without loading torch.
+The functions are given by name and are not imported, so the command line can check a run's options without loading torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,12 +31,15 @@ class Algorithm:
 
     Args:
         name: the file's name.
-        credit: `module:function`: the rewards of an update's tokens -> their advantages (`training.advantages.Credit`).
-        surrogate: `module:function`: a microbatch's tokens -> each token's loss (`training.losses.Surrogate`).
-        needs_group: whether an episode is compared with the others of its group; a group of one then cannot train.
-        critic: whether a value head is trained besides the policy.
-        options: the options of `config.ALGORITHM_OPTIONS` that the algorithm reads, with their defaults.
-        trl: the defaults that differ in TRL's convention; None if the option is not read there.
+        credit: `module:function` of a function from the rewards of an update's tokens to their advantages
+            (`training.advantages.Credit`).
+        surrogate: `module:function` of a function from a microbatch's tokens to the loss of each token
+            (`training.losses.Surrogate`).
+        needs_group: True if an episode is compared with the other episodes of its group. A group with one episode then cannot
+            train.
+        critic: True if a value head is trained in addition to the policy.
+        options: the options of `config.ALGORITHM_OPTIONS` that the algorithm uses, with their defaults.
+        trl: the defaults that differ in TRL's convention. None means that the option is not used in this convention.
         trl_surrogate: the surrogate in TRL's convention, if it differs.
     """
 
@@ -53,23 +57,24 @@ class Algorithm:
         return self.trl_surrogate if self.trl_surrogate and config.convention == "trl" else self.surrogate
 
     def options_in(self, convention: str) -> dict[str, Any]:
-        """Return the options of `config.ALGORITHM_OPTIONS` that the algorithm reads in this convention, with their defaults."""
+        """Return the options of `config.ALGORITHM_OPTIONS` that the algorithm uses in this convention, with their defaults."""
         own = {**self.options, **(self.trl if convention == "trl" else {})}
         return {name: value for name, value in own.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """An algorithm without gradients: it tries prompts in episodes, and may choose some (`workflow.search`).
+    """An algorithm without gradients. It tries prompts in episodes, and may choose the best ones (`workflow.search`).
 
-    A user's class with a method `run` is a search too; the parameters of `run` are names of fields of `workflow.search.Given`.
+    A user's class with a method `run` is a search too. The parameters of `run` are names of fields of `workflow.search.Given`.
 
     Args:
         name: the file's name.
         function: `module:function`.
-        chooses: whether it chooses texts. It then gets separate tasks to choose by, and the choice is measured on others.
-        options: the options of `config.SEARCH_OPTIONS` that the search reads, with their defaults.
-        needs: the package that it needs, which is also the name of the extra; empty for none.
+        chooses: True if the search chooses texts. It then chooses by separate tasks, and the chosen texts are measured on other
+            tasks.
+        options: the options of `config.SEARCH_OPTIONS` that the search uses, with their defaults.
+        needs: the package that the search needs, which is also the name of the extra; empty if it needs none.
     """
 
     name: str
@@ -80,10 +85,10 @@ class Search:
 
 
 def find_gradient(name: str) -> Algorithm:
-    """Return the training algorithm with that name.
+    """Return the training algorithm with this name.
 
     Raises:
-        ConfigError: there is no such algorithm, or it is a search.
+        ConfigError: the algorithm does not exist, or it is a search.
     """
     algorithm = find("algorithms", name)
     if not isinstance(algorithm, Algorithm):
@@ -98,7 +103,7 @@ def gradients() -> dict[str, Algorithm]:
 
 
 def searches(algorithm: Any) -> bool:
-    """Return whether a loaded algorithm is a search."""
+    """Return True if a loaded algorithm is a search."""
     return isinstance(algorithm, Search) or (not isinstance(algorithm, Algorithm) and callable(getattr(algorithm, "run", None)))
 
 
@@ -106,7 +111,7 @@ def search_function(algorithm: Any) -> Callable[..., Any]:
     """Return the function of a search.
 
     Raises:
-        ConfigError: its package is not installed, or its class cannot be made without arguments.
+        ConfigError: the search's package is not installed, or its class cannot be instantiated without arguments.
     """
     if not isinstance(algorithm, Search):
         try:
@@ -128,7 +133,7 @@ def search_function(algorithm: Any) -> Callable[..., Any]:
 
 
 def resolve_search(config: RunConfig) -> RunConfig:
-    """Return the config of a search run with the algorithm's defaults filled in.
+    """Return the config of a search run, in which unset options have the algorithm's defaults.
 
     Raises:
         ConfigError: an option is set that has no effect in such a run.
@@ -168,10 +173,10 @@ def _search_options(algorithm: Any, name: str, search: SearchConfig) -> dict[str
 
 
 def resolve_options(config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the options with the algorithm's defaults filled in. Resolving them again changes nothing.
+    """Return the options, in which unset options have the algorithm's defaults. The function is idempotent.
 
     Raises:
-        ConfigError: there is no such algorithm, or an option is set that it does not read.
+        ConfigError: the algorithm does not exist, or an option is set that the algorithm does not use.
     """
     algorithm = find_gradient(config.name)
     own = algorithm.options_in(config.convention)
@@ -193,11 +198,11 @@ def _check_dual_clip(chosen: AlgorithmConfig) -> None:
 
 
 def resolve_run(config: RunConfig) -> RunConfig:
-    """Return a training run's config with the algorithm's defaults filled in.
+    """Return the config of a training run, in which unset options have the algorithm's defaults.
 
     Raises:
-        ConfigError: see `resolve_options`. Also: a critic's option without a critic, a dual clip within the other clip, or
-            groups of one for an algorithm that compares within groups.
+        ConfigError: see `resolve_options`. Also: an option of the critic is set but the algorithm has no critic, the dual clip
+            is below the other clip, or groups have one episode although the algorithm compares episodes within a group.
     """
     algorithm = find_gradient(config.algorithm.name)
     if config.search != SearchConfig():
@@ -217,11 +222,12 @@ def resolve_run(config: RunConfig) -> RunConfig:
 
 
 def credits_alike(options: AlgorithmConfig, advantages: Mapping[int, float], recorded: Mapping[int, float]) -> bool:
-    """Return whether a recomputed update gives its episodes the recorded advantages, by episode id.
+    """Return True if the advantages of a recomputed update equal the recorded ones. Both are given by episode id.
 
-    Advantages may differ by 1e-6, as between two machines. If they depend on the model's outputs, through a critic's values or
-    a KL in the reward, only the sets of episodes are compared. Other machines round logprobs and values differently (1e-7 to
-    1e-6 in float32, 2e-3 to 7e-3 in bfloat16), and whitening by a small deviation multiplies the difference by up to 1e4.
+    Two advantages may differ by 1e-6, because machines round differently. If the advantages depend on the model's outputs,
+    through a critic's values or a KL in the reward, only the sets of episodes are compared. Machines round logprobs and values
+    differently (1e-7 to 1e-6 in float32, 2e-3 to 7e-3 in bfloat16), and whitening by a small deviation multiplies the
+    difference by up to 1e4.
     """
     algorithm = find_gradient(options.name)
     if advantages.keys() != recorded.keys():

@@ -1,4 +1,4 @@
-"""Fast: one pass over the tasks, to try an agent. It scores the episodes and changes nothing."""
+"""Fast: one pass over the tasks, to try an agent. It scores the episodes, and changes neither prompts nor weights."""
 
 from agentrl.workflow.algorithms import Search
 

@@ -1,7 +1,8 @@
 """OPO: rewards minus the group's length-weighted mean, and the plain policy gradient.
 
 Source: arXiv 2505.23585. This baseline has the least variance if a gradient's size grows with the answer's length and if the
-steps are strictly on-policy. Several steps per iteration are off-policy here, because there is no ratio.
+steps are strictly on-policy. There is no ratio, so if an iteration has several optimizer steps, the later ones are off-policy
+without a correction.
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -1,8 +1,8 @@
 """PPO: advantages from a critic (GAE over sampled tokens), clipped surrogate, value loss.
 
 Source: arXiv 1707.06347, equation 9; GAE arXiv 1506.02438. The critic is a linear head on the policy's own body (`critic.*`).
-The defaults are discount 1 and lambda 1. An episode has one reward, at its end, and with smaller values a critic that has
-learned little would blur it.
+The defaults are discount 1 and lambda 1, because an episode has one reward, at its end. With smaller values, a critic that has
+learned little would blur this reward.
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -1,8 +1,9 @@
 """REINFORCE: -log pi times the discounted return, without a baseline.
 
-Source: Williams (1992), "Simple statistical gradient-following algorithms". It is the simplest algorithm and the baseline for
-the others. Its gradient is unbiased and noisy. If all rewards are positive, every sampled token becomes more likely, the better
-ones more. Several steps per iteration are off-policy here, because there is no ratio.
+Source: Williams (1992), "Simple statistical gradient-following algorithms". It is the simplest algorithm, and the others are
+compared with it. Its gradient is unbiased and noisy. If all rewards are positive, every sampled token becomes more likely, and
+the better ones more so. There is no ratio, so if an iteration has several optimizer steps, the later ones are off-policy
+without a correction.
 """
 
 from agentrl.workflow.algorithms import Algorithm

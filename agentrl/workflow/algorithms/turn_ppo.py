@@ -1,7 +1,7 @@
-"""PPO with a critic's advantages over turns, and then over the tokens inside each turn.
+"""Turn PPO: PPO with a critic, whose advantages are computed over turns, and then over the tokens inside each turn.
 
-Source: VAGEN, arXiv 2510.16907, Bi-Level GAE. It is for agents, also for those whose steps earn rewards. Discount and lambda
-count turns, so a long turn does not move a reward further away.
+Source: VAGEN, arXiv 2510.16907, Bi-Level GAE. The algorithm is for agents, also for agents whose steps earn rewards. Discount
+and lambda apply once per turn, so a long turn does not reduce the effect of a later reward.
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -1,1 +1,3 @@
-"""The analysis of stored episodes: verification, the comparison of two episodes, and updates by other algorithms."""
+"""The analysis of stored episodes: verification, the comparison of two episodes, and what other algorithms would have done with
+them.
+"""

@@ -1,6 +1,6 @@
-"""The alignment of sibling episodes: which tokens they share from the first one on, and where each differs.
+"""The alignment of the episodes of a group: which tokens they share from the first one on, and where each differs.
 
-Lines are packed ids that are compared as bytes: hundreds of thousands of tokens in a few milliseconds.
+Lines are packed ids that are compared as bytes. This takes a few milliseconds for hundreds of thousands of tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class TokenBranch:
-    """The tokens from `start` to before `end` that all of `members` share.
+    """The tokens from `start` to before `end` that all lines in `members` share.
 
-    Among the lines with the same tokens before `start`, no other has them.
+    Every other line with the same tokens before `start` differs at `start`, or ends there.
     """
 
     start: int
@@ -29,10 +29,10 @@ class Alignment:
 
     Args:
         common: the number of tokens that all lines share.
-        branches: the branches of the tree, each after the branch that it continues. A branch without tokens is the end of a
-            line.
-        alone_from: for each member, the index of its first token that no other line has after the same tokens; its length, if
-            another line has all of its tokens.
+        branches: the branches of the tree. A branch comes after the branch that it continues. A branch without tokens is the
+            end of a line.
+        alone_from: for each line, the index of its first token that no other line shares: every other line differs there or
+            before. If another line begins with all tokens of this line, it is the length of this line.
     """
 
     common: int
@@ -41,7 +41,7 @@ class Alignment:
 
 
 def align(lines: Mapping[int, bytes]) -> Alignment:
-    """Align packed lines from their first tokens on."""
+    """Align packed lines, beginning with their first tokens."""
     branches: list[TokenBranch] = []
     alone: dict[int, int] = {}
     waiting: list[tuple[int, list[int]]] = [(0, [*lines])] if lines else []
@@ -64,7 +64,7 @@ def align(lines: Mapping[int, bytes]) -> Alignment:
 
 
 def _common_end(lines: Mapping[int, bytes], members: Sequence[int], start: int) -> int:
-    """Return the index of the first token, from `start` on, at which these lines are not all equal."""
+    """Return the index of the first token, from `start` on, that is not the same in all of these lines."""
     first = lines[members[0]]
     end = len(first) // TOKEN_BYTES
     for member in members[1:]:
@@ -73,7 +73,10 @@ def _common_end(lines: Mapping[int, bytes], members: Sequence[int], start: int) 
 
 
 def _first_difference(one: bytes, other: bytes, start: int, end: int) -> int:
-    """Return the first token from `start` on at which the lines differ; otherwise `end` or the shorter line's length."""
+    """Return the index of the first token, from `start` on, in which the lines differ.
+
+    If there is no such token, return `end` or the length of the shorter line.
+    """
     at, last = start * TOKEN_BYTES, min(end * TOKEN_BYTES, len(other))
     while at < last and one[at : (stop := min(at + BLOCK, last))] == other[at:stop]:
         at = stop

@@ -1,9 +1,9 @@
 """Counterfactual updates: other algorithms on the same episodes and the same weights. Nothing is stored.
 
 Each algorithm computes advantages for the episodes, and takes one step on all of them. It starts from exactly the weights,
-critic and optimizer state that the run's own update started from. The step is measured and undone. Before the step every ratio
-is 1 by definition (except for stored episodes, whose ratio is to the sampler). So the effect of a clip is visible only after
-it.
+critic and optimizer state that the run's own update started from. The step is measured and undone. Before the step, every ratio
+is 1 by definition, so the effect of a clip is visible only after the step. (For stored episodes this differs: their ratio is
+relative to the sampler.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import Group, PolicyRef
 
 CHUNK = 1 << 20
-"""The elements of two gradients that are multiplied at a time."""
+"""The number of elements of two gradients that are multiplied at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,18 @@ class Finding:
 
     Args:
         options: all options of the algorithm.
-        own: whether it is the run's own algorithm.
-        skipped: why there is no step; None if there is one.
+        own: whether this is the algorithm of the run itself.
+        skipped: why the algorithm takes no step; None if it takes one.
         advantages: the mean advantage over an episode's tokens, by episode id.
-        spread: the unbiased standard deviation of the advantages; None for fewer than two.
-        zero: the share of advantages that are 0; None if there are none.
-        correlation: Pearson's correlation with the run's own advantages, over the episodes that have both; None if one side is
-            constant.
+        spread: the unbiased standard deviation of the advantages; None for fewer than two advantages.
+        zero: the share of advantages that are 0; None if there are no advantages.
+        correlation: Pearson's correlation with the advantages of the run's own algorithm, over the episodes that have both;
+            None if the advantages of one algorithm are all equal.
         start: the metrics of the update (`training.reports.Update`) before the step: `loss`, `grad_norm`, ...
-        cosine: the cosine of the policy's gradient with that of the run's own algorithm; None if one of them is missing or 0.
+        cosine: the cosine between the policy's gradient and that of the run's own algorithm; None if one of the two is missing
+            or 0.
         after: `ratio`, `clip_fraction` and `policy_kl` of the same tokens after the step.
-        blank: those of `critic` and `optimizer` that had no training yet.
+        blank: the names, among `critic` and `optimizer`, of the parts that have not been trained yet.
     """
 
     options: AlgorithmConfig
@@ -67,12 +68,12 @@ def whatif(
     iteration: int,
     iterations: int,
 ) -> Iterator[Finding]:
-    """Repeat the update with each of the configs, and yield its results. The first config is the run's own.
+    """Repeat the update with each of the configs, and yield the results for each. The first config is that of the run.
 
     Args:
         policy: the base of the run. Afterwards its trained weights are those of `start`.
         start: the checkpoint that the update started from.
-        borrowed: whether that is another run's checkpoint.
+        borrowed: whether `start` is a checkpoint of another run.
         groups: the groups that the update trained on.
         iteration: the number of the update's iteration.
         iterations: the run's number of iterations.
@@ -130,6 +131,9 @@ def _cosine(one: Tensor, other: Tensor) -> float | None:
 
 
 def _dot(one: Tensor, other: Tensor) -> float:
-    """Return the product in float64, in chunks: all weights of a model in float64 would need too much memory."""
+    """Return the dot product in float64.
+
+    The product is computed in chunks, because all weights of a model in float64 would need too much memory.
+    """
     parts = (slice(start, start + CHUNK) for start in range(0, len(one), CHUNK))
     return fsum(float(one[part].double() @ other[part].double()) for part in parts)

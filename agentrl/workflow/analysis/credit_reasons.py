@@ -1,7 +1,7 @@
-"""The reason for an episode's advantage, computed from rewards and lengths only, in numbers and in one line.
+"""The reason for an episode's advantage, as numbers and as one line of text, computed from rewards and lengths only.
 
-The result is compared with the advantage that the update recorded. If they differ, the explanation says so. A critic's values
-and a KL in the rewards are not stored; if the advantage depends on them, only its mean over the episode is known.
+The computed advantage is compared with the one that the update recorded. If the two differ, the explanation says so. A critic's
+values and a KL in the rewards are not stored. If the advantage depends on them, only its mean over the episode is known.
 """
 
 import math
@@ -23,7 +23,9 @@ UNKNOWN = "the mean over its tokens of the advantages from the run's own code"
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An episode of an update: its id, its group, its reward in the trained set, and the number of its trained tokens."""
+    """An episode of an update: its id, its group, its reward in the reward set that was trained on, and the number of its
+    trained tokens.
+    """
 
     id: int
     group: int
@@ -41,7 +43,7 @@ class Credit:
         recorded: the advantage that the update recorded; None if no update used the episode.
         own: the episode; None if it cannot train.
         group: the episodes of its group that can train.
-        update: a function that returns all episodes of its update; called only if the algorithm needs them.
+        update: a function that returns all episodes of the update; called only if the algorithm needs them.
     """
 
     algorithm: str | None
@@ -53,10 +55,10 @@ class Credit:
 
 
 def explain_credit(credit: Credit) -> dict[str, Any]:
-    """Return the recorded advantage (`value`), its explanation (`how`) and its inputs.
+    """Explain an episode's advantage. Return the recorded advantage (`value`), the explanation (`how`) and its inputs.
 
-    `computed` is the advantage that follows from the inputs, and `agrees` says whether it equals the recorded one; None if it
-    cannot be computed.
+    The result also has `computed`, the advantage that follows from the inputs, and `agrees`, whether it equals the recorded
+    one. Both are None if the advantage cannot be computed.
     """
     rewards = [member.reward for member in credit.group]
     explanation: dict[str, Any] = {
@@ -92,7 +94,7 @@ def _agree(computed: float | None, recorded: float | None) -> bool | None:
 
 
 def _deviation(values: Sequence[float]) -> float | None:
-    """Return the unbiased standard deviation: exactly 0 for equal values, None for fewer than two."""
+    """Return the unbiased standard deviation: exactly 0 for equal values, None for fewer than two values."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
     return 0.0 if len(set(values)) == 1 else stdev(values)
@@ -116,7 +118,7 @@ def _own_reward(credit: Credit) -> float:
 
 
 def _offset(credit: Credit) -> tuple[float, float]:
-    """Return R - mean of the group, exactly 0 if all rewards are equal, and the mean."""
+    """Return the reward minus the mean of the group, and that mean. The first is exactly 0 if all rewards are equal."""
     rewards = [member.reward for member in credit.group]
     mean = fmean(rewards)
     return (0.0 if len(set(rewards)) == 1 else _own_reward(credit) - mean), mean
@@ -208,7 +210,7 @@ def _group_baseline_whitened(credit: Credit) -> Explained:
 
 
 def _group_means(update: Sequence[Scored]) -> dict[int, tuple[float, bool]]:
-    """Return the mean of each group's rewards, and whether they are all equal, by group."""
+    """Return, by group, the mean of its rewards and whether its rewards are all equal."""
     rewards: dict[int, list[float]] = {}
     for member in update:
         rewards.setdefault(member.group, []).append(member.reward)
@@ -216,7 +218,11 @@ def _group_means(update: Sequence[Scored]) -> dict[int, tuple[float, bool]]:
 
 
 def _moments(values: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
-    """Return mean and unbiased variance of values with counts; None if all values are equal."""
+    """Return the mean and the unbiased variance; None if all values are equal.
+
+    Args:
+        values: pairs of a value and the number of its occurrences.
+    """
     count = sum(times for _, times in values)
     if count < 2 or len({value for value, times in values if times}) < 2:
         return None
@@ -250,7 +256,10 @@ _EXPLAIN: Mapping[str, Callable[[Credit], Explained]] = {
     "reinforce_plus_plus": _returns_whitened,
     **dict.fromkeys(("ppo", "turn_ppo"), _by_a_critic),
 }
-"""The function that explains an advantage, by algorithm. A test compares the names with the shipped algorithms."""
+"""For each algorithm, the function that explains an advantage.
+
+A test compares the names with those of the shipped algorithms.
+"""
 
 BY_EPISODE = ("grpo", "dapo", "dr_grpo", "cispo", "gspo", "sapo", "rloo", "pass_at_k", "opo", "reinforce_plus_plus_baseline")
 """The algorithms in which all tokens of an episode have the same advantage."""
@@ -258,7 +267,10 @@ BY_EPISODE = ("grpo", "dapo", "dr_grpo", "cispo", "gspo", "sapo", "rloo", "pass_
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Adjacent tokens of one step. `value` is the return at the last of them; each token before has it discounted once more."""
+    """Adjacent tokens of one step.
+
+    `value` is the return of the last of them. Each token before it has that value, discounted once more per token.
+    """
 
     step: int
     tokens: int
@@ -266,10 +278,13 @@ class Stretch:
 
 
 def returns_of(episode: Episode, discount: float) -> list[Stretch]:
-    """Return the returns to go of the episode's tokens that train, by step, in the order of its rows.
+    """Return, by step, the returns of the episode's tokens that train: the discounted sum of the rewards from each token on.
+
+    The steps are in the order of the episode's training rows.
 
     Args:
-        episode: with its reward, and its steps with what they earned. See `training.training_rows`, which lays rewards out.
+        episode: the episode with its reward and the rewards of its steps. See `training.training_rows`, which assigns rewards
+            to tokens.
     """
     read, numbers = as_read(episode)
     idle = reasons_not_to_train(read)
@@ -291,11 +306,15 @@ def returns_of(episode: Episode, discount: float) -> list[Stretch]:
 def credit_by_returns(
     episodes: Sequence[Episode], episode: int, discount: float, whitened: bool
 ) -> Mapping[int, Sequence[float]]:
-    """Return the advantage of each token of one episode, by step, if the update's algorithm uses returns to go.
+    """Return the advantage of each token of one episode, by step.
+
+    The update's algorithm must use discounted sums of later rewards.
 
     Args:
-        episodes: all episodes of the update; without whitening, the one suffices.
+        episodes: all episodes of the update; without whitening, the one episode suffices.
         episode: the id of the episode.
+        discount: the discount per token.
+        whitened: whether the algorithm whitens the returns over the update.
     """
     returns = {member.id: returns_of(member, discount) for member in episodes}
     move, scale = _whitening([*returns.values()], discount) if whitened else (0.0, 1.0)
@@ -310,7 +329,7 @@ def _token_values(stretch: Stretch, discount: float, move: float, scale: float) 
 
 
 def _whitening(episodes: Sequence[Sequence[Stretch]], discount: float) -> tuple[float, float]:
-    """Return the mean of all tokens' returns, and 1 / their standard deviation; both 0 if all returns are equal."""
+    """Return the mean of the returns of all tokens, and 1 / their standard deviation. Both are 0 if all returns are equal."""
     stretches = [stretch for returns in episodes for stretch in returns]
     count = sum(stretch.tokens for stretch in stretches)
     longest = max((stretch.tokens for stretch in stretches), default=0)
@@ -330,5 +349,5 @@ def _squares(stretch: Stretch, discount: float, mean: float) -> float:
 
 
 def _sum(value: float, discount: float, tokens: int) -> float:
-    """Return value (1 + discount + discount^2 + ...), with that many terms."""
+    """Return value (1 + discount + discount^2 + ...), a sum of `tokens` terms."""
     return value * tokens if discount == 1.0 else value * (1 - discount**tokens) / (1 - discount)

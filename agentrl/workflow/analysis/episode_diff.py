@@ -1,8 +1,8 @@
 """The comparison of two episodes: the first token that differs, then the differences in results, rewards and stop reasons.
 
-Chains are compared in pairs, because an agent's requests may come in any order. Chains with the same tokens are paired; the
-others are paired in the order of their first steps. The tokens of a chain are all tokens of its row, including those that it
-shares with another chain.
+Chains are compared in pairs, because an agent's requests may come in any order. Chains with the same tokens are paired first.
+The remaining chains are paired in the order of their first steps. The tokens of a chain are all tokens of its training row,
+including those that it shares with another chain.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,16 @@ SCALAR = "reward"
 
 @dataclass(frozen=True, slots=True)
 class TokenDifference:
-    """The first position at which two token sequences differ; an id is None if that sequence has ended.
+    """The first position at which two token sequences differ.
 
     Args:
-        step: the step with the token: the left episode's, if it has it.
-        part: whether the token is among the step's new prompt tokens (all prompt tokens, if it begins a chain) or its sampled
-            ones.
+        step: the index of the step with the token: in the episode in which this part has more tokens, or in the left one if
+            both have the same number.
+        part: whether the token is a new prompt token of the step or a sampled one. In the first step of a chain, all prompt
+            tokens count as new.
         index: the index of the token in that part, from 0.
-        ids: the ids on both sides (recorded and rendered again; or this episode and the other).
+        ids: the token ids on both sides: recorded and rendered again, or this episode and the other. None if that sequence has
+            ended.
         texts: the texts of the ids; empty without a tokenizer.
     """
 
@@ -50,9 +52,9 @@ Chain = Sequence[Step]
 
 @dataclass(frozen=True, slots=True)
 class ResultDifference:
-    """The results of a call at the same position of two episodes, numbered as in the left one.
+    """Two different results of the call at the same position of two episodes.
 
-    A side is None if it has no result (yet).
+    The position is numbered as in the left episode. A side is None if it has no result (yet).
     """
 
     step: int
@@ -66,11 +68,11 @@ class EpisodeComparison:
     """The comparison of two episodes.
 
     Args:
-        common: the number of tokens before the first difference, prompt and sampled tokens.
+        common: the number of tokens, prompt and sampled ones, before the first difference.
         tokens: the number of all tokens, left and right.
         token: the first token that differs; None if all are the same.
         results: the tool results that differ.
-        rewards: (part, left, right) of the reward parts that differ; the weighted sum is `reward`.
+        rewards: (part, left, right) of the reward parts that differ; the weighted sum is the part `reward`.
         stop_reasons, tasks: left and right, if they differ.
     """
 
@@ -89,7 +91,7 @@ class EpisodeComparison:
 
 
 def compare(left: Episode, right: Episode) -> EpisodeComparison:
-    """Compare two episodes chain by chain and step by step, and their `rewards` and `reward`."""
+    """Compare two episodes chain by chain and step by step. Also compare their reward parts and the weighted sum."""
     pairs = _chain_pairs(left, right)
     common, token = _first_difference(left, right, pairs)
     counts = (_token_count(left), _token_count(right))
@@ -107,7 +109,10 @@ def compare(left: Episode, right: Episode) -> EpisodeComparison:
 
 
 def _chain_pairs(left: Episode, right: Episode) -> list[tuple[Chain, Chain]]:
-    """Return the pairs of chains to compare, in the left episode's order. If a side has no partner for a chain, it is empty."""
+    """Return the pairs of chains to compare, in the order of the left episode.
+
+    If a chain has no partner, the other side of its pair is empty.
+    """
     theirs: dict[tuple[tuple[int, ...], ...], list[Chain]] = {}
     for chain in reversed(chains_of(right)):
         theirs.setdefault(_key(right, chain), []).append(chain)
@@ -146,7 +151,10 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _parts(episode: Episode, chain: Chain) -> Iterator[_Part]:
-    """Yield the tokens of a chain's row. Its first prompt includes the context before it."""
+    """Yield the tokens of a chain's training row in parts.
+
+    The prompt of the chain's first step includes the context before it.
+    """
     for step in chain:
         begins = step is chain[0] and step.parent is not None
         before = episode.tokens_of(step.parent)[: step.shared] if begins and step.parent is not None else ()

@@ -1,4 +1,4 @@
-"""The prompts of tasks as the model reads them: rendered by its chat template, and counted in its tokens."""
+"""The prompts of tasks as the model reads them: rendered with the model's chat template and counted in its tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ class PromptReader:
         """Return the prompt of the task's first turn.
 
         Raises:
-            ModelError: the template refuses its messages.
+            ModelError: the template refuses the task's messages.
         """
         ids = self._chat.opening(self._experiment.env.reset(task), self._schemas)
         return FirstPrompt(self._chat.decode(ids), len(ids))

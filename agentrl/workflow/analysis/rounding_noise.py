@@ -1,16 +1,17 @@
 """The rounding noise of a model in 16 bits or on a 4-bit base, measured on the episode that is verified.
 
 A token's logprob depends on how the model was run: on all tokens of a row at once, as in verification, or token by token in a
-batch, as in the sampler. In 16 bits two such readings differ so much that a constant tolerance would also allow forgery. So
-each sampled token is read a second time, in the sampler's way and in a batch of three rows. The difference of the two readings
-measures the rounding noise on this device, with these weights, for these tokens.
+batch, as in the sampler. In 16 bits, two such readings differ so much that a constant tolerance would also allow forgery. So
+each sampled token is read a second time, in the sampler's way and in a batch of three rows. The difference between the two
+readings measures the rounding noise on this device, with these weights, for these tokens.
 
 The logprob of a token with probability p has the noise (1 - p) * e, where e is the noise of the logits. At a position, e is the
 root mean square of (difference of logprobs) / (1 - p) over all tokens that could be drawn there. It is at least the root mean
-square over all positions of the episode. For N tokens the noise is multiplied by 1 + 10 / N, because few tokens measure it
-badly. In these units ("deviations") the bounds are the constants below. The bound of a draw is a multiple of the largest
-distance between the two readings' cumulative distributions. No token's tolerance exceeds `verify_tokens.TOLERANCES`.
-docs/measurements.md says how often honest episodes fail and forged ones pass.
+square over all positions of the episode. A few tokens measure the noise badly, so for N tokens it is multiplied by 1 + 10 / N.
+This noise is the unit of the bounds below (one "deviation").
+
+The bound of a draw is a multiple of the largest distance between the two readings' cumulative distributions. No token's
+tolerance exceeds `verify_tokens.TOLERANCES`. docs/measurements.md says how often honest episodes fail and forged ones pass.
 """
 
 from collections.abc import Sequence
@@ -24,13 +25,21 @@ from agentrl.workflow.analysis.verify_episode import NoiseReport
 from agentrl.workflow.inference.model_rows import ModelRows
 
 MAX_DEVIATION = 8.0
-"""The largest difference of one token's logprob from the record, in deviations."""
+"""The largest allowed difference between one token's logprob and the record, in deviations."""
 MAX_SHIFT = 3.0
-"""The largest distance of a draw from its token, as a multiple of the distance between the two readings' distributions."""
+"""The largest allowed distance of a draw from its token, as a multiple of the distance between the two readings' distributions.
+"""
 MAX_RMS, MAX_MEAN, PER_TOKEN = 1.25, 0.1, 4.0
-"""The largest root mean square and absolute mean of an episode's deviations, each plus `PER_TOKEN` / sqrt(N)."""
+"""The limits for all deviations of an episode with N tokens.
+
+Their root mean square is at most `MAX_RMS` + `PER_TOKEN` / sqrt(N). The absolute value of their mean is at most `MAX_MEAN` +
+`PER_TOKEN` / sqrt(N).
+"""
 LEAST_DOUBT = 0.01
-"""The least 1 - p that is used. For more certain tokens float32's own rounding then counts as noise."""
+"""The lowest value of 1 - p that is used.
+
+For tokens that are more certain, the rounding of float32 itself then counts as noise.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ class TokenNoise:
 
     Args:
         again: the token's logprob in the second reading, in nats.
-        doubt: 1 - p, at least `LEAST_DOUBT`.
+        doubt: 1 - p, at least `LEAST_DOUBT`; p is the token's probability.
         spread: the noise of the logits, in nats.
         shift: the largest distance between the two cumulative distributions, in probability.
     """
@@ -51,9 +60,10 @@ class TokenNoise:
 
 
 def read_in_company(rows: ModelRows, ids: Sequence[int], places: Sequence[int]) -> Tensor:
-    """Return the logits (N, V) from which the tokens at the N ascending positions were drawn.
+    """Return the logits (N, V) from which the tokens at N positions were drawn. The positions are ascending.
 
-    The tokens are read one by one, in a batch with two other rows. These have the same tokens without the first one or two.
+    The tokens are read one by one, in a batch with two other rows. The other rows have the same tokens, without the first one
+    or the first two.
     """
     logits: list[Tensor] = []
     cuts = (2, 1, 0) if places[0] > 3 else (0, 0, 0)  # a row needs a token
@@ -73,8 +83,8 @@ def compare_readings(logprobs: Tensor, again: Tensor, cumulative: tuple[Tensor, 
     """Return the noise at each of N positions.
 
     Args:
-        logprobs, again: (N, V), the logprobs of the two readings, in nats.
-        cumulative: their cumulative distributions, (N, V) each.
+        logprobs, again: (N, V), the logprobs of the first and of the second reading, in nats.
+        cumulative: the cumulative distributions of the two readings, (N, V) each.
         ids: (N,), the tokens.
     """
     shares = logprobs.exp()
@@ -109,7 +119,7 @@ class NoiseBounds:
         return cls(spread, shift, 1 + 10 / count)
 
     def deviation(self, noise: TokenNoise) -> float:
-        """Return one deviation of the token's logprob, in nats."""
+        """Return the noise of the token's logprob, in nats: the length of one deviation."""
         return self.factor * noise.doubt * max(noise.spread, self.spread)
 
     def logprob(self, noise: TokenNoise) -> float:
@@ -121,9 +131,12 @@ class NoiseBounds:
         return MAX_SHIFT * max(noise.shift, self.shift)
 
     def report(self, noises: Sequence[TokenNoise], logprobs: Sequence[float], recorded: Sequence[float]) -> NoiseReport:
-        """Compare the record with the noise over all tokens. Their deviations may be neither too large nor mostly of one sign.
+        """Compare the recorded logprobs of all tokens with the noise.
+
+        The deviations must not be too large together, and must not mostly have the same sign.
 
         Args:
+            noises: the noise at each token.
             logprobs: the logprobs of the first reading, in nats.
             recorded: the recorded logprobs, in nats.
         """

@@ -1,7 +1,7 @@
-"""The tokens of an episode on one line: its chains one after another, as its model read and sampled them.
+"""The tokens of an episode on one line: its chains one after another, as the episode's model read and sampled them.
 
-A chain begins with the tokens that it shares with another chain, as its training row does. This module reads no tokens: its
-pieces say where the tokens of a part of the line are stored.
+A chain begins with the tokens that it shares with another chain, as in its training row. This module reads no tokens: it
+returns pieces, which say where the tokens of a part of the line are stored.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from agentrl.workflow.token_chains import chains_of
 from agentrl.workflow.trajectory import ROOT, Episode, Step
 
 ELSEWHERE = "it trains in the chain that sampled it"
-"""The reason why a sampled token at the beginning of another chain does not train there."""
+"""The reason why a sampled token does not train at the beginning of another chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,13 @@ class TokenPiece:
     """Adjacent tokens of one kind: new prompt tokens of a step, or sampled tokens.
 
     Args:
-        start, end: their positions on the line.
+        start: the position of the first token on the line.
+        end: the position after the last token on the line.
         kind: `prompt` or `sampled`.
-        step: the index of their step.
-        chain: the chain in which they are here.
-        first: the index of the first one among the step's tokens of this kind.
-        shared: whether they belong to another chain, and are the beginning of this one.
+        step: the index of the step that stores the tokens.
+        chain: the number of the chain to which this part of the line belongs.
+        first: the index of the first token among the step's tokens of this kind.
+        shared: whether the tokens are those of another chain, with which this chain begins.
     """
 
     start: int
@@ -61,7 +62,7 @@ def place_chains(episode: Episode) -> list[ChainPlace]:
 
 
 def list_pieces(episode: Episode, places: Sequence[ChainPlace], start: int, end: int) -> list[TokenPiece]:
-    """Return the complete pieces that have a token from `start` to before `end`."""
+    """Return the pieces with a token at a position from `start` to before `end`. The pieces are not cut there."""
     lengths = _line_lengths(episode)
     near = (place for place in places if place.start < end and place.end > start)
     return [
@@ -83,7 +84,9 @@ def _chain_pieces(episode: Episode, place: ChainPlace, lengths: Mapping[int, int
 
 
 def _context_pieces(episode: Episode, first: Step, place: ChainPlace, length: int) -> list[TokenPiece]:
-    """Return the pieces of the chain's context: the line of the step that its first step continues, up to `length` tokens."""
+    """Return the pieces of the tokens before the chain's own steps: the first `length` tokens of the line that its first step
+    continues.
+    """
     pieces: list[TokenPiece] = []
     end = 0
     for step in episode.line(first.parent if first.parent is not None else ROOT):
@@ -110,7 +113,7 @@ def _context_length(first: Step, lengths: Mapping[int, int]) -> int:
 
 
 def _line_lengths(episode: Episode) -> dict[int, int]:
-    """Return the number of tokens up to the end of each step, context included, by index.
+    """Return, by the index of each step, the number of tokens up to the end of the step, including its context.
 
     The context of a missing parent is empty.
     """

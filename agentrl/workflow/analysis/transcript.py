@@ -20,7 +20,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
 
     Args:
         record: an `EpisodeRecord`.
-        only: the index of the only step to yield; None: the complete episode.
+        only: the index of the step to yield; None: the complete episode.
     """
     yield from _head_lines(record.row)
     yield from _tree_lines(record.episode)
@@ -42,10 +42,10 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
 
 
 def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterator[Line]:
-    """Yield turns that are not in a database, in the format of `transcript_lines`.
+    """Yield the lines of turns that are not in a database, in the format of `transcript_lines`.
 
     Args:
-        of_agent: whether an agent ran their calls itself.
+        of_agent: whether an agent ran the calls of the turns itself.
     """
     earlier_results: set[str] = set()
     for step in steps:
@@ -64,7 +64,7 @@ def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterato
 
 
 def _call_row(index: int, call: ToolCall, result: ToolResult | None, kind: str) -> dict[str, Any]:
-    """Return a row in the format of the database, for a call that was made in this process."""
+    """Return a call that was made in this process as a row in the format of the database."""
     outcome = result or ToolResult("")
     return {
         **{"call": index, "kind": kind, "tool": call.name, "arguments": call.arguments, "loose": call.loose},
@@ -121,9 +121,9 @@ def _head_lines(row: Any) -> Iterator[Line]:
 
 
 def _tree_lines(episode: Episode) -> Iterator[Line]:
-    """Yield the lines that list an episode's chains, each under the step that it continues, with the reason why it began.
+    """Yield the lines that list an episode's chains. Each is below the step that it continues, with the reason why it began.
 
-    An episode with one chain has no such lines.
+    For an episode with one chain, yield no lines.
     """
     chains = chains_of(episode)
     if len(chains) < 2:
@@ -146,7 +146,11 @@ def _tree_lines(episode: Episode) -> Iterator[Line]:
 
 
 def _step_lines(step: Step, row: Any, calls: list[Any], seen_results: set[str]) -> Iterator[Line]:
-    """The lines of a step; `seen_results`: those under the step before; a tool's message that is not among them was edited."""
+    """Yield the lines of a step.
+
+    Args:
+        seen_results: the results that were shown with the previous step. If a tool's message is not among them, it was edited.
+    """
     yield "", ""
     yield (
         f"--- step {step.index}  policy v{row['policy_version']}, {cell(row['generate_seconds'])} s, {_token_text(step)}",
@@ -204,7 +208,7 @@ def _call_lines(call: Any) -> Iterator[Line]:
 
 
 def _sandbox_note(call: Any) -> str:
-    """Return the call's processor time and exit code in its sandbox, and how often it was sent, as text."""
+    """Return, as text, the processor time and the exit code of a call in its sandbox, and how often the call was sent."""
     code = f", exit code {call['exit_code']}" if call["exit_code"] else ""
     seen = f", {call['cpu_seconds']:.3f} s of processor time in {call['sandbox']}{code}" if call["sandbox"] else ""
     return seen + (f", sent {call['attempts']} times" if call["attempts"] > 1 else "")

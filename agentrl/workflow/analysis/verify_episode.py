@@ -1,8 +1,12 @@
-"""The verification of an episode's record: the episode is repeated from its rows and compared with them.
+"""The verification of an episode's record: the episode is repeated from its rows, and the results are compared with these rows.
 
-There are three checks, each with its own report. `check_tools`: do the tools return the same results, and did the model read
-these results? `check_rewards`: are the rewards the same? `analysis.verify_tokens`, which needs a model: did the recorded
-weights and draws give these tokens? Parts that cannot or must not be repeated are taken from the record, and counted by reason.
+There are three checks, each with its own report:
+
+- `check_tools`: do the tools return the same results, and did the model read these results?
+- `check_rewards`: are the rewards the same?
+- `analysis.verify_tokens`, which needs a model: did the recorded weights and draws give these tokens?
+
+Parts that cannot or must not be repeated are taken from the record, and counted by reason.
 
 This module needs no torch. The reports of `analysis.verify_tokens` are defined here too, so they can be printed anywhere.
 """
@@ -24,16 +28,16 @@ from agentrl.workflow.settings import is_url
 from agentrl.workflow.trajectory import Episode, FinishReason, Message, PolicyRef, Step, ToolResult
 
 Run = Callable[[str, Mapping[str, Any]], ToolResult]
-"""A function that runs the named tool with these arguments, within its time limit."""
+"""A function that runs the tool of a given name with the given arguments, within the tool's time limit."""
 
 Reads = Callable[[Episode], Sequence[Message]]
-"""A function that returns the messages that an episode with these steps reads next: the env's, or a fork's edited ones.
+"""A function that returns the messages which follow the steps of an episode: the env's messages, or the edited ones of a fork.
 
 It raises the exceptions of the env.
 """
 
 NAME = 128
-"""The most characters of a tool's name in a call's row. The name that the model reads may be longer."""
+"""The most characters of a tool's name in a call's row. The model may read a longer name."""
 
 REFUSED_CLASSES = frozenset({"parse_error", "too_many_calls", "unknown_tool", "bad_arguments"})
 """The `error_class` values of calls that were answered without running a tool; see `agent.refusal`."""
@@ -43,7 +47,7 @@ REFUSED_CLASSES = frozenset({"parse_error", "too_many_calls", "unknown_tool", "b
 
 @dataclass(frozen=True, slots=True)
 class CallDifference:
-    """A call whose result differs when it is run again."""
+    """A call that returned another result when it was run again."""
 
     step: int
     call: int
@@ -59,8 +63,8 @@ class MessageDifference:
     Args:
         step: the index of the step.
         index: the index of the message in the step's prompt.
-        recorded, found: the two messages; None if a side has no more. `found` may be the text of an exception that the env
-            raised.
+        recorded: the recorded message; None if the record has fewer messages.
+        found: the env's message; None if the env returns fewer messages. If the env raised an exception, its text.
     """
 
     step: int
@@ -77,11 +81,11 @@ class ToolsReport:
         ran: the number of calls that were run.
         taken: the number of calls that were taken from the record instead, by reason: `once`, `refused`, `timeout`,
             `unanswered`, `parent's`, `run by the agent`.
-        differing: the number of calls that were run and had another result.
-        first: the first of them.
+        differing: the number of calls that were run and returned another result.
+        first: the first of the calls that returned another result.
         prompts: the number of steps whose messages were compared with the env's.
-        misread: the number of these steps with another message.
-        reading: the first difference among them.
+        misread: the number of these steps in which a message differs.
+        reading: the first message that differs.
     """
 
     ran: int
@@ -111,7 +115,8 @@ def check_tools(
     Args:
         calls: the episode's rows of `v_tool_calls`, in order.
         run: the function that runs a call.
-        effects: the present effects of the env's tools, by name. A call of a tool that is `once` now is not run either.
+        effects: the present effects of the env's tools, by name. A call is also not run if its tool's effect is `once` only
+            now.
         reads: the function that returns the env's messages for the recorded results.
     """
     own = [(call, _why_not_run(call, effects)) for call in calls if call["step"] >= episode.inherited]
@@ -152,12 +157,12 @@ def _read_again(episode: Episode, step: Step, reads: Reads) -> MessageDifference
 
 
 def _words(message: Message) -> tuple[str, str, str]:
-    """Return the parts of a message that the record stores. The name is cut as in a call's row."""
+    """Return the parts of a message that are recorded. The name is cut to the length that a call's row stores."""
     return message.role, message.content, message.name.replace("\0", "\ufffd")[:NAME]
 
 
 def _why_not_run(call: Mapping[str, Any], effects: Mapping[str, str]) -> str:
-    """Return why a call is taken from the record; empty if it is run again."""
+    """Return why a call is taken from the record; empty if the call is run again."""
     if call["kind"] == "agent":
         return "run by the agent"
     if call["result"] is None:
@@ -176,15 +181,17 @@ def _why_not_run(call: Mapping[str, Any], effects: Mapping[str, str]) -> str:
 class StepScore:
     """The scores of one step's sampled tokens under the recorded weights.
 
+    `same`, `ties` and `mismatches` are 0 if the engine's draws have no keys.
+
     Args:
         step: the index of the step.
-        policy_version: the version of the policy that sampled it.
+        policy_version: the version of the policy that sampled the step.
         tokens: the number of sampled tokens.
         max_difference: the largest |recorded - recomputed logprob|, in nats.
         mean_difference: the mean of these differences over the tokens, in nats.
-        same: the number of draws that give the recorded token; 0 if the engine has no keyed draws, as for the next two.
-        ties: the number of draws that give another token within the tolerance.
-        mismatches: the number of draws that give another token.
+        same: the number of draws that give the recorded token.
+        ties: the number of draws that give another token, with the recorded one within the tolerance.
+        mismatches: the number of draws that give another token, with the recorded one beyond the tolerance.
     """
 
     step: int
@@ -199,7 +206,10 @@ class StepScore:
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
-    """A token whose recorded logprob differs from the one under the weights. `token` is its index within the step."""
+    """A token whose recorded logprob differs from its logprob under the recorded weights.
+
+    `token` is the index of the token within the step.
+    """
 
     step: int
     token: int
@@ -211,7 +221,7 @@ class LogprobDifference:
 
 @dataclass(frozen=True, slots=True)
 class DrawDifference:
-    """A token that its draw does not give.
+    """A recorded token that differs from the token which its draw gives.
 
     Args:
         step: the index of the step.
@@ -236,9 +246,9 @@ class EndDifference:
 
     Args:
         step: the index of the step.
-        tokens: the number of its tokens.
+        tokens: the number of the turn's tokens.
         recorded: the recorded finish reason.
-        found: the number of tokens up to its first end token or stop string; None if it has neither.
+        found: the number of tokens up to the first end token or stop string; None if the turn has neither.
     """
 
     step: int
@@ -249,16 +259,16 @@ class EndDifference:
 
 @dataclass(frozen=True, slots=True)
 class NoiseReport:
-    """The differences of an episode's recorded logprobs, in units of the rounding noise measured on it.
+    """The differences between an episode's recorded and recomputed logprobs, in units of the measured rounding noise.
 
     See `analysis.rounding_noise`.
 
     Args:
         noise: the noise of the logits, in nats.
         rms: the root mean square of the differences.
-        max_rms: the largest `rms` that honest rounding makes.
+        max_rms: the largest `rms` that rounding can cause.
         mean: the mean of the differences.
-        max_mean: the largest absolute `mean` that honest rounding makes.
+        max_mean: the largest absolute `mean` that rounding can cause.
     """
 
     noise: float
@@ -275,18 +285,19 @@ class NoiseReport:
 
 @dataclass(frozen=True, slots=True)
 class TokensReport:
-    """The report on tokens that were rendered, scored and drawn again.
+    """The report on prompts that were rendered again, and on tokens that were scored and drawn again.
 
     Args:
         precision: the precision of the computation: `exact`, `float32` or `coarse` (16 bits, or a quantised base).
-        logprob_tolerance: the tolerance of a logprob, in nats; if noise was measured, the largest of all tokens.
-        draw_tolerance: the tolerance of a draw, in probability; if noise was measured, the largest of all tokens.
+        logprob_tolerance: the tolerance of a logprob, in nats; if noise was measured, the largest tolerance of any token.
+        draw_tolerance: the tolerance of a draw, in probability; if noise was measured, the largest tolerance of any token.
         prompts: the number of steps whose prompt was rendered again.
         prompt: the first difference in a prompt.
         steps: the steps whose tokens were scored and drawn again.
         parents: the number of steps that a fork inherits from its parent; they are verified with the parent.
         unverified: a sentence for each policy whose weights no longer exist.
-        logprob, draw: the first token beyond the tolerance.
+        logprob: the first token whose logprob is beyond the tolerance.
+        draw: the first token whose draw is beyond the tolerance.
         ending: the first turn whose recorded end differs from the end that its tokens determine.
         noise: the differences of all tokens together, if rounding noise was measured.
     """
@@ -306,7 +317,7 @@ class TokensReport:
 
     @property
     def same(self) -> bool:
-        """True if nothing that could be verified differs; ties do not count."""
+        """True if everything that could be verified agrees with the record; ties agree."""
         differences = (self.prompt, self.logprob, self.draw, self.ending)
         return all(difference is None for difference in differences) and (self.noise is None or self.noise.same)
 
@@ -317,11 +328,11 @@ class TokensReport:
 
 
 def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -> dict[int, str]:
-    """Return a sentence on its policy's weights for each step whose weights can no longer be read, by the step's index.
+    """Return, by the index of each step whose weights can no longer be read, a sentence that says why.
 
     Args:
-        policies: the policy that each step was sampled with.
-        collected: when the weights' files were removed to save space, by step.
+        policies: the policy with which each step was sampled, by the step's index.
+        collected: the time at which garbage collection removed the weights' files, by the step's index.
     """
     reasons = {}
     for step, ref in policies.items():
@@ -337,9 +348,9 @@ def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, d
 
 @dataclass(frozen=True, slots=True)
 class RewardDifference:
-    """A reward part (or `reward`, the weighted sum) whose value differs when it is computed again.
+    """A reward part (or `reward`, the weighted sum) that has another value when it is computed again.
 
-    `step` is the index of its step; None for a reward of the whole episode.
+    `step` is the index of the step that the reward belongs to; None for a reward of the complete episode.
     """
 
     part: str
@@ -350,7 +361,7 @@ class RewardDifference:
 
 @dataclass(frozen=True, slots=True)
 class RewardsReport:
-    """The report on one reward set of the episode that was computed again.
+    """The report on one reward set of the episode, which was computed again.
 
     Args:
         reward_set: the name of the set.
@@ -358,7 +369,7 @@ class RewardsReport:
         hooks: the parts that hooks added; they are taken from the record.
         same_code: whether the rewards' code is the code that scored the episode.
         differences: the values that differ.
-        error: why the rewards could not be computed; empty if they were.
+        error: why the rewards could not be computed; empty if they were computed.
     """
 
     reward_set: str
@@ -382,14 +393,14 @@ class RewardsReport:
 def check_rewards(
     episode: Episode, reward_set: str, env: Env, weights: Mapping[str, float], recorded: Mapping[str, Part], code: str
 ) -> RewardsReport:
-    """Score a finished episode again. Judges run in this process.
+    """Score a finished episode again, and compare the rewards with the record. Judges run in this process.
 
     Args:
         reward_set: the name of the set; only `default` contains the episode's own `reward`.
-        env: the env whose own rewards belong to that set; for another set an env without rewards.
+        env: the env whose own rewards belong to that set; for any other set, an env without rewards.
         weights: the weights of the set.
-        recorded: the parts in the set, those of hooks too, in the order in which they were recorded.
-        code: `envs.scoring_hash` when the set was made.
+        recorded: the parts in the set, including those of hooks, in the order in which they were recorded.
+        code: the result of `envs.scoring_hash` at the time when the set was made.
 
     Raises:
         SandboxUnavailable: a judge has to run code, and this machine has no sandbox for it.

@@ -1,12 +1,14 @@
 """The verification of tokens: with the recorded weights, prompts are rendered, tokens are scored, and draws are repeated.
 
-Each training row is read at once by teacher forcing. Every sampled token is scored after the recorded tokens before it, so one
-difference does not cause others. Its draw is repeated from its turn's key by `inference.sampling`, the sampler's own code.
+The model reads each training row at once, by teacher forcing. Every sampled token is scored after the recorded tokens before
+it, so one difference does not cause others. The token's draw is repeated from the key of its turn with `inference.sampling`,
+which is also the sampler's code.
 
 The sampler read the same tokens one by one, with its key/value cache, in a batch with other rows. Sums in another order give
 slightly different probabilities. A draw close to a boundary may then fall on its other side: this is a *tie*, not a mismatch.
 The sizes of these differences were measured over 5,000 tokens of a warmed-up tiny model (150 words, certain of most of them)
-and 1,000 to 2,000 of a random one with 151,936 words and 8 layers, sampled by the engine in batches and scored here, on a CPU:
+and 1,000 to 2,000 of a random one with 151,936 words and 8 layers. The engine sampled them in batches, and they were scored
+here, on a CPU. Where a cell has two numbers, they are those of the two models:
 
     computed in   greatest |difference|   draws that give another token   the greatest distance of one
     exact         0, 7e-7                 none, none
@@ -17,13 +19,16 @@ and 1,000 to 2,000 of a random one with 151,936 words and 8 layers, sampled by t
 
 `TOLERANCES` are wider than these, for models, lengths and devices that were not measured: for logprobs 6 times (exact), 33
 times (float32) and 2.6 times (coarse), for draws 250 times (float32) and 3.3 times (coarse). `coarse` is 16 bits, or a base
-quantised to 4 or 8 bits. For `coarse` a constant proves little: a tolerance of 1 nat accepts a token that was recorded as 2.7
-times as likely. So the constant is used only for an 8-bit base, whose rounding depends on the other rows of a batch, and for
-samplers of other programs. For 16 and 4 bits each token's tolerance follows from noise that is measured on the episode, and so
-does a test of all its tokens together (`analysis.rounding_noise`).
+quantised to 4 or 8 bits.
 
-If top_k, top_p or min_p limit the draws, the limit is a sum or a logprob. Rounding may put it on the other side of a token. So
-a draw is also a tie if the recorded token is within the tolerance of it under a limit that is moved by the tolerances.
+For `coarse`, a constant proves little: a tolerance of 1 nat accepts a token that was recorded as 2.7 times as likely as it was.
+So the constant is used only for an 8-bit base, whose rounding depends on the other rows of a batch, and for samplers of other
+programs. For 16 and 4 bits, each token's tolerance follows from the noise that is measured on the episode. All tokens together
+are tested with this noise too (`analysis.rounding_noise`).
+
+With top_k, top_p or min_p, a token may be drawn only up to a limit, which is a sum or a logprob. Rounding may put the limit on
+the other side of a token. So the limit is also moved by the tolerances, up and down. A draw is a tie too if the recorded token
+is within the tolerance under one of these limits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,18 +84,18 @@ _Value = tuple[float, int, float, TokenNoise | None]
 """The logprob, drawn id, distance and noise of a token."""
 
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
-"""The largest differences of a logprob (in nats) and of a draw (in probability) from the record, by precision."""
+"""By precision, the largest allowed differences from the record: of a logprob, in nats, and of a draw, in probability."""
 
 BLOCK = 1024
 """The number of sampled tokens whose logits are in memory at once: 0.6 GB for 152,000 words in float32."""
 
 CHUNK = 64
-"""The number of these tokens whose distributions are in memory at once: about 80 MB for each float64 tensor of them."""
+"""The number of these tokens whose distributions are in memory at once. Each float64 tensor of them takes about 80 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """One sampled token that was scored and drawn again. `noise` is None if it was not measured."""
+    """A sampled token that was scored and drawn again. `noise` is None if rounding noise was not measured."""
 
     step: Step
     index: int
@@ -121,7 +126,7 @@ class _Tolerances:
         self._bounds = NoiseBounds.of(self._noises) if self._noises else None
 
     def of(self, token: _Token) -> tuple[float, float]:
-        """Return the tolerances of a token, in nats and in probability."""
+        """Return the tolerance of the token's logprob, in nats, and that of its draw, in probability."""
         if self._bounds is None or token.noise is None:
             return self._fixed
         nats, mass = self._fixed  # no token is allowed more, however large the noise is
@@ -146,21 +151,21 @@ def check_tokens(
     sampling: Callable[[int], Sampling] | None = None,
     clock: datetime | None = None,
 ) -> TokensReport:
-    """Verify the prompts, the sampled tokens and the ends of turns of the episode's own steps.
+    """Verify the prompts, the sampled tokens and the ends of turns of the steps that the episode sampled itself.
 
-    Every prompt is rendered again. Every token that the episode sampled itself is scored and drawn again.
+    Every prompt is rendered again. Every sampled token is scored and drawn again.
 
     Args:
-        policies: the policy that each of its own steps was sampled with, by the step's index.
+        policies: the policy with which each of these steps was sampled, by the step's index.
         gone: why the weights can no longer be read (`analysis.verify_episode.missing_weights`), by the step's index.
-        policy: the run's base; its published weights are changed.
+        policy: the run's base. Its published weights are changed.
         schemas: the schemas of the env's tools.
         key: the key of the episode's draws.
         rollout: the run's options for sampling.
         requests: the tools and options of an agent's request, by the index of the step that answered it.
         sampling: a function from a step's index to its sampling options and key, if clients could set them; None: `rollout` and
             `key`.
-        clock: the time at which its prompts were rendered; None: that of the policy's chat.
+        clock: the time that chat templates got for the prompts; None: that of the policy's chat.
 
     Raises:
         CheckpointError: weights have changed, or do not fit the base.
@@ -196,7 +201,7 @@ def check_tokens(
 
 
 def _has_measurable_noise(policy: Policy, engine: str) -> bool:
-    """Return True if two readings here show the noise of the sampler's reading."""
+    """Return True if the difference between two readings on this machine shows how much the sampler's reading may differ."""
     return policy.precision == "coarse" and not policy.config.load_in_8bit and _is_known(engine) and _find_engine(engine).local
 
 
@@ -206,7 +211,9 @@ def _has_measurable_noise(policy: Policy, engine: str) -> bool:
 def _prompt_difference(
     episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema], requests: Mapping[int, Request]
 ) -> TokenDifference | None:
-    """Return the first difference between the recorded prompt and the rendered messages; None if there is none."""
+    """Return the first difference between a step's recorded prompt and its messages rendered again; None if there is no
+    difference.
+    """
     if step.shared is not None and not step.prompt_ids:  # another choice of a request: its prompt is the first one's
         return None
     if step.index in requests:
@@ -222,7 +229,7 @@ def _prompt_difference(
 
 
 def _offered_ids(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema]) -> tuple[int, ...]:
-    """Return the prompt ids that the built-in loop renders for a turn's messages."""
+    """Return the prompt ids that the built-in loop renders for the messages of a turn."""
     before = replace(episode, steps=episode.steps[: step.index])
     ids: tuple[int, ...] | None = None
     if before.steps:
@@ -233,7 +240,11 @@ def _offered_ids(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Sch
 def _requested_ids(
     episode: Episode, step: Step, chat: Chat, tools: Sequence[Schema], options: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return the prompt ids of an agent's request: those after its parent's tokens, or all of them without the shared ones."""
+    """Return the prompt ids of an agent's request.
+
+    If the step continues its parent, these are the ids after the parent's tokens. Otherwise these are the ids of all messages,
+    without those that are shared.
+    """
     parent = None if step.parent in (None, ROOT) else episode.steps[step.parent]
     if parent is not None and step.shared is None:
         ids, _ = chat.continuation(step.prompt, tools, parent.sampled_ids, options)
@@ -247,7 +258,7 @@ def _requested_ids(
 
 
 def _end_difference(step: Step, chat: Chat, strings: tuple[str, ...]) -> EndDifference | None:
-    """Return the difference if the turn did not end as its tokens say; None if it did.
+    """Compare a turn's recorded end with the end that its tokens determine. Return the difference, or None.
 
     A turn ends with `stop` at its first end token or stop string, and with `length` if it has neither.
     """
@@ -270,9 +281,10 @@ def _rescore(
     sampling: Callable[[int], Sampling],
     rows: ModelRows | None,
 ) -> Iterator[_Token]:
-    """Yield every token of the steps in `policies`. Each row is read once per policy and per set of sampling options.
+    """Score and draw every token of the steps in `policies` again, and yield it.
 
-    With `rows` it is read again in these, to measure noise.
+    Each training row is read once per policy and per set of sampling options. With `rows`, each token is read a second time in
+    these model rows, to measure the noise.
     """
     for row in chains_of(episode):
         scored = [step for step in row if step.index in policies and step.sampled_ids]
@@ -288,9 +300,9 @@ def _rescore(
 
 
 def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], policy: Policy) -> tuple[list[int], list[int]]:
-    """Return the ids of the row up to the last of the steps, and the positions of the steps' sampled tokens.
+    """Return the ids of a row up to the end of the last of the steps, and the positions of the steps' sampled tokens.
 
-    The ids begin with the tokens before the row.
+    The ids include the tokens before the row.
     """
     ids = list(before)
     places: list[int] = []
@@ -318,7 +330,7 @@ def _values(
     rollout: RolloutConfig,
     rows: ModelRows | None,
 ) -> Iterator[_Value]:
-    """Yield the values of the token at each position. The ids are read once for every `BLOCK` positions."""
+    """Yield the values of the token at each position. The ids are read again for every `BLOCK` positions."""
     tolerances = TOLERANCES[policy.precision]
     for start in range(0, len(places), BLOCK):
         positions = places[start : start + BLOCK]
@@ -343,7 +355,7 @@ def _chunks(
     rollout: RolloutConfig,
     tolerances: tuple[float, float],
 ) -> Iterator[_Value]:
-    """Yield the values for the positions of the logits (N, V), `CHUNK` at a time.
+    """Yield the values for the positions of the logits (N, V). `CHUNK` positions are computed at a time.
 
     `again` are the logits of the second reading.
     """
@@ -369,7 +381,11 @@ def _chunks(
 def _distance(
     logprobs: Tensor, draws: Tensor, token_ids: Tensor, rollout: RolloutConfig, tolerances: tuple[float, float]
 ) -> Tensor:
-    """Return the least distance (N,) of the draws from the wanted ids if limits may be rounded; 1 if no limit allows the id."""
+    """Return the least distance (N,) between the draws and the recorded ids, if the limits of top_k, top_p and min_p may be
+    rounded.
+
+    The distance is 1 if no limit allows the id.
+    """
     distances = []
     for side in (-1, 0, 1):
         floor = _floor(logprobs, rollout, side, tolerances)
@@ -381,7 +397,11 @@ def _distance(
 
 
 def _floor(logits: Tensor, rollout: RolloutConfig, side: int = 0, tolerances: tuple[float, float] = (0.0, 0.0)) -> Tensor:
-    """Return the least logit (N,) that may be drawn: with `side` -1 the lowest within the tolerances, with 1 the highest."""
+    """Return the lowest logit (N,) that may be drawn.
+
+    Args:
+        side: -1: the lowest result within the tolerances; 1: the highest; 0: without tolerances.
+    """
     nats, mass = tolerances
     top_p = rollout.top_p if rollout.top_p == 1 else min(1.0, max(1e-9, rollout.top_p - side * mass))
     top_k = logits.new_full((len(logits),), rollout.top_k, dtype=torch.int64)
@@ -394,7 +414,7 @@ def _floor(logits: Tensor, rollout: RolloutConfig, side: int = 0, tolerances: tu
 
 
 def _is_keyed(engine: str) -> bool:
-    """Return True if the engine's draws can be repeated. Those of an engine that is not installed here cannot."""
+    """Return True if the engine's draws can be repeated. Draws of an engine that is not installed here cannot be repeated."""
     return _is_known(engine) and _find_engine(engine).keyed
 
 

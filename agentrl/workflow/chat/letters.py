@@ -1,7 +1,8 @@
 """The conversion of tokens to text as they arrive, in pieces of complete characters.
 
-A character may be split over several tokens, so an incomplete one at the end waits for the rest. Decoders depend on neighbours
-(for example a word's leading space), so a token is decoded together with those before it.
+A character may be split over several tokens. So an incomplete character at the end waits until its remaining tokens arrive. The
+text of a token depends on its neighbours (for example, a word's leading space), so a token is decoded together with the tokens
+before it.
 """
 
 from typing import TYPE_CHECKING
@@ -11,20 +12,23 @@ if TYPE_CHECKING:
 
 HALF = "\ufffd"
 MAX_WAITING = 32
-"""The most tokens that are decoded again at each new one because they may form one character.
+"""The most tokens that are decoded again at each new token because they may form one character.
 
-A longer sequence of bytes that forms no character is returned while it grows.
+A longer sequence of bytes that forms no character is returned piece by piece.
 """
 
 REREAD = 1.25
-"""The factor by which a longer sequence must grow before it is decoded again. The total time is then linear."""
+"""The factor by which a sequence of more than `MAX_WAITING` tokens must grow before it is decoded again.
+
+The total time is then linear.
+"""
 
 OPEN = 4
-"""The most letters at the end of a text that the next bytes may change."""
+"""The most characters at the end of a text that later bytes may change."""
 
 
 class Letters:
-    """A decoder of token ids as they arrive. The pieces add up to the text of all ids without the final end tokens."""
+    """A decoder of token ids as they arrive. All pieces together are the text of all ids, without the end tokens at the end."""
 
     def __init__(self, chat: "Chat") -> None:
         self._chat = chat
@@ -50,7 +54,7 @@ class Letters:
         return new
 
     def rest(self) -> str:
-        """Return the text that is still held back. Call it after the last token."""
+        """Return the text that is still held back. Call this method after the last token."""
         text = self._read()[self._told :]
         self._waiting, self._look_at, self._told = [], 0.0, 0
         return text

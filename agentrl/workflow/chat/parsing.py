@@ -1,19 +1,21 @@
-"""The parser of a sampled turn: its thought, its tool calls and its content. Parsing never fails, and is linear in the text.
+"""The parser of a sampled turn: its thought, its tool calls and its content. Parsing never fails, and its time is linear in the
+length of the text.
 
-`<think>...</think>` at the beginning is the thought. The tool format (`tool_formats`) finds the calls in the rest. The
+`<think>...</think>` at the beginning is the thought. The tool format (`tool_formats`) finds the calls in the text after it. The
 remaining text is the content. A call that cannot be parsed has an `error` for the model to read, and its text stays in the
 content, so no text of the model is lost. These calls cannot be parsed:
 
 - a text that the format would not write, or an object with a duplicate key;
-- a call that is longer or deeper, or has longer numbers, than the limits of `call_json` allow. They are checked before anything
-    is decoded into a value that would be slow to compare or to store;
-- a call that begins inside an unclosed `<think>`. Inside a closed one, a call is thought, and does not count;
+- a call that is longer or deeper, or has longer numbers, than the limits of `call_json` allow. The limits are checked before
+    decoding, because large values would be slow to compare or to store;
+- a call that begins inside an unclosed `<think>`. Inside a closed thought, the text of a call is only thought;
 - a call that the end of the turn cuts off (`UNCLOSED`, `UNFINISHED`);
-- under `offered_only`, a call of a tool that was not offered. If none was offered, all text is content and there are no calls.
+- with `offered_only`, a call of a tool that was not offered. If no tool was offered, all text is content and there are no
+    calls.
 
 Small models leave the tags out, and would never learn to call. So in every format that writes JSON, a turn is also a call if
 its content is one JSON object, bare or in a code fence. The object must begin with "name" or "type", name an offered tool and
-have arguments. Such a call is `loose`. Under `strict` it is text.
+have arguments. Such a call is `loose`. With `strict`, such a content stays text.
 """
 
 import re
@@ -26,7 +28,7 @@ from agentrl.workflow.tool_formats.hermes import hermes
 from agentrl.workflow.trajectory import Message, ToolCall
 
 MAX_CALLS = 1000
-"""The most calls in one turn. All text after them becomes one unreadable call."""
+"""The most calls in one turn. All text after the last of them becomes one unreadable call."""
 
 THINK, END_THINK = "<think>", "</think>"
 _THINK = re.compile(THINK)
@@ -47,13 +49,13 @@ def parse_text(
     offered_only: bool = False,
     strict: bool = False,
 ) -> Message:
-    """Return the assistant's message in a sampled text (without its end-of-turn token).
+    """Return the assistant's message in a sampled text. The text does not include its end-of-turn token.
 
     A call that cannot be parsed becomes `ToolCall("", {}, error=...)`, and its text stays in the content or in the thought.
 
     Args:
-        thinking: whether the prompt ended inside of a thought; None: it did if the text closes a thought that it did not open.
-        offered_only: whether only calls of `tools` are calls; the text of others then stays in the content.
+        thinking: whether the prompt ended inside a thought. None: assume so if the text closes a thought that it did not open.
+        offered_only: whether only calls of `tools` are calls. The text of any other call then stays in the content.
         strict: whether a bare JSON object is text instead of a call.
     """
     thought, rest = _split_thought(text.replace("\0", "\ufffd"), tool_format, thinking)
@@ -114,7 +116,7 @@ def _content(
 def _read_calls(
     text: str, at: int, tool_format: ToolFormat, tools: Sequence[Schema], max_calls: int
 ) -> tuple[tuple[ToolCall, ...], int]:
-    """Return the calls that begin at `at`, or one unreadable call, and the index at which their text ends."""
+    """Return the calls that begin at the index `at`, or one unreadable call, and the index at which their text ends."""
     try:
         calls, end = tool_format.read(text, at, tools)
     except Unreadable as error:
@@ -123,16 +125,16 @@ def _read_calls(
 
 
 def _check_offered(calls: tuple[ToolCall, ...], offered: Set[str] | None) -> tuple[ToolCall, ...]:
-    """Return the calls; one unreadable call for all of them if any names a tool that was not offered.
+    """Return the calls, or one unreadable call in place of all of them if any names a tool that was not offered.
 
-    They share one text, so they are refused together.
+    The calls share one text, so they are refused together.
     """
     others = [call.name for call in calls if offered is not None and call.error is None and call.name not in offered]
     return (unreadable_call(NOT_OFFERED.format(others[0][:100])),) if others else calls
 
 
 def _split_thought(text: str, tool_format: ToolFormat, thinking: bool | None) -> tuple[str, str | None]:
-    """Return (thought, rest); the rest is None if the thought has no end.
+    """Split the text into the thought and the text after it. The second is None if the thought has no end.
 
     Some templates open `<think>` in the generation prompt. Then only the closing tag was sampled.
     """
@@ -149,5 +151,5 @@ def _closes_thought(text: str, tool_format: ToolFormat) -> bool:
 
 
 def _lost_calls(thought: str, tool_format: ToolFormat) -> list[ToolCall]:
-    """Return one unreadable call for all calls in a thought without an end; empty if there are none."""
+    """Return one unreadable call in place of all calls in a thought without an end; empty if it contains no calls."""
     return [unreadable_call(IN_THOUGHT)] if (tool_format.certain or tool_format.begins).search(thought) else []

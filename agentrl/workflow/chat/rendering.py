@@ -1,7 +1,7 @@
 """The conversion of messages to token ids and back with the tokenizer's own chat template.
 
-Sampled tokens are never tokenized again. An episode is one growing row of tokens. `opening` renders everything before the first
-sampled turn, `continuation` the part between two sampled turns (tool results, a user's message), and `parse` parses a sampled
+Sampled text is never tokenized again. An episode is one growing row of tokens. `opening` renders everything before the first
+sampled turn, and `continuation` the part between two sampled turns (tool results, a user's message). `parse` parses a sampled
 turn (see `chat.parsing`).
 
 The caller passes the tokenizer, so this module needs neither torch nor transformers.
@@ -34,10 +34,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LAST_TOKENS = 16
-"""The number of tokens at the end of a prompt that are read to find a tag and the white space after it."""
+"""The number of tokens at the end of a prompt in which an open tag is looked for. White space may follow the tag."""
 
 KEPT = 256
-"""The most cached prefixes, and the most cached matchers of stop strings. Clients may send any number of tools and strings."""
+"""The most values in each cache: of rendered prefixes, and of matchers of stop strings.
+
+Clients may send any number of tools and strings.
+"""
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -52,9 +55,9 @@ _PROBE_WORDS = (_PROBE_QUESTION.content, _PROBE_ANSWER.content, _PROBE_ANSWER.th
 
 
 class _ProbeAnswer(NamedTuple):
-    """The probe's answer in a rendered conversation.
+    """The assistant's answer in a rendered conversation of the probe.
 
-    `ids` are all ids up to its end. `end` is the special token that follows them; None if no token or text follows.
+    `ids` are all ids up to the end of the answer. `end` is the special token after the answer, or None if nothing follows it.
     """
 
     ids: tuple[int, ...]
@@ -64,18 +67,19 @@ class _ProbeAnswer(NamedTuple):
 class Chat:
     """A chat template and its tokenizer.
 
+    If a template asks for the time, it always gets the same one, in UTC: the time when the `Chat` was made, or the time that
+    was passed to `at`.
+
     Args:
         tokenizer: a tokenizer with a chat template in which a special token follows each of the assistant's turns.
         tool_format: a name in `tool_formats`; AUTO: the template's own format.
         stop_ids: further ids that end a turn, such as those of the model's `generation_config.json`.
         strict_calls: whether calls are parsed only in the tool format (see `chat.parsing`).
 
-    Templates that ask for the time always get the same one, in UTC: when the chat was made, or the time given to `at`.
-
     Attributes:
         manner: the form in which the template takes messages.
-        end_ids: the ids that end a turn: the template's end-of-turn token or, without one, the tokens that open the next role's
-            turn; the tokenizer's end of sequence; those of the tool format; `stop_ids`.
+        end_ids: the ids that end a turn: the template's end-of-turn token or, if it has none, the tokens that open the next
+            role's turn; the tokenizer's end of sequence; the end tokens of the tool format; `stop_ids`.
 
     Raises:
         ModelError: the tokenizer has no chat template, or its turns end without a special token.
@@ -107,7 +111,7 @@ class Chat:
         )
 
     def at(self, clock: datetime) -> "Chat":
-        """Return a copy of the chat whose template always reads this time."""
+        """Return a copy of the chat whose template always gets this time."""
         view = copy(self)
         view._clock, view._prefixes = clock.astimezone(UTC), OrderedDict()
         view.__dict__.pop("_turn_prompt", None)
@@ -120,16 +124,16 @@ class Chat:
         options: Mapping[str, Any] = NO_OPTIONS,
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Return the prompt of an episode's first step, generation prompt included.
+        """Return the token ids of an episode's first prompt, including the generation prompt.
 
         Args:
-            options: variables of the template beside these (`template_options`).
-            max_tokens: how many tokens may be of use: what has many more is not read to its end.
+            options: additional variables of the template (`template_options`).
+            max_tokens: the limit from which a prompt is of no use. A prompt that is much longer is not tokenized completely.
 
         Raises:
-            ModelError: the template refuses these messages or options, or drops a system message; or the options cannot be
-                taken.
-            TooLong: there are far more than `max_tokens` tokens.
+            ModelError: the template refuses the messages or the options, drops a system message, or does not support the
+                options.
+            TooLong: the prompt has many more than `max_tokens` tokens.
         """
         return self._encode(self._render(messages, tools, generate=True, options=options), max_tokens)
 
@@ -143,20 +147,21 @@ class Chat:
     ) -> tuple[tuple[int, ...] | None, str]:
         """Return the ids that follow a sampled turn up to the next generation prompt.
 
-        The turn may lack its end token (see `has_end_token`): then these ids begin with it.
+        If the turn lacks its end token (see `has_end_token`), the returned ids begin with that token.
 
         Args:
-            messages: the new messages: tool results or a user's.
-            tools: the same as in the opening.
-            turn: the sampled ids; None stands for a turn with the end token that the template writes.
+            messages: the new messages: tool results or a user's message.
+            tools: the tools, the same as in the opening.
+            turn: the sampled ids; None: a turn that has the end token which the template writes.
             options, max_tokens: the same as in the opening.
 
         Returns:
-            (ids, ""), or (None, the reason) if no ids continue the turn exactly as the template renders it. Then the caller
-            opens a new training row with `opening` of all messages.
+            (ids, ""), or (None, the reason) if no ids continue the turn exactly as the template renders it. The caller then
+                begins a
+            new training row: it calls `opening` with all messages.
 
         Raises:
-            ModelError, TooLong: in the same cases as `opening`.
+            ModelError, TooLong: see `opening`.
         """
         before = self._prefix(tools, options)
         conversation = [_PROBE_QUESTION, _PROBE_ANSWER, *messages]
@@ -182,7 +187,9 @@ class Chat:
         return any(word in text and not any(word in message.content for message in messages) for word in _PROBE_WORDS)
 
     def _why_not(self, messages: Sequence[Message], tools: Sequence[Schema], options: Mapping[str, Any]) -> str:
-        """Return why these messages cannot follow a turn: the template drops the turn's thought, or rewrites earlier turns."""
+        """Return why these messages cannot follow a turn: the template either drops the turn's thought or rewrites earlier
+        turns.
+        """
         role, thoughtless = messages[0].role, [_PROBE_QUESTION, replace(_PROBE_ANSWER, thought="")]
         before = self._find_answer(self._encode(self._render(thoughtless, tools, generate=False, options=options))).ids
         whole = self._encode(self._render([*thoughtless, *messages], tools, generate=True, options=options))
@@ -191,7 +198,9 @@ class Chat:
         return f"the template rewrites earlier turns before a {role} message"
 
     def check(self, system: bool, tools: bool) -> None:
-        """Refuse a template that cannot be used for training, as `templates.check_template` does before a tokenizer is loaded.
+        """Refuse a template that cannot be used for training.
+
+        `templates.check_template` does the same without a loaded tokenizer.
 
         Raises:
             ModelError: the template drops parts of messages, cannot be continued token for token, or cannot be rendered.
@@ -200,25 +209,25 @@ class Chat:
             raise template_error(self.tokenizer.name_or_path, trouble)
 
     def has_end_token(self, sampled_ids: Sequence[int]) -> bool:
-        """Return True if a sampled turn ends with an end token; a turn that a stop string ended does not."""
+        """Return True if a sampled turn ends with an end token. A turn that a stop string ended does not."""
         return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
 
     def stops(self, strings: tuple[str, ...]) -> Stops:
         """Return the matcher of these stop strings. Matchers are cached.
 
         Raises:
-            ModelError: the tokenizer does not give the bytes of its tokens.
+            ModelError: the bytes of the tokenizer's tokens are unknown.
         """
         return _kept(self._stops, strings, lambda: Stops(self._spelling, strings))
 
     def turn(self, message: Message, tools: Sequence[Schema] = ()) -> tuple[int, ...]:
-        """Return the tokens of an assistant's message as the policy would have sampled it, end-of-turn token included.
+        """Return the tokens of an assistant's message as the policy would have sampled it, including the end-of-turn token.
 
-        This is for demonstrations. The template may write calls that do not parse back to the same calls: it may drop the text
-        next to them, or a text in them may close their tag. Then the tool format writes them.
+        This is for demonstrations. Some templates write calls that do not parse back to the same calls: they drop the text next
+        to a call, or a text in a call closes its tag. For such a message, the tool format writes the calls instead.
 
         Raises:
-            ModelError: the template does not put the turn right after its generation prompt.
+            ModelError: the template does not write the turn directly after its generation prompt.
         """
         text = self._turn_text(message, tools, self.manner)
         if message.tool_calls and not self._reads_back(text, message, tools):
@@ -226,7 +235,10 @@ class Chat:
         return self._close_turn(self._encode(text), message)
 
     def _close_turn(self, ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
-        """Cut the ids after the first of their final end tokens. If they end with none, append one."""
+        """Make the ids end with exactly one end token.
+
+        If end tokens are at the end of the ids, cut the ids after the first of these. Otherwise append an end token.
+        """
         place, first = len(ids), None
         while place and (ids[place - 1] in self.end_ids or self.decode(ids[place - 1 : place]).isspace()):
             place -= 1
@@ -258,14 +270,14 @@ class Chat:
         stop: Sequence[str] = (),
         offered_only: bool = False,
     ) -> Message:
-        """Return the message that the sampled ids contain. No ids raise an exception.
+        """Return the message that the sampled ids contain. This works for any ids, without an exception.
 
         Args:
             tools: the offered tools; some formats need their schemas to determine the types of arguments.
-            thinking: whether the prompt ended inside of a thought (`leaves_thought_open`); None: the ids decide (see
+            thinking: whether the prompt ended inside a thought (`leaves_thought_open`); None: the ids decide (see
                 `parse_text`).
-            stop: stop strings; the message is cut before the first one. The ids still contain it.
-            offered_only: whether only calls of `tools` are calls; the text of others then stays in the content.
+            stop: stop strings. The message is cut before the first stop string; the ids still contain it.
+            offered_only: whether only calls of `tools` are calls. The text of any other call then stays in the content.
         """
         ids = list(sampled_ids)
         while ids and ids[-1] in self.end_ids:
@@ -274,11 +286,14 @@ class Chat:
         return parse_text(text, self.manner.tool_format, tools, thinking, offered_only, self.strict_calls)
 
     def leaves_thought_open(self, prompt_ids: Sequence[int]) -> bool:
-        """Return True if a prompt ends inside of a thought, which the turn continues. Some templates open one."""
+        """Return True if a prompt ends inside a thought, so the sampled turn continues that thought.
+
+        Some templates open one.
+        """
         return self.decode(prompt_ids[-LAST_TOKENS:]).rstrip().endswith(THINK)
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes of an id; None if the tokenizer does not give them."""
+        """Return the bytes of a token; None if they are unknown for this tokenizer."""
         try:
             return self._spelling[token]
         except ModelError:
@@ -303,7 +318,7 @@ class Chat:
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        """The sha256 of the vocabulary and of the tokens of a text with every kind of character."""
+        """The sha256 of the vocabulary and of the tokens of a test text. That text has characters of every kind."""
         probe = self._encode("Ünï 12345.6 == \tfoo_bar(  )\n\n<tool_call>{\"a\": [1, 'b']}</tool_call> 漢字 🙂")
         text = json.dumps([self.tokenizer.get_vocab(), probe], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -324,14 +339,17 @@ class Chat:
 
     @cached_property
     def _closing(self) -> frozenset[int]:
-        """The tokens that may follow a turn. No text from outside contains them."""
+        """The special tokens that may follow a turn.
+
+        Text of other roles cannot contain them, because special tokens in it are broken up.
+        """
         return frozenset({*self._special.values(), *self._end_of_sequence()})
 
     def _ends_by_next_role(self) -> dict[str, int]:
-        """Return the token that ends a turn, by the role of the next turn; "" for the conversation's last turn.
+        """Return the token that ends a turn, by the role of the next turn; the role "" means that no turn follows.
 
         Templates without an end-of-turn token, such as GLM's, end a turn with the token that opens the next role's turn. Models
-        sample it, and list it in their `generation_config.json`.
+        sample this token, and list it in their `generation_config.json`.
 
         Raises:
             ModelError: no special token follows a turn.
@@ -364,7 +382,7 @@ class Chat:
         return _kept(self._prefixes, key, make)
 
     def _find_answer(self, ids: tuple[int, ...]) -> _ProbeAnswer:
-        """Find the probe's answer: the last text between special tokens that contains its words.
+        """Find the answer of the probe: the last text between special tokens that contains the words of the answer.
 
         Raises:
             ModelError: the answer is missing.
@@ -392,7 +410,11 @@ class Chat:
         turns: Sequence[dict[str, Any]] | None = None,
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """Return the messages as the template renders them. `turns`, if given, are the same messages in the template's form."""
+        """Return the text that the template renders from the messages.
+
+        Args:
+            turns: the same messages, already in the template's form; None: they are converted.
+        """
         if turns is None:
             turns = self._harmless_turns(messages, tools)
         check_options(options)
@@ -410,7 +432,7 @@ class Chat:
     ) -> None:
         """Refuse a template that drops a system message.
 
-        The template may change its text, for example remove a switch in it.
+        The template may change the text of the message, for example remove a switch from it.
         """
         marks = {number: f"zqsystem{number}zq" for number, message in enumerate(messages) if message.role == "system"}
         marked = [replace(message, content=marks.get(number, message.content)) for number, message in enumerate(messages)]
@@ -422,13 +444,13 @@ class Chat:
             )
 
     def _harmless_turns(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[dict[str, Any]]:
-        """Return the messages in the template's form, without special tokens from outside."""
+        """Return the messages in the template's form. Special tokens are broken up, except in the assistant's content."""
         return [*self.manner.plain([self._harmless(message) for message in messages], tools)]
 
     def _apply_harmless(
         self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool, options: Mapping[str, Any]
     ) -> str:
-        """Apply the template to tools and options without special tokens from outside."""
+        """Apply the template to the turns. Special tokens in tools and options are broken up."""
         return self._apply(turns, [self._defuse_all(tool) for tool in tools], generate, self._defuse_all(options))
 
     def _apply(
@@ -444,7 +466,7 @@ class Chat:
         return render_template(source, turns, offered, generate, variables, self._clock)
 
     def _harmless(self, message: Message) -> Message:
-        """Return the message without special tokens in text from others or in the arguments of calls."""
+        """Return the message with all special tokens broken up. Only the assistant's content is unchanged."""
         calls = [
             replace(call, name=self._defuse(call.name), arguments=self._defuse_all(call.arguments))
             for call in message.tool_calls
@@ -453,7 +475,7 @@ class Chat:
         return replace(message, content=content, name=self._defuse(message.name), tool_calls=tuple(calls))
 
     def _defuse(self, text: str) -> str:
-        """Break up special tokens in text from outside, so that the text can neither end its turn nor open another."""
+        """Break up special tokens in a text. Otherwise the text could end its turn and open another one."""
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
@@ -468,7 +490,10 @@ class Chat:
 
 
 def _kept(cache: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
-    """Return the cached value of the key; make it if it is missing. The least recently used values are dropped. Thread-safe."""
+    """Return the cached value of the key. Make and cache it if it is missing.
+
+    If the cache is full, the least recently used values are dropped. Thread-safe.
+    """
     value = cache.get(key)
     if value is None:
         value = cache[key] = make()

@@ -1,12 +1,13 @@
 """Stop strings: texts that end a turn as soon as a sampled token completes one.
 
-A stop string may begin and end inside of tokens, and a character may be split over several tokens. So bytes are compared, not
-texts. Every id stands for some bytes (`Spelling`), and the token with a string's last byte completes it. The bytes of a
+A stop string may begin and end inside a token, and a character may be split over several tokens. So bytes are compared, not
+texts. Every id stands for some bytes (`Spelling`). The token with a string's last byte completes the string. The bytes of a
 character never begin inside another one, so the result is the same as that of a search in the decoded text.
 
-No state is kept between tokens: the result depends only on the turn's ids, however they were sampled.
+No state is stored between tokens: the result depends only on the turn's ids, however they were sampled.
 
-The tokens of a stop string stay in the turn. The client that sent it gets only the text before it (`cut_at_stop`, `StopCut`).
+The tokens of a stop string stay in the turn. The client that sent the string gets only the text before it (`cut_at_stop`,
+`StopCut`).
 """
 
 import json
@@ -26,13 +27,13 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Spelling:
-    """The bytes that each id stands for, under byte-level BPE (Qwen, Llama 3) or SentencePiece (Gemma, Mistral).
+    """The bytes of each id in byte-level BPE (Qwen, Llama 3) or SentencePiece (Gemma, Mistral).
 
     Args:
         tokenizer: the tokenizer; its special tokens have bytes too.
 
     Raises:
-        ModelError: the tokenizer decodes in another way.
+        ModelError: the tokenizer decodes ids in another way.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -69,10 +70,11 @@ class Stops:
         self._may: dict[int, bool] = {}
 
     def is_completed(self, ids: "Sequence[int] | NDArray[np.int64]", end: int | None = None) -> bool:
-        """Return True if the last of a turn's ids completes one of the strings. Only the end of the ids is read.
+        """Return True if the last of a turn's ids completes one of the strings. Only the end of the turn is read.
 
         Args:
-            end: the number of ids sampled so far; None: all.
+            ids: the turn's ids; an array may be longer than the turn.
+            end: the number of ids that belong to the turn; None: all.
         """
         end = len(ids) if end is None else end
         last = int(ids[end - 1])
@@ -81,7 +83,7 @@ class Stops:
         return self._may[last] and self._completes(ids, end)
 
     def _may_complete(self, token: bytes) -> bool:
-        """Return True if one of the strings can end inside of these bytes."""
+        """Return True if one of the strings can end inside the bytes of this token."""
         parts = [token[:size] for size in range(1, len(token) + 1)]
         return any(string.endswith(part) or part.endswith(string) for part in parts for string in self._strings)
 
@@ -96,7 +98,7 @@ class Stops:
 
 
 def cut_at_stop(text: str, strings: Sequence[str]) -> str:
-    """Return the text before the first stop string that is completed; all of it if there is none."""
+    """Return the text before the first stop string that is completed; the complete text if it contains no stop string."""
     ends = [(start + len(string), start) for string in strings if (start := text.find(string)) >= 0]
     return text[: min(ends)[1]] if ends else text
 
@@ -104,7 +106,7 @@ def cut_at_stop(text: str, strings: Sequence[str]) -> str:
 class StopCut:
     """A filter that cuts a streamed text where `cut_at_stop` would cut the complete text.
 
-    It holds back an end that may be the beginning of a stop string.
+    If the text so far ends with a possible beginning of a stop string, the filter holds that end back.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -113,7 +115,7 @@ class StopCut:
         self._is_over = False
 
     def take(self, piece: str) -> str:
-        """Add a piece, and return the text that no stop string can cut any more."""
+        """Add a piece of text. Return the text that certainly comes before any stop string."""
         if self._is_over:
             return ""
         self._waiting += piece
@@ -131,12 +133,14 @@ class StopCut:
 
 
 def overlap(text: str, string: str) -> int:
-    """Return how many letters at the end of the text may be the beginning of the string."""
+    """Return the number of characters at the end of the text that may be the beginning of the string."""
     return next((size for size in range(min(len(string) - 1, len(text)), 0, -1) if string.startswith(text[-size:])), 0)
 
 
 def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """Return the kinds of decoders that a tokenizer of the `tokenizers` library chains; empty for other tokenizers."""
+    """Return the kinds of decoders that a tokenizer of the `tokenizers` library applies one after another; empty for other
+    tokenizers.
+    """
     from transformers import PreTrainedTokenizerFast  # imported here: the command line imports this file, through the chat
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.backend_tokenizer.decoder is None:
@@ -146,7 +150,10 @@ def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
 
 
 def _byte_level(name: str) -> bytes:
-    """Return the bytes of a token's name in byte-level BPE: one per letter, or the name's UTF-8 if a letter has no byte."""
+    """Return the bytes of a token's name in byte-level BPE.
+
+    Each letter of the name is one byte. If a letter has no byte, return the UTF-8 of the name.
+    """
     letters = _letters()
     spelled = [letters.get(letter) for letter in name]
     return name.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
@@ -156,7 +163,7 @@ def _byte_level(name: str) -> bytes:
 def _letters() -> dict[str, int]:
     """Return the byte of each letter in byte-level BPE (GPT-2).
 
-    A printable byte is its own letter. The other bytes have letters from 256 on.
+    A printable byte is represented by itself. The other bytes are represented by the characters from U+0100 on.
     """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = [byte for byte in range(256) if byte not in seen]

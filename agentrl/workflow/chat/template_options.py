@@ -1,6 +1,7 @@
-"""A client's options for the chat template, such as `enable_thinking`, and their limits.
+"""A client's options for the chat template, such as `enable_thinking`, and the limits of these options.
 
-A template reads them as variables. They must be small, and must not replace the rendered messages or the settings of rendering.
+A template reads the options as variables. They must be small. They must not replace the rendered messages or the settings of
+rendering.
 """
 
 import json
@@ -20,11 +21,13 @@ RESERVED = frozenset(
         *("lipsum", "cycler", "joiner", "caller", "varargs", "kwargs", "additional_special_tokens", "image_token"),
     ]
 )
-"""The names of rendered values, of settings of rendering, and of functions that templates call."""
+"""The names that options must not have: those of rendered values, of settings of rendering, and of functions that templates
+call.
+"""
 
 
 def check_options(options: Mapping[str, Any]) -> str:
-    """Return the options as JSON; the same options in the same order give the same text.
+    """Check the options, and return them as JSON. The same options in the same order give the same text.
 
     Raises:
         ModelError: a name is reserved or invalid, or the options are too many, too long, too deep, or not JSON.

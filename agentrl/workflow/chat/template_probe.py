@@ -1,7 +1,7 @@
-"""Probes of a chat template: which tool format it writes, what it drops, and whether a rendered conversation can be continued.
+"""Probes of a chat template: its tool format, what it drops, and whether a rendered conversation can be continued.
 
-A probe renders a conversation of words that occur nowhere else, and searches the text for them. The caller passes the function
-that renders, so a command needs neither torch nor transformers.
+A probe renders a conversation of words that occur nowhere else, and searches the result for these words. The caller passes the
+function that renders, so a command needs neither torch nor transformers.
 """
 
 import json
@@ -17,10 +17,10 @@ from agentrl.workflow.tool_formats import AUTO, HERMES, Schema, ToolFormat
 from agentrl.workflow.trajectory import Message, ToolCall
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Schema], bool], str]
-"""A function (messages in the form of templates, tools, whether to open the assistant's turn) -> the text."""
+"""A function from messages in the form of templates, tools, and whether to open the assistant's turn, to the rendered text."""
 
 FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""The exceptions of a template that cannot render its input."""
+"""The exceptions that a template raises if it cannot render its input."""
 
 NAME, ARGUMENT = "zq_probe", "zqvalue"
 _PROBE_TOOL: Schema = {
@@ -43,7 +43,7 @@ class Manner:
 
     Args:
         tool_format: the format of calls.
-        native: whether the template writes a turn's calls itself, in that format. Otherwise they are written into the turn's
+        native: whether the template itself writes a turn's calls, in that format. Otherwise agentrl writes them into the turn's
             content.
         many: whether the template can write several calls of one turn.
         ids: whether the template needs an id for each call and result.
@@ -55,7 +55,7 @@ class Manner:
     ids: bool = False
 
     def plain(self, messages: Sequence[Message], tools: Sequence[Schema]) -> Iterator[dict[str, Any]]:
-        """Yield the messages in the form of chat templates."""
+        """Yield the messages as the dictionaries that chat templates read."""
         answered = 0
         for message in messages:
             answered = answered + 1 if message.role == "tool" else 0
@@ -81,17 +81,17 @@ class Manner:
 
 
 def _id(number: int) -> str:
-    """Return the id of a turn's call: nine letters and digits, as Mistral's templates require."""
+    """Return the id of a call, from its number: nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
 
 
 def manner_of(render: Render, source: str, format_name: str = AUTO) -> Manner:
-    """Find the form that a template takes.
+    """Find the form in which a template takes messages and calls.
 
     Args:
         source: the template's text.
-        format_name: the format that a user chose. AUTO: the one that parses what the template writes, or most of it; else one
-            whose marks the template has; else Hermes.
+        format_name: the format that a user chose. With AUTO, use the format that parses the template's own calls; if several
+            do, the one that leaves the least other text. Otherwise use a format whose marks are in the template, else Hermes.
 
     Raises:
         ConfigError: the format does not exist.
@@ -115,7 +115,7 @@ def manner_of(render: Render, source: str, format_name: str = AUTO) -> Manner:
 
 
 def _render_calls(render: Render, count: int, ids: bool) -> str:
-    """Return the text of a turn with `count` calls as the template writes it; empty if the template cannot."""
+    """Return the text of a turn with `count` calls as the template writes it; empty if the template cannot write it."""
     manner = Manner(find("tool_formats", HERMES), ids=ids)  # the template writes the calls: the format does not matter
     question = list(manner.plain([_USER], [_PROBE_TOOL]))
     try:
@@ -131,7 +131,7 @@ def _probe_turn(count: int) -> Message:
 
 
 def _reads(text: str, tool_format: ToolFormat, count: int) -> bool:
-    """Return True if the format parses `count` of the probe's calls in the text, and no others."""
+    """Return True if the format parses exactly `count` of the probe's calls in the text."""
     return parse_text(text, tool_format, [_PROBE_TOOL]).tool_calls == _probe_turn(count).tool_calls
 
 
@@ -150,7 +150,9 @@ def _renders(render: Render, manner: Manner) -> bool:
 
 
 def find_trouble(render: Render, manner: Manner, system: bool, tools: bool, later_system: bool = False) -> str:
-    """Return why the template cannot be used for training, as words that follow its name; empty if it can.
+    """Return why the template cannot be used for training; empty if it can.
+
+    The text continues a sentence that begins with the template's name.
 
     Args:
         system: whether conversations begin with a system message.
@@ -205,7 +207,7 @@ def _rewrites(render: Render, manner: Manner) -> str:
 
 
 def writes_unreadable_calls(render: Render, manner: Manner) -> bool:
-    """Return True if the template writes calls itself, in a form that the tool format cannot parse."""
+    """Return True if the template itself writes calls, and the tool format cannot parse them."""
     if manner.native:
         return False
     native = replace(manner, native=True, many=True)
@@ -222,7 +224,7 @@ def _writes_argument(render: Render, turns: Sequence[Mapping[str, Any]]) -> bool
 
 
 def is_silent_on_tools(render: Render, manner: Manner) -> bool:
-    """Return True if the template leaves the tools out of the prompt."""
+    """Return True if the template does not write the offered tools into the prompt."""
     try:
         return NAME not in render(list(manner.plain([_USER], [_PROBE_TOOL])), [_PROBE_TOOL], True)
     except FAULTS:

@@ -1,7 +1,8 @@
 """A model's chat template before the model is loaded: found in its folder or in a user's file, rendered, and checked.
 
-It is rendered as transformers would, in jinja's sandbox, but without transformers: a command checks it before anything starts.
-A template that cannot be rendered here (because it is in a tokenizer's code) is checked by the worker that loads the model.
+The template is rendered as transformers would render it, in jinja's sandbox. transformers is not needed, so a command can check
+the template before any process starts. If a template cannot be rendered here (because it is in a tokenizer's code), the worker
+that loads the model checks it.
 """
 
 import json
@@ -33,17 +34,20 @@ from agentrl.workflow.plugins import find
 from agentrl.workflow.tool_formats import AUTO, Schema
 
 MAX_BYTES = 131_072
-"""The most bytes of a template that a user may pass. The longest templates of models have a fifth of it."""
+"""The largest template that a user may pass, in bytes. The longest templates of models have a fifth of this size."""
 
 MAX_CONFIG_BYTES = 1 << 24
-"""The most bytes of a tokenizer config, which may contain a template."""
+"""The largest tokenizer config that is read, in bytes. It may contain a template."""
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OVERRIDE = "Pass --chat-template FILE, or another model."
 
 
 class _Generation(Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's text. It renders its content."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's text.
+
+    The block renders only its content.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
 
@@ -70,7 +74,9 @@ def _compile(source: str) -> Template:
 
 
 def renderer(source: str, tokens: Mapping[str, str]) -> Render:
-    """Return a function that renders the template, in which the current time is always the time of this call.
+    """Return a function that renders the template.
+
+    If the template asks for the time, it always gets the time of the call to `renderer`.
 
     Args:
         tokens: the special tokens that the template names.
@@ -96,7 +102,8 @@ def render_template(
     Args:
         generate: whether to open the assistant's turn.
         variables: the special tokens that the template names, and other variables that it reads.
-        clock: the time that it reads (`strftime_now`). Transformers passes the present time, which changes between two turns.
+        clock: the time that the template gets (`strftime_now`). transformers would pass the present time, which changes between
+            two turns.
     """
     return _compile(source).render(
         messages=[dict(message) for message in messages],
@@ -108,7 +115,10 @@ def render_template(
 
 
 def read_template(template: str) -> str:
-    """Return the text of a chat template, given as a file's path or as the text itself.
+    """Return the text of a chat template.
+
+    Args:
+        template: the path of a file, or the text itself.
 
     Raises:
         ConfigError: the file does not exist, or is not a template.
@@ -137,9 +147,9 @@ def _read_template_file(path: Path) -> str:
 
 
 def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
-    """Return the config section with its template as text and its tool format selected.
+    """Return the config section with the text of its template and the name of its tool format.
 
-    AUTO is kept if the model is not on this machine.
+    If the model is not on this machine, a tool format of AUTO stays AUTO.
 
     Raises:
         ConfigError: the template cannot be read, or the format does not exist.
@@ -157,7 +167,9 @@ def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
 
 
 def resolve_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
-    """Return the config with `rollout.last_turn` selected. `auto` is kept if the model is not on this machine.
+    """Return the config with a value of `rollout.last_turn` in place of `auto`.
+
+    If the model is not on this machine, `auto` stays.
 
     Args:
         config: the run's config, with its model as `resolve_chat` returns it.
@@ -178,17 +190,17 @@ def resolve_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
 
 
 def _recorded_format(folder: Path | None) -> str:
-    """Return the tool format that a model made by agentrl was trained with; empty if none is recorded."""
+    """Return the tool format with which a model that agentrl made was trained; empty if no format is recorded."""
     record = read_object(folder / RECORD) if folder else {}
     name = record.get("tool_format")
     return name if isinstance(name, str) else ""
 
 
 def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict[str, str]] | None:
-    """Return a model's chat template and special tokens; None if its files contain none.
+    """Return a model's chat template and special tokens; None if the model's files contain no template.
 
     Args:
-        source: the text of another template to use instead.
+        source: the text of a template to use instead of the model's.
     """
     if folder is None or not folder.is_dir():
         return (source, {}) if source else None
@@ -205,7 +217,7 @@ def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict
 
 
 def _template_text(value: object) -> str:
-    """Return the template in a tokenizer's config; if it has several, the one for tools."""
+    """Return the template in a tokenizer's config. If the config has several templates, return the one for tools."""
     if isinstance(value, str):
         return value
     several = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
@@ -255,12 +267,16 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool,
 
 
 def template_error(model: str, trouble: str) -> ModelError:
-    """Return the exception that refuses a model's template, for a reason from `find_trouble`."""
+    """Return the exception that refuses a model's template.
+
+    Args:
+        trouble: the reason that `find_trouble` returned.
+    """
     return ModelError(f"The chat template of {model!r} {trouble}.", _OVERRIDE)
 
 
 def remark_on_tools(config: ModelConfig, folder: Path) -> str:
-    """Return remarks on the template's support of tools; empty if there are none.
+    """Return remarks on the template's support of tools; empty if there are no remarks.
 
     A template may leave tools out of the prompt, or write calls that the format cannot parse.
     """

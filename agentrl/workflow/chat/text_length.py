@@ -1,29 +1,34 @@
-"""A check that refuses texts much longer than the model's window before all of them is tokenized, which takes seconds."""
+"""A check that refuses texts much longer than the model's window. It does not tokenize them completely.
+
+Tokenizing such a text would take seconds.
+"""
 
 from collections.abc import Callable, Sequence
 
 from agentrl.workflow.errors import ModelError
 
 CHEAP = 4
-"""The number of characters per token that fits, up to which a text is not checked."""
+"""The number of characters, as a multiple of `max_tokens`, up to which a text is not checked."""
 SURE = 2
-"""The factor above the number of tokens that fit, at which a text is certainly too long.
+"""The number of tokens, as a multiple of `max_tokens`, above which a text is certainly too long.
 
-The pieces are tokenized separately, so their count may be somewhat too high.
+The pieces are tokenized separately, so the counted number may be somewhat too high.
 """
 PIECE = 65_536
-"""The number of characters that are tokenized at once."""
+"""The number of characters that are tokenized in one call."""
 
 
 class TooLong(ModelError):
-    """A text that certainly has more tokens than fit."""
+    """A text certainly has more tokens than fit into the window."""
 
 
 def check_length(encode: Callable[[str], Sequence[int]], text: str, max_tokens: int) -> None:
-    """Read on in the text until it is known to be too long, or short enough to be made into tokens at once.
+    """Refuse a text with many more than `max_tokens` tokens. A short text is accepted without tokenizing it.
+
+    A longer text is tokenized in pieces, until it is certainly too long or its end is reached.
 
     Raises:
-        TooLong: it has more than `max_tokens` tokens.
+        TooLong: the text has more than `max_tokens` tokens.
     """
     if len(text) <= CHEAP * max_tokens:
         return

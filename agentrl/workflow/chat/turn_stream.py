@@ -1,7 +1,8 @@
-"""A turn's text in pieces of thought and content while it is sampled; together they are what the parser makes of all of it.
+"""A turn's text, streamed in pieces of thought and content while it is sampled. Together, the pieces equal the parser's result
+for the complete turn.
 
-Text that may yet turn out to be part of a tool call, of a thought's tag or of white space that the parser strips is held back.
-From the place where calls may begin nothing more is sent until the turn is over: then what is left, and the calls.
+Text is held back as long as it may belong to a tool call, to a thought's tag, or to white space that the parser strips. Once a
+tool call may have begun, nothing is sent until the turn ends. Then the remaining text and the calls are sent.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from agentrl.workflow.tool_formats import ToolFormat
 from agentrl.workflow.trajectory import Message
 
 RESCAN = 1.25
-"""The factor by which held-back text must grow before it is searched again for a call. The total time is then linear."""
+"""The factor by which held-back text must grow before it is searched for a call again. The total time is then linear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class TurnStream:
     """A reader of a turn's text as it arrives.
 
     Args:
-        tool_format: the format of its calls; None if no tool was offered, so that all text is content.
-        thinking: whether the prompt left a thought open, which the turn continues.
+        tool_format: the format of the turn's calls; None if no tool was offered. All text is then content.
+        thinking: whether the prompt ended inside a thought, which the turn continues.
         strict: whether a bare JSON object is text instead of a call.
     """
 
@@ -51,7 +52,7 @@ class TurnStream:
         self._thought, self._content = _Stripped(), _Stripped()
 
     def take(self, text: str) -> Iterator[TextPiece]:
-        """Yield the pieces that this text completes. White space is held back until text follows it."""
+        """Add text, and yield the pieces that can now be sent. White space is held back until other text follows it."""
         self._space.append(text)
         if not text.strip():
             return
@@ -65,13 +66,13 @@ class TurnStream:
             yield from _pieces("content", self._content.take(self._take_content()))
 
     def rest(self, message: Message) -> Iterator[TextPiece]:
-        """Yield the rest of the turn. `message` is the parser's result for the complete turn."""
+        """Yield the rest of the turn after its end. `message` is the parser's result for the complete turn."""
         self._state = "over"
         yield from _pieces("thought", message.thought[self._thought.sent_chars :])
         yield from _pieces("content", message.content[self._content.sent_chars :])
 
     def _begin(self) -> None:
-        """Decide whether the turn begins with a thought. A model may repeat the tag with which its prompt ended."""
+        """Decide whether the turn begins with a thought. A model may repeat the tag at the end of its prompt."""
         text = self._waiting.lstrip()
         if text.startswith(THINK):
             self._state, self._waiting = "thought", text.removeprefix(THINK)
@@ -105,14 +106,14 @@ class TurnStream:
 
 
 class _Stripped:
-    """A text without the white space around it, as far as it has come; `sent_chars` letters of it."""
+    """A filter that removes the white space around a streamed text. `sent_chars` is the number of characters sent so far."""
 
     def __init__(self) -> None:
         self.sent_chars = 0
         self._space = ""
 
     def take(self, text: str) -> str:
-        """What can be sent now: white space waits for a letter behind it."""
+        """Add text, and return what can be sent now. White space at the end waits until another character follows it."""
         text = self._space + text
         text = text if self.sent_chars else text.lstrip()
         sure = text.rstrip()

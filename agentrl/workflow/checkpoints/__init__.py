@@ -1,9 +1,11 @@
-"""Checkpoints, in a folder or at a URL that many hosts reach (`s3://bucket/prefix`, `file:///mnt/shared`).
+"""Checkpoints, in a folder or at a URL that many hosts can reach (`s3://bucket/prefix`, `file:///mnt/shared`).
 
-A checkpoint is one version of a policy: `write` makes it whole or not at all, a row of the database publishes it
-(`store/train_commits.py`), `read` opens it on any host. A path without `://` is a folder of this host and is used as it is.
-`drop_optimizer` and `remove` delete what no row needs. Other packages import this module, and `checkpoint_gc`, which decides
-what is not needed, and `epoch_links`, which names the checkpoints that ended an epoch.
+A checkpoint is one version of a policy. `write` makes a complete checkpoint or none, and a row of the database publishes it
+(`store/train_commits.py`). `read` opens it on any host. A path without `://` is a folder of this host and is used as it is.
+`drop_optimizer` and `remove` delete what no row needs.
+
+Other packages import only this module, `checkpoint_gc` (it decides which checkpoints are no longer needed) and `epoch_links`
+(it names the checkpoints that ended an epoch).
 """
 
 import shutil
@@ -48,28 +50,28 @@ def write(path: str, writer: Writer, then: str = "`agentrl resume`") -> str:
     """Make the checkpoint at `path`, a folder or a URL, from the files that `writer` writes into a folder.
 
     Args:
-        then: the command to type after a full disk has room again.
+        then: the command to type after the disk has space again, for the error message.
 
     Returns:
-        The sha256 of its weights, as in a `PolicyRef`.
+        The sha256 of the checkpoint's weights, as in a `PolicyRef`.
 
     Raises:
-        CheckpointError: the disk refused the files, the writer wrote no weights, or there is no such bucket. An older
-            checkpoint in the folder stays.
-        ConfigError: the store refused them.
-        ServiceError: the store did not answer for long. Only a checkpoint without a manifest is lost.
+        CheckpointError: the disk refused the files, the writer wrote no weights, or the bucket does not exist. An existing
+            checkpoint in the folder is unchanged.
+        ConfigError: the store refused the files.
+        ServiceError: the store did not respond for a long time. Only an unpublished checkpoint without a manifest is lost.
     """
     folder = _folder_of(path)
     return object_store.write(path, writer) if folder is None else sealed_folder.write(folder, writer, then)
 
 
 def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
-    """Call the reader with the folder of `local_part`, and return its result.
+    """Call the reader with the folder that `local_part` returns, and return the reader's result.
 
-    If the copy was damaged or evicted after its check, it is fetched once more.
+    If the checkpoint is at a URL and the reader finds the local copy damaged or missing, the copy is fetched once more.
 
     Raises:
-        CheckpointError, ConfigError, ServiceError: see `local_part`. The reader's exceptions pass through.
+        CheckpointError, ConfigError, ServiceError: see `local_part`. The reader's exceptions are not changed.
     """
     folder = local_part(path, sha256, part)
     try:
@@ -82,7 +84,7 @@ def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
 
 
 def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
-    """Return the local folder with a part of the checkpoint at `path`, a folder or a URL. It is fetched if needed.
+    """Return a local folder with a part of the checkpoint at `path`, a folder or a URL. Fetch the part if needed.
 
     Args:
         sha256: the hash of the weights in the policy's row.
@@ -98,11 +100,11 @@ def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
 def find_fault(path: str, sha256: str, part: Part = "weights") -> str:
     """Return the fault in a part of a published checkpoint; empty if every byte is as it was written.
 
-    For a URL the store itself is read: a sound copy on this host does not help other hosts.
+    For a URL, the files in the store are read: a correct copy on this host does not help other hosts.
 
     Raises:
-        ConfigError: this host does not see the folder where the run keeps its checkpoints, or may not read it.
-        ServiceError: the store did not answer for long, or this host has no space.
+        ConfigError: this host cannot see or read the folder with the run's checkpoints.
+        ServiceError: the store did not respond for a long time, or this host's disk is full.
     """
     try:
         with object_store.report_host_trouble(path):
@@ -116,7 +118,7 @@ def find_fault(path: str, sha256: str, part: Part = "weights") -> str:
 
 
 def drop_optimizer(path: str) -> None:
-    """Remove the optimizer's state from a checkpoint that no update starts from any more. Its weights can still be sampled.
+    """Remove the optimizer's state from a checkpoint that no update will start from. The weights can still be sampled.
 
     Raises:
         ServiceError: the store did not respond for a long time.
@@ -143,12 +145,14 @@ def remove_rivals(path: str) -> None:
 
 
 def _folder_of(path: str) -> Path | None:
-    """The folder that every host reads and writes; None for a URL that is no folder."""
+    """Return the folder of the checkpoint at a path or a `file://` URL, which every host can read and write; None for any other
+    URL.
+    """
     return object_store.mounted_folder(path) if is_url(path) else Path(path)
 
 
 def _own_folder(path: str) -> Path:
-    """The folder of this host: the checkpoint, or the copy of it."""
+    """Return the folder on this host: the checkpoint itself, or the local copy of a checkpoint at a URL."""
     return object_store.copy_of(path) if is_url(path) else Path(path)
 
 

@@ -1,8 +1,10 @@
-"""Garbage collection of a run's checkpoint folder: it finds and removes the parts that no row needs any more.
+"""Garbage collection of a run's checkpoint folder: it finds and removes folders and optimizer states that no row needs.
 
-The disk is read first, then the rows. A folder that existed before the rows were read was written under a claim that is in the
-rows. If the rows neither name the folder nor let its claim publish, it will never be published. Adapters are removed in the
-other order. Their rows are marked as collected first, so a crash in between leaves files that the next collection finds.
+The disk is read first, then the rows. So if a folder exists, the claim under which it was written is in the rows. If the rows
+neither name the folder nor allow this claim to publish, the folder will never be published.
+
+When an adapter is removed, its row is marked as removed first. If the process is killed then, the next collection finds the
+files and removes them.
 """
 
 import re
@@ -31,13 +33,13 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The folders of one run that its rows need, by name.
+    """The checkpoint folders of one run that its rows need, by name.
 
     Args:
-        referenced: checkpoints that a policy names and that are not collected.
-        collected: checkpoints whose policies were collected.
+        referenced: checkpoints of the policies whose weights have not been removed by garbage collection.
+        collected: checkpoints of the policies whose weights have been marked as removed by garbage collection.
         resumable: checkpoints that an update may start from, so their optimizer state is needed.
-        claims: (iteration, train token) of the updates that a live trainer may still publish.
+        claims: (iteration, train token) of the updates that a live trainer can still publish.
     """
 
     referenced: Collection[str]
@@ -48,7 +50,9 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """A folder, or (`optimizers`) the optimizer state in it, that no row needs, and its size in bytes."""
+    """A folder that no row needs, or (with `optimizers`) a folder whose optimizer state no row needs; and the size of it in
+    bytes.
+    """
 
     kind: Kind
     name: str
@@ -56,7 +60,8 @@ class Waste:
 
 
 def list_folders(output_dir: str, key: str) -> list[Folder]:
-    """Return the checkpoints of the run with that key, and leftovers next to them; empty if this machine has no such folder.
+    """Return the checkpoints of the run with that key, and unfinished folders next to them; empty if this machine has no such
+    folder.
 
     Args:
         output_dir: a folder or a URL.
@@ -71,7 +76,7 @@ def list_folders(output_dir: str, key: str) -> list[Folder]:
 
 
 def find_waste(folders: Iterable[Folder], needs: Needs, key: str) -> list[Waste]:
-    """Return the folders, and parts of folders, that may be removed."""
+    """Return the folders, and the optimizer states in folders, that can be removed."""
     present = {folder.name for folder in folders}
     sorted_out = (_waste(folder, needs, key, present) for folder in folders)
     return [item for item in sorted_out if item]
@@ -105,7 +110,10 @@ def _waste(folder: Folder, needs: Needs, key: str, present: Collection[str]) -> 
 
 
 def _parse_name(name: str, key: str) -> tuple[str, tuple[int, int]] | None:
-    """Return the name of the checkpoint that a folder is or was to become, and the (iteration, train token) that wrote it."""
+    """Split a folder's name. Return the name of its checkpoint, and the (iteration, train token) under which it was written.
+
+    An unfinished folder has the name of the checkpoint that it was to become.
+    """
     match = re.fullmatch(rf"(v(\d{{5,}})\.[tr](\d+)\.{re.escape(key)})(\.tmp|\.old)?", name)
     return (match[1], (int(match[2]) - 1, int(match[3]))) if match else None
 
@@ -115,7 +123,7 @@ def _measure(name: str, files: Mapping[str, int]) -> Folder:
 
 
 def _disk_sizes(place: Path) -> dict[str, dict[str, int]]:
-    """Return the size in bytes of every file, by folder and path in it."""
+    """Return the size of every file in bytes, by folder and by the path in the folder."""
     if not place.is_dir():
         return {}
     return {
@@ -126,7 +134,7 @@ def _disk_sizes(place: Path) -> dict[str, dict[str, int]]:
 
 
 def _size(file: Path) -> int:
-    """Return the bytes that removing the file would free: 0 if another checkpoint links to it."""
+    """Return the number of bytes that removing the file would free: 0 if another checkpoint has a hard link to it."""
     try:
         stat = file.stat()
         return stat.st_size if stat.st_nlink == 1 else 0

@@ -1,7 +1,7 @@
 """Links to the checkpoints that ended an epoch: `runs/NAME/epoch_3`, in the folder of the checkpoints.
 
-They are rebuilt from the rows: when such a checkpoint is published, when a link is requested, and before `agentrl gc` removes a
-link's target. So after a crash in between, a link may be missing or out of date, but no link stays broken.
+The links are made from the rows at three times: when such a checkpoint is published, when a link is requested, and before
+`agentrl gc` removes the target of a link. After a crash, a link may be missing or out of date, but no link stays broken.
 """
 
 import os
@@ -24,7 +24,7 @@ class EpochEnds:
         output_dir: the folder; or a URL, which has no links.
         key: the suffix of the names of the run's checkpoints.
         names: the name of the checkpoint by epoch; epochs count from 1.
-        newest: whether no younger run keeps its checkpoints there. If several runs do, the youngest has the links.
+        newest: whether the run is the youngest of those that have checkpoints in this folder. Only the youngest has links.
     """
 
     output_dir: str
@@ -40,7 +40,7 @@ def epoch_number(name: str) -> int | None:
 
 
 def link_epochs(ends: EpochEnds) -> None:
-    """Update the links in the run's folder, if the run is the youngest there. An older run has no links.
+    """Update the links in the run's folder if the run is the youngest in that folder.
 
     Raises:
         OSError: the links cannot be written.
@@ -76,7 +76,7 @@ def unlink_epochs(ends: EpochEnds) -> None:
 
 
 def _links(ends: EpochEnds) -> list[Path]:
-    """Return the links to epochs in the folder, of any run; a URL has none."""
+    """Return all links to epochs in the folder, of whichever run. With a URL there are none."""
     entries = () if is_url(ends.output_dir) else Path(ends.output_dir).glob("epoch_*")
     return [entry for entry in entries if entry.is_symlink() and epoch_number(entry.name) is not None]
 

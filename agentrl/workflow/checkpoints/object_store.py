@@ -1,15 +1,15 @@
-"""Checkpoints at a URL: their files, read and written with retries, and the copies that each host keeps of them.
+"""Checkpoints at a URL: their files, read and written with retries, and the copies of them on each host.
 
-Any of fsspec's file systems will do. Object stores know no rename: a key is written once and never again, and the manifest is
-written last: once it is there, the checkpoint is whole. `file://` is a folder that is mounted on every host.
+All file systems of fsspec are supported. `file://` is a folder that is mounted on every host. Object stores cannot rename, so
+each key is written once and never changed. The manifest is written last: a checkpoint with a manifest is complete.
 
-A copy is in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches while the others wait. A copy is verified against the
+A copy is in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches it while the others wait. It is verified against the
 manifest and the policy's row before it gets its name, and again when a process first uses it. The `KEEP` most recently used
-copies of a run stay.
+copies of a run stay on the host.
 
 Credentials come from the environment, as the store's own tools read them. Every function here raises ConfigError if the store
-refuses this host, and ServiceError if it did not answer for RETRY_SECONDS or this host has no space: neither means that the
-files are broken.
+refuses this host. It raises ServiceError if the store did not respond for RETRY_SECONDS, or if this host's disk is full.
+Neither error means that the files are broken.
 """
 
 import errno
@@ -38,7 +38,8 @@ T = TypeVar("T")
 RETRY_SECONDS = 30.0
 """The time for which a request is repeated if the store does not respond, in seconds."""
 KEEP = 10
-"""The number of copies of one run that a host keeps: enough for nine overlapping iterations and one evaluation."""
+"""The number of copies of one run's checkpoints that stay on a host: enough for nine overlapping iterations and one evaluation.
+"""
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # Retries are made here; with botocore's own four on top, a dead connection would look like a slow one.
@@ -46,14 +47,16 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 _DENIED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _UNFINISHED_SUFFIXES = (".tmp", ".old", ".fetch")
-"""The suffixes of a folder's name while it is being written."""
+"""The suffixes of the names that folders have while they are being written."""
 _verified_copies: set[tuple[Path, Part]] = set()
 """The copies whose bytes this process has compared with their manifest."""
 URL_HINT = "Write file:///FOLDER or s3://BUCKET/PREFIX."
 
 
 def check_place(place: str) -> Path | None:
-    """Check with one request that there is a store at the URL. Return the folder if the URL or path is one, else None.
+    """Check with one request that the store at the URL exists.
+
+    Return the folder of a path or a `file://` URL, and None for other URLs.
 
     Raises:
         ConfigError: the bucket does not exist, access is denied, a package is missing, or the URL contains a password.
@@ -95,10 +98,11 @@ def mounted_folder(url: str) -> Path | None:
 
 
 def write(url: str, writer: Writer) -> str:
-    """Write a checkpoint to the URL, and keep this host's copy; return the sha256 of its weights.
+    """Write a checkpoint to the URL, and leave a copy on this host. Return the sha256 of its weights.
 
     Raises:
-        CheckpointError: the disk refused the files, or there is no such bucket. Only a checkpoint without a manifest is lost.
+        CheckpointError: the disk refused the files, or the bucket does not exist. Only an unpublished checkpoint without a
+            manifest is lost.
     """
     copy = copy_of(url)
     with report_host_trouble(url), hold_lock(copy.parent):  # so that no process evicts it before it is stored
@@ -110,10 +114,13 @@ def write(url: str, writer: Writer) -> str:
 
 
 def local_copy(url: str, sha256: str, part: Part) -> Path:
-    """Return this host's copy of a part of the checkpoint whose weights have that sha256, fetched if need be.
+    """Return this host's copy of a part of a checkpoint. Fetch the part if needed.
+
+    Args:
+        sha256: the hash that the checkpoint's weights must have.
 
     Raises:
-        BrokenCheckpoint: the checkpoint is missing or incomplete, or its weights are others.
+        BrokenCheckpoint: the checkpoint is missing or incomplete, or its weights have another hash.
     """
     copy = copy_of(url)
     if (copy, part) in _verified_copies and _touch(copy) and sealed_folder.has_part(copy, part):
@@ -128,15 +135,15 @@ def local_copy(url: str, sha256: str, part: Part) -> Path:
 
 
 def forget_copy(url: str, part: Part) -> None:
-    """Verify this host's copy again before it is used again."""
+    """Mark this host's copy as unverified, so it is verified again before its next use."""
     _verified_copies.discard((copy_of(url), part))
 
 
 def verify(url: str, sha256: str, part: Part) -> None:
-    """Verify every byte of a part in the store itself: a sound copy on this host does not help other hosts.
+    """Verify every byte of a part in the store itself: a correct copy on this host does not help other hosts.
 
     Raises:
-        BrokenCheckpoint: naming the first file that is missing, truncated or altered.
+        BrokenCheckpoint: a file is missing, truncated or changed; the message names the first one.
     """
     with tempfile.TemporaryDirectory() as scratch:
         _fetch(url, Path(scratch) / "checkpoint", sha256, part)
@@ -150,7 +157,7 @@ def copy_of(url: str) -> Path:
 
 
 def _touch(copy: Path) -> bool:
-    """Marks the copy as just used; whether it is there: another process may have evicted it."""
+    """Mark the copy as just used. Return False if it does not exist; another process may have removed it."""
     try:
         os.utime(copy)
     except FileNotFoundError:
@@ -169,7 +176,7 @@ def _upload(folder: Path, url: str) -> None:
 
 
 def _fetch(url: str, copy: Path, sha256: str, part: Part) -> None:
-    """Fetch the files that are missing or broken in `copy`."""
+    """Fetch the files of a part that are missing or broken in the folder `copy`."""
     folder = mounted_folder(url)
     if folder is not None:
         must_see(folder.parent)
@@ -210,7 +217,7 @@ def _move(beside: Path, copy: Path) -> None:
 
 @contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which only one thread of one process of this host can hold."""
+    """Hold the folder's lock inside the context. At any time, only one thread of one process on this host holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -227,10 +234,10 @@ def _evict(folder: Path) -> None:
 
 
 def must_see(place: Path) -> None:
-    """Check that this host sees the folder in which a run keeps its checkpoints.
+    """Check that this host sees the folder in which a run stores its checkpoints.
 
     Raises:
-        ConfigError: the folder is not there.
+        ConfigError: the folder does not exist on this host.
     """
     if not place.is_dir():  # the whole place is missing, so no checkpoint in it is broken
         raise ConfigError(
@@ -241,7 +248,9 @@ def must_see(place: Path) -> None:
 
 @contextmanager
 def report_host_trouble(path: str) -> Iterator[None]:
-    """Turn errors of this host into errors that do not blame the checkpoint."""
+    """Inside the context, convert errors of this host (permissions, a full disk) to exceptions that do not blame the
+    checkpoint.
+    """
     try:
         yield
     except OSError as error:
@@ -249,7 +258,7 @@ def report_host_trouble(path: str) -> Iterator[None]:
 
 
 def put(url: str, name: str, file: Path) -> None:
-    """Write the file as `name` under the URL.
+    """Write a local file to the store, as `name` under the URL.
 
     Raises:
         FileNotFoundError: the bucket does not exist.
@@ -259,7 +268,7 @@ def put(url: str, name: str, file: Path) -> None:
 
 
 def get(url: str, name: str, file: Path) -> None:
-    """Read `name` under the URL into the file.
+    """Read `name` under the URL from the store into a local file.
 
     Raises:
         FileNotFoundError: the name does not exist.
@@ -269,7 +278,10 @@ def get(url: str, name: str, file: Path) -> None:
 
 
 def sizes(url: str) -> dict[str, dict[str, int]]:
-    """Checkpoint -> path in it -> bytes, for every file under a run's URL; empty if nothing was ever written."""
+    """Return the size of every file under a run's URL in bytes, by checkpoint and by the path in the checkpoint.
+
+    The result is empty if the run has no file there.
+    """
     files, key = _store(url)
     listed: dict[str, Any] = _retry(url, lambda: files.find(key, detail=True))
     sizes_by_name: dict[str, dict[str, int]] = {}
@@ -280,7 +292,7 @@ def sizes(url: str) -> dict[str, dict[str, int]]:
 
 
 def remove(url: str, name: str = "") -> None:
-    """Remove `name`, or everything, under the URL. It is not an error if nothing is there."""
+    """Remove `name` under the URL, or everything under it if `name` is empty. It is not an error if nothing exists there."""
     files, key = _store(url)
     try:
         _retry(url, lambda: files.rm_file(f"{key}/{name}") if name else files.rm(key, recursive=True))
@@ -289,7 +301,7 @@ def remove(url: str, name: str = "") -> None:
 
 
 def _store(url: str) -> tuple[Any, str]:
-    """Return the file system behind the URL, and the path in it."""
+    """Return the file system of the URL, and the path within that file system."""
     from fsspec.core import url_to_fs
 
     scheme = url.partition("://")[0]
@@ -320,7 +332,10 @@ def host_trouble(path: str, error: Exception) -> ConfigError | ServiceError | No
 
 
 def _retry(url: str, action: Callable[[], T]) -> T:
-    """Run the action, and repeat it while the store does not respond. FileNotFoundError counts as a response."""
+    """Run the action, and repeat it while the store does not respond.
+
+    FileNotFoundError is a response and ends the repetition.
+    """
     deadline = time.monotonic() + RETRY_SECONDS
     pause = 0.1
     while True:

@@ -1,11 +1,12 @@
-"""The writing of checkpoints. A checkpoint is a complete folder or none.
+"""Writing and verifying checkpoint folders. A folder is complete, or it does not exist.
 
 `write` lets a writer fill `<folder>.tmp`, syncs every file, writes `manifest.json` (size and sha256 of each file) last, and
 renames the folder. `verify` reads all files and names one that is missing, truncated or changed. Only a database row publishes
-a checkpoint. So a folder that no row names is a leftover, and may be replaced.
+a checkpoint. So a folder that no row names was left by a killed process, and may be replaced.
 
-The weights have the file name that PEFT or transformers expect. Further files that these need are the same in all checkpoints
-of a run. `link_shared` links them from one folder to the next, so the disk stores them once. No update reads them.
+The weights have the file name that PEFT or transformers expect. These libraries need further files, which are the same in all
+checkpoints of a run and which no update reads. `link_shared` links such files from one folder to the next, so the disk stores
+them once.
 """
 
 import errno
@@ -26,7 +27,7 @@ from agentrl.workflow.runtime.faults import faultpoint
 NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """The system's error numbers for a full disk."""
 RECORD = "training.json"
-"""The file in a model made by agentrl that records its origin."""
+"""The name of the file that records the origin of a model which agentrl made."""
 MANIFEST = "manifest.json"
 ADAPTER = "adapter_model.safetensors"
 MODEL = "model.safetensors"
@@ -35,20 +36,20 @@ WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MAX_MANIFEST = 1 << 24
-"""The most bytes that are read of a manifest."""
+"""The largest manifest that is read, in bytes."""
 MAX_NAME = 255
-"""The most bytes of a file's or folder's name."""
+"""The longest name of a file or folder, in bytes."""
 DEEPEST = 8
-"""The most names in a file's path within a checkpoint."""
+"""The most parts (folders and the file) in a file's path within a checkpoint."""
 NEAREST = 2
-"""The number of newest checkpoints that `link_shared` searches for a file."""
+"""The number of newest checkpoints in which `link_shared` looks for an equal file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     """The manifest's entry for one file.
 
-    It has the size in bytes, the sha256 of the content, and whether the run's checkpoints share the file.
+    It has the file's size in bytes, the sha256 of its content, and whether the run's checkpoints share it.
     """
 
     size: int
@@ -57,23 +58,24 @@ class FileRecord:
 
 
 Part = Literal["weights", "start", "all"]
-"""A part of a checkpoint: `weights` to sample, `start` (without the optimizer's state) to start a run from, `all` to resume."""
+"""A part of a checkpoint: `weights` to sample, `start` (all but the optimizer's state) to start a run, `all` to resume a run.
+"""
 
 Writer = Callable[[Path], Collection[str] | None]
-"""A function that fills the folder it is given. It returns the names of the files in it that the run's checkpoints share."""
+"""A function that fills a given folder. It returns the names of those files in it that the run's checkpoints share."""
 
 
 def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
     """Write the checkpoint `folder` from the files that `writer` writes.
 
     Args:
-        then: the command to type after the disk's problem is solved, for the message.
+        then: the command to type after the disk's problem is solved, for the error message.
 
     Returns:
-        The sha256 of its weights, as in a `PolicyRef`.
+        The sha256 of the checkpoint's weights, as in a `PolicyRef`.
 
     Raises:
-        CheckpointError: writing failed, or the writer wrote no weights. An older checkpoint at `folder` is unchanged.
+        CheckpointError: writing failed, or the writer wrote no weights. An existing checkpoint at `folder` is unchanged.
     """
     beside = _sibling(folder, ".tmp")
     try:
@@ -103,7 +105,10 @@ def weights_of(folder: Path) -> Path:
 
 
 def link_shared(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a checkpoint's folder, as hard links to equal files of the newest checkpoints if there are any."""
+    """Write files into a checkpoint's folder.
+
+    If one of the newest checkpoints has an equal file, make a hard link to it instead.
+    """
     others = sorted(folder.parent.glob(f"*/{MANIFEST}"), reverse=True)[:NEAREST]
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +117,7 @@ def link_shared(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _try_link(file: Path, target: Path, content: bytes) -> bool:
-    """Make the target a hard link to the file if the file has this content. Return True if it was made."""
+    """Make the target a hard link to the file, if the file has this content. Return True if the link was made."""
     try:
         if file.is_symlink() or file.stat().st_size != len(content) or file.read_bytes() != content:
             return False
@@ -123,7 +128,11 @@ def _try_link(file: Path, target: Path, content: bytes) -> bool:
 
 
 def write_error(folder: Path, error: OSError | SafetensorError, then: str, what: str = "checkpoint") -> CheckpointError:
-    """Return the exception for a folder that could not be written. `then` is the command to type after the repair."""
+    """Return the exception for a folder that could not be written.
+
+    Args:
+        then: the command to type after the disk's problem is solved.
+    """
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     full = (
         error.errno in NO_SPACE_ERRNOS
@@ -135,9 +144,9 @@ def write_error(folder: Path, error: OSError | SafetensorError, then: str, what:
 
 
 def remove_rivals(folder: Path) -> None:
-    """Remove the folders that killed trainers left next to the published `vVERSION.tTOKEN.KEY`.
+    """Remove the folders that killed trainers left next to the published folder `vVERSION.tTOKEN.KEY`.
 
-    These have other tokens, or are unfinished.
+    They are unfinished, or have the same version and another token.
     """
     version, _, key = folder.name.split(".")
     for rival in folder.parent.glob(f"{version}.t*.{key}*"):
@@ -146,10 +155,10 @@ def remove_rivals(folder: Path) -> None:
 
 
 def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> Mapping[str, FileRecord]:
-    """Verify that every file, except those in `without`, is unchanged, and return the manifest.
+    """Verify that every file, except those in `without`, is unchanged. Return the manifest.
 
     Args:
-        shared: whether to verify the files that the run's checkpoints share; no update reads them.
+        shared: whether to verify also the files that the run's checkpoints share. No update reads these files.
 
     Raises:
         BrokenCheckpoint: a file is missing, truncated or changed; the message names the first one.
@@ -164,10 +173,10 @@ def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> 
 
 
 def verify_part(folder: Path, sha256: str, part: Part) -> None:
-    """Verify every byte of a part of the published checkpoint whose weights have that sha256.
+    """Verify every byte of a part of a published checkpoint, and that its weights have the given sha256.
 
     Raises:
-        BrokenCheckpoint: naming the first file that is missing, truncated or altered.
+        BrokenCheckpoint: a file is missing, truncated or changed; the message names the first one.
     """
     weights = weights_of(folder)
     if not weights.is_file():
@@ -179,14 +188,14 @@ def verify_part(folder: Path, sha256: str, part: Part) -> None:
 
 
 def part_of(manifest: Mapping[str, FileRecord], part: Part) -> list[str]:
-    """Return the names of the files in a part of a checkpoint, without those that only other programs read."""
+    """Return the names of the files in a part of a checkpoint. Files that only other programs read are left out."""
     if part == "weights":
         return [weights_name(manifest)]
     return [name for name, record in manifest.items() if not record.shared and (part == "all" or name != OPTIMIZER)]
 
 
 def has_part(folder: Path, part: Part) -> bool:
-    """Return whether all files of a part are there, by name."""
+    """Return True if all files of a part exist. Their content is not read."""
     try:
         manifest = read_manifest(folder)
     except BrokenCheckpoint:
@@ -195,7 +204,7 @@ def has_part(folder: Path, part: Part) -> bool:
 
 
 def is_sound(folder: Path, sha256: str, part: Part) -> bool:
-    """Return whether all files of a part are there, bit for bit, and the weights are those with that sha256."""
+    """Return True if all files of a part are unchanged, and the weights have the given sha256."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError:  # not there yet, or cut off by a power failure
@@ -205,13 +214,13 @@ def is_sound(folder: Path, sha256: str, part: Part) -> bool:
 
 
 def weights_sha256(manifest: Mapping[str, FileRecord]) -> str:
-    """Return the sha256 of the weights; empty if there are none."""
+    """Return the sha256 of the weights; empty if the manifest lists no weights."""
     record = manifest.get(weights_name(manifest))
     return record.sha256 if record else ""
 
 
 def file_error(file: Path, record: FileRecord) -> str:
-    """Return the fault of a file; empty if it matches its record."""
+    """Return what is wrong with a file; empty if it matches its record."""
     if not file.is_file():
         return "is missing"
     size = file.stat().st_size
@@ -291,7 +300,7 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
 
 
 def _is_inside(name: str) -> bool:
-    """Return True if the name means a file inside of the folder."""
+    """Return True if the name, as a path, stays inside the folder."""
     parts = name.split("/")
     fits = name.isprintable() and len(parts) <= DEEPEST and all(0 < len(part.encode()) <= MAX_NAME for part in parts)
     return fits and not {".", ".."}.intersection(parts)
@@ -309,7 +318,12 @@ def _record(entry: Mapping[str, Any]) -> FileRecord:
 
 
 def broken_error(where: Path | str, damage: str) -> BrokenCheckpoint:
-    """Return the exception for a checkpoint, in a folder or at a URL, whose files have changed or are missing."""
+    """Return the exception for a checkpoint whose files have changed or are missing.
+
+    Args:
+        where: the checkpoint's folder or URL.
+        damage: what is wrong with the files.
+    """
     return BrokenCheckpoint(
         f"The checkpoint {str(where)!r} is damaged: {damage}.",
         "Put the files back. An unfinished run rebuilds its newest checkpoint by itself.",

@@ -1,1 +1,1 @@
-"""Decides the next messages from the rows alone."""
+"""Decides from the database rows which messages to send next."""

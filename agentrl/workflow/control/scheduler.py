@@ -1,8 +1,9 @@
-"""`plan(snapshot)` decides from the rows alone what to send. It is a pure function; resuming a run uses it too.
+"""`plan(snapshot)` decides from the database rows which messages to send. It is a pure function, and resuming a run uses it
+too.
 
-The database holds the state, and a message only wakes a worker. So any process may compute a plan, at any time, even twice: a
-duplicate message finds its row claimed or done. A chord is sent once per iteration. Work that is still missing long after its
-message was sent is sent again, as a single message.
+The database holds the state, and a message only wakes a worker. So any process may compute a plan at any time, even twice: if a
+message is sent twice, the second worker finds that the row is claimed or done. A chord is sent once per iteration. If its work
+is still missing long after the message was sent, the work is sent again in a single message.
 """
 
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ MAX_HEADER = 128
 """The most jobs in a chord's header. If an iteration has more groups, each job has several."""
 
 MAX_DOUBLINGS = 6
-"""The number of times that the wait for a row without a worker doubles; it doubles after each sending."""
+"""The most doublings of the wait before a message is sent again. The wait doubles each time that the message is sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send the iteration as a chord: one rollout job per group (or per few groups), then the train job."""
+    """The action to send the iteration as a chord: one rollout job per group (or per few groups), then the train job."""
 
     iteration: int
     groups: tuple[int, ...]
@@ -26,14 +27,14 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class SendRollouts:
-    """Send the rollout jobs of these groups again, outside of a chord."""
+    """The action to send the rollout jobs of these groups again, outside of a chord."""
 
     groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SendTrain:
-    """Send the iteration's train job."""
+    """The action to send the iteration's train job."""
 
     iteration: int
 
@@ -42,7 +43,7 @@ Action = Dispatch | SendRollouts | SendTrain
 
 
 def plan(snapshot: Snapshot) -> list[Action]:
-    """Return the messages that are missing; empty if all work that can progress is in progress."""
+    """Return the messages that must be sent; empty if all work that can progress is in progress."""
     return [action for run in snapshot.runs for action in _plan_run(run, snapshot.lease_seconds)]
 
 

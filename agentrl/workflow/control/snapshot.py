@@ -1,18 +1,21 @@
-"""The input of the control loop: the unfinished work of all runs as plain values, which `store.control_reads` reads."""
+"""The input of the control loop: the unfinished work of all runs as plain values. `store.control_reads` reads it from the
+database.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The state of a job's message and lease.
+    """The state of the lease and the message of a job.
 
     Args:
-        held: a live worker holds the row's lease.
-        expired_ago: the seconds since the lease expired or was returned; None if the row is held, was never held, or this is
-            unknown.
-        sent_ago: the seconds since its message was last sent; None if it never was, negative if the clock was set back since.
-        sends: how often its message was sent.
+        held: True if a live worker holds the row's lease.
+        expired_ago: the time since the lease expired or was returned, in seconds; None if the lease is held, was never held, or
+            this is unknown.
+        sent_ago: the time since the job's message was last sent, in seconds; None if it was never sent, negative if the clock
+            was set back.
+        sends: the number of times that the job's message was sent.
     """
 
     held: bool
@@ -33,8 +36,8 @@ class GroupState:
 class IterationState:
     """An iteration that is not done. `groups` has only the groups that have not ended.
 
-    `published`: the policy from which its update starts exists. The update of an iteration that was rolled out ahead waits for
-    that policy.
+    `published` is True if the policy from which the iteration's update starts exists. If an iteration was rolled out ahead, its
+    update waits for that policy.
     """
 
     id: int
@@ -50,20 +53,20 @@ class IterationState:
 
     @property
     def is_ready(self) -> bool:
-        """True if its update may run."""
+        """True if the iteration's update may run."""
         return self.is_rolled_out and self.published
 
     @property
     def is_dispatched(self) -> bool:
-        """True if its chord was sent at least once."""
+        """True if the iteration's chord was sent at least once."""
         return bool(self.train.sends) or any(group.claim.sends for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """A running run: its open iterations, in order, and the median time of one of its groups, in seconds.
+    """A run that is running: its open iterations, in order, and the median time of one of its groups, in seconds.
 
-    `broken`: one of its checkpoints must be rebuilt before the run continues sampling and training.
+    `broken` is True if a checkpoint of the run must be rebuilt before the run continues.
     """
 
     id: int

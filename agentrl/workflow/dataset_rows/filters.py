@@ -20,20 +20,24 @@ MAX_CONDITION = 4096
 MAX_INSTRUCTIONS = 1_000_000
 """The maximum number of SQLite instructions for one row."""
 MAX_VALUE_BYTES = 16_000_000
-"""The maximum size of a value, in bytes: twice that of a row. A function of SQLite is one instruction, even for a very long
-argument.
+"""The maximum size of a value, in bytes: twice that of a row. The limit on instructions is not enough, because a function of
+SQLite is one instruction, even for a very long argument.
 """
 STEP = 100_000
 BATCH_ROWS = 32
 """The number of rows that one query evaluates. Starting a query takes longer than evaluating a condition."""
 MAX_QUERIES = 1000
-"""The maximum number of cached queries, one for each set of columns: every row of a JSON lines file may have other columns."""
+"""The maximum number of cached queries. There is one for each set of columns, and every row of a JSON lines file may have
+different columns.
+"""
 LACKS_COLUMN = "no such column: "
 EXAMPLE = "Write a condition in SQL over the columns, with texts in single quotes: --filter \"level = 'easy'\""
 
 
 class RowFilter:
-    """A condition on rows. `select` filters rows; `check_columns`, called at the end, reports a column that no row had."""
+    """A condition on rows. `select` filters rows. `check_columns`, which is called at the end, reports a column that no row
+    had.
+    """
 
     def __init__(self, condition: str, source: str) -> None:
         if len(condition) > MAX_CONDITION or "\0" in condition:
@@ -54,7 +58,7 @@ class RowFilter:
         self._connection.set_progress_handler(self._is_over, STEP)
 
     def select(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
-        """Yield the rows for which the condition is true, and the rows that cannot be read. NULL counts as false.
+        """Yield the rows for which the condition is true, and the rows that cannot be read. NULL is treated as false.
 
         Raises:
             DatasetError: the condition is not SQL, or needs too much work; the message names the row.
@@ -82,7 +86,7 @@ class RowFilter:
         self._connection.close()
 
     def _decide(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> Sequence[SourceRow]:
-        """Return those rows of a batch with equal columns for which the condition is true."""
+        """Return the rows of the batch for which the condition is true. All rows of the batch have the same columns."""
         problem = ""
         try:
             return list(compress(batch, self._evaluate(columns, batch))) if batch else ()
@@ -122,7 +126,9 @@ class RowFilter:
         self._bound.clear()
 
     def _bind(self, columns: tuple[str, ...]) -> list[str]:
-        """Return the columns to bind for rows with these columns: those that the condition may name, and the missing ones."""
+        """Return the columns that the query needs for rows with these columns: those that the condition may name, and the
+        missing ones.
+        """
         self._seen.update(columns)
         condition = self._condition.lower()
         bound = [name for name in columns if name.lower() in condition]
@@ -140,7 +146,7 @@ class RowFilter:
 
 @lru_cache(MAX_QUERIES)
 def _query(condition: str, columns: tuple[str, ...], rows: int) -> str:
-    """Return the query that evaluates the condition on each row separately, so no SQL function sees two rows."""
+    """Return the query that evaluates the condition. It evaluates each row separately, so no SQL function sees two rows."""
     names = [f'"value {number}"' for number in range(len(columns))] or ['"no value"']
     aliases = ", ".join(f"{name} AS {_quoted(column)}" for name, column in zip(names, columns, strict=False)) or "1"
     table = ", ".join([f"({', '.join('?' * len(columns)) or '1'})"] * rows)
@@ -154,12 +160,14 @@ def _length(value: Any) -> int | None:
 
 
 def _find(text: Any, part: Any) -> int | None:
-    """Replace SQLite's `instr` in linear time. Its own would take hours for two texts of the size of a row."""
+    """Replace SQLite's function `instr` by one in linear time. With two texts of the size of a row, SQLite's would take
+    hours.
+    """
     return None if text is None or part is None else str(text).find(str(part)) + 1
 
 
 def _replace(*arguments: Any) -> str | None:
-    """Replace SQLite's `replace` in linear time, with a limit on the result's size."""
+    """Replace SQLite's function `replace` by one in linear time, with a limit on the size of the result."""
     if None in arguments:
         return None
     text, old, new = map(str, arguments)

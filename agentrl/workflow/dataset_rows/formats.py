@@ -1,8 +1,8 @@
-"""Readers for files of rows: JSON lines, CSV, Parquet, Arrow. Each yields its rows one at a time, and refuses rows that are too
-large.
+"""Readers for files of rows: JSON lines, CSV, Parquet, Arrow. Each reader yields one row at a time, and refuses rows that are
+too large.
 
-Text is UTF-8, with or without a byte-order mark, with lines ended by LF or CRLF. All values of a CSV file are text. Columns of
-bytes, such as images, are left out; NaN becomes null, and a date ISO text.
+Text is UTF-8, with or without a byte-order mark, and lines end with LF or CRLF. All values of a CSV file are text. Columns of
+bytes, such as images, are left out. NaN becomes null, and a date becomes ISO text.
 """
 
 import codecs
@@ -23,8 +23,8 @@ MAX_ROW_BYTES = 8_000_000
 MAX_DEPTH = 32
 """The maximum number of nested levels of lists and structures in a column."""
 BATCH_ROWS = 256
-"""The number of rows that are decoded at once. It is small, because each row of a compressed file may have the same large
-value.
+"""The number of rows that are decoded at once. It is small, because a compressed file may store one large value that every row
+has.
 """
 SKIPPED_BYTES = 1 << 20
 
@@ -33,11 +33,11 @@ class SourceRow(NamedTuple):
     """A row of a dataset: its columns, or the reason that it cannot be read.
 
     Args:
-        label: the prefix of its permanent key, `LABEL/NUMBER`.
-        number: its number from 1: the line in a text file, the row in another file.
-        where: what the number counts: `line`, or `train.parquet, row`.
-        values: its columns; None if it cannot be read.
-        problem: the reason that it cannot be read.
+        label: the prefix of the row's permanent key, `LABEL/NUMBER`.
+        number: the row's number, counted from 1: the line in a text file, the row in another file.
+        where: the unit of the number: `line`, or `train.parquet, row`.
+        values: the row's columns; None if the row cannot be read.
+        problem: the reason that the row cannot be read.
     """
 
     label: str
@@ -48,7 +48,7 @@ class SourceRow(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The row's position for messages: `line 7`, `train.parquet, row 7`."""
+        """The position of the row, for messages: `line 7`, `train.parquet, row 7`."""
         return f"{self.where} {self.number}"
 
     def columns(self) -> dict[str, Any]:
@@ -66,14 +66,14 @@ Reader = Callable[[Path, str, str], Iterator[SourceRow]]
 
 
 def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRow]:
-    """Yield the rows of a file. Its suffix, in lower or upper case, selects the reader (`READERS`).
+    """Yield the rows of a file. The file's suffix, in lower or upper case, selects the reader (`READERS`).
 
     Args:
-        label: the label of the rows.
-        where: a text before the unit in which the rows are counted.
+        label: the prefix of the rows' keys.
+        where: the text before the unit in which rows are counted, for messages.
 
     Raises:
-        DatasetError: there is no such file, it does not have the format of its suffix, or the suffix is unknown.
+        DatasetError: the file does not exist, it does not have the format of its suffix, or the suffix is unknown.
     """
     suffix = path.suffix.lower()
     if suffix not in READERS:
@@ -93,10 +93,11 @@ def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRo
 
 
 def check_regular(path: Path) -> None:
-    """Check that a path is not a pipe or device. Such a file may have no end, and opening a pipe waits for its writer.
+    """Check that a path is not a pipe or device. Such a file may have no end, and opening a pipe waits until a process writes
+    to it.
 
     Raises:
-        DatasetError: it is one.
+        DatasetError: the path is a pipe or a device.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DatasetError(f"Cannot read the dataset {str(path)!r}: it is a pipe or a device.", "Write its rows into a file.")
@@ -121,7 +122,9 @@ def _read_json_lines(path: Path, label: str, where: str) -> Iterator[SourceRow]:
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines that the file has now. A line that is too large is cut to a length that still shows this."""
+    """Yield the lines that the file has now. A line that is too large is cut, but stays longer than the limit so that the error
+    is found.
+    """
     end = os.fstat(file.fileno()).st_size  # a writer may append as fast as this reads
     while file.tell() < end and (line := file.readline(MAX_ROW_BYTES + 1)):
         yield line
@@ -175,7 +178,9 @@ def _csv_values(names: list[str], fields: list[str]) -> tuple[dict[str, Any] | N
 
 
 def _check_columns(path: Path, names: list[str]) -> None:
-    """Raise DatasetError if a column has no name, two columns have the same name, or there are none or too many."""
+    """Raise DatasetError if a column has no name, two columns have the same name, or the number of columns is 0 or too
+    large.
+    """
     if not names:
         raise DatasetError(f"{str(path)!r} names no columns.", "Write the names of its columns into its first row.")
     repeated = next((name for name in names if names.count(name) > 1), None) if len(names) <= MAX_COLUMNS else None
@@ -188,7 +193,7 @@ def _check_columns(path: Path, names: list[str]) -> None:
 
 
 def _check_delimiter(path: Path, names: list[str], delimiter: str) -> None:
-    """Raise DatasetError if another character than the delimiter separates the columns."""
+    """Raise DatasetError if a character other than the delimiter separates the columns."""
     if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), "")):
         message = f"{str(path)!r} has one column, {names[0]!r:.200}: {mark!r} stands where {delimiter!r} is read."
         raise DatasetError(message, "Separate its columns by commas, or by tabs in a file called .tsv.")
@@ -225,7 +230,7 @@ def _arrow_error(path: Path, error: Exception) -> DatasetError:
 
 
 def _readable_columns(path: Path, schema: Any) -> list[str]:
-    """Return the names of the columns without bytes."""
+    """Return the names of the columns that contain no bytes."""
     _check_columns(path, list(schema.names))
     if deep := next((field.name for field in schema if _depth(field.type) > MAX_DEPTH), ""):
         raise DatasetError(f"{str(path)!r}: the column {deep!r} nests more than {MAX_DEPTH} levels.", "Leave it out.")
@@ -233,7 +238,7 @@ def _readable_columns(path: Path, schema: Any) -> list[str]:
 
 
 def _depth(kind: Any) -> int:
-    """Return the number of nested levels of a type, counted up to just above the maximum."""
+    """Return the number of nested levels of a type. Counting stops just above the maximum."""
     level, depth = [kind], 0
     while level and depth <= MAX_DEPTH:
         level = [node.field(number).type for node in level for number in range(node.num_fields)]
@@ -263,7 +268,7 @@ def _decode(batches: Iterable[Any], names: list[str], label: str, where: str) ->
 
 
 def _read_at_once(batch: Any, odd: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Return the values of the rows; None if they are too large to decode together, or one cannot be read.
+    """Return the values of the rows; None if the rows are too large to decode together, or a row cannot be read.
 
     Args:
         odd: the columns whose values may not be valid JSON values.
@@ -281,7 +286,7 @@ def _read_at_once(batch: Any, odd: Sequence[str]) -> list[dict[str, Any]] | None
 
 
 def _read_alone(row: Any, odd: Sequence[str]) -> tuple[dict[str, Any] | None, str]:
-    """Return the values of a batch of one row and an empty text, or None and the reason that they cannot be read."""
+    """Read a batch of one row. Return its values and an empty text, or None and the reason that the row cannot be read."""
     if row.nbytes > MAX_ROW_BYTES:
         return None, _size_problem(row.nbytes)
     values = {}
@@ -327,4 +332,4 @@ READERS: dict[str, Reader] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
-"""Suffix of a file -> its reader."""
+"""A mapping from the suffix of a file to its reader."""

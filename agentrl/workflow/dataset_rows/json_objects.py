@@ -19,7 +19,7 @@ def read_object(line: bytes) -> dict[str, Any]:
     """Parse one line as a JSON object.
 
     Raises:
-        ValueError: the line is not an object, or one that cannot be stored.
+        ValueError: the line is not a JSON object, or the object cannot be stored.
     """
     try:
         row = _decode(line.decode("utf-8"))

@@ -1,8 +1,8 @@
 """Sources of rows: a file, a folder with one or more files for each split, or a dataset of the hub.
 
-`formats.READERS` lists the file formats. In a folder the split is part of the file's name or of the name of a folder above it
-(`train.parquet`, `data/train-00000-of-00002.parquet`, `test/rows.jsonl`), as on the hub. A hub dataset is `OWNER/NAME`, or
-`OWNER/NAME:CONFIG` if it has several configs. No code of a dataset is run.
+`formats.READERS` lists the file formats. In a folder, the split is part of the file's name or of the name of a folder above the
+file (`train.parquet`, `data/train-00000-of-00002.parquet`, `test/rows.jsonl`), as on the hub. A hub dataset is `OWNER/NAME`, or
+`OWNER/NAME:CONFIG` if it has several configs. Code that belongs to a dataset is never run.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ SPLIT_WORDS = {
     "test": ("test", "testing", "eval"),
     "train": ("train", "training"),
 }
-"""Split -> the words for it in file names."""
+"""A mapping from a split to the words for it in file names."""
 MAX_FILES = 10_000
 MAX_DEPTH = 4
-"""The maximum numbers of files (MAX_FILES) and of nested levels (MAX_DEPTH) that are searched in a folder."""
+"""The maximum number of nested folders (`MAX_DEPTH`) and of files (`MAX_FILES`) that are searched."""
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(:[\w.-]+)?", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9]+")
 
@@ -50,10 +50,10 @@ def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
 
 
 def expand_home(name: str) -> Path:
-    """Return a dataset's name as a path, with `~` expanded; an unknown user is not an error.
+    """Return a dataset's name as a path, with `~` expanded. An unknown user after `~` is not an error.
 
     Raises:
-        DatasetError: the name has a NUL character.
+        DatasetError: the name contains a NUL character.
     """
     if "\0" in name:
         raise DatasetError(f"The name of the dataset {name!r:.200} holds a NUL character.", "Leave it out.")
@@ -67,7 +67,7 @@ def source_files(name: str, split: str) -> list[Path]:
     """Return the files of the split, in order; empty for a hub dataset or a plug-in.
 
     Raises:
-        DatasetError: there is no such folder or split, or the split exists in two formats.
+        DatasetError: the folder or the split does not exist, or the split exists in two formats.
     """
     kind, path = kind_of_source(name), expand_home(name)
     if kind == "file":
@@ -79,10 +79,11 @@ def source_files(name: str, split: str) -> list[Path]:
 
 
 def read_source(config: DatasetConfig) -> Iterator[SourceRow]:
-    """Return the rows of a file, a folder or a hub dataset that pass `config.filter`, with the columns of `config.map` renamed.
+    """Return the rows of a file, a folder or a hub dataset. Rename columns by `config.map`, and keep the rows that pass
+    `config.filter`.
 
     Raises:
-        DatasetError: it cannot be read, or its first row lacks a column that `config.map` names.
+        DatasetError: the source cannot be read, or its first row lacks a column that `config.map` names.
     """
     rows = _read_hub(config) if kind_of_source(config.name) == "hub" else _read_files(config.name, config.split)
     if config.filter:
@@ -112,10 +113,10 @@ def hash_source(name: str, split: str) -> str:
 
 
 def nested_value(values: dict[str, Any], column: str) -> Any:
-    """Return the value of a column, or of `COLUMN.KEY` inside one.
+    """Return the value of a column, or of a key inside a column (`COLUMN.KEY`).
 
     Raises:
-        KeyError: there is no such column or key.
+        KeyError: the column or the key does not exist.
     """
     if column in values:
         return values[column]
@@ -181,7 +182,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _split_of(path: Path) -> str:
-    """Return the split that is part of a path, nearest to the path's end; empty if there is none."""
+    """Return the split that a path names; empty if it names none. The name nearest to the path's end decides."""
     return next(filter(None, map(_named_split, _words(path))), "")
 
 
@@ -223,10 +224,10 @@ def _stream_hub(config: DatasetConfig, name: str, part: str, streaming: bool) ->
 
 
 def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[SourceRow]:
-    """Yield the rows with mapped columns under the names of their fields.
+    """Yield the rows with each mapped column renamed to its field.
 
     Raises:
-        DatasetError: the first row lacks a mapped column, so the mapping is wrong. A later row that lacks one is only
+        DatasetError: the first row lacks a mapped column, so the mapping is wrong. A later row that lacks such a column is
             malformed.
     """
     columns = [column for column in config.map.values() if column not in config.map]
@@ -255,7 +256,7 @@ def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[So
 
 
 def _known_keys(values: dict[str, Any], column: str) -> str:
-    """Return a hint with similar keys, for a key that a column lacks."""
+    """Return the hint for a key that a column lacks: the similar keys that it has."""
     head, _, key = column.rpartition(".")
     with suppress(KeyError):
         if head and isinstance(inner := nested_value(values, head), dict):

@@ -1,4 +1,4 @@
-"""Splitting of rows into two JSON lines files. They are written atomically, and equal questions are in the same file."""
+"""Splits rows into two JSON lines files. The files are written atomically, and equal questions are in the same file."""
 
 import errno
 import hashlib
@@ -16,15 +16,17 @@ SPLITS = ("train", "test")
 
 
 def is_held_out(key: bytes, share: float, seed: int) -> bool:
-    """Return whether a question belongs to the test split. Only hash(seed, question) decides, independent of other rows."""
+    """Return True if the question belongs to the test split. Only hash(seed, question) decides, so other rows have no
+    influence.
+    """
     digest = hashlib.sha256(f"{seed}|split|".encode() + key).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def write_splits(rows: Iterable[tuple[dict[str, Any], bool]], folder: Path, force: bool = False) -> dict[str, int]:
-    """Write each row to `test.jsonl` if it is held out, else to `train.jsonl`; return the number of rows of each split.
+    """Write the held-out rows to `test.jsonl` and the other rows to `train.jsonl`. Return the number of rows of each split.
 
-    Neither file is written unless both can be.
+    Either both files are written or neither.
 
     Raises:
         ConflictError: a file exists, and `force` is off.
@@ -60,7 +62,7 @@ def write_splits(rows: Iterable[tuple[dict[str, Any], bool]], folder: Path, forc
 
 @contextmanager
 def _open_beside(folder: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file in the folder. It is removed at the end unless it was renamed."""
+    """Open a temporary file in the folder. At the end the file is removed, unless the caller has renamed it."""
     file = NamedTemporaryFile(dir=folder, prefix=".split-", delete=False)  # noqa: SIM115 - its close may fail
     try:
         yield file  # type: ignore[misc]

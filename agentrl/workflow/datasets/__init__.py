@@ -1,4 +1,4 @@
-"""Datasets: each file here yields tasks. See `Dataset`; `load_tasks` loads them."""
+"""Datasets. Each file of this folder defines a source of tasks. See `Dataset`; `load_tasks` loads the tasks."""
 
 import hashlib
 import math
@@ -20,10 +20,10 @@ class Dataset:
     """A source of tasks.
 
     Args:
-        load: split -> tasks, in a fixed order; raises DatasetError.
-        env: the name of the env for its tasks.
-        demonstrations: (tasks, seed) -> for each task a conversation that solves it (for `agentrl sft`), or None. Unset if the
-            dataset has no demonstrations.
+        load: a function from a split to its tasks, in a fixed order. It raises DatasetError.
+        env: the name of the env for the tasks.
+        demonstrations: a function from (tasks, seed) to one conversation per task that solves it (for `agentrl sft`), or None
+            for a task without one. Unset if the dataset has no demonstrations.
         sft_split: the split that `agentrl sft` trains on.
     """
 
@@ -35,14 +35,14 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTasks:
-    """The tasks of a config's dataset section.
+    """The tasks that a config's section `dataset` selects.
 
     Args:
         tasks: the tasks in the dataset's order; at least one, with different keys.
         env: the name of the env for the tasks; empty if several datasets have different envs.
         skipped: the malformed rows that were left out, each as `line N: why`.
-        repeated: the number of tasks that were left out because an earlier one is the same.
-        shares: for several datasets with weights, the number of tasks that each contributes: name -> (used, read).
+        repeated: the number of tasks that were left out because they equal an earlier task.
+        shares: for several datasets with weights, a mapping from each name to (tasks used, tasks read).
     """
 
     tasks: tuple[Task, ...]
@@ -54,7 +54,7 @@ class LoadedTasks:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The tasks of one dataset, read lazily; `skipped` grows while they are read."""
+    """The tasks of one dataset, read lazily. `skipped` grows while the tasks are read."""
 
     tasks: Iterable[Task]
     env: str
@@ -62,18 +62,18 @@ class _Source:
 
 
 def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
-    """Load the tasks of a plug-in, a user's `package.module:name`, a file, a folder, a hub dataset, or of several of these.
+    """Load the tasks of one dataset or several: plug-ins, a user's `package.module:name`, files, folders or hub datasets.
 
-    Several datasets without weights contribute all of their tasks. With weights they contribute tasks in these proportions, as
-    many as possible until one dataset has no more.
+    Several datasets without weights contribute all of their tasks. With weights, the tasks have these proportions, and their
+    number is the largest that the smallest dataset allows.
 
     Args:
-        seed: selects the tasks of datasets that have more than their share.
+        seed: the seed that selects tasks from a dataset of which not all tasks are used.
 
     Raises:
-        ConfigError: there is no such dataset, or an option for rows is set for a plug-in.
-        DatasetError: there is no such file or split, rows are malformed, the loader raises or yields something other than
-            Tasks, there is no task, or two tasks have the same key.
+        ConfigError: a dataset does not exist, or an option for rows is set for a plug-in.
+        DatasetError: a file or split does not exist, rows are malformed, the loader raises an exception or yields something
+            other than Tasks, there is no task, or two tasks have the same key.
     """
     parts = split_mixture(config.name)
     loaded = [_load_one(config.model_copy(update={"name": name})) for name in parts]
@@ -87,7 +87,7 @@ def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
 
 
 def split_mixture(name: str) -> dict[str, float | None]:
-    """Parse `A,B` or `A=0.7,B=0.3`; return the weight of each dataset, None without one. A single name is returned alone.
+    """Parse `A,B` or `A=0.7,B=0.3`, and return the weight of each dataset. A dataset without a weight has None.
 
     Raises:
         ConfigError: a weight is missing or not above 0, or a dataset is named twice.
@@ -115,7 +115,7 @@ def split_mixture(name: str) -> dict[str, float | None]:
 def _take_shares(
     parts: dict[str, float | None], loaded: Sequence[LoadedTasks], max_tasks: int | None, seed: int
 ) -> LoadedTasks:
-    """Return the tasks of several datasets as one list, in the order of the datasets."""
+    """Join the tasks of several datasets in the order of the datasets. With weights, take only each dataset's share."""
     chosen = [dataset.tasks for dataset in loaded]
     shares: dict[str, tuple[int, int]] = {}
     if None not in parts.values():
@@ -137,7 +137,7 @@ def _take_shares(
 
 
 def _draw(tasks: Sequence[Task], size: int, seed: int) -> tuple[Task, ...]:
-    """Select `size` of the tasks by hash(seed, key), and keep their order: the selection is the same on every machine."""
+    """Select `size` of the tasks by hash(seed, key), and keep their order. The selection is the same on every machine."""
     ranked = sorted(tasks, key=lambda task: hashlib.sha256(f"{seed}|mixture|{task.key}".encode()).digest())
     keys = {task.key for task in ranked[:size]}
     return tuple(task for task in tasks if task.key in keys)
@@ -160,7 +160,9 @@ def _load_one(config: DatasetConfig) -> LoadedTasks:
 
 
 class _Repeats:
-    """A filter that removes tasks which equal an earlier one except for the key; `count` is their number so far."""
+    """A filter that removes repeated tasks: tasks that equal an earlier task except for the key. `count` is the number removed
+    so far.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -168,7 +170,7 @@ class _Repeats:
         self._others: defaultdict[int, list[Task]] = defaultdict(list)
 
     def left_out(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """Yield the tasks without the repeated ones."""
+        """Yield the tasks that are not repeated."""
         for task in tasks:
             if isinstance(task, Task):  # what is none is named later
                 texts = hash((task.reference, *(message.content for message in task.messages)))
@@ -183,17 +185,19 @@ class _Repeats:
 
 
 def is_file(name: str) -> bool:
-    """Return whether the dataset's name, or each name of a mixture, is a file of rows. A file has one split, `train`."""
+    """Return True if the dataset's name is a file of rows. For a mixture, every dataset must be a file. A file has only the
+    split `train`.
+    """
     return all(sources.kind_of_source(part) == "file" for part in split_mixture(name))
 
 
 def is_rows(name: str) -> bool:
-    """Return whether a dataset consists of rows: it is a file, a folder or a hub dataset, and not a plug-in."""
+    """Return True if the dataset consists of rows, in a file, in a folder or on the hub. A plug-in does not."""
     return sources.kind_of_source(name) != "plugin"
 
 
 def absolute_name(name: str) -> str:
-    """Return a dataset's name with absolute paths of files and folders, because a run may be resumed from any folder."""
+    """Make the paths of files and folders in a dataset's name absolute, so a run can be resumed from any folder."""
     paths = [
         (str(sources.expand_home(part).resolve()) if sources.kind_of_source(part) in ("file", "folder") else part, weight)
         for part, weight in split_mixture(name).items()
@@ -220,11 +224,12 @@ def changed_files(hashes: Mapping[str, str], split: str) -> list[str]:
 
 
 def env_of(config: DatasetConfig) -> str:
-    """Return the name of the dataset's env; empty if several datasets have different envs. Read at most the first task.
+    """Return the name of the dataset's env; empty if several datasets have different envs. The function reads at most the first
+    task.
 
     Raises:
-        ConfigError: there is no such dataset.
-        DatasetError: it cannot be read.
+        ConfigError: the dataset does not exist.
+        DatasetError: the dataset cannot be read.
     """
     envs = {_open(config.model_copy(update={"name": name})).env for name in split_mixture(config.name)}
     return envs.pop() if len(envs) == 1 else ""

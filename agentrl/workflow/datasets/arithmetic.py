@@ -1,9 +1,9 @@
 """arithmetic: generated sums in words, `What is 12 plus 7?`, in three levels of difficulty. The tasks are always the same.
 
-There are 512 tasks to train on, 256 held out, and 16,384 more (split `warmup`) for supervised fine-tuning. No question is in
-two splits. The demonstrations come from a deliberately unreliable teacher. Their form is always right: one calculator call,
-then its result as the answer. But the teacher often confuses one operator with another. So a model that imitates it solves
-about half of the tasks, and learns the meaning of the words by reinforcement.
+There are 512 tasks for training, 256 held-out tasks, and 16,384 more (split `warmup`) for supervised fine-tuning. No question
+is in two splits. The demonstrations come from a deliberately unreliable teacher. Their form is always right: one calculator
+call, then its result as the answer. But the teacher often confuses one operator with another. So a model that imitates the
+teacher solves about half of the tasks, and learns the meaning of the words by reinforcement.
 """
 
 import random
@@ -17,20 +17,20 @@ from agentrl.workflow.trajectory import Message, Task, ToolCall
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 SPLITS = {"test": 256, "train": 512, "warmup": 16_384}
 LEVELS = (2, range(1, 21)), (2, range(10, 100)), (3, range(1, 11))
-"""For each level the number of operands, and their range."""
+"""The number of operands and their range, for each level."""
 
 CONFUSED_OPERATORS = {"plus": "-", "minus": "*", "times": "+"}
 MISTAKE_RATE = 0.4
-"""The probability that the teacher writes the confused operator. Each word is confused with one other: a model learns that ten
-times faster than random operators, at the same share of right answers.
+"""The probability that the teacher writes the confused operator. Each word is always confused with the same other operator. At
+the same share of right answers, a model learns this ten times faster than random operators.
 """
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train`, `test` or `warmup`; `metadata["level"]` is 1 to 3.
+    """Yield the tasks of `train`, `test` or `warmup`. `metadata["level"]` is 1, 2 or 3.
 
     Raises:
-        DatasetError: there is no such split.
+        DatasetError: the split does not exist.
     """
     if split not in SPLITS:
         raise DatasetError(f"arithmetic has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
@@ -41,7 +41,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """Yield a conversation in two turns for each task: a calculator call that is often wrong, then its result as the answer."""
+    """Yield one conversation of two turns per task: a calculator call, which is often wrong, and its result as the answer."""
     rng = random.Random(f"arithmetic demonstrations {seed}")
     for task in tasks:
         terms = str(task.metadata["words"]).split()
@@ -58,7 +58,11 @@ def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, 
 
 
 def _distinct_questions() -> Iterator[tuple[int, str]]:
-    """(level, phrase) of endless questions: the levels in turn, without repeats until a small level is used up."""
+    """Yield endless questions as (level, phrase), with the levels in turn.
+
+    The questions of `test` and `train` occur once. Later questions may repeat each other, because the small levels have too
+    few.
+    """
     rng = random.Random("arithmetic")
     seen: set[str] = set()
     reserved = SPLITS["test"] + SPLITS["train"]
@@ -93,7 +97,7 @@ def _expression(numbers: Sequence[str], signs: Sequence[str]) -> str:
 
 
 def _value(expression: str) -> str:
-    """Return the value of an expression of integers with + - *; products are computed first."""
+    """Return the value of an expression of integers with + - *. Products are computed first."""
     terms = expression.replace("-", "+-").split("+")
     return str(sum(_product(term) for term in terms))
 

@@ -1,17 +1,18 @@
-"""code: programming tasks from a file or the hub, in HumanEval's or MBPP's format. `--dataset FILE.jsonl`
+"""code: programming tasks from a file or the hub, in the format of HumanEval or MBPP. `--dataset FILE.jsonl`
 
 HumanEval (Chen et al. 2021, arXiv:2107.03374): `task_id, prompt, entry_point, canonical_solution, test`. MBPP (Austin et al.
 2021, arXiv:2108.07732): `task_id`, `text` or `prompt`, `code`, `test_list`, and `test_setup_code`, `challenge_test_list`.
 
-All of a row's tests are judged, or the row is refused and named. Tests over constants (`assert f(1, 2) == 3 * 19`) are parsed
-here and never run: their arguments go into the sandbox, and the values are compared elsewhere. If one test is more complex (a
-loop, a helper, the value of another call), the row's tests run as a program, in a process without model-written code. Each call
-of the function is relayed to the sandbox of the answer (`sandbox.program_tests`).
+A row is refused, with an error that names it, unless all of its tests can be judged. Tests over constants (`assert f(1, 2) == 3
+* 19`) are parsed here and never run: their arguments go into the sandbox, and the returned values are compared in another
+process. If one test of a row is more complex (a loop, a helper, the value of another call), the row's tests run as a program,
+in a process without model-written code. Each call of the function is relayed to the sandbox of the answer
+(`sandbox.program_tests`).
 
-A task's key is its row's `task_id`: `HumanEval/0` unchanged, `mbpp/11` for a number in mbpp.jsonl, `mbpp/line-11` for a line
-without one.
+A task's key is its row's `task_id`: `HumanEval/0` unchanged, `mbpp/11` for a number in mbpp.jsonl, and `mbpp/line-11` for a row
+without `task_id`.
 
-The model sees HumanEval's prompt unchanged, with the examples in its docstring, and the first of MBPP's tests; the other tests
+The model sees the prompt of HumanEval unchanged, with the examples in its docstring, or the first test of MBPP. The other tests
 are hidden.
 """
 
@@ -43,10 +44,10 @@ def code_metadata(
 ) -> dict[str, Any]:
     """Return the metadata that the rewards read.
 
-    It has the function's name, the code to run before the answer, the hidden tests, and the tests that the question shows.
+    The metadata has the function's name, the code to run before the answer, the hidden tests, and the tests in the question.
 
     Args:
-        test: the hidden tests as a program, if cases cannot express them.
+        test: the hidden tests as a program, if they cannot be expressed as cases.
     """
     tests = {"hidden": [case.text for case in cases], "visible": [case.text for case in visible]}
     return {"function": function, "setup": setup, **tests, **({"test": test} if test else {})}
@@ -56,7 +57,7 @@ def code_metadata(
 
 
 def is_code(row: Mapping[str, Any] | None) -> bool:
-    """Return whether a dataset's first row has the format of HumanEval or MBPP."""
+    """Return True if the first row of a dataset has the format of HumanEval or MBPP."""
     return row is not None and ({"entry_point", "test"} <= row.keys() or "test_list" in row)
 
 
@@ -83,7 +84,7 @@ def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[
 
 
 def _key(row: Mapping[str, Any], stem: str, line: int) -> str:
-    """Return the row's key; a plain number or word gets the file's name as a prefix."""
+    """Return the key of the row's task. A plain number or word gets the file's name as a prefix."""
     task_id = row.get("task_id")
     if task_id is None:
         return f"{stem}/line-{line}"
@@ -126,10 +127,10 @@ def _mbpp(key: str, row: Mapping[str, Any]) -> Task:
 
 
 def _tests(source: str, names: Sequence[str], program: str) -> dict[str, Any]:
-    """Return the tests as arguments of `code_metadata`.
+    """Return the tests of a source as arguments of `code_metadata`.
 
     Raises:
-        ValueError: there is no test, or one uses a name that neither it nor the reference defines.
+        ValueError: there is no test, or a test uses a name that neither the test nor the reference defines.
     """
     cases = all_cases(source, names)
     if cases:
@@ -151,7 +152,7 @@ def _code_before(prompt: str, function: str) -> str:
 
 
 def _examples(prompt: str, function: str) -> list[Case]:
-    """Return the tests that a prompt's docstring shows: `>>> f(1)` and its value."""
+    """Return the tests in the docstring of a prompt: `>>> f(1)` and its value."""
     cases: list[Case] = []
     constants = Constants()
     with suppress(ValueError):  # text that only looks like examples
@@ -167,7 +168,7 @@ def _examples(prompt: str, function: str) -> list[Case]:
 
 
 def _tested_function(test: str, reference: str) -> str:
-    """Return the name of the function that a test calls, among those that the reference defines."""
+    """Return the name of the function that the test calls and the reference defines."""
     defined = {node.name for node in ast.walk(parse_source(reference)) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(parse_source(test)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined:

@@ -1,11 +1,11 @@
 """code_tiny: functions of one expression, `Write f(x, y) that gives x plus y times 2.` The tasks are always the same.
 
-There are 256 tasks to train on, 128 held out, and 8,192 more (split `warmup`) for supervised fine-tuning. No train or test
-question is in another split. The question shows one test, and five more are hidden. For each confusion of operators at least
-one hidden test fails.
+There are 256 tasks for training, 128 held-out tasks, and 8,192 more (split `warmup`) for supervised fine-tuning. No question of
+`train` or `test` is in another split. The question shows one test, and five more are hidden. If two operators are confused, at
+least one hidden test fails.
 
-The demonstrations come from a deliberately unreliable teacher. Their form is always right: it tries its function out with the
-tool python, then answers with it. But it often confuses one operator with another, and ignores the output.
+The demonstrations come from a deliberately unreliable teacher. Their form is always right: the teacher tries out its function
+with the tool python, then answers with it. But the teacher often confuses one operator with another, and ignores the output.
 """
 
 import random
@@ -21,20 +21,20 @@ from agentrl.workflow.trajectory import Message, Task, ToolCall
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 SPLITS = {"test": 128, "train": 256, "warmup": 8_192}
 LEVELS = (2, 3, 3)
-"""The numbers of terms, used in turn."""
+"""The numbers of terms of the questions, used in turn."""
 
 TERMS = ("x", "y", *map(str, range(2, 21)))
 CASES = 6
 CONFUSED_OPERATORS = {"plus": "-", "minus": "*", "times": "+"}
 MISTAKE_RATE = 0.4
-"""The probability that the teacher writes the confused operator; about half of its functions are right."""
+"""The probability that the teacher writes the confused operator. About half of its functions are right."""
 
 
 def load(split: str) -> Iterator[Task]:
     """Yield the tasks of `train`, `test` or `warmup`.
 
     Raises:
-        DatasetError: there is no such split.
+        DatasetError: the split does not exist.
     """
     if split not in SPLITS:
         raise DatasetError(f"code_tiny has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
@@ -46,8 +46,8 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """Yield a conversation in two turns for each task: the call that tries out a function, which is often wrong; then the
-    function as the answer.
+    """Yield one conversation of two turns per task: a call that tries out a function, which is often wrong, and the function as
+    the answer.
     """
     rng = random.Random(f"code_tiny demonstrations {seed}")
     for task in tasks:
@@ -67,7 +67,7 @@ def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, 
 
 
 def _distinct_questions() -> Iterator[str]:
-    """Yield the words of questions without end. Those of `test` and `train` occur once, the others may repeat."""
+    """Yield endless questions in words. The questions of `test` and `train` occur once; the others may repeat."""
     rng = random.Random("code_tiny")
     reserved: set[str] = set()
     max_reserved = SPLITS["test"] + SPLITS["train"]
@@ -106,7 +106,9 @@ def _task(key: str, phrase: str) -> Task:
 
 
 def _is_telling(terms: Sequence[str], cases: Sequence[Case]) -> bool:
-    """Return whether each function with other operators fails one of the cases, unless it is equivalent."""
+    """Return True if the cases detect wrong operators: every function with other operators fails at least one case, or is
+    equivalent.
+    """
     right = _expression(terms, [OPERATORS[word] for word in terms[1::2]])
     grid = list(product(range(2, 10), repeat=2))
     for signs in product(OPERATORS.values(), repeat=len(terms) // 2):
@@ -126,12 +128,12 @@ def _function(expression: str) -> str:
 
 
 def _expression(terms: Sequence[str], signs: Sequence[str]) -> str:
-    """Return the words' terms, joined by these signs."""
+    """Join the terms by these operators, and return the expression."""
     return terms[0] + "".join(f" {sign} {term}" for sign, term in zip(signs, terms[2::2], strict=True))
 
 
 def _value(expression: str, x: int, y: int) -> int:
-    """Return the value of an expression of terms with + - *; products are computed first."""
+    """Return the value of an expression of terms with + - *. Products are computed first."""
     total, sign, factor = 0, 1, 1
     for word in ["*", *expression.split(), "+"]:
         if word in ("+", "-"):

@@ -1,5 +1,5 @@
-"""echo: 64 texts to send through the tool echo and to repeat. These are the smallest tasks with a tool. Every fourth is held
-out.
+"""echo: 64 texts to send through the tool echo and to repeat. These are the smallest tasks with a tool. Every fourth text is
+held out.
 """
 
 import random
@@ -20,10 +20,10 @@ WORDS = (
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train` or `test`; the reference is the text.
+    """Yield the tasks of `train` or `test`. The reference is the text.
 
     Raises:
-        DatasetError: there is no such split.
+        DatasetError: the split does not exist.
     """
     if split not in SPLITS:
         raise DatasetError(f"echo has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
@@ -35,7 +35,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """Yield the call, its result, and the answer, for each task; `seed` is not used."""
+    """Yield the call, its result and the answer of each task. `seed` is not used."""
     for task in tasks:
         yield (
             *task.messages,

@@ -1,11 +1,12 @@
 """gsm8k: 7,473 training and 1,319 test problems of school mathematics (Cobbe et al. 2021, arXiv:2110.14168).
 
 The published JSON lines are read from the folder AGENTRL_GSM8K_DIR if it is set, else from the hub. A task's reference is the
-number after `####`. Its key ends with the row's number, counted from 1 like the lines of the file.
+number after `####`. The task's key ends with the number of its row, counted from 1.
 
-The solutions contain their computations as `<<48/2=24>>`. In a demonstration each becomes a call of the calculator with its
-real result. A row has no demonstration if the calculator cannot parse an expression, or gets another result: such a call would
-teach the model to write nonsense, or to disregard results. (In the 8,792 rows of the copy used here every annotation is right.)
+The solutions contain their computations as `<<48/2=24>>`. In a demonstration, each computation becomes a call of the calculator
+with its real result. A row has no demonstration if the calculator cannot parse an expression, or gets another result: such a
+call would teach the model to write nonsense, or to disregard results. (In the 8,792 rows of the copy used here, every
+annotation is right.)
 """
 
 import re
@@ -36,14 +37,14 @@ def load(split: str) -> Iterator[Task]:
     """Yield the split's tasks, in the published order.
 
     Raises:
-        DatasetError: there is no such split, neither folder nor hub can be read, or the rows are not gsm8k's.
+        DatasetError: the split does not exist, neither the folder nor the hub can be read, or the rows are not those of gsm8k.
     """
     return (_task(split, row) for row in _rows(split))
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...] | None]:
-    """Yield for each task the question, calculator calls with their real results, and the final answer; None if a call is
-    wrong.
+    """Yield for each task the question, calculator calls with their real results, and the final answer; None if the solution's
+    computations cannot be repeated.
 
     Args:
         tasks: tasks of this dataset.
@@ -74,7 +75,7 @@ def _turns(solution: str, reference: str, calculate: Calculate) -> list[Message]
 
 
 def _is_same(result: str, written: str) -> bool:
-    """Return whether the calculator's result equals the solution's, up to rounding."""
+    """Return True if the calculator's result equals the result in the solution, up to rounding."""
     try:
         meant = Fraction(written.strip().lstrip("$").rstrip("%").replace(",", ""))
     except (ValueError, ZeroDivisionError):

@@ -1,14 +1,15 @@
 """jsonl: rows of a file, a folder or the hub as tasks: `--dataset FILE.jsonl`, FILE.parquet, FILE.csv, FOLDER, OWNER/NAME.
 
 A row has `question` (text), `prompt` (text or messages) or `messages`, and `answer` or `reference` (text or number;
-`"reference": null` if there is none). If the answer is a list of right answers, the first is the reference, and the others
-become the metadata's `aliases`. Rows of verl and TRL are read unchanged. Without an answer the reference is
-`reward_model.ground_truth`, else `completion`, else the last message of `chosen`. Without a prompt, it is the common beginning
-of `chosen` and `rejected`. All other columns become the task's metadata. `--map question=COLUMN,answer=COLUMN` names other
-columns. A task's key is its file's name and line.
+`"reference": null` if there is no reference). If the answer is a list of right answers, the first is the reference, and the
+others become the metadata's `aliases`. All columns without a meaning become the task's metadata. `--map
+question=COLUMN,answer=COLUMN` names other columns. A task's key is its file's name and line.
+
+Rows of verl and TRL are read unchanged. Without an answer, the reference is `reward_model.ground_truth`, else `completion`,
+else the last message of `chosen`. Without a prompt, the prompt is the common beginning of `chosen` and `rejected`.
 
 Messages have the format of OpenAI's API: `{"role", "content"}`, with `tool_calls` and `tool_call_id`, and content as text or as
-parts of text. A developer message becomes a system message. The last message must be the user's or a tool's.
+parts of text. A developer message becomes a system message. The last message must come from the user or a tool.
 
 All malformed rows are reported together, so you can repair the file in one pass. `dataset_rows.formats` describes the file
 formats.
@@ -45,7 +46,7 @@ OTHER_NAMES = {
     PROMPTS: ("problem", "input", "instruction", "query", "task", "text"),
     REFERENCES: ("solution", "output", "response", "completion", "target", "label", "ground_truth", "expected", "final_answer"),
 }
-"""Common other names of these columns. Errors suggest them; they are never read without `--map`."""
+"""Common other names of these columns. Error messages suggest them; they are never read without `--map`."""
 ROLES: tuple[Role, ...] = get_args(Role)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but \n and \t; lone surrogates too
 ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
@@ -56,7 +57,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """A well-formed row. `line` counts from 1."""
+    """A well-formed row. `line` is the number of its line, counted from 1."""
 
     line: int
     messages: tuple[Message, ...]
@@ -84,7 +85,7 @@ def add_problem(problems: list[str], problem: str, config: DatasetConfig) -> Non
     """Add the problem of a malformed row to the list.
 
     Raises:
-        DatasetError: there are more than MAX_PROBLEMS, and `config.skip_bad_rows` is off.
+        DatasetError: there are more than `MAX_PROBLEMS` problems, and `config.skip_bad_rows` is off.
     """
     problems.append(problem)
     if len(problems) > MAX_PROBLEMS and not config.skip_bad_rows:
@@ -95,13 +96,13 @@ def read_file(path: Path) -> tuple[list[TaskRow], list[str]]:
     """Return the well-formed rows of a JSON lines file, and `line N: why` for each malformed line.
 
     Raises:
-        DatasetError: there is no such file, or it cannot be read.
+        DatasetError: the file does not exist or cannot be read.
     """
     return read_values(formats.read_rows(path))
 
 
 def malformed_error(source: str, problems: list[str], hint: str) -> DatasetError:
-    """Return the error that lists the first problems and the number of the others."""
+    """Return the error that lists the first problems and the number of the remaining ones."""
     lines = "".join(f"\n  {problem}" for problem in islice(problems, SHOWN_PROBLEMS))
     more = len(problems) - SHOWN_PROBLEMS
     if "found none among" in problems[0]:
@@ -148,11 +149,11 @@ def _row(number: int, row: dict[str, Any], mapped: tuple[str, ...] = ()) -> Task
 
 
 def prefer_mapped(row: dict[str, Any], mapped: Sequence[str], kinds: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return the row without columns that compete with a mapped one.
+    """Return the row without the columns that compete with a mapped column.
 
     Args:
         mapped: the fields to which a column was mapped.
-        kinds: for each kind of field all of its names. If one name is mapped, columns with the other names are removed.
+        kinds: for each kind of field, all of its names. If one name is mapped, the columns with the other names are removed.
     """
     for names in kinds:
         if any(name in mapped for name in names):
@@ -161,7 +162,7 @@ def prefer_mapped(row: dict[str, Any], mapped: Sequence[str], kinds: Sequence[Se
 
 
 def _has_implicit_prompt(row: Mapping[str, Any]) -> bool:
-    """Return whether the row is a pair of whole conversations, with their common beginning as the prompt (TRL)."""
+    """Return True if the row is a pair of whole conversations, whose common beginning is the prompt (TRL)."""
     pair = isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list)
     return pair and not any(name in row for name in PROMPTS)
 
@@ -172,7 +173,7 @@ def _shared_beginning(chosen: list[Any], rejected: list[Any]) -> list[Any]:
 
 
 def _find_reference(row: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the name of the reference's column, which is not metadata, and the reference."""
+    """Return the name of the column with the reference, and the reference. This column is not metadata."""
     if not any(name in row for name in REFERENCES):
         judged = row.get("reward_model")
         if isinstance(judged, dict) and "ground_truth" in judged:
@@ -185,7 +186,8 @@ def _find_reference(row: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def answer_text(name: str, value: object) -> object:
-    """Return the text of a completion: for a list of messages that of the last one, any other value unchanged.
+    """Return the text of a completion. For a list of messages, this is the text of the last message; another value is returned
+    unchanged.
 
     Raises:
         ValueError: the list does not end with an assistant's message.
@@ -226,10 +228,10 @@ def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
 
 
 def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
-    """Return the one of these columns that the row has.
+    """Return the one column of these names that the row has.
 
     Raises:
-        ValueError: it has none of them, or several.
+        ValueError: the row has no such column, or several.
     """
     present = [name for name in names if name in row]
     if len(present) != 1:
@@ -242,7 +244,7 @@ def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
 
 
 def _near_column(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
-    """Return the column that is probably meant by one of these names; empty if none is similar."""
+    """Return the column that the user probably meant by one of these names; empty if no column is similar."""
     misspelt = (column for name in names for column in get_close_matches(name, row, 1, 0.75))
     return next(misspelt, "") or next((column for column in row if column.lower() in OTHER_NAMES.get(names, ())), "")
 
@@ -258,7 +260,8 @@ def _messages(name: str, value: object) -> tuple[Message, ...]:
 
 
 def read_messages(name: str, value: object) -> tuple[Message, ...]:
-    """Parse a list of messages in OpenAI's format, with calls and their results, parts of text, and the developer role.
+    """Parse a list of messages in OpenAI's format, which may have tool calls and results, parts of text, and the developer
+    role.
 
     Raises:
         ValueError: the value is not such a list; the message names the place.
@@ -270,7 +273,11 @@ def read_messages(name: str, value: object) -> tuple[Message, ...]:
 
 
 def _message(where: str, item: object, callers: dict[str, str]) -> Message:
-    """Parse a message. `callers` has the names of the called tools by the ids of the calls so far, and is updated."""
+    """Parse a message.
+
+    Args:
+        callers: a mapping from the id of each earlier tool call to the tool's name. The message's calls are added to it.
+    """
     if not isinstance(item, dict):
         raise ValueError(f"{where} must be an object, not {kind_of(item)}")
     role = "system" if item.get("role") == "developer" else item.get("role")
@@ -296,7 +303,7 @@ def _message(where: str, item: object, callers: dict[str, str]) -> Message:
 
 
 def _joined_parts(where: str, content: object) -> object:
-    """Return the text of a list of parts; any other value unchanged."""
+    """Join a list of text parts to one text. Another value is returned unchanged."""
     if not isinstance(content, list):
         return content
     if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
@@ -338,7 +345,7 @@ def _reference(name: str, value: object) -> str:
 
 
 def plain_text(name: str, value: object) -> str:
-    """Check that a value is text, not empty and without control characters; return it with LF line ends.
+    """Check that a value is text, not empty and without control characters. Return it with LF line ends.
 
     Raises:
         ValueError: the value is not such a text; the message names the place.

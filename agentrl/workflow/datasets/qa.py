@@ -33,7 +33,7 @@ def load(split: str) -> Iterator[Task]:
     """Yield the tasks of `train` or `test`.
 
     Raises:
-        DatasetError: there is no such split.
+        DatasetError: the split does not exist.
     """
     if split not in SPLITS:
         raise DatasetError(f"qa has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
@@ -45,7 +45,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """Yield each task's answer; `seed` is not used."""
+    """Yield the answer of each task. `seed` is not used."""
     return ((*task.messages, Message("assistant", task.reference)) for task in tasks)
 
 

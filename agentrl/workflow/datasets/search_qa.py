@@ -30,7 +30,7 @@ BIRDS = "heron|magpie|kestrel|swallow|plover|owl|wren|stork|finch|raven|bittern|
 
 @dataclass(frozen=True, slots=True)
 class Village:
-    """The facts about a village and its founder."""
+    """A village and its founder, with the facts about them."""
 
     name: str
     founder: str
@@ -43,7 +43,7 @@ class Village:
 
 @cache
 def villages() -> tuple[Village, ...]:
-    """Return all villages; no two share a name or a founder."""
+    """Return all villages. Every village has a different name and a different founder."""
     rng = random.Random("search_qa")
     names = rng.sample([start + end for start in STARTS.split() for end in ENDS.split()], 2 * VILLAGES)
     people = [f"{rng.choice(GIVEN_NAMES.split())} {name}" for name in names[VILLAGES:]]
@@ -72,10 +72,10 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train` or `test`; `metadata["searches"]` are queries that lead to the answer.
+    """Yield the tasks of `train` or `test`. `metadata["searches"]` are queries that lead to the answer.
 
     Raises:
-        DatasetError: there is no such split.
+        DatasetError: the split does not exist.
     """
     if split not in SPLITS:
         raise DatasetError(f"search_qa has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
@@ -87,7 +87,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """Yield for each task the searches with their real results, and the answer; `seed` is not used."""
+    """Yield for each task the searches with their real results, and the answer. `seed` is not used."""
     from agentrl.workflow.plugins import find  # the env imports this file
 
     search = find("envs", "search_qa").toolset()["search"]

@@ -1,8 +1,8 @@
 """text_to_sql: questions about the database of an invented bookshop (`bookshop.sql`), each with a query that answers it.
 
 Every fifth of the 60 questions is held out (split `test`). A task's reference is its query, and its metadata names the
-database. Your own tasks need the same: a query as `reference`, and a SQLite file, a .sql script or a postgresql:// URL as
-`metadata["database"]`.
+database. For your own tasks, set `reference` to a query, and `metadata["database"]` to a SQLite file, a .sql script or a
+postgresql:// URL.
 """
 
 from collections.abc import Iterator, Sequence
@@ -172,7 +172,7 @@ def load(split: str) -> Iterator[Task]:
     """Yield the questions of `train` or `test`.
 
     Raises:
-        DatasetError: there is no such split.
+        DatasetError: the split does not exist.
     """
     if split not in SPLITS:
         raise DatasetError(f"text_to_sql has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
@@ -184,7 +184,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """Yield the answer with its query, for each task; `seed` is not used."""
+    """Yield the answer of each task, with its query. `seed` is not used."""
     return ((*task.messages, Message("assistant", f"```sql\n{task.reference}\n```")) for task in tasks)
 
 

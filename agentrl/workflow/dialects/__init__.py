@@ -1,7 +1,7 @@
-"""Dialects: translations between the wire formats of clients and our values. They are pure functions that need no web server
-and no model.
+"""Dialects: translations between the wire formats of clients and agentrl's types. They are pure functions that need no web
+server and no model.
 
-A client's request becomes an `Ask`, and a sampled turn is a `ResponseTurn`. A request that cannot be fulfilled is a
+A client's request becomes an `Ask`, and a sampled turn becomes a `ResponseTurn`. A request that cannot be fulfilled raises a
 `RequestError`, which the dialect converts to the error format of its API.
 """
 
@@ -23,18 +23,18 @@ class Ask:
     """A request for the next turn of a conversation, in any dialect.
 
     Args:
-        messages: the complete conversation; tool results are in the order of their calls.
-        model: the model's name for the client.
+        messages: the complete conversation. Tool results are in the order of their calls.
+        model: the name of the model, as the client sent it.
         tools: the offered tools.
         template_options: other options of the chat template.
         max_tokens: the most tokens to sample; None: the limits of the run.
-        stop: texts that end the turn, in addition to the run's.
-        count: the number of turns, sampled independently.
+        stop: texts that end the turn, in addition to the run's stop strings.
+        count: the number of turns to sample independently.
         asked: the client's sampling options (`temperature`, `top_p`, `top_k`, `min_p`, `seed`), as sent.
-        stream: return the turn while it is sampled.
-        include_usage: end a stream with the numbers of tokens.
-        logprobs: return the logprob of each token, and of the `top_logprobs` most likely ones.
-        token_ids: return the ids of the prompt and of each turn.
+        stream: True to send the turn while it is sampled.
+        include_usage: True to end a stream with the numbers of tokens.
+        logprobs: True to return the logprob of each token, and the logprobs of the `top_logprobs` most likely tokens.
+        token_ids: True to return the ids of the prompt and of each turn.
     """
 
     messages: tuple[Message, ...]
@@ -57,8 +57,8 @@ class ResponseTurn:
     """A turn that was sampled for a request.
 
     Args:
-        message: what its tokens spell.
-        completion: its tokens, their logprobs, the likeliest ones at each place and why it ended.
+        message: the message that the turn's tokens encode.
+        completion: the tokens, their logprobs, the most likely tokens at each place, and the finish reason.
     """
 
     message: Message
@@ -71,9 +71,10 @@ class ReplyHead:
 
     Args:
         prompt_ids: all tokens before the turns.
-        request_id, created: the id and the time of the request that was sampled; a repeated request gets the same.
-        fingerprint: identifies the weights.
-        cached_tokens: the number of prompt tokens that an earlier turn of the episode has too.
+        request_id, created: the id and the time of the request for which the turns were sampled. A repeated request gets the
+            same values.
+        fingerprint: the identifier of the weights.
+        cached_tokens: the number of prompt tokens that are also in an earlier turn of the episode.
     """
 
     prompt_ids: tuple[int, ...]
@@ -84,13 +85,13 @@ class ReplyHead:
 
 
 class RequestError(AgentRLError):
-    """An error in terms of the API: the request gets no turn.
+    """An error that is sent to the client instead of a turn, with the fields of the API.
 
     Args:
         status: the HTTP status.
         message: the message.
-        code: the API's error code; empty if it has none.
-        param: the wrong field, such as `messages[3].content`.
+        code: the API's error code; empty if the API has no code for the error.
+        param: the name of the invalid field, such as `messages[3].content`.
         kind: the API's `type`.
     """
 

@@ -1,9 +1,9 @@
-"""`/v1/chat/completions`: builds responses, complete or as a stream, and errors in the API's format.
+"""`/v1/chat/completions`: builds responses and errors in the API's format. A response is complete or a stream.
 
-A response depends only on its turn and on its request's id and time. So a repeated request gets the same bytes. A stream has
-the thought and the content of a turn as they are sampled, and its calls when the turn has ended. Several choices follow one
-another. Token ids have vLLM's field names: `prompt_token_ids` at the root (in the first chunk of a stream) and `token_ids` in a
-choice.
+A response depends only on its turn and on its request's id and time. So a repeated request gets the same bytes. A stream sends
+the thought and the content of a turn while they are sampled, and sends its calls when the turn has ended. If a request asks for
+several choices, they are streamed one after another. Token ids have vLLM's field names: `prompt_token_ids` at the root (in the
+first chunk of a stream) and `token_ids` in a choice.
 """
 
 import hashlib
@@ -29,18 +29,18 @@ Fields = Mapping[str, Any]
 NOTHING: Fields = MappingProxyType({})
 DONE = b"data: [DONE]\n\n"
 KINDS = {"thought": ("reasoning", "reasoning_content"), "content": ("content",)}
-"""The fields of each part of a turn. A thought is sent under two names, because clients differ."""
+"""The API's fields for each part of a turn. A thought is sent under two names, because clients read different names."""
 
 
 def whole(ask: Ask, turns: Sequence[ResponseTurn], head: ReplyHead, chat: "Chat") -> dict[str, Any]:
-    """Return the complete response with all turns, a `ChatCompletion`."""
+    """Return the complete response, a `ChatCompletion`, with all turns."""
     choices = [_choice(ask, turn, number, head.request_id, chat) for number, turn in enumerate(turns)]
     reply = _head("chat.completion", ask, head) | {"choices": choices, "usage": _usage(head, turns, chat)}
     return reply | ({"prompt_token_ids": list(head.prompt_ids)} if ask.token_ids else {})
 
 
 def parse_turn(chat: "Chat", ask: Ask, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Message:
-    """Return the turn's message for the client: cut before a stop string, and with calls of offered tools only."""
+    """Return the message of a turn for the client. It is cut before a stop string, and has only calls of offered tools."""
     thinking = chat.leaves_thought_open(prompt_ids)
     return chat.parse(sampled_ids, ask.tools, thinking, stop=ask.stop, offered_only=True)
 
@@ -58,12 +58,14 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 class StreamEvents:
-    """The events of a streamed response, in order: `begin`; for each choice `token` by token and its `end`; `close`.
+    """The builder of the events of a streamed response.
+
+    The caller calls `begin` once, then, for each choice, `token` for each token and `end`, and finally `close`.
 
     Args:
         ask: the request.
-        head: the head of the response.
-        chat: the chat of the model.
+        head: the part of the response that does not depend on its turns.
+        chat: the chat format of the model.
     """
 
     def __init__(self, ask: Ask, head: ReplyHead, chat: "Chat") -> None:
@@ -73,14 +75,15 @@ class StreamEvents:
         self._choices: dict[int, tuple[Letters, StopCut, TurnStream]] = {}
 
     def begin(self) -> bytes:
-        """Return the first event of each choice, which has its role."""
+        """Return the first event of each choice, which has the role."""
         ids: dict[str, Any] = {"prompt_token_ids": list(self._reply.prompt_ids)} if self._ask.token_ids else {}
         role = {"role": "assistant", "content": ""}
         return b"".join(self._event(number, role, root=ids if number == 0 else {}) for number in range(self._ask.count))
 
     def token(self, choice: int, token: int) -> bytes:
-        """Return the events of the next token of a choice; empty while its text may belong to a stop string, a mark or a longer
-        character.
+        """Return the events for the next token of a choice.
+
+        They are empty while the text may still become a part of a stop string, a mark or a longer character.
         """
         letters, cut, stream = self._stream(choice)
         events = [self._event(choice, _delta(piece)) for piece in stream.take(cut.take(letters.take(token)))]
@@ -89,7 +92,7 @@ class StreamEvents:
         return b"".join(events)
 
     def end(self, choice: int, turn: ResponseTurn) -> bytes:
-        """Return the events of the rest of a choice: its remaining text, its calls and its finish reason."""
+        """Return the last events of a choice: the remaining text, the calls and the finish reason."""
         letters, cut, stream = self._stream(choice)
         pieces = [*stream.take(cut.take(letters.rest()) + cut.rest()), *stream.rest(turn.message)]
         events = [self._event(choice, _delta(piece)) for piece in pieces]
@@ -150,7 +153,7 @@ def _delta(piece: TextPiece) -> dict[str, str]:
 
 
 def _calls(message: Message, request_id: str, choice: int) -> Iterator[dict[str, Any]]:
-    """Yield the calls that could be parsed. The text of the others is in the content, so that it comes back with the
+    """Yield the calls that could be parsed. The text of other calls is in the content, so the client sends it back with the
     history.
     """
     for number, call in enumerate(call for call in message.tool_calls if call.error is None):
@@ -177,7 +180,9 @@ def _usage(head: ReplyHead, turns: Sequence[ResponseTurn], chat: "Chat") -> dict
 
 
 def _count_thought(turn: ResponseTurn, chat: "Chat") -> int:
-    """Return the number of tokens up to the end of the turn's thought; all of its tokens if the thought has no end."""
+    """Return the number of tokens up to the end of the turn's thought. If the thought has no end, return the number of all
+    tokens.
+    """
     if not turn.message.thought:
         return 0
     letters, text = Letters(chat), ""
@@ -189,7 +194,10 @@ def _count_thought(turn: ResponseTurn, chat: "Chat") -> int:
 
 
 def _logprobs(ask: Ask, turn: ResponseTurn, chat: "Chat") -> dict[str, Any]:
-    """Return natural logprobs over the whole vocabulary, at the sampling temperature."""
+    """Return the logprobs of the turn's tokens in the API's format.
+
+    They are natural logprobs over the whole vocabulary, at the sampling temperature.
+    """
     done = turn.completion
     others = done.top or ((),) * len(done.token_ids)
     entries = [

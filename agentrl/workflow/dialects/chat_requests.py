@@ -1,7 +1,7 @@
 """Parses a request of `/v1/chat/completions`.
 
-`request_fields` says which fields are honoured, accepted without effect, or refused with the API's error. Fields of a response
-(`reasoning`, calls, ids) are understood when they come back with the history.
+`request_fields` says which fields have an effect, are accepted without effect, or are refused with the API's error. A client
+may send fields of earlier responses (`reasoning`, calls, ids) back with the history.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1
 
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
-"""The parameters of a function that has none. Templates read both keys, so missing keys are added."""
+"""The parameters of a function without parameters. Chat templates read both keys, so missing keys are added."""
 SAMPLING = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -32,7 +32,7 @@ def read(body: bytes) -> Ask:
     """Parse the request.
 
     Raises:
-        RequestError: 400; the message names the wrong field.
+        RequestError: the request is invalid (status 400). The message names the invalid field.
     """
     fields = Fields(load_object(body))
     REQUEST.check(fields)
@@ -121,8 +121,9 @@ def _tool(tool: Fields) -> Schema:
 
 
 def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values without nulls, followed by the defaults of missing keys. The order is kept, because templates may write
-    keys in order.
+    """Return the values that are not null, followed by the defaults of missing keys.
+
+    The order of the values stays the same, because a template may write the keys in order.
     """
     present = {name: value for name, value in values.items() if value is not None}
     return present | {name: value for name, value in defaults.items() if name not in present}
@@ -158,12 +159,12 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
 
 
 def _in_order(results: Mapping[int, Message]) -> list[Message]:
-    """Return the results in the order of their calls; the order in the request has no meaning."""
+    """Sort the results by the order of their calls. Their order in the request has no meaning."""
     return [results[place] for place in sorted(results)]
 
 
 def _result(message: Fields, calls: Mapping[str, tuple[int, str]], answered: int) -> tuple[int, Message]:
-    """Return the position of a tool result, which follows from its call's number, and its message."""
+    """Return the position of a tool result, which is the number of its call, and the message of the result."""
     name = message.text("tool_call_id", MAX_NAME)
     if name not in calls:
         raise message.error("tool_call_id", "no earlier assistant message has a call with this id")

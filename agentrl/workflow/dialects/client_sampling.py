@@ -1,6 +1,4 @@
-"""A client's sampling options. Stop strings always apply. The other options apply only in runs of the kind `serve`; in other
-runs the run's options are used.
-"""
+"""A client's sampling options. Stop strings apply in all runs. The other options apply only in runs of the kind `serve`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +14,14 @@ GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
 
 
 def limits_asked(limits: RolloutConfig, options: Mapping[str, Any]) -> RolloutConfig:
-    """Return the run's limits with what the client asked for in place of them; a temperature below COLDEST takes the likeliest
-    token.
+    """Return the run's limits, with the client's sampling options in place of the run's.
+
+    If the temperature is below `COLDEST` or `top_p` is 0, the most likely token is always sampled.
 
     Args:
-        limits: the run's.
-        options: `temperature`, `top_p`, `top_k`, `min_p` within the bounds of the dialect, as far as the client sent them.
+        limits: the run's limits.
+        options: the options that the client sent among `temperature`, `top_p`, `top_k` and `min_p`, within the bounds of the
+            dialect.
     """
     if options.get("temperature", COLDEST) < COLDEST or options.get("top_p") == 0:
         return limits.model_copy(update=GREEDY)
@@ -37,8 +37,9 @@ def with_stop(limits: RolloutConfig, stop: Sequence[str]) -> RolloutConfig:
 
 
 def key_asked(key: SamplingKey, options: Mapping[str, Any]) -> SamplingKey:
-    """Return the key of the draws. With the client's seed it does not depend on the episode, so the same request draws the same
-    tokens.
+    """Return the key of the random draws.
+
+    If the client sent a seed, the key does not depend on the episode. So the same request samples the same tokens.
     """
     if "seed" not in options:
         return key

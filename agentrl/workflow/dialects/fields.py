@@ -1,6 +1,7 @@
-"""Reads the fields of a client's JSON one by one. Each is checked, and an error has the field's path in the request.
+"""Reads the fields of a client's JSON one by one. Each field is checked, and an error has the path of the field in the request.
 
-No value is trusted: its size is limited before it is compared or stored. A null counts as a missing field.
+Values are not trusted: the size of a value is limited before the value is compared or stored. A null is treated as a missing
+field.
 """
 
 import json
@@ -14,16 +15,16 @@ from agentrl.workflow.dialects import RequestError
 
 MAX_NESTING = 64
 MAX_INTEGER = 10**MAX_DIGITS
-"""The limit of integers, which must be smaller. It is computed once, because that takes long."""
+"""The exclusive upper limit of integers. It is a constant, because computing this power takes long."""
 SHOWN = 100
-"""The most characters of a client's text in an error."""
+"""The most characters of a client's text that an error message repeats."""
 
 
 def load_object(body: bytes) -> dict[str, Any]:
     """Parse a body that must be a JSON object.
 
     Raises:
-        RequestError: it is not a JSON object, is nested too deep, or has numbers that JSON does not allow.
+        RequestError: the body is not a JSON object, is nested too deep, or has numbers that JSON does not allow.
     """
     try:
         value = json.loads(body, parse_int=parse_digits, parse_constant=_refuse_constant)
@@ -49,7 +50,7 @@ def _too_deep() -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A JSON object in a request, and its path (`messages[3].`)."""
+    """A JSON object in a request, and the path of the object (`messages[3].`)."""
 
     values: Mapping[str, Any]
     at: str = ""
@@ -60,7 +61,7 @@ class Fields:
         return RequestError(400, f"{where}: {problem}.", code, where)
 
     def has(self, name: str) -> bool:
-        """Return whether the field exists and is not null."""
+        """Return True if the field exists and is not null."""
         return self.values.get(name) is not None
 
     def text(self, name: str, max_chars: int | None = None) -> str:
@@ -75,7 +76,7 @@ class Fields:
         return self._clean(name, value)
 
     def flag(self, name: str) -> bool:
-        """Return true or false; false if the field is missing."""
+        """Return the boolean value of a field; False if the field is missing."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise self._type_error(name, "true or false", value)
@@ -113,7 +114,7 @@ class Fields:
         return Fields(value or {}, f"{self.at}{name}.")
 
     def array(self, name: str, max_items: int) -> list[Any]:
-        """Return an array of at most `most` entries; an empty one if the field is missing."""
+        """Return an array of at most `max_items` items; an empty array if the field is missing."""
         value = self.values.get(name)
         if value is None:
             return []
@@ -124,14 +125,14 @@ class Fields:
         return value
 
     def objects(self, name: str, max_items: int) -> Iterator["Fields"]:
-        """Yield the objects of an array of at most `max_items` entries."""
+        """Yield the objects of an array of at most `max_items` items."""
         for number, value in enumerate(self.array(name, max_items)):
             if not isinstance(value, dict):
                 raise self._type_error(f"{name}[{number}]", "an object", value)
             yield Fields(value, f"{self.at}{name}[{number}].")
 
     def texts(self, name: str, max_texts: int, max_chars: int) -> tuple[str, ...]:
-        """Return the texts of a field that is a text or an array of texts; none may be empty."""
+        """Return the texts of a field that is a text or an array of texts. Empty texts are refused."""
         value = self.values.get(name)
         listed = Fields({name: [value] if isinstance(value, str) else value}, self.at).array(name, max_texts)
         texts = [Fields({name: one}, self.at).text(name, max_chars) for one in listed]
@@ -155,7 +156,7 @@ class Fields:
 
 
 def clean_tree(fields: Fields, name: str, value: Any) -> Any:
-    """Return a JSON value whose texts and numbers every database and tokenizer accepts.
+    """Return a JSON value in which every database can store all texts and numbers, and every tokenizer can encode all texts.
 
     Raises:
         RequestError: a number is too large, or a text has an unpaired surrogate.

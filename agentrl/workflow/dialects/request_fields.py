@@ -1,6 +1,6 @@
-"""The fields of a request of `/v1/chat/completions`, object by object, and which of them have an effect.
+"""The fields of a request of `/v1/chat/completions`, for each kind of object, and their effect.
 
-A field is honoured, accepted without effect, or refused. An unknown field is refused, as in the API. A refused field is
+A field has an effect, is accepted without effect, or is refused. An unknown field is refused, as in the API. A refused field is
 accepted if its value requests nothing. `docs/how-to.md` shows `table()`.
 """
 
@@ -16,13 +16,13 @@ UNSUPPORTED = "it is not supported; leave it out"
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """The fields of one kind of object.
+    """The rules for the fields of one kind of object.
 
     Args:
-        honoured: fields with the effect that the API describes; the code that reads them checks their values.
-        ignored: fields that are accepted without effect, because they change no token here.
-        refused: refused fields, each with the values that are accepted nevertheless.
-        hints: what to do instead of a refused field.
+        honoured: the fields that have the effect described by the API. The code that reads such a field checks its value.
+        ignored: the fields that are accepted without effect, because they change no sampled token.
+        refused: the refused fields, each with the values that are accepted nevertheless.
+        hints: for a refused field, the advice what to do instead.
     """
 
     honoured: tuple[str, ...]
@@ -31,10 +31,10 @@ class FieldRules:
     hints: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, fields: Fields) -> None:
-        """Check that the object has only known fields that are not refused. A null counts as a missing field.
+        """Check that the object has no unknown or refused field. A null is treated as a missing field.
 
         Raises:
-            RequestError: 400; the message names the field.
+            RequestError: the object has such a field (status 400). The message names the field.
         """
         for name, value in fields.values.items():
             if value is None or name in self.honoured or name in self.ignored:

@@ -1,12 +1,13 @@
-"""Engines sample many episodes at once: prompts go in, token ids with behavior logprobs come out.
+"""Engines sample many episodes at once: they take prompts and return token ids with behavior logprobs.
 
-A request names its weights, its key and its position. With a `keyed` engine nothing else decides the sampled tokens. One
-uniform number per token is computed from (key, position), and selects a token by the inverse of the cumulative distribution in
-vocabulary order. So an episode's tokens do not depend on the other episodes in the batch, on their order, or on the attempt.
-The only exception is the rounding of the model's own sums, which has no effect under `numerics: exact`.
+A request has the policy's weights, a key and a position. For a `keyed` engine, nothing outside the request influences the
+sampled tokens. The engine computes one uniform number per token from (key, position), and selects a token by the inverse of the
+cumulative distribution in vocabulary order. So an episode's tokens do not depend on the other episodes in the batch, on their
+order, or on the attempt. The only exception is the rounding of the model's own sums, which has no effect under `numerics:
+exact`.
 
-Each file here names an engine and its capabilities (`Backend`). The engines themselves are in `inference`, so that the command
-line can check a run's options without loading torch.
+Each file of this folder names an engine and its capabilities (`Backend`). The engines themselves are in `inference`, so the
+command line can check a run's options without loading torch.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 
 MAX_TOP_LOGPROBS = 20
-"""The most other tokens that a request may ask for at each position."""
+"""The largest `top_logprobs` of a request: the number of most likely tokens at each position."""
 
 Likeliest = tuple[tuple[int, float], ...]
-"""The most likely tokens at a position, as (id, logprob), the most likely first."""
+"""The most likely tokens at a position, as (id, logprob), ordered by falling probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +39,22 @@ class GenerateRequest:
     Args:
         prompt_ids: the exact ids of the complete training row so far; at least one.
         policy: the weights to sample from.
-        key: the key of the draws, 64 bits (`SamplingKey.of_turn`).
+        key: the key of the random draws, 64 bits (`SamplingKey.of_turn`).
         position: the position of the first token's draw; 0 for a complete turn.
-        max_new_tokens: the most tokens to sample; the end token counts.
+        max_new_tokens: the most tokens to sample, including the end token.
         temperature: the divisor of the logits.
-        top_k: the number of most likely tokens to draw from; 0: all.
+        top_k: the number of most likely tokens to draw from; 0: all tokens.
         top_p: draw only from the most likely tokens that together reach this probability (arXiv 1904.09751).
         min_p: draw only from tokens whose probability is at least this share of the most likely token's (arXiv 2407.01082).
-        stop: the turn ends with the token that completes one of these texts; that token is kept.
-        follows: another turn of the episode may follow.
-        follows_length: another turn may also follow one that ends at a limit, because an agent may continue from any turn.
-        heard: called with each token as it is drawn, by an engine in this process. If it returns False, the turn ends with
+        stop: texts that end the turn. The token that completes such a text is the turn's last token.
+        follows: True if another turn of the episode may follow.
+        follows_length: True if another turn may follow even a turn that ends at a limit, because an agent may continue from any
+            turn.
+        heard: a function that an engine in this process calls with each drawn token. If it returns False, the turn ends with
             `length`.
-        session: the session for whose next turn the engine may keep its computation; it does not affect the draws. None:
-            nothing is kept.
-        top_logprobs: the number of most likely tokens to return for each sampled one, at most `MAX_TOP_LOGPROBS`; it does not
+        session: the session to which the turn belongs. The engine may keep the turn's computation for the next turn of the
+            session, which does not affect the draws. None: nothing is kept.
+        top_logprobs: the number of most likely tokens to return for each sampled token, at most `MAX_TOP_LOGPROBS`. It does not
             affect the draws.
 
     Raises:
@@ -89,7 +91,7 @@ class GenerateRequest:
         follows: bool = True,
         session: int | None = None,
     ) -> "GenerateRequest":
-        """Return the request for a turn with the run's limits."""
+        """Return the request for a complete turn, with the sampling options of the run."""
         return cls(
             prompt_ids,
             policy,
@@ -110,16 +112,17 @@ class GenerateRequest:
 class Completion:
     """A sampled turn, as an engine returns it.
 
-    An engine knows neither messages nor episodes: a draft makes the `Step` of a completion (`prompt_draft.Draft.step`).
+    An engine has no messages or episodes. `prompt_draft.Draft.step` makes a `Step` from a completion.
 
     Args:
         token_ids: the sampled ids, including the end token if one was sampled.
-        logprobs: one per token, natural log at the sampling temperature over the whole vocabulary, as the trainer computes
-            it (top_k, top_p and min_p restrict the draw and change no logprob); float32 values.
+        logprobs: one natural logprob per token, at the sampling temperature and over the whole vocabulary, as the trainer
+            computes it (top_k, top_p and min_p restrict the draw and change no logprob); float32 values.
         finish_reason: `stop` at an end token or a stop string, `length` at the limit or at the end of the model's context.
-        seconds: from joining the batch to leaving it; with a server, from the request on, its own queue included.
-        top: the likeliest tokens at each token's place, their logprobs of the same kind; empty where none were asked for.
-            Tokens of probability 0 are left out.
+        seconds: the time from joining the batch to leaving it, in seconds. With a server, the time from sending the request,
+            including the server's queue.
+        top: the most likely tokens at the place of each sampled token, with logprobs as in `logprobs`; empty if the request
+            asked for none. Tokens of probability 0 are left out.
     """
 
     token_ids: tuple[int, ...]
@@ -130,16 +133,18 @@ class Completion:
 
 
 class Engine(Protocol):
-    """A sampler. Its `engines.Backend` lists its capabilities."""
+    """A sampler of turns. The engine's `engines.Backend` lists its capabilities."""
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Submit a request. Errors are set on the future."""
+        """Submit a request, and return a future. Errors are set on the future."""
 
     def release(self, session: int | None = None) -> None:
-        """Free the memory kept for the next turn of a session, which has no next turn; without a session, of all sessions."""
+        """Free the memory that is kept for the next turn of a session, because no turn follows. Without `session`, free that of
+        all sessions.
+        """
 
     def close(self) -> None:
-        """End the sampler. Unfinished turns fail."""
+        """Stop the sampler. Unfinished turns fail."""
 
 
 def fail_futures(futures: Iterable[Future[Completion]], error: Exception) -> None:
@@ -155,12 +160,12 @@ def fail_futures(futures: Iterable[Future[Completion]], error: Exception) -> Non
 
 
 def closed_error() -> InfraError:
-    """Return the error of a turn that was not sampled before its engine was closed."""
+    """Return the error for a turn that was not sampled before the engine was closed."""
     return InfraError("The sampler was closed before this turn was sampled.")
 
 
 def nan_error() -> ModelError:
-    """Return the error of a turn whose logits are NaN."""
+    """Return the error for a turn whose logits are NaN."""
     return ModelError("The model returned NaN instead of logits.")
 
 
@@ -170,16 +175,17 @@ class Backend:
 
     Args:
         name: the name of the file.
-        start: `module:function`; the function takes a `Policy` and the machine's `Settings`, and returns an `Engine`.
-        keyed: the request alone decides its tokens.
-        logprobs: every token has its logprob, which training needs.
-        weights: the kinds of weights other than the base that it can sample from: `lora` adapters, `full` sets of weights, both
-            or neither.
-        quantised: it quantises the base as the config says (4 or 8 bits); otherwise its server decides.
-        options: the options of `temperature`, `top_k`, `top_p`, `min_p`, `stop` that it supports.
-        local: it computes in this process with the policy's own weights; otherwise they need not be loaded to sample.
-        at_url: it samples with the server at the machine's `engine_url`.
-        top_logprobs: it can return the most likely tokens at each position.
+        start: `module:function` of a function from a `Policy` and the machine's `Settings` to an `Engine`.
+        keyed: True if the sampled tokens depend only on the request.
+        logprobs: True if every token has a logprob, which training needs.
+        weights: the kinds of trained weights that the engine can sample from: `lora` adapters, `full` sets of weights, both or
+            neither.
+        quantised: True if the engine quantises the base as the config says (4 or 8 bits). Otherwise the server decides.
+        options: the supported options among `temperature`, `top_k`, `top_p`, `min_p` and `stop`.
+        local: True if the engine computes in this process with the policy's own weights. Otherwise the weights need not be
+            loaded to sample.
+        at_url: True if the engine samples with the server at the machine's `engine_url`.
+        top_logprobs: True if the engine can return the most likely tokens at each position.
     """
 
     name: str
@@ -206,11 +212,11 @@ def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:
 
 
 def window(engine: Engine, max_tokens: int) -> int:
-    """Return the tokens of prompt and answer together: `max_tokens`, or the model's own or the engine's `window()`, if that is
-    less.
+    """Return the most tokens of prompt and answer together: `max_tokens`, or the engine's `window()` if it has one that is
+    smaller.
 
     Raises:
-        ServiceError, ModelError, InfraError: its server is away, or serves another model.
+        ServiceError, ModelError, InfraError: the engine's server does not respond, or serves another model.
     """
     own_window = getattr(engine, "window", None)
     return max_tokens if own_window is None else min(max_tokens, own_window())
@@ -220,10 +226,10 @@ def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = Fal
     """Check that the engine supports the options of the config.
 
     Args:
-        backend: the engine.
+        backend: the engine's capabilities.
         config: the run's config.
-        trains: the run trains.
-        trained: the run starts from weights that another run trained.
+        trains: True if the run trains.
+        trained: True if the run starts from weights that another run trained.
 
     Raises:
         ConfigError: an option is not supported; the message names it.
@@ -258,12 +264,12 @@ def check_weights(backend: Backend, kind: str, trained: bool) -> None:
     """Check that the engine can sample from trained weights, if there are any. Every engine can sample from the base.
 
     Args:
-        backend: the engine.
+        backend: the engine's capabilities.
         kind: the kind of weights that the policy trains, `lora` or `full`.
-        trained: the run trains, or starts from weights that another run trained.
+        trained: True if the run trains, or starts from weights that another run trained.
 
     Raises:
-        ConfigError: the engine samples only from the base, or only from another kind of weights.
+        ConfigError: the engine can sample only from the base, or only from another kind of weights.
     """
     if not trained or kind in backend.weights:
         return

@@ -58,17 +58,17 @@ from agentrl.workflow.trajectory import Episode, Message, Task
 class Env:
     """The environment of an episode: prompt, tools and rewards.
 
-    Subclass it (one level) to change `reset`, `step` or `final_reward`. These are functions of their arguments alone: after a
-    crash, and for `replay`, they are called again with the recorded values.
+    Subclass it (one level) to change `reset`, `step` or `final_reward`. These methods may depend only on their arguments: after
+    a crash, and for `replay`, they are called again with the recorded values.
 
     Args:
-        system_prompt: the first message of every episode; empty for none.
-        tools: the names of its tools, or tools that were created for this env (`search_in(folder)`).
-        rewards: reward name -> weight; the scalar reward is the weighted sum.
-        correct: the names of the reward parts that decide whether an episode is correct: all must have the full value, 1
-            (`agentrl eval`: accuracy, pass@k). If empty, the env's own parts with the largest weight decide (see
-            `stats.evaluation.is_right`). Parts that a run adds never decide. If a run's hooks may have added parts that
-            cannot be told from the env's own, no episode has an answer to this question.
+        system_prompt: the first message of every episode; empty: no such message.
+        tools: the names of the env's tools, or tools that were created for this env (`search_in(folder)`).
+        rewards: a mapping from reward name to weight. The scalar reward is the weighted sum.
+        correct: the names of the reward parts that decide whether an episode is correct (`agentrl eval`: accuracy, pass@k). An
+            episode is correct if all of them have the full value, 1. If empty, the env's parts with the largest weight decide
+            (see `stats.evaluation.is_right`). Parts that a run adds never decide. If parts of hooks cannot be told apart from
+            the env's own, no episode is rated as correct or wrong.
         resumability: what happens after a lost worker: `replay` continues from the record, `restart` starts the episode again.
     """
 
@@ -83,7 +83,7 @@ class Env:
         return _tools_by_name(tool if isinstance(tool, Tool) else _find_tool(tool) for tool in self.tools)
 
     def reset(self, task: Task) -> tuple[Message, ...]:
-        """Return the messages that open an episode; they are the same for all episodes of a group.
+        """Return the messages that open an episode. They are the same for all episodes of a group.
 
         The env's system prompt and the task's own system messages become one message, because most chat templates render only
         the first.
@@ -94,38 +94,43 @@ class Env:
         return (*system, *task.messages[len(own) :])
 
     def step(self, episode: Episode) -> tuple[Message, ...]:
-        """Return what the model reads after the episode's last turn and its calls' results; empty if the episode has ended,
-        `answered`.
+        """Return the messages that the model reads after the episode's last turn and the results of its calls.
 
-        Here it is one tool message per result, in the order of the calls, so a turn without a call is the answer.
+        An empty tuple ends the episode as `answered`. By default, there is one tool message per result, in the order of the
+        calls. So a turn without a call is the answer.
         """
         last = episode.steps[-1]
         pairs = zip(last.message.tool_calls, last.results or (), strict=True)
         return tuple(Message("tool", result.content, name=call.name) for call, result in pairs)
 
     def final_reward(self, episode: Episode) -> Mapping[str, Value]:
-        """Return reward parts that the env itself gives to an ended episode, in addition to `rewards`; each has weight 1.
+        """Return the reward parts that the env itself gives to an ended episode, in addition to `rewards`. Each part has weight
+        1.
 
-        A part is one number; or, if the steps earn it, a list with one number for each step, in order. This runs in the rollout
-        worker. Code that the model wrote must be run by a `rewards.Judge`, named in `rewards`.
+        A part is one number, or, if the steps earn it, a list with one number per step. This method runs in the rollout worker,
+        so it must not run model-written code. For such code, name a `rewards.Judge` in `rewards`.
         """
         return {}
 
 
 def optional_rewards(env: Env, weights: Mapping[str, float]) -> frozenset[str]:
-    """Return the env's own rewards with weight 0, because the user named other rewards. These may fail."""
+    """Return the env's rewards that have weight 0 because the user named other rewards. A failure of such a reward is
+    ignored.
+    """
     return frozenset(name for name, weight in env.rewards.items() if weight and not weights.get(name, 1.0))
 
 
 def score_episode(
     env: Env, episode: Episode, weights: Mapping[str, float], judged: Mapping[str, Value | None] = MappingProxyType({})
 ) -> dict[str, Part]:
-    """Return the named reward parts of a finished episode: those of reward files, see `rewards.score`, and the env's own.
+    """Return the named reward parts of a finished episode: those of the rewards (see `rewards.score`), and those of the env
+    itself.
 
     Raises:
-        RewardError: a reward or the env raised, or returned something else than finite numbers; or both named a part the same.
+        RewardError: a reward or the env raised an exception or returned something other than finite numbers, or a reward and
+            the env use the same name.
         InfraError: the system failed.
-        SandboxUnavailable: a reward must run code, and no sandbox works here.
+        SandboxUnavailable: a reward must run code, and this machine has no working sandbox.
     """
     parts = score(episode, weights, judged, optional_rewards(env, weights))
     read, places = as_read(episode)
@@ -142,7 +147,7 @@ def score_episode(
 
 
 def scoring_hash(env: Env, weights: Mapping[str, float], anew: bool = False) -> str:
-    """Return the hash of all code that scores in this env: of the rewards, and of the env's own file if it gives rewards
+    """Return the hash of all code that scores in this env: the code of the rewards, and the env's file if the env gives rewards
     itself.
 
     Args:
@@ -155,10 +160,11 @@ def scoring_hash(env: Env, weights: Mapping[str, float], anew: bool = False) -> 
 
 
 def correctness_rule(env: Env, config: RunConfig) -> dict[str, Any]:
-    """Return the env's rule for `stats.evaluation.is_right`; a run's manifest stores it.
+    """Return the env's rule for `stats.evaluation.is_right`, which a run's manifest stores.
 
-    A run's hooks add parts of weight 1, and so does an env that gives rewards itself. A stored part does not say which of the
-    two added it. If such parts could be the heaviest, nothing decides correctness unless the env's `correct` does.
+    Hooks of a run may add parts of weight 1, and so may an env that gives rewards itself. A stored part does not say which of
+    the two added it. If such a part could have the largest weight, only the env's `correct` can decide whether an episode is
+    correct.
     """
     gives = gives_rewards(env)
     if gives and config.hooks and not env.correct and max(env.rewards.values(), default=0.0) <= 1:
@@ -167,17 +173,18 @@ def correctness_rule(env: Env, config: RunConfig) -> dict[str, Any]:
 
 
 def gives_rewards(env: Env) -> bool:
-    """Return whether the env gives reward parts of its own, each of weight 1."""
+    """Return True if the env itself gives reward parts, each with weight 1."""
     return type(env).final_reward is not Env.final_reward
 
 
 def offered_tools(env: Env, config: RunConfig) -> dict[str, Tool]:
-    """Return the tools that the model may call in a run, the env's and the run's own, by the name that the model writes.
+    """Return the tools that the model may call in a run, by the name that the model writes: the tools of the env and those of
+    the run.
 
-    A run's `python_session` replaces an env's `python`.
+    If the run has `python_session`, this tool replaces the env's `python`.
 
     Raises:
-        ConfigError: there is no such tool, two have the same name, or a name is invalid.
+        ConfigError: a tool does not exist, two tools have the same name, or a name is invalid.
     """
     own = [_find_tool(name) for name in config.tools if not mcp_tool.is_server(name)]
     session_names = {tool.name for tool in own if keeps_session(tool)}

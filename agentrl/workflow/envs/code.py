@@ -1,8 +1,8 @@
 """code: write a function, try it out with the tool python, repair it, and answer with it.
 
-The question shows some tests. The reward is the share of the hidden tests that the answer passes. Besides it, a tenth of the
-progress of the programs that were tried out counts: each step earns by how much it raises the share of passed visible tests.
-Whether the turns are well formed is recorded too, with weight 0.
+The question shows some tests. The reward is the share of the hidden tests that the answer passes, plus a tenth of the progress
+of the tried programs: each step earns the amount by which it raises the share of passed visible tests. Whether the turns are
+well formed is recorded too, with weight 0.
 """
 
 from agentrl.workflow.envs import Env

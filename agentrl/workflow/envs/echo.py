@@ -1,4 +1,6 @@
-"""echo: the model sends a text through the tool and repeats it. Half of the reward is for the call, half for the answer."""
+"""echo: the model sends a text through the tool echo and repeats it. Half of the reward is for the call, and half for the
+answer.
+"""
 
 from agentrl.workflow.envs import Env
 

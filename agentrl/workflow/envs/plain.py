@@ -1,4 +1,4 @@
-"""plain: the task's messages and nothing else, for your own rewards and tools: `--env plain --reward mine:it`."""
+"""plain: only the messages of the task, for your own rewards and tools: `--env plain --reward mine:it`."""
 
 from agentrl.workflow.envs import Env
 

@@ -1,4 +1,4 @@
-"""qa: a question, no tool, one short answer. For your own tasks: `--dataset FILE.jsonl --env qa`."""
+"""qa: a question with one short answer, without tools. For your own tasks: `--dataset FILE.jsonl --env qa`."""
 
 from agentrl.workflow.envs import Env
 

@@ -1,7 +1,7 @@
-"""text_to_sql: answers a question about a database with a query; the tool sql runs queries to try them out.
+"""text_to_sql: answers a question about a database with a query. The tool sql runs queries to try them out.
 
-The reward compares the rows of the answered query with those of the reference. Their order counts only if the reference has an
-order.
+The reward compares the rows of the answer's query with those of the reference. The order of rows matters only if the reference
+has an ORDER BY.
 """
 
 from agentrl.workflow.datasets.text_to_sql import DATABASE, FOLDER

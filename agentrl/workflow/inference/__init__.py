@@ -1,1 +1,1 @@
-"""Sampling: the engines, and a policy that can be queried in this process."""
+"""Sampling: the engines that sample turns, and a policy that can be queried in this process."""

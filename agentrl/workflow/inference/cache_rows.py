@@ -1,7 +1,8 @@
 """The live rows in transformers' own caches: slower than slots, and correct for every model that transformers can run.
 
-Rows with the same number of tokens that were read together share a cache and decode in one call. Other rows decode in separate
-calls. A cache is only continued, never cropped. `TokenRows` keeps no cache at all and reads each row from its first token.
+Rows with the same number of tokens that were read together share a cache, and are decoded in one call. Other rows are decoded
+in separate calls. A cache is only continued, never cropped. `TokenRows` has no cache: for each new token, it reads each row
+again from the first token.
 """
 
 import copy
@@ -18,7 +19,7 @@ from agentrl.workflow.models.logprobs import cache_parameter, causal_model, kept
 from agentrl.workflow.models.policy import Policy
 
 PREFILL_TOKENS = 8192
-"""The most tokens of rows that are read in one call of the model."""
+"""The most tokens of new rows that are read in one call of the model."""
 
 Tokens = tuple[int, ...]
 
@@ -33,7 +34,7 @@ class KeptCache:
 
 @dataclass(slots=True)
 class _Group:
-    """Rows in one cache, each with `length` tokens read.
+    """Rows in one cache. The model has read `length` tokens of each.
 
     Args:
         rows: the position of each row in the cache; two rows may have the same position until they read their next tokens.
@@ -58,7 +59,7 @@ class CacheRows:
         self.rewinds = False
 
     def read(self, first: int, rows: Sequence[Tokens]) -> None:
-        """Read new rows, shortest first, as rows from `first` on."""
+        """Read new rows, shortest first, and number them from `first` on."""
         self._forget_from(first)
         for length, numbered in groupby(enumerate(rows, start=first), lambda pair: len(pair[1])):
             alike = list(numbered)
@@ -96,7 +97,7 @@ class CacheRows:
         return torch.cat(logits)[torch.tensor(order, device=self._policy.device).argsort()]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Make `target` a row like `source`, which has read `length` tokens."""
+        """Add the row `target` as a copy of the row `source`, of which `length` tokens have been read."""
         group = self._group_of(source)
         assert group.length == length
         group.rows[target] = group.rows[source]
@@ -123,7 +124,7 @@ class CacheRows:
             return DynamicCache(config=causal_model(model).config)
 
     def _call(self, group: _Group, ids: Tensor) -> Tensor:
-        """Return logits (B, V) after the last of (B, T) ids. The group's cache then contains these ids."""
+        """Return logits (B, V) after the last of (B, T) ids. The ids are added to the group's cache."""
         with self._policy.sampling() as model:
             group.length += ids.shape[1]
             inputs = {"input_ids": ids.to(self._policy.device), cache_parameter(model): group.cache, "use_cache": True}
@@ -133,13 +134,13 @@ class CacheRows:
         return next(group for group in self._groups if row in group.rows)
 
     def _forget_from(self, first: int) -> None:
-        """Drop rows from `first` on, which an exception left behind while they joined."""
+        """Drop the rows from number `first` on. An exception left them behind while they joined."""
         for group in self._groups:
             group.rows = {row: place for row, place in group.rows.items() if row < first}
         self._groups = [group for group in self._groups if group.rows]
 
     def _note_tokens(self) -> None:
-        """Update the largest number of tokens that were held at once."""
+        """Update the record of the most tokens that were held at once."""
         self.tokens = max(self.tokens, sum(len(group.rows) * group.length for group in self._groups))
 
 
@@ -154,7 +155,7 @@ def _select(cache: Cache, places: list[int], device: torch.device) -> Cache:
 def _copy_layer(layer: Any) -> Any:
     """Return a layer with the same tensors.
 
-    Reordering it sets new tensors in its attributes or dictionaries, and does not change the old layer.
+    Reordering the copy sets new tensors in its attributes or dictionaries. This does not change the old layer.
     """
     copied = copy.copy(layer)
     for name, value in vars(copied).items():
@@ -164,7 +165,7 @@ def _copy_layer(layer: Any) -> Any:
 
 
 class TokenRows:
-    """The rows as token ids only, read again for each token; see `model_rows.ModelRows`."""
+    """The rows as token ids only. For each new token, the model reads all of them again. See `model_rows.ModelRows`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -179,11 +180,11 @@ class TokenRows:
         self._rows = {row: tokens for row, tokens in self._rows.items() if row < first} | dict(enumerate(rows, start=first))
 
     def resume(self, first: int, rows: Sequence[tuple[Any, Tokens]]) -> None:
-        """Do nothing: `take` keeps nothing of a row."""
+        """Do nothing, because `take` never returns a row to resume."""
         assert not rows
 
     def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
-        """Read all tokens of each row and one more token, and return the logits (n, V) after it."""
+        """Add one token to each row, read all of its tokens again, and return the logits (n, V) after the last."""
         self._rows = {row: (*tokens, int(newest[row])) for row, tokens in self._rows.items() if row < len(newest)}
         logits: dict[int, Tensor] = {}
         for length in sorted({len(tokens) for tokens in self._rows.values()}):
@@ -203,7 +204,7 @@ class TokenRows:
         del self._rows[last]
 
     def take(self, row: int, length: int) -> KeptCache:
-        """Raise NotImplementedError: nothing is kept of a row."""
+        """Raise NotImplementedError: there are no cached values to return."""
         raise NotImplementedError
 
     def clear(self) -> None:

@@ -1,8 +1,9 @@
-"""The rolling batch: the live turns. Each step samples one token for each of them.
+"""The rolling batch of live turns. Each step samples one token for each of them.
 
-When a turn joins, its prompt is read first. A prompt that several turns share is read once, and the others copy its keys and
-values. If the keys and values of the episode's last turn were kept, only the new tokens are read. State that changes with every
-token is in arrays with one entry per slot, so no Python code runs per token and turn, except for turns that end.
+When a turn joins, the model first reads its prompt. If several turns have the same prompt, it is read once, and the others copy
+its keys and values. If the keys and values of the episode's previous turn are still cached, only the new tokens are read. State
+that changes with every token is in arrays with one entry per slot. So no Python code runs per token and turn, except for turns
+that end.
 """
 
 import time
@@ -47,12 +48,12 @@ _STATE = np.dtype(
         ("min_p", "f8"),
     ]
 )
-"""State that changes with every token, and the sampling options: one entry per slot."""
+"""The state of a slot that changes with every token, and the slot's sampling options."""
 
 
 @dataclass(slots=True)
 class ActiveTurn:
-    """A request, with the tokens that were sampled before it was last evicted."""
+    """A request, with the tokens that were already sampled for it before it was last evicted."""
 
     request: GenerateRequest
     future: Future[Completion]
@@ -64,7 +65,7 @@ class ActiveTurn:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The prompt and the tokens that were sampled before the turn joins."""
+        """The tokens that the model must read when the turn joins: the prompt and the tokens that were already sampled."""
         return (*self.request.prompt_ids, *self.ids)
 
     def finish(self, reason: FinishReason) -> None:
@@ -75,7 +76,7 @@ class ActiveTurn:
 
 @dataclass(frozen=True, slots=True)
 class _EndedTurn:
-    """The cached values of an ended turn, kept for its episode's next turn."""
+    """The cached values of an ended turn. The next turn of the same episode can continue from them."""
 
     ids: tuple[int, ...]
     cache: Kept
@@ -85,8 +86,8 @@ class Batch:
     """The live turns, in the order of the model's rows, and the cached values of ended turns.
 
     Args:
-        policy: the policy whose published weights sample.
-        rows: its model, with the cached values of the live turns.
+        policy: the policy whose published weights are used for sampling.
+        rows: the policy's model, with the cached values of the live turns.
         slots: the most turns that are live at once.
     """
 
@@ -103,11 +104,14 @@ class Batch:
 
     @property
     def has_kept(self) -> bool:
-        """True if memory is held for turns that may come."""
+        """True if the batch caches values of ended turns for later turns."""
         return bool(self._left)
 
     def join(self, turns: Sequence[ActiveTurn]) -> None:
-        """Read the turns' prompts into the slots after the live ones. An exception leaves the live turns unchanged."""
+        """Add turns to the batch: read their prompts into the slots after the live turns.
+
+        An exception leaves the live turns unchanged.
+        """
         started = time.perf_counter()
         fresh, back, copies, holders = self._sort_joining(turns)
         first = len(self.turns)
@@ -124,7 +128,7 @@ class Batch:
         self.turns += joined
 
     def step(self) -> None:
-        """Sample one token for every live turn, and set the results of turns that end with it."""
+        """Sample one token for every live turn. Set the result of each turn that ends with this token."""
         rows = self._state[: len(self.turns)]
         ids, logprobs, tops = self._draw(rows)
         everyone, counts = np.arange(len(rows)), rows["count"]
@@ -159,26 +163,27 @@ class Batch:
         return turns
 
     def keep_less(self, stepping: bool) -> list[ActiveTurn]:
-        """Free the cached values of ended turns, and keep half as many tokens from now on.
+        """Free the cached values of ended turns, and halve the number of tokens that are cached from now on.
 
-        Return turns that are no longer live.
+        Return the turns that this evicts.
 
         Args:
-            stepping: whether a step failed. It may have changed rows that cannot be read again; then all turns are evicted.
+            stepping: whether a step failed. The failed step may have changed rows in a way that cannot be repeated. Then all
+                turns are evicted.
         """
         self.forget()
         self._share /= 2
         return self.evict() if stepping and not self._rows.rewinds else []
 
     def forget(self, session: int | None = None) -> None:
-        """Free the keys and values that are kept for a session's next turn; None: for all sessions."""
+        """Free the keys and values that are cached for the next turn of a session; None: of all sessions."""
         if session is None:
             self._left.clear()
         else:
             self._left.pop(session, None)
 
     def clear(self) -> None:
-        """Free all memory, also for other processes. No turn may be live."""
+        """Free all memory, and release it to other processes. No turn may be live."""
         self._left.clear()
         self._rows.clear()
         free_cached_blocks(self._policy.device)
@@ -188,11 +193,12 @@ class Batch:
     def _sort_joining(
         self, turns: Sequence[ActiveTurn]
     ) -> tuple[list[ActiveTurn], list[tuple[ActiveTurn, Kept]], list[ActiveTurn], dict[tuple[int, ...], int]]:
-        """Sort turns by how they join.
+        """Sort turns by the way in which they join.
 
         Returns:
-            (turns to read, shortest first; turns to resume, fewest new tokens first; turns whose prompt a row holds; the row of
-                each such prompt).
+            A tuple of four: the turns to read, shortest first; the turns to resume, each with its cached values, fewest new
+                tokens first;
+            the turns whose prompt is that of another row; and the row of each prompt that a live turn holds.
         """
         holders = {turn.request.prompt_ids: slot for slot, turn in enumerate(self.turns)} if self._rows.rewinds else {}
         fresh: dict[tuple[int, ...], ActiveTurn] = {}
@@ -224,9 +230,9 @@ class Batch:
     # sampling
 
     def _draw(self, rows: NDArray[np.void]) -> tuple[NDArray[np.int64], NDArray[np.float64], dict[int, Likeliest]]:
-        """Return the next token of each row and its logprob, both (n,), and the likeliest tokens.
+        """Draw the next token of each row. Return the tokens and their logprobs, both (n,), and the likeliest tokens.
 
-        The latter are only those of rows whose requests want them.
+        The likeliest tokens are returned only for rows whose requests want them.
         """
         device = self._policy.device
         logits = self._rows.next_logits(torch.from_numpy(rows["newest"].copy()), torch.from_numpy(rows["cached"].copy()))
@@ -241,7 +247,7 @@ class Batch:
     def _tops(
         self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor, drawn: NDArray[np.float64]
     ) -> dict[int, Likeliest]:
-        """Return each row's likeliest tokens. The sampled one has exactly the logprob that it was sampled with."""
+        """Return the likeliest tokens of each row. The sampled token has exactly the logprob with which it was sampled."""
         slots = np.flatnonzero(rows["tops"])
         where = torch.from_numpy(slots).to(logits.device)
         ids, logprobs = likeliest(logits[where], temperature[where], int(rows["tops"].max()))
@@ -249,7 +255,7 @@ class Batch:
         return {row: _top(best, best_logprobs, drawn[:, row], int(rows["tops"][row])) for row, best, best_logprobs in rankings}
 
     def _floor(self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor) -> Tensor | None:
-        """Return the logits (n,) below which no token is drawn; None if no row limits its draws."""
+        """Return, for each row, the lowest logit that may be drawn, (n,); None if no row limits its draws."""
         if not (rows["top_k"].any() or (rows["top_p"] < 1).any() or rows["min_p"].any()):
             return None
         cuts = [torch.from_numpy(rows[name].copy()).to(logits.device) for name in ("top_k", "top_p", "min_p")]
@@ -280,9 +286,9 @@ class Batch:
         self.turns.pop()
 
     def _keep(self, slot: int, turn: ActiveTurn) -> None:
-        """Keep the model's cached values of the turn.
+        """Cache the values of an ended turn for the next turn of its session.
 
-        The total is limited to a share of the rows' capacity in tokens. The oldest values are dropped first.
+        The cached tokens may take a share of the rows' capacity. The oldest values are dropped first.
         """
         if not self._rows.resumes or (session := turn.request.session) is None:
             return

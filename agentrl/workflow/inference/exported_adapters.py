@@ -1,7 +1,8 @@
 """Exports of published adapters for a server: folders with PEFT's `adapter_config.json` and `adapter_model.safetensors`.
 
-An export is a copy for three reasons: a checkpoint may be at a URL, may be old and lack the config, and may be collected while
-the server needs it. It is in `AGENTRL_HOME/cache/adapters/SHA256`, and the server must see it at the same path.
+The adapter is copied from its checkpoint for three reasons. The checkpoint may be at a URL. It may be old and lack the config.
+And `agentrl gc` may remove it while the server needs it. The copy is in `AGENTRL_HOME/cache/adapters/SHA256`. The server must
+see this folder at the same path.
 """
 
 import os
@@ -17,11 +18,12 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import PolicyRef
 
 KEEP = 16
-"""The number of exports that are kept. A server that is short of memory for adapters reads them again."""
+"""The number of exports that stay on disk. A server that removed an adapter from its memory reads the export again."""
 
 
 def exported_folder(policy: Policy, ref: PolicyRef) -> Path:
-    """Return a folder with the adapter of a trained policy, in the format of PEFT and vLLM. It is made if it does not exist.
+    """Return a folder with the adapter of a trained policy, in the format of PEFT and vLLM. Make the folder if it does not
+    exist.
 
     Raises:
         CheckpointError: the checkpoint is missing, or has changed since its sha256 was recorded.
@@ -50,7 +52,7 @@ def _write(policy: Policy, ref: PolicyRef, folder: Path) -> None:
 
 
 def _is_sound(folder: Path, sha256: str) -> bool:
-    """Return True if the export is complete. A power failure may have left a part of it."""
+    """Return True if the export is complete. After a power failure, an export may be incomplete."""
     files = (folder / ADAPTER, folder / "adapter_config.json")
     return all(file.is_file() for file in files) and sha256_file(files[0]) == sha256
 

@@ -18,17 +18,17 @@ from agentrl.workflow.settings import Settings
 Who = Literal["engine", "critic"]
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 900.0
-"""The longest wait for a response, in seconds. After that the server counts as unavailable, and the turn fails."""
+"""The longest wait for a response, in seconds. After that the server is treated as unavailable, and the turn fails."""
 
 MAX_BYTES = 64 * 1024 * 1024
-"""The largest response, in bytes. A turn of 100,000 tokens, each with its likeliest alternatives, takes half of that."""
+"""The largest response, in bytes. A turn of 100,000 tokens with likeliest alternatives for each takes half of that."""
 
 _UNAVAILABLE_STATUSES = (429, 502, 503, 504)
 """The HTTP statuses of a server, or of a proxy in front of it, that is temporarily unavailable."""
 
 
 class RequestRefused(ModelError):
-    """The server refused a request. `reason` is the text of its response, `status` the HTTP status."""
+    """A server refused a request. `reason` is the text of its response, `status` the HTTP status."""
 
     def __init__(self, url: str, path: str, status: int, reason: str) -> None:
         super().__init__(f"The server at {url} refused {path}: {status} {reason:.300}")
@@ -38,18 +38,18 @@ class RequestRefused(ModelError):
 
 @cache
 def _tls_context() -> SSLContext:
-    """Return the certificates of trusted authorities, read once for all connections of this process."""
+    """Load the certificates of trusted authorities, once for all connections of this process."""
     return httpx2.create_ssl_context()
 
 
 class Connection:
-    """A server's URL and the open connections to it.
+    """A client for one server, with its open connections.
 
     Args:
-        settings: the settings with `engine_url` and `engine_key`, or the ones of `who`.
-        who: the user of the server: the engine or the critic.
+        settings: the settings with the server's URL and key: `engine_url` and `engine_key`, or `critic_url` and `critic_key`.
+        who: the part of agentrl that uses the server: the engine or the critic.
         max_bytes: the largest response, in bytes; None: `MAX_BYTES`.
-        seconds: the longest wait for the end of a response, in seconds.
+        seconds: the longest wait for a response, in seconds.
 
     Raises:
         ConfigError: the URL is missing or invalid.
@@ -71,18 +71,18 @@ class Connection:
         )
 
     def close(self) -> None:
-        """Close the connections. Requests that still wait raise ServiceError."""
+        """Close the connections. Requests that are still waiting for a response raise ServiceError."""
         self._client.close()
 
     def read(self, shape: type[Shape], path: str, body: Any = None) -> Shape:
-        """Request the path, by POST if there is a body, and return the response in the route's shape.
+        """Send a request, by POST if there is a body, and return the response in the given shape.
 
         Raises:
             ServiceError: the server does not respond, or is not ready.
             ConfigError: the server refuses the API key.
             RequestRefused: the server refuses the request.
             InfraError: the server failed, or its response has another shape.
-            ModelError: its response is not a JSON object.
+            ModelError: the response is not a JSON object.
         """
         tree = _json(self.url, path, self._ask("GET" if body is None else "POST", path, body))
         return read(shape, tree, self.url, path)
@@ -122,10 +122,10 @@ class Connection:
 
 
 def check_url(settings: Settings, who: Who = "engine") -> None:
-    """Check that the URL of that server is valid.
+    """Check that the URL of the server is valid.
 
     Raises:
-        ConfigError: it is missing, or is not an http URL with a host.
+        ConfigError: the URL is missing, or is not an http URL with a host.
     """
     url, hint = getattr(settings, f"{who}_url"), f"Set AGENTRL_{who.upper()}_URL=http://HOST:PORT"
     if not url:

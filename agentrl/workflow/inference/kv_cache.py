@@ -1,11 +1,11 @@
 """The sampler's cache: one slot per live row, each with its own length, behind transformers' `Cache` interface.
 
 Live rows occupy the slots 0..n-1 without a gap, so a decoding step reads a plain slice and copies nothing. When a row ends, the
-last one moves into its slot. The content of an ended turn's slot can be taken out, and put back when the episode continues. If
+last row moves into its slot. The content of the ended row's slot can be taken out, and put back when the episode continues. If
 rows or tokens need more memory, the stores are copied into larger ones.
 
-A layer keeps keys and values of all tokens, or states of a fixed size (of convolutions and linear attention), or both. States
-are those after the last token that the row has read. They can be continued, never cropped.
+A layer stores the keys and values of all tokens, or states of a fixed size (of convolutions and linear attention), or both.
+States belong to the last token that the row has read. They can be continued, never cropped.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from agentrl.workflow.models.memory_estimate import LENGTH_STEP
 
 @dataclass(frozen=True, slots=True)
 class SlotStates:
-    """The content of a slot, by layer: keys and values (heads, tokens, head_dim), states (...)."""
+    """The content of one slot, copied. For each layer: keys and values (heads, tokens, head_dim), or states (...), or both."""
 
     layers: tuple[tuple[Tensor, ...], ...]
     length: int
@@ -44,14 +44,17 @@ class SlotCache(Cache):
     def extend(self, first: int, positions: Tensor, length: int) -> None:
         """Make the next call write tokens at `positions` (B, T) of the slots from `first` on.
 
-        It reads the first `length` tokens of these slots.
+        The call reads the first `length` tokens of these slots.
         """
         slots = torch.arange(first, first + len(positions), device=positions.device)[:, None]
         for layer in self._slot_layers():
             layer.place(slice(first, first + len(positions)), (slots, positions), length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot into another. States must be those after `length` tokens."""
+        """Copy the first `length` tokens of one slot into another.
+
+        If layers store states, the slot must have read exactly `length` tokens.
+        """
         for layer in self._slot_layers():
             layer.copy(source, target, length)
 
@@ -61,11 +64,14 @@ class SlotCache(Cache):
             layer.wipe(slot)
 
     def take(self, slot: int, length: int) -> SlotStates:
-        """Return a copy of a slot's first `length` tokens. States must be those after `length` tokens."""
+        """Return a copy of a slot's first `length` tokens.
+
+        If layers store states, the slot must have read exactly `length` tokens.
+        """
         return SlotStates(tuple(layer.take(slot, length) for layer in self._slot_layers()), length)
 
     def put(self, states_taken: SlotStates, slot: int) -> None:
-        """Write the content that was taken from a slot into another slot, from position 0."""
+        """Write content that `take` returned into a slot, from position 0."""
         for layer, states in zip(self._slot_layers(), states_taken.layers, strict=True):
             layer.put(slot, *states)
 
@@ -90,21 +96,26 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.reset()
 
     def reset(self) -> None:
-        """Drop all content and free the memory."""
         self._store: tuple[Tensor, Tensor] | None = None
         self.place(slice(0, 0), None, 0)
 
     @property
     def tokens(self) -> int:
-        """The number of slots times their length in tokens."""
+        """The capacity in tokens: the number of slots times the tokens per slot."""
         return 0 if self._store is None else self._store[0].shape[0] * self._store[0].shape[2]
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
-        """Set the target of the next `update`: whole prompts (None), or tokens by slots (B, 1) and positions (B, T)."""
+        """Set the place that the next `update` writes.
+
+        Args:
+            slots: the slots.
+            tokens: the slots (B, 1) and positions (B, T) of the new tokens; None: complete prompts from position 0.
+            length: the number of tokens of these slots that the call reads.
+        """
         self._rows, self._tokens, self._length = slots, tokens, length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values (B, heads, T, head_dim), and return all that this call may read."""
+        """Store new keys and values (B, heads, T, head_dim). Return all keys and values that this call may read."""
         stores = self._reserve(key_states, value_states, self._rows.stop, self._length)
         if self._tokens is None:
             for store, states in zip(stores, (key_states, value_states), strict=True):
@@ -124,7 +135,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store[target, :, :length] = store[source, :, :length]
 
     def wipe(self, slot: int) -> None:
-        """Set one slot's keys and values to zeros. A masked NaN would still spoil the slot's next row."""
+        """Set one slot's keys and values to zeros. A NaN would spoil the slot's next row even where it is masked."""
         if self._store is not None and slot < len(self._store[0]):
             for store in self._store:
                 store[slot] = 0
@@ -147,7 +158,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return 0 if self._tokens is None else self._length - self._tokens[1].shape[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (number of keys, offset of the first) for the mask of this call."""
+        """Return the number of keys and the offset of the first key, for the mask of this call."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -167,7 +178,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class StateSlots(LinearAttentionCacheLayerMixin):
     """One layer's states of convolutions and of linear attention, each (slots, ...).
 
-    A slot of zeros is a row that has read nothing. The model reads and writes views of the slots that `place` selects.
+    A slot of zeros means a row that has read no tokens. The model reads and writes views of the slots that `place` selects.
     """
 
     def __init__(self, number_of_states: int = 1) -> None:
@@ -175,12 +186,11 @@ class StateSlots(LinearAttentionCacheLayerMixin):
         self.reset()
 
     def reset(self) -> None:
-        """Drop all content and free the memory."""
         self._states: dict[tuple[str, int], Tensor] = {}
         self.place(slice(0, 0), None, 0)
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
-        """Set the slots of the next call: new rows if `tokens` is None, else rows that continue."""
+        """Set the slots of the next call. They hold new rows if `tokens` is None, else rows that continue."""
         self._rows = slots
         for number in range(self.number_of_states):
             self.has_previous_state[number] = tokens is not None and bool(self._states)
@@ -191,7 +201,7 @@ class StateSlots(LinearAttentionCacheLayerMixin):
     ) -> Tensor:
         """Store the last inputs (B, channels, kernel) of a convolution.
 
-        Return the inputs that the outputs of these tokens read.
+        Return all inputs that the convolution needs for the new tokens.
         """
         width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         if self.has_previous_state[state_idx]:
@@ -202,7 +212,7 @@ class StateSlots(LinearAttentionCacheLayerMixin):
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Store the states (B, ...) after these tokens."""
+        """Store the states (B, ...) after the tokens of this call."""
         self._write("recurrent", state_idx, recurrent_states)
         return recurrent_states
 
@@ -223,7 +233,6 @@ class StateSlots(LinearAttentionCacheLayerMixin):
         return tuple(store[slot].clone() for store in self._states.values())
 
     def put(self, slot: int, *states: Tensor) -> None:
-        """Write states into a slot."""
         self._grow(slot + 1)
         for store, written in zip(self._states.values(), states, strict=True):
             store[slot] = written
@@ -245,7 +254,7 @@ class StateSlots(LinearAttentionCacheLayerMixin):
                 self._states[key] = larger
 
     def _show(self) -> None:
-        """Give the model the states of the placed slots. It may change them in place."""
+        """Give the model the states of the selected slots. The model may change them in place."""
         self._grow(self._rows.stop)
         for number in range(self.number_of_states):
             for name, views in (("conv", self.conv_states), ("recurrent", self.recurrent_states)):
@@ -261,7 +270,6 @@ class KeyAndStateSlots(StateSlots, KeySlots):  # type: ignore[no-untyped-call, o
         StateSlots.__init__(self, number_of_states)
 
     def reset(self) -> None:
-        """Drop all content and free the memory."""
         self._store = None
         self._states = {}
         if hasattr(self, "conv_states"):
@@ -273,12 +281,10 @@ class KeyAndStateSlots(StateSlots, KeySlots):  # type: ignore[no-untyped-call, o
         StateSlots.place(self, slots, tokens, length)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy one slot into another."""
         KeySlots.copy(self, source, target, length)
         StateSlots.copy(self, source, target, length)
 
     def wipe(self, slot: int) -> None:
-        """Set one slot to zeros."""
         KeySlots.wipe(self, slot)
         StateSlots.wipe(self, slot)
 
@@ -312,9 +318,9 @@ def _empty_store(states: Tensor) -> Tensor:
 
 
 def _grow(stores: tuple[Tensor, Tensor], slots: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return the stores, or larger copies.
+    """Return the stores, or larger copies of them.
 
-    Slots are rounded up to a power of two, the length to a multiple of `LENGTH_STEP`.
+    The number of slots is rounded up to a power of two, the length to a multiple of `LENGTH_STEP`.
     """
     has_slots, _, has_length, _ = stores[0].shape
     if slots <= has_slots and length <= has_length:

@@ -1,10 +1,10 @@
-"""The engine over a llama.cpp server (`llama-server -m MODEL.gguf`): an untrained base, for eval and chat.
+"""The engine that samples with a llama.cpp server (`llama-server -m MODEL.gguf`): an untrained base, for eval and chat.
 
-Prompts are sent as token ids to `/completion`. Its response has the sampled ids and their logprobs at temperature 1, so no
-other temperature is allowed. `/tokenize` shows whether the file has the same vocabulary. Whether it has the same weights, and
-in which precision, cannot be checked.
+Prompts are sent as token ids to `/completion`. The response has the sampled ids and their logprobs at temperature 1, so no
+other temperature is allowed. `/tokenize` shows whether the file has the same vocabulary as the policy. Whether it has the same
+weights, and in which precision, cannot be checked.
 
-The server returns no logprob for a token that ends within a character. A separate request gets that logprob.
+If a token ends within a character, the server returns no logprob for it. A separate request gets that logprob.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from agentrl.workflow.trajectory import FinishReason
 
 _REASONS: dict[str | None, FinishReason] = {"eos": "stop", "limit": "length"}
 _MAX_LISTED = MAX_LIKELIEST - 1
-"""The likeliest tokens among which one that was sampled is looked for."""
+"""The number of likeliest tokens that the server lists when the logprob of one token is requested."""
 _CERTAIN = 100.0
 MAX_CHARACTER = 4
-"""The most bytes of a character in UTF-8."""
+"""The longest character in UTF-8, in bytes."""
 _PROBE = "Ünï 12345.6 == foo_bar(  )\n\n漢字"
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine over the server at the machine's `engine_url`. The server may start later.
+    """Return the engine for the server at the machine's `engine_url`. The server need not run yet.
 
     Raises:
         ConfigError: the URL is missing or invalid.
@@ -39,7 +39,7 @@ def start(policy: Policy, settings: Settings) -> ServedEngine:
 
 
 class LlamaServer:
-    """The routes of a llama.cpp server that sample."""
+    """A client for the routes of a llama.cpp server."""
 
     def __init__(self, policy: Policy, connection: Connection) -> None:
         self._policy = policy
@@ -49,7 +49,7 @@ class LlamaServer:
         self._connection.close()
 
     def greet(self) -> int:
-        """Return the server's context window in tokens, after a comparison of the tokenizers.
+        """Check that the server has the policy's tokenizer, and return the server's context window in tokens.
 
         Raises:
             ModelError: the server has another vocabulary.
@@ -87,10 +87,12 @@ class LlamaServer:
     def _complete_logprobs(
         self, request: GenerateRequest, ids: Sequence[int], probabilities: Sequence[Probability]
     ) -> list[Probability]:
-        """Return the probability of each sampled token; the server leaves out those that end within a character.
+        """Return the logprob of each sampled token.
+
+        For tokens that end within a character, which the server leaves out, ask for it separately.
 
         Raises:
-            InfraError: the server returned logprobs of other tokens, or cannot return one.
+            InfraError: the server returned logprobs of other tokens, or did not return the logprob of a sampled token.
         """
         rest, complete, text = list(reversed(probabilities)), list[Probability](), b""
         added = self._policy.tokenizer.added_tokens_decoder
@@ -106,10 +108,13 @@ class LlamaServer:
         return complete
 
     def _lone_logprob(self, request: GenerateRequest, before: Sequence[int], token: int) -> Probability:
-        """The logprob of a token that followed those before it: an end token, which is returned, is drawn in its place.
+        """Request the logprob of one token after the tokens before it.
+
+        The server lists the logprobs of the likeliest tokens only with a sampled token. So the request forces the server to
+        sample an end token, and the wanted token is looked up in the list.
 
         Raises:
-            InfraError: it is not among the likeliest.
+            InfraError: the token is not in the list.
         """
         longer = replace(request, prompt_ids=(*request.prompt_ids, *before))
         end = min(self._policy.chat.end_ids)
@@ -130,7 +135,7 @@ class LlamaServer:
 
 
 def ends_within_character(text: bytes) -> bool:
-    """Return True if the last bytes begin a character of several bytes and do not complete it. llama.cpp uses the same rule."""
+    """Return True if the text ends with an incomplete character of several bytes. llama.cpp uses the same rule."""
     for back in range(1, min(MAX_CHARACTER, len(text)) + 1):
         lead = text[-back]
         length = 2 if lead & 0xE0 == 0xC0 else 3 if lead & 0xF0 == 0xE0 else 4 if lead & 0xF8 == 0xF0 else 1

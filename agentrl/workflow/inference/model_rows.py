@@ -4,8 +4,8 @@
 - `cache_rows.CacheRows`: transformers' own caches, one call for each group of rows of the same length.
 - `cache_rows.TokenRows`: no cache.
 
-Each way is tested before it is used. Its logits must be those of a plain forward pass over the complete row, which is what the
-trainer computes.
+Each way is tested before it is used. Its logits must be those of a plain forward pass over the complete row, because the
+trainer computes them in that way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,14 +32,14 @@ log = getLogger("agentrl.engine")
 SERVER_HINT = "Sample with a server that can run it: --engine openai."
 
 HALF_ROUNDING, ROUNDING = 0.1, 1e-3
-"""The largest mean difference that counts as rounding, relative to the standard deviation: in half precision, and otherwise.
+"""The largest mean difference of logits that counts as rounding, as a multiple of their standard deviation.
 
-A wrong cache makes a difference of about 1.
+`HALF_ROUNDING` is for 16 bits, `ROUNDING` for all other precisions. A wrong cache makes a difference of about 1.
 """
 
 
 class Kept(Protocol):
-    """The cached values of a row that has read `length` tokens."""
+    """The cached values of a row of which `length` tokens have been read."""
 
     length: int
 
@@ -49,9 +49,9 @@ class ModelRows(Protocol):
 
     Attributes:
         name: the description for logs.
-        resumes: whether the result of `take` can be continued by several tokens.
+        resumes: whether a row that `take` returned can read several tokens at once.
         rewinds: whether a row's first tokens can be copied after it has read more, and a failed call can be repeated.
-        tokens: the number of tokens that the memory holds.
+        tokens: the number of tokens that fit into the allocated memory.
     """
 
     name: str
@@ -60,19 +60,19 @@ class ModelRows(Protocol):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the memory holds."""
+        """The number of tokens that fit into the allocated memory."""
 
     def read(self, first: int, rows: Sequence[tuple[int, ...]]) -> None:
-        """Read new rows, shortest first, as rows from `first` on.
+        """Read new rows, shortest first, and number them from `first` on.
 
-        Rows from there on that an exception left behind are dropped.
+        Rows with these or higher numbers, which an exception left behind, are dropped.
         """
 
     def resume(self, first: int, rows: Any) -> None:
-        """Continue kept rows, as rows from `first` on.
+        """Continue rows that `take` returned, and number them from `first` on.
 
         Args:
-            rows: pairs of the result of `take` and the tokens since, fewest first.
+            rows: pairs of the result of `take` and the new tokens of the row; pairs with the fewest new tokens come first.
         """
 
     def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
@@ -80,17 +80,20 @@ class ModelRows(Protocol):
 
         Args:
             newest: (n,), the token.
-            read: (n,), the number of tokens that were read before.
+            read: (n,), the number of tokens that the row has read before.
         """
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Make the row `target`, the next one, from the first `length` tokens of the row `source`."""
+        """Make a new row from the first `length` tokens of the row `source`. `target` is the first free number."""
 
     def drop(self, row: int, last: int, length: int, broken: bool) -> None:
-        """Drop a row. The last row, which has read `length` tokens, gets its number.
+        """Drop a row. The row with the highest number gets the number that becomes free.
 
         Args:
-            broken: whether the row's logits were NaN.
+            row: the number of the row to drop.
+            last: the highest number of a row.
+            length: the number of tokens that the last row has read.
+            broken: whether the logits of the dropped row were NaN.
         """
 
     def take(self, row: int, length: int) -> Any:
@@ -105,7 +108,7 @@ def open_rows(policy: Policy) -> ModelRows:
     """Return the fastest correct way to run the policy's model.
 
     Raises:
-        ModelError: there is none: the model is not causal, needs other inputs than tokens, or returns NaN.
+        ModelError: no way is correct, because the model is not causal, needs other inputs than tokens, or returns NaN.
     """
     with policy.sampling() as model:
         config: PreTrainedConfig = causal_model(model).config
@@ -155,7 +158,10 @@ def _ways(policy: Policy, config: PreTrainedConfig, layout: CacheLayout | None) 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """The expected results of a test: a plain forward pass's logits (T, V) for two rows of tokens, the second longer."""
+    """The expected results of a test: the logits (T, V) of a plain forward pass for two rows of tokens.
+
+    The second row is longer.
+    """
 
     rows: tuple[tuple[int, ...], tuple[int, ...]]
     logits: tuple[Tensor, Tensor]
@@ -188,7 +194,10 @@ class _Expected:
 
 
 def _try_out(rows: ModelRows, expected: _Expected) -> str:
-    """Return why the rows' logits are not the expected ones; empty if they are. If only `resumes` fails, it is set to False."""
+    """Return why the logits of the rows are wrong; empty if they are right.
+
+    If only resuming rows gives wrong logits, set `resumes` to False and return an empty text.
+    """
     fault = _try_rows(rows, expected, resumes=False)
     if rows.resumes and not fault:
         rows.clear()
@@ -224,9 +233,9 @@ def _try_rows(rows: ModelRows, expected: _Expected, resumes: bool) -> str:
 
 
 def _step(rows: ModelRows, *tokens: tuple[tuple[int, ...], int]) -> Tensor:
-    """Return the logits (n, V) after one more token of each row.
+    """Read one more token of each row, and return the logits (n, V) after it.
 
-    A row is given by all its tokens and the number read before.
+    A row is given by all of its tokens and the number of tokens that it has read before.
     """
     newest = torch.tensor([row[read] for row, read in tokens])
     return rows.next_logits(newest, torch.tensor([read for _, read in tokens]))

@@ -1,9 +1,8 @@
 """A policy opened in this process: `open_policy`, then `generate`, `stream` and `forward`.
 
-    with open_policy("tiny") as policy:
-        said = policy.generate([Message("user", "What is 15 minus 8?")], [calculator])
+    with open_policy("tiny") as policy: step = policy.generate([Message("user", "What is 15 minus 8?")], [calculator])
 
-It samples as a rollout does, by the same engine, chat template and parser, and from the same published weights.
+It samples as a rollout does: with the same engine, chat template and parser, and from the same published weights.
 """
 
 from collections.abc import Sequence
@@ -35,12 +34,12 @@ from agentrl.workflow.trajectory import Episode, Message, PolicyRef, SamplingKey
 
 
 class PolicyOutput(NamedTuple):
-    """The policy's outputs for rows of tokens (B, T), all on its device.
+    """The policy's outputs for rows of tokens (B, T), all on the policy's device.
 
     Args:
-        logits: (B, T, V) as the model computes them, at temperature 1. Those at t predict the token at t + 1.
-        logprobs: (B, T) float32, the logprob of each token given those before it, in nats and at the limits' temperature, as a
-            sampler records it (`Step.behavior_logprobs`). 0 for a row's first token and for padding.
+        logits: (B, T, V), at temperature 1. The logits at position t predict the token at t + 1.
+        logprobs: (B, T) float32, the logprob of each token given the tokens before it, in nats, at the temperature of the
+            limits. A sampler records the same numbers (`Step.behavior_logprobs`). 0 for a row's first token and for padding.
         values: (B, T), the critic's value after the token at t, in units of the reward; None if the policy has no critic.
     """
 
@@ -50,7 +49,7 @@ class PolicyOutput(NamedTuple):
 
 
 class OpenPolicy:
-    """A loaded policy with its sampler; thread-safe. Close it, or use it in a `with`.
+    """A loaded policy with its sampler; thread-safe. Call `close` after use, or use it in a `with` statement.
 
     Args:
         policy: the model.
@@ -59,7 +58,8 @@ class OpenPolicy:
         seed: the seed of all draws.
 
     Raises:
-        ConfigError: the engine cannot sample from these weights or with these limits, or lacks a setting.
+        ConfigError: the engine cannot sample from these weights or with these limits, or the engine needs a setting that is
+            missing.
         ModelError: the engine cannot run this model.
     """
 
@@ -84,7 +84,7 @@ class OpenPolicy:
         self.close()
 
     def close(self) -> None:
-        """End the sampler. Unfinished turns fail."""
+        """Stop the sampler. Unfinished turns fail."""
         self._end()
 
     def generate(
@@ -101,11 +101,11 @@ class OpenPolicy:
         when the model's window is full. Tool calls are not run: run them, and call `generate` again with their results.
 
         Args:
-            messages: the complete conversation; with `before`, only the messages since its last turn.
+            messages: the complete conversation; with `before`, only the messages after the last of these turns.
             tools: the offered tools, the same in every turn of a conversation.
-            before: the conversation's turns so far; their exact tokens are continued.
-            sample: the number of the draw. Another number draws another turn; with a keyed engine, the same number draws the
-                same turn.
+            before: the earlier turns of the conversation; their exact tokens are continued.
+            sample: the number of the draw. Different numbers draw different turns. With a keyed engine, the same number draws
+                the same turn again.
             limits: `max_new_tokens`, `temperature` and other options, only for this turn.
 
         Raises:
@@ -130,11 +130,11 @@ class OpenPolicy:
     def forward(
         self, input_ids: Tensor | Sequence[Sequence[int]], attention_mask: Tensor | Sequence[Sequence[int]] | None = None
     ) -> PolicyOutput:
-        """Run the published weights on rows of tokens, without gradient.
+        """Run the published weights on rows of tokens, without a gradient.
 
         Args:
-            input_ids: (B, T), padded on either side.
-            attention_mask: (B, T), 1 if there is a token; None: 1 everywhere.
+            input_ids: (B, T), padded on the left or on the right.
+            attention_mask: (B, T), 1 for a token and 0 for padding; None: 1 everywhere.
 
         Raises:
             ModelError: there are no tokens, an id is outside of the vocabulary, or a row exceeds the model's window.
@@ -182,7 +182,7 @@ class OpenPolicy:
         return Stream(self.engine, request, self.chat, step)
 
     def within(self, **changes: Any) -> RolloutConfig:
-        """Return the limits with these changes.
+        """Return this policy's limits with the given changes.
 
         Raises:
             ConfigError: a limit is invalid, or the engine does not support it.
@@ -218,8 +218,8 @@ def open_policy(model: str | RunConfig, ref: PolicyRef | None = None, seed: int 
     """Load a model and start its sampler.
 
     Args:
-        model: `tiny`, a folder or a hub name; or, for a run's policy, the run's config: `open_policy(*find_policy("RUN@best"))`
-            with `cli.resolve_targets.find_policy`.
+        model: `tiny`, a folder or a hub name. For a run's policy, pass the run's config as `model` and the policy as `ref`:
+            `open_policy(*find_policy("RUN@best"))` with `cli.resolve_targets.find_policy`.
         ref: the weights to use; None: the untrained model.
         seed: the seed of all draws.
         limits: options of the config's section `rollout`, such as `max_new_tokens`, `temperature`, `top_p`, `engine`.

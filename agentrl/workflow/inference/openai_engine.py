@@ -1,15 +1,15 @@
-"""The engine over an OpenAI-compatible server that returns token ids and logprobs, such as vLLM.
+"""The engine that samples with an OpenAI-compatible server which returns token ids and logprobs, such as vLLM.
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank 8 --generation-config vllm
 
 Prompts are sent as token ids to `/v1/completions`. The base is requested by its own name, a trained adapter by its sha256.
-Before that, `/v1/load_lora_adapter` loads the adapter from its folder, which the server must see at the same path
+First, `/v1/load_lora_adapter` loads the adapter from its folder, which the server must see at the same path
 (`exported_adapters`). Every response must name the requested model. Adapters that this process published and no longer needs
-are unloaded. An adapter that the server lost is published again.
+are unloaded. If the server lost an adapter, it is published again.
 
-Logprobs must be those at the sampling temperature over the whole vocabulary. At temperature 1 without top_k, top_p and min_p
-all servers agree on them. Otherwise they depend on vLLM's `--logprobs-mode`, which a test request detects. Options for which
-the server would return other logprobs are refused.
+Logprobs must be those at the sampling temperature over the complete vocabulary. At temperature 1 without top_k, top_p and
+min_p, all servers return the same logprobs. Otherwise the logprobs depend on vLLM's `--logprobs-mode`, which a test request
+detects. Options that make the server return other logprobs are refused.
 """
 
 import re
@@ -34,21 +34,21 @@ from agentrl.workflow.trajectory import FinishReason, PolicyRef
 log = getLogger("agentrl.openai")
 
 KEEP = 10
-"""The number of this process's adapters that stay on the server although no turn needs them.
+"""The number of this process's adapters that stay on the server when no turn needs them.
 
-They suffice for nine overlapping iterations and one evaluation.
+This is enough for nine overlapping iterations and one evaluation.
 """
 
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 _TOKEN = re.compile(r"token_id:([0-9]{1,10})")
-"""The pattern of vLLM's names of tokens under `return_tokens_as_token_ids`."""
+"""The pattern of the names that vLLM gives tokens with `return_tokens_as_token_ids`."""
 
 _HOT_TEMPERATURE = 8.0
-"""The temperature of the test request for the logprobs mode. At it, even the likeliest token is unlikely."""
+"""The temperature of the test request for the logprobs mode. It is so high that even the likeliest token is unlikely."""
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine over the server at the machine's `engine_url`. The server may start later.
+    """Return the engine for the server at the machine's `engine_url`. The server need not run yet.
 
     Raises:
         ConfigError: the URL is missing or invalid.
@@ -57,7 +57,7 @@ def start(policy: Policy, settings: Settings) -> ServedEngine:
 
 
 class OpenAIServer:
-    """The routes of a vLLM server that sample and that publish adapters."""
+    """A client for the routes of a vLLM server that sample turns and publish adapters."""
 
     def __init__(self, policy: Policy, connection: Connection) -> None:
         self._policy = policy
@@ -73,10 +73,10 @@ class OpenAIServer:
         self._connection.close()
 
     def greet(self) -> int:
-        """Check which base the server serves, and return its context window in tokens.
+        """Check that the server serves the policy's base, and return the server's context window in tokens.
 
         Raises:
-            ModelError: the base's name is not the policy's. Only the name can be checked.
+            ModelError: the base has another name. Only the name can be checked.
         """
         cards = [card for card in self._cards() if not card.parent]
         ours = {Path(self._policy.config.path).name, self._policy.folder.name}
@@ -133,7 +133,7 @@ class OpenAIServer:
     def _body(self, request: GenerateRequest, limit: int) -> dict[str, Any]:
         """Return the body of the request.
 
-        Every sampling option is set, because vLLM takes others from the model's generation_config.
+        Every sampling option is set. Otherwise vLLM would take missing ones from the model's generation_config.
         """
         return {
             "prompt": list(request.prompt_ids),
@@ -177,7 +177,10 @@ class OpenAIServer:
             )
 
     def _likeliest(self, temperature: float) -> float:
-        """Return the logprob of the base's likeliest token at that temperature, after a token that every prompt contains."""
+        """Return the highest logprob of any token that could follow a certain token, under the base at this temperature.
+
+        The request's prompt is a token that every prompt contains.
+        """
         prompt = tuple(sorted(self._policy.chat.end_ids))[:1]
         request = GenerateRequest(prompt, PolicyRef("", ""), 0, 0, 1, temperature)
         response = self._complete(self._base, self._body(request, 1)).logprobs
@@ -188,7 +191,7 @@ class OpenAIServer:
 
     @contextmanager
     def _model(self, ref: PolicyRef) -> Iterator[str]:
-        """Yield the server's name of the weights. The server keeps them while the context is open."""
+        """Yield the name that the server has for the weights. The weights stay on the server until the context ends."""
         if not ref.path:
             yield self._base
             return
@@ -234,7 +237,10 @@ class OpenAIServer:
 
 
 def _by_id(place: Mapping[str, float], url: str) -> dict[int, float]:
-    """Return the logprobs of the likeliest tokens at one position, by id: several tokens may have the same text."""
+    """Return the logprobs of the likeliest tokens at one position, by token id.
+
+    Their texts cannot identify them, because several tokens may have the same text.
+    """
     by_match = {_TOKEN.fullmatch(name): logprob for name, logprob in place.items()}
     if None in by_match:
         raise ModelError(

@@ -1,8 +1,8 @@
 """A turn from its prompt to its step: for rollouts, for chats, and for requests of agents.
 
-Tokens are never made again from text. Where messages go on from a turn, its tokens do, with the template's suffix. Elsewhere
-the messages are rendered whole and open a chain. The chain of an agent's request refers to the line with which it shares the
-most tokens.
+The line of a step is all tokens of its context, up to the end of the step. Sampled text is never tokenized again. If messages
+continue a turn, their prompt is the turn's line, the template's suffix and the new messages. Otherwise all messages are
+rendered and begin a chain. For an agent's request, the step then refers to the line that shares the most tokens with it.
 """
 
 import json
@@ -26,15 +26,15 @@ class Draft:
     """The prompt of a turn that is not sampled yet.
 
     Args:
-        messages: as `trajectory.Step.prompt`.
-        prompt_ids: ids after those that it shares with its parent's line.
-        context: the policy's whole input.
-        parent: the step whose line it continues or shares; ROOT for none.
-        shared: as `trajectory.Step.shared`.
-        shared_messages: so many of its first messages are those of its parent's line.
-        new_row: why it opens a chain; None where it continues its parent or is the first.
-        chain: the number of its chain; the commit of an agent's turn finds its own.
-        equal: so many steps say what its parent's line says, the parent among them.
+        messages: see `trajectory.Step.prompt`.
+        prompt_ids: the ids after those that the prompt shares with its parent's line.
+        context: the complete input of the policy.
+        parent: the index of the step whose line the prompt continues or shares; `ROOT` without such a step.
+        shared: see `trajectory.Step.shared`.
+        shared_messages: the number of first messages that are also those of the parent's line.
+        new_row: why the turn begins a chain; None if it continues its parent or is the episode's first turn.
+        chain: the number of the turn's chain. For an agent's turn, the commit determines it.
+        equal: the number of steps that the turn could continue, because they have the same messages. The parent is one of them.
     """
 
     messages: tuple[Message, ...]
@@ -56,7 +56,10 @@ class Draft:
         delivered: bool = True,
         draw: int | None = None,
     ) -> Step:
-        """Return the step of a completion. `message` is the message that was parsed from its ids."""
+        """Return the step that a completion of this prompt is.
+
+        `message` is the message that was parsed from the sampled ids.
+        """
         return Step(
             index=index,
             prompt=self.messages,
@@ -76,11 +79,11 @@ class Draft:
         )
 
     def sibling(self, messages: tuple[Message, ...], reason: str) -> "Draft":
-        """Return the draft of a further choice of the same request: the same input, in a chain of its own.
+        """Return the draft of another choice for the same request. It has the same input, and begins a chain.
 
         Args:
             messages: all messages of the input.
-            reason: why the choice opens a chain.
+            reason: why the choice begins a chain.
         """
         return replace(
             self,
@@ -110,12 +113,29 @@ def draft_turn(chat: Chat, episode: Episode, messages: tuple[Message, ...], sche
 
 
 def continuing(lines: "Lines", parent: int, new: tuple[Message, ...], ids: Ids, equal: int = 1) -> Draft:
-    """Return the prompt of the turn after the step `parent`: its new messages, and their ids."""
+    """Return the prompt of a turn that continues the step `parent`.
+
+    Args:
+        lines: the lines of the episode.
+        parent: the index of the step.
+        new: the new messages.
+        ids: the token ids of the new messages.
+        equal: see `Draft`.
+    """
     return Draft(new, ids, lines.tokens(parent) + ids, parent, equal=equal)
 
 
 def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str | None) -> Draft:
-    """Return the prompt of a request that is rendered whole, by reference to what it shares."""
+    """Return the prompt of a request whose messages were all rendered.
+
+    Tokens that it shares with an earlier line are only referred to.
+
+    Args:
+        lines: the lines of the episode.
+        messages: all messages of the request.
+        ids: the token ids of these messages.
+        reason: why the turn begins a chain; None for the first turn.
+    """
     parent, shared = lines.longest_share(ids)
     if parent == ROOT:
         return Draft(messages, ids, ids, new_row=reason)
@@ -124,7 +144,10 @@ def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str
 
 
 def shared_messages(earlier: Sequence[Message], messages: Sequence[Message]) -> int:
-    """Return how many of the first messages are identical, including the order of the keys in arguments."""
+    """Return the number of first messages that are identical in both lists.
+
+    The order of keys in arguments must be the same too.
+    """
     count = 0
     for one, other in zip(earlier, messages, strict=False):
         if not _same(one, other):
@@ -151,7 +174,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class Lines:
-    """The tokens of the lines of an episode's steps."""
+    """The lines of an episode's steps. The line of a step is all tokens of its context, up to the end of the step."""
 
     steps: list[Step] = field(default_factory=list)
     _ends: dict[int, NDArray[np.int32]] = field(default_factory=dict)
@@ -176,9 +199,9 @@ class Lines:
         return tuple(self._line(index).tolist())
 
     def longest_share(self, ids: Ids) -> tuple[int, int]:
-        """Return the first step whose line shares the most of the ids' beginning, and the number of shared tokens.
+        """Find the line that shares the longest beginning with the ids.
 
-        If no line shares any, the step is `ROOT`.
+        Return its first step that has all of these tokens, and their number. If no line shares any token, the step is `ROOT`.
         """
         id_array = np.asarray(ids, np.int32)
         best, shared = ROOT, 0

@@ -1,9 +1,9 @@
 """The common part of engines that sample with an HTTP server.
 
-Each turn is one request, and one thread waits for its response; the server batches the requests. Before the first turn the
-engine checks the server and asks for its window (`greet`). It does so again after the server was unavailable, because the
-window may have changed. A server that does not respond costs no attempt: on ServiceError the job returns its claim and is tried
-later. A wrong response ends the run.
+Each turn is one request, and one thread waits for the response; the server batches the requests. Before the first turn the
+engine checks the server and asks for its context window (`greet`). It repeats this after the server was unavailable, because
+the window may have changed. If a server does not respond, this does not count as an attempt: on ServiceError the job returns
+its claim and is tried later. A wrong response ends the run.
 
 This module does not read the base's weights.
 """
@@ -25,12 +25,12 @@ ROUNDING = 1e-3
 """The largest logprob above 0 that counts as rounding."""
 
 LEAST = -3.4e38
-"""The least finite float32, rounded. Logprobs are recorded as float32."""
+"""The lowest finite float32, rounded. Logprobs are recorded as float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTurn:
-    """A turn that a server sampled."""
+    """A turn that a server has sampled."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -39,13 +39,12 @@ class ServerTurn:
 
 
 class EngineServer(Protocol):
-    """The routes of one kind of server."""
+    """A client for the routes of one kind of server."""
 
     def greet(self) -> int:
         """Check that the server serves this base.
 
-        Returns:
-            The window: the most tokens of prompt and response together.
+        Return the context window: the most tokens of prompt and response together.
         """
 
     def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
@@ -60,8 +59,8 @@ class ServedEngine:
 
     Args:
         policy: the policy that names the base and the end tokens; its weights are not read.
-        server: the server's routes.
-        slots: the most open requests; the others wait in order.
+        server: the client for the server.
+        slots: the most open requests. Further requests wait, in the order of their arrival.
     """
 
     def __init__(self, policy: Policy, server: EngineServer, slots: int) -> None:
@@ -76,11 +75,11 @@ class ServedEngine:
         self._closed = False
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Submit a request. A prompt that fills the window ends at once as `length`, without sampled tokens.
+        """Submit a request. If the prompt fills the window, the turn ends at once as `length`, without sampled tokens.
 
         The future raises ServiceError (the server is unavailable), ConfigError (the server was started without a needed
-        option), ModelError (another base or vocabulary, a response without ids or with NaN), CheckpointError or InfraError (the
-        server failed, or its response is invalid).
+        option), ModelError (another base or vocabulary, a response without ids or with NaN), CheckpointError (the weights
+        cannot be read) or InfraError (the server failed, or its response is invalid).
         """
         future: Future[Completion] = Future()
         with self._submitting:
@@ -96,9 +95,9 @@ class ServedEngine:
         return future
 
     def window(self) -> int:
-        """Return the most tokens of prompt and response together, as the server said at the last `greet`.
+        """Return the most tokens of prompt and response together, as the server reported them at the last `greet`.
 
-        If it was not greeted, it is greeted now.
+        If the server has not been checked yet, call `greet` first.
 
         Raises:
             ServiceError, ModelError, InfraError: see `submit`.
@@ -106,7 +105,7 @@ class ServedEngine:
         return self._ensure_greeted()
 
     def release(self, session: int | None = None) -> None:
-        """Do nothing: this engine keeps no cached values, and the server manages its own cache."""
+        """Do nothing: this engine has no cached values, and the server manages its own cache."""
 
     def close(self) -> None:
         """Stop the threads. Unfinished requests fail."""
@@ -162,7 +161,7 @@ def _completion(turn: ServerTurn, request: GenerateRequest, limit: int, seconds:
 
 
 def token_ids(ids: list[int] | None, vocabulary: int, url: str) -> list[int]:
-    """Return the ids of a response, after a check that it has ids and that each is below `vocabulary`.
+    """Check the ids of a response, and return them. There must be ids, and each must be below `vocabulary`.
 
     Raises:
         ModelError: the response has no ids, or one is outside of the vocabulary.
@@ -179,11 +178,11 @@ def token_ids(ids: list[int] | None, vocabulary: int, url: str) -> list[int]:
 
 
 def logprobs(values: Sequence[float | None] | None, url: str) -> list[float]:
-    """Return the logprobs of a response after a check.
+    """Check the logprobs of a response, and return them.
 
     Raises:
-        ModelError: there are none, or one is NaN or not a finite float32.
-        InfraError: one is above 0 by more than rounding.
+        ModelError: there are no logprobs, or one is NaN or not a finite float32.
+        InfraError: a logprob is above 0 by more than rounding.
     """
     if values is None:
         message = f"The server at {url} returns no logprobs, which training needs."
@@ -198,7 +197,7 @@ def logprobs(values: Sequence[float | None] | None, url: str) -> list[float]:
 
 
 def likeliest(candidates: Mapping[int, float | None], count: int, vocabulary: int, url: str) -> Likeliest:
-    """Return the likeliest tokens at one position, after a check of the logprobs that a response lists for it by id.
+    """Check the logprobs that a response lists for one position, by token id. Return the likeliest tokens.
 
     Raises:
         ModelError: an id is outside of the vocabulary, or a logprob is not a number.
@@ -209,5 +208,5 @@ def likeliest(candidates: Mapping[int, float | None], count: int, vocabulary: in
 
 
 def seed(request: GenerateRequest) -> int:
-    """Return a 63-bit seed from the request's key and position, for a server that draws by itself."""
+    """Return a 63-bit seed, derived from the request's key and position. A server that makes its own draws gets it."""
     return (request.key + request.position * 0x9E3779B97F4A7C15) % 2**63

@@ -1,7 +1,8 @@
 """agentrl's own engine: the model of a `Policy`, run in one thread over a rolling batch (`inference.decoding_batch`).
 
-Waiting requests join between two tokens, and ended ones leave at once. Rows of different weights never share a batch. If the
-first request in the queue needs other weights, the batch drains first, and then all requests for those weights join.
+Waiting turns join between two tokens, and ended turns leave at once. Rows of different weights never share a batch. If the
+first request in the queue needs other weights, no further turn joins until the batch is empty. Then all requests for the new
+weights join.
 """
 
 import threading
@@ -23,15 +24,15 @@ from agentrl.workflow.settings import Settings
 log = getLogger("agentrl.engine")
 
 IDLE_SECONDS = 2.0
-"""The time without work after which the KV cache is freed, in seconds."""
+"""The time without work, in seconds, after which the KV cache is freed."""
 
 CALM_STEPS = 2000
-"""The number of steps with enough memory, while turns wait for a slot, after which the number of slots is doubled."""
+"""The number of decoding steps after which the limit of live turns is doubled, if memory suffices and turns wait for a slot."""
 
 SHARE = 8
-"""The divisor of the slots that gives how many must be free before turns join, if more turns wait than fit.
+"""The divisor for the number of free slots at which turns join: 1/8 of the slots must be free, if more turns wait than fit.
 
-To read a prompt costs each of the other turns about the time of a token. An empty slot costs only its own time.
+Reading a prompt delays each live turn by about the time of one token. An empty slot costs only its own time.
 """
 
 
@@ -41,11 +42,11 @@ def start(policy: Policy, settings: Settings) -> "RollingEngine":
 
 
 class RollingEngine:
-    """An engine that samples from a `Policy`'s published weights.
+    """An engine that samples from the published weights of a `Policy`.
 
     Args:
         policy: the policy. Its lock is held only during each call of the model, so a trainer can run between two calls.
-        slots: the most turns that are live at once; the others wait in order.
+        slots: the most turns that are live at once. Further turns wait, in the order of their arrival.
 
     Raises:
         ModelError: the model cannot be sampled here (`model_rows.open_rows`).
@@ -68,7 +69,7 @@ class RollingEngine:
         self._thread.start()
 
     def submit(self, request: GenerateRequest) -> Future[Completion]:
-        """Submit a request. A prompt that fills the context ends at once as `length`, without sampled tokens.
+        """Submit a request. If the prompt fills the context, the turn ends at once as `length`, without sampled tokens.
 
         The future raises ModelError (ids outside of the vocabulary, NaN from the model, stop strings with a tokenizer that does
         not give the bytes of its tokens), CheckpointError (weights that cannot be published), InfraError (the model call
@@ -91,13 +92,14 @@ class RollingEngine:
         return turn.future
 
     def counts(self) -> dict[str, int]:
-        """Return the number of turns that are `live` and `waiting`, and the `limit` of live ones."""
+        """Return the number of `live` turns, the number of `waiting` turns, and the `limit` of live turns."""
         return {"live": len(self._batch.turns), "waiting": len(self._waiting), "limit": self._slots.limit}
 
     def release(self, session: int | None = None) -> None:
-        """Free the memory that is kept for a session's next turn; None: for all sessions, and before this method returns.
+        """Free the memory that is cached for the next turn of a session.
 
-        Do not call it while you hold the policy's lock.
+        With None, free that of all sessions, before this method returns. Do not call this method while you hold the policy's
+        lock.
         """
         with self._changed:
             self._released.append(session)
@@ -141,7 +143,7 @@ class RollingEngine:
                 _fail([*self._batch.turns, *self._joining, *self._waiting], self._end)
 
     def _wait(self) -> bool:
-        """Wait until there is work (return True) or the engine is closed (return False)."""
+        """Wait until there is work or the engine is closed. Return True if there is work."""
 
         def ready() -> bool:
             return self._closed or None in self._released or bool(self._waiting or self._batch.turns)
@@ -164,9 +166,11 @@ class RollingEngine:
             self._changed.notify_all()
 
     def _take(self) -> list[ActiveTurn]:
-        """Remove the turns that join now from the queue and return them. They are its first ones that need the current weights.
+        """Remove the turns that join now from the queue, and return them: the first turns of the queue that need the current
+        weights.
 
-        A new batch takes every turn that needs the weights of the first one. So two runs alternate by batches, not by turns.
+        If the batch is empty, the weights of the queue's first turn become current, and all turns that need them move to the
+        head of the queue. So two runs alternate by batches, not by turns.
         """
         turns: list[ActiveTurn] = []
         with self._changed:
@@ -197,7 +201,7 @@ class RollingEngine:
             self._join(turns)
 
     def _join(self, turns: Sequence[ActiveTurn]) -> None:
-        """Let turns join. If that fails, try both halves separately, so that a faulty turn fails alone."""
+        """Add turns to the batch. If that fails, add each half separately, so only a faulty turn fails."""
         try:
             self._batch.join(turns)
         except Exception as error:  # noqa: BLE001 - it goes to whoever waits for these turns, and the others go on
@@ -219,7 +223,9 @@ class RollingEngine:
                 log.info("memory has been sufficient for a while: sampling %d turns at once", self._slots.limit)
 
     def _handle(self, error: Exception, joining: Sequence[ActiveTurn]) -> None:
-        """Handle an error of the turns that were about to join; without any, of the live turns. The thread continues.
+        """Handle an error of the turns that were joining, or, if `joining` is empty, of the live turns.
+
+        The thread continues.
 
         Raises:
             Exception: the error itself, if the device is lost; it ends the thread.
@@ -235,8 +241,8 @@ class RollingEngine:
     def _retreat(self, joining: Sequence[ActiveTurn], error: Exception) -> None:
         """Reduce the memory use after memory ran out.
 
-        If values are kept for later turns, keep fewer of them. Otherwise sample half as many turns at once for a while. Evicted
-        turns return to the head of the queue and continue from their tokens.
+        If values are cached for later turns, cache fewer of them. Otherwise sample half as many turns at once for a while.
+        Evicted turns return to the head of the queue and continue from their tokens.
         """
         turns = list(joining)
         if self._batch.has_kept:
@@ -253,11 +259,11 @@ class RollingEngine:
 
 
 class _SlotLimit:
-    """The number of turns that are sampled at once.
+    """The limit of the turns that are sampled at once.
 
-    It is halved if memory runs out, and doubled after a calm time, up to `slots`. Memory may be short only for a moment because
-    of another process; but a limit that is too large always fails. So if the limit fails soon after it was raised, the next
-    rise waits twice as long.
+    It is halved if memory runs out. It is doubled, up to `slots`, after some time with enough memory. Another process may take
+    memory only for a moment, but a limit that is too large fails each time. So if memory runs out soon after the limit was
+    raised, the next rise waits twice as long.
     """
 
     def __init__(self, slots: int) -> None:
@@ -268,14 +274,14 @@ class _SlotLimit:
         self._has_grown = False
 
     def halve(self, turns: int) -> None:
-        """Lower the limit to half of the `turns` for which memory did not suffice."""
+        """Lower the limit to half of `turns`, the number of turns for which memory did not suffice."""
         failed_again = self._has_grown and self._calm_steps < self._patience
         self._patience = 2 * self._patience if failed_again else CALM_STEPS
         self.limit = max(1, turns // 2)
         self._calm_steps, self._has_grown = 0, False
 
     def note_calm_step(self) -> bool:
-        """Count a token that was sampled while turns waited for a slot. Return True if the limit was raised."""
+        """Count a decoding step with enough memory, in which turns waited for a slot. Return True if the limit was raised."""
         self._calm_steps += 1
         if self.limit == self._slots or self._calm_steps < self._patience:
             return False

@@ -1,6 +1,6 @@
 """Keyed sampling: one uniform number per (key, position), converted to a token by the inverse CDF. Pure functions.
 
-A draw depends on nothing else. So an episode that is sampled again, on another machine or in another batch, has the same
+A draw depends on no other state. So an episode that is sampled again, on another machine or in another batch, has the same
 tokens.
 """
 
@@ -10,11 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 128
-"""The tokens per block. Probabilities are summed by blocks first, and then inside the block that contains the draw."""
+"""The number of tokens per block.
+
+Probabilities are summed by blocks first. Then only the block that contains the draw is searched.
+"""
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return uniform numbers in [0, 1) for (key, position), both (N,): a counter hash, the same on every machine.
+    """Return uniform numbers (N,) in [0, 1) for keys (N,) and positions (N,).
+
+    The hash gives the same numbers on every machine.
 
     Source: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014), applied to the position and then to key + that result.
     """
@@ -24,8 +29,8 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
 def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverse CDF over float32 probabilities, in vocabulary order.
 
-    Probabilities are first summed by blocks of the vocabulary, and then inside the block that contains the draw. So only one
-    tensor as large as the logits is written, and none in float64.
+    The probabilities are first summed by blocks of the vocabulary. Then only the block that contains the draw is searched. So
+    only one tensor as large as the logits is written, and none in float64.
 
     Args:
         logits: (N, V); float64 is kept, other types are computed in float32.
@@ -34,8 +39,9 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
         floor: (N,), the lowest logit that may be drawn, already divided by the temperature (see `lowest_logit`).
 
     Returns:
-        ids (N,) int64, never one of probability 0, and their logprobs (N,) float32 over the whole vocabulary. A row with a NaN
-            has the logprob NaN.
+        The ids (N,) int64, never one of probability 0, and their logprobs (N,) float32 over the complete vocabulary. The
+            logprob is
+        NaN in a row with a NaN.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     vocabulary = logits.shape[-1]
@@ -57,12 +63,14 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
 
 
 def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ids and the logprobs (N, K) of the K likeliest tokens, over the whole vocabulary, likeliest first.
+    """Return the ids and the logprobs, (N, K) each, of the K likeliest tokens of each row, likeliest first.
+
+    The logprobs are those over the complete vocabulary.
 
     Args:
         logits: (N, V).
         temperature: (N,).
-        count: K; the size of the vocabulary if that is smaller.
+        count: K, at most the size of the vocabulary.
     """
     scaled = scale_logits(logits, temperature)
     best = scaled.topk(min(count, scaled.shape[-1]), dim=-1)
@@ -72,7 +80,7 @@ def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, 
 def _choose_ids(blocks: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     """Return the ids (N, 1) that the uniforms (N,) select among weights (N, B, BLOCK).
 
-    `sums` (N, B) are the cumulative sums of the blocks.
+    `sums` (N, B) are the cumulative sums of the blocks' weights.
     """
     total = sums[:, -1:].contiguous()
     target = uniforms.double()[:, None] * total
@@ -87,7 +95,7 @@ def _choose_ids(blocks: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
 def _first_place(sums: Tensor, target: Tensor, total: Tensor) -> Tensor:
     """Return the first index (N, 1) at which the sums (N, B) exceed the target.
 
-    If rounding puts it after all weights, return the last one.
+    If the target exceeds all sums because of rounding, return the last index that has a weight.
     """
     return torch.minimum(torch.searchsorted(sums, target, right=True), torch.searchsorted(sums, total)).clamp(
         max=sums.shape[1] - 1
@@ -95,13 +103,15 @@ def _first_place(sums: Tensor, target: Tensor, total: Tensor) -> Tensor:
 
 
 def distribution(logits: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Return the sampling distribution: logprobs (N, V), and cumulative sums (N, V), float64, of the float32 probabilities."""
+    """Return the sampling distribution: its logprobs (N, V), and the cumulative sums (N, V) of its float32 probabilities, in
+    float64.
+    """
     everything = torch.log_softmax(scale_logits(logits, temperature), dim=-1)
     return everything, cumulative_probabilities(everything)
 
 
 def scale_logits(logits: Tensor, temperature: Tensor | float) -> Tensor:
-    """Return the logits (N, V) divided by the temperature, a number or (N,); float64 is kept, other types become float32."""
+    """Divide the logits (N, V) by the temperature, a number or (N,). The result has float64 if the logits do, else float32."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits / torch.as_tensor(temperature, dtype=logits.dtype, device=logits.device).reshape(-1, 1)
 
@@ -112,7 +122,9 @@ def cumulative_probabilities(logprobs: Tensor) -> Tensor:
 
 
 WIDTHS = (256, 8192)
-"""The numbers of likeliest tokens that are tried before all: to sort a whole vocabulary costs as much as a small model."""
+"""The numbers of likeliest tokens that are tried before all tokens: sorting a complete vocabulary takes as long as a small
+model.
+"""
 
 
 def mask_below(logits: Tensor, floor: Tensor) -> Tensor:
@@ -121,16 +133,19 @@ def mask_below(logits: Tensor, floor: Tensor) -> Tensor:
 
 
 def lowest_logit(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return the least logit (N,) that may be drawn: `top_k` applies first, then `top_p` to the rest, then `min_p`.
+    """Return the lowest logit (N,) that may be drawn: `top_k` applies first, then `top_p` to the remaining tokens, then
+    `min_p`.
 
-    The order is that of transformers' `generate`, after the temperature (vLLM applies `min_p` first). A limit is a value, not a
-    rank, so tokens as likely as the last allowed one are allowed too. The likeliest token is always allowed.
+    The order is that of transformers' `generate`, after the temperature (vLLM applies `min_p` first). The limit is a logit, not
+    a rank. So tokens that are as likely as the last allowed token are allowed too. The likeliest token is always allowed.
 
     Args:
         logits: (N, V) divided by the temperature, up to a constant per row; logprobs are allowed.
         top_k: (N,) int64, the number of likeliest tokens; 0: all (Fan et al., arXiv 1805.04833).
-        top_p: (N,) float, the probability that they must reach together; 1: all (Holtzman et al., arXiv 1904.09751).
-        min_p: (N,) float, the least share of the likeliest one's probability; 0: all (Nguyen et al., arXiv 2407.01082).
+        top_p: (N,) float, the probability that the allowed tokens must reach together; 1: all (Holtzman et al., arXiv
+            1904.09751).
+        min_p: (N,) float, the lowest probability, as a share of the likeliest token's; 0: all (Nguyen et al., arXiv
+            2407.01082).
 
     Returns:
         (N,) in the logits' dtype; -inf if all tokens are allowed, NaN in a row with a NaN.
@@ -153,9 +168,9 @@ def _kth(best: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _nucleus(best: Tensor, mass: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the last of the best logits (N, W) that has less than top_p of the mass (N,) before it.
+    """Return the lowest of the best logits (N, W) that top_p allows, and whether these logits reach top_p together; both (N,).
 
-    Also return whether these logits reach top_p together.
+    A logit is allowed if the logits before it have less than top_p of the mass (N,).
     """
     sums = (best - mass[:, None]).double().exp().cumsum(-1)
     before = (sums[:, :-1] < top_p[:, None]).sum(-1)
@@ -164,7 +179,7 @@ def _nucleus(best: Tensor, mass: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]
 
 
 def draw_distance(cumulative: Tensor, uniforms: Tensor, ids: Tensor) -> Tensor:
-    """Return the distance (N,) of each uniform from its id's interval in [0, 1); 0 inside of it."""
+    """Return the distance (N,) from each uniform number to the interval of its id in [0, 1); 0 inside the interval."""
     total = cumulative[:, -1]
     draws = uniforms.double() * total
     above = cumulative.gather(-1, ids[:, None])[:, 0]

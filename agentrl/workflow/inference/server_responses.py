@@ -1,4 +1,4 @@
-"""The shapes of responses of servers that sample, one per route. `read` refuses a response of another shape.
+"""The shapes of responses from servers that sample, one per route. `read` refuses a response that does not have its shape.
 
 A shape has the fields that an engine reads; servers may send more. In a list, only the first wrong item is reported.
 `inference.remote_engine` checks whether the numbers are plausible.
@@ -32,7 +32,7 @@ Likeliest = Annotated[dict[str, float], BeforeValidator(_few)]
 
 
 class Card(ServerResponse):
-    """A model that vLLM serves. `parent` is the base of an adapter, `max_model_len` the window in tokens."""
+    """A model that vLLM serves. `parent` is the base of an adapter, `max_model_len` the context window in tokens."""
 
     id: str
     root: str | None = None
@@ -65,7 +65,7 @@ class ChatReply(ServerResponse):
 
 
 class Logprobs(ServerResponse):
-    """The logprob of each sampled token, and the logprobs of the likeliest tokens at its position, by their text."""
+    """The logprobs of the sampled tokens and, for the position of each, the logprobs of the likeliest tokens, by their text."""
 
     token_logprobs: list[float | None] | None = Field(None, fail_fast=True)
     top_logprobs: list[Likeliest | None] | None = Field(None, fail_fast=True)
@@ -133,7 +133,7 @@ _short.maxstring = _short.maxother = 80
 
 
 def read(shape: type[Shape], answer: Any, url: str, path: str) -> Shape:
-    """Validate the response of the server at `url` to `path`.
+    """Check the response of the server at `url` to a request for `path`, and return it in the given shape.
 
     Raises:
         InfraError: the response has another shape; the message names the first difference.

@@ -11,7 +11,10 @@ from agentrl.workflow.models.cache_layout import CacheLayout
 from agentrl.workflow.models.policy import Policy
 
 PREFILL_TOKENS = 8192
-"""The most padded prompt tokens in one call of the model. Its activations stay small compared with the weights."""
+"""The most prompt tokens in one call of the model, padding included.
+
+The activations then stay small compared with the weights.
+"""
 
 Tokens = tuple[int, ...]
 
@@ -20,8 +23,8 @@ class SlotRows:
     """The rows in slots 0..n-1; for the methods see `model_rows.ModelRows`.
 
     Args:
-        policy: the policy whose published weights sample.
-        config: the config of its model.
+        policy: the policy whose published weights are used for sampling.
+        config: the config of the policy's model.
         layout: the layout of the slots for that model.
     """
 
@@ -39,7 +42,7 @@ class SlotRows:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the memory holds."""
+        """The number of tokens that fit into the allocated memory."""
         return self._slots.tokens
 
     def read(self, first: int, rows: Sequence[Tokens]) -> None:
@@ -56,9 +59,7 @@ class SlotRows:
                     self._slots.wipe(slot)
 
     def resume(self, first: int, rows: Sequence[tuple[SlotStates, Tokens]]) -> None:
-        """Put the kept rows back, then read the tokens that each got since it was kept; rows with the fewest such tokens
-        come first.
-        """
+        """See `ModelRows.resume`."""
         for slot, (states, _) in enumerate(rows, start=first):
             self._slots.put(states, slot)
         for start, count in _chunks([len(tokens) for _, tokens in rows], padded=self.rewinds):
@@ -84,7 +85,7 @@ class SlotRows:
             self._slots.wipe(target)
 
     def drop(self, row: int, last: int, length: int, broken: bool) -> None:
-        """Drop a row. The last row, which has read `length` tokens, moves to its slot."""
+        """Drop a row. The last row, which has read `length` tokens, moves into the free slot."""
         if broken:
             self._slots.wipe(row)
         if row < last:
@@ -119,7 +120,9 @@ class SlotRows:
             return forward(ids.to(device), positions.to(device), self._mask(mask, positions.to(device)), self._slots)
 
     def _mask(self, mask: Tensor | None, positions: Tensor) -> Tensor | dict[str, Tensor | None] | None:
-        """Return the mask in the model's form: (B, 1, T, length), one for each kind of layer if they differ, or (B, length)."""
+        """Return the mask in the form that the model takes: (B, 1, T, length), one for each kind of layer if they differ, or
+        (B, length).
+        """
         if mask is None or not self._direct:
             return mask if mask is None else mask[:, 0]
         if self._layout.window is None:
@@ -133,10 +136,14 @@ class SlotRows:
 
 
 def _chunks(lengths: Sequence[int], padded: bool) -> list[tuple[int, int]]:
-    """Return (start, count) of chunks of at most `PREFILL_TOKENS` padded tokens; `lengths` are ascending.
+    """Split rows into chunks of at most `PREFILL_TOKENS` tokens, padding included.
+
+    Return the start and the number of rows of each chunk.
 
     Args:
-        padded: whether rows of unequal lengths may share a chunk; padding would change a row's states.
+        lengths: the lengths of the rows in tokens, ascending.
+        padded: whether rows of unequal lengths may share a chunk. For models with states they may not, because padding would
+            change the states.
     """
     chunks: list[tuple[int, int]] = []
     for index, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""The stream of a turn while it is sampled: its text in pieces of complete characters, and then its step."""
+"""The stream of a turn while it is sampled: first its text, in pieces of complete characters, then its step."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -13,7 +13,7 @@ from agentrl.workflow.trajectory import Step
 
 
 class Stream:
-    """An iterator over a turn's text while it is sampled. A loop that is left early stops the turn.
+    """An iterator over a turn's text while it is sampled. If a loop over it is left early, the turn is stopped.
 
     A remote engine returns the complete turn as one piece.
 
@@ -24,7 +24,7 @@ class Stream:
         step: a function that makes the step from a completion.
 
     Attributes:
-        context: all ids before the turn.
+        context: the ids of all tokens before the turn.
     """
 
     def __init__(self, engine: Engine, request: GenerateRequest, chat: Chat, step: Callable[[Completion], Step]) -> None:
@@ -50,7 +50,7 @@ class Stream:
             self.stop()
 
     def stop(self) -> None:
-        """End the turn with the token that is being sampled. If the turn has ended, do nothing."""
+        """Stop the turn after the token that is being sampled. If the turn has already ended, do nothing."""
         self._stopped.set()
         self._future.cancel()
 

@@ -1,8 +1,8 @@
 """The conversion of turns that another system sampled to an episode's steps.
 
-A turn that continues an earlier one token for token joins its chain. If a span has token ids and logprobs, these are used.
-Otherwise the messages are rendered by the model's template, as for demonstrations. Such steps can be imitated and scored, but
-their sampler's logprobs are unknown.
+A turn that continues an earlier turn token for token joins its chain. If a span has token ids and logprobs, these are used.
+Otherwise the messages are rendered with the model's template, as for demonstrations. Such steps can be imitated and scored, but
+the logprobs of their sampler are unknown.
 """
 
 import math
@@ -15,23 +15,23 @@ from agentrl.workflow.inference.prompt_draft import Draft, Lines, continuing, op
 from agentrl.workflow.trajectory import CallRecord, Message, StepRecord, StepRequest, messages_of
 
 OTHER = "its request does not continue an earlier turn's tokens"
-"""The reason why a turn opens another chain."""
+"""The reason why a turn that continues no earlier turn begins a chain."""
 UNKNOWN = math.nan
-"""The logprob of a token whose logprob is unknown."""
+"""The value that is stored for an unknown logprob."""
 
 
 def traced_steps(
     turns: Sequence[Turn], seconds: Sequence[float | None], chat: Chat, vocabulary: int, exact: bool
 ) -> list[StepRecord]:
-    """Return the records of the turns, in their order; they have no episode and no policy yet.
+    """Convert the turns to step records, in the same order. The records do not have an episode or a policy yet.
 
     Args:
-        seconds: how long each took.
+        seconds: the duration of each turn, in seconds; None if it is unknown.
         vocabulary: the size of the model's vocabulary.
-        exact: take the spans' own tokens; else all are rendered.
+        exact: whether to use the token ids of the spans; otherwise all messages are rendered.
 
     Raises:
-        ValueError: a token is none of the model's, or there is nothing in a turn.
+        ValueError: a token is not in the model's vocabulary, or a turn is empty.
         ModelError: the template refuses the messages.
     """
     lines, records = Lines(), list[StepRecord]()
@@ -67,7 +67,11 @@ def _place(lines: Lines, messages: tuple[Message, ...], prompt_ids: tuple[int, .
 
 
 def _shown(records: Sequence[StepRecord], draft: Draft, answers: Sequence[int]) -> dict[tuple[int, int], str]:
-    """Return the results of the parent step's calls, from the tools' messages in the draft; for `answers` see `Turn`."""
+    """Return the results of the parent step's calls, by (step, call number). They are the tools' messages in the draft.
+
+    Args:
+        answers: see `adapters.Turn`.
+    """
     if not records or draft.parent < 0:
         return {}
     results = [message.content for message in draft.messages if message.role == "tool"]

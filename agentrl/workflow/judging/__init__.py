@@ -1,1 +1,1 @@
-"""Judging of code: tests parsed from their source, and checks of values that model-written code returned."""
+"""Judging of code: parses tests from their source, and checks values that model-written code returned."""

@@ -1,8 +1,8 @@
-"""Parsing of the asserts in a test's source, without running it.
+"""Parses the asserts in a test's source, without running them.
 
 An assert over one call with constant arguments (`assert f(1, 2) == 3 * 19`, `assert not f("x")`, `assert abs(f(2) - 1.41) <
-1e-2`) is a `Case`, which is only data. A source with anything else (a loop, a helper, the value of another call) is a program,
-and is run as one (`sandbox.program_tests`); here only its names are checked.
+1e-2`) is a `Case`, which is only data. A source with anything else (a loop, a helper, the value of another call) must run as a
+program (`sandbox.program_tests`). Of such a source, this module checks only the names.
 """
 
 import ast
@@ -20,7 +20,7 @@ def parse_source(source: str) -> ast.Module:
     """Parse a source.
 
     Raises:
-        ValueError: it is not Python.
+        ValueError: the source is not Python.
     """
     try:
         return ast.parse(source)
@@ -29,11 +29,11 @@ def parse_source(source: str) -> ast.Module:
 
 
 def read_asserts(source: str, names: Sequence[str], constants: Constants | None = None) -> tuple[list[Case], int]:
-    """Return (the cases of these functions, the number of asserts in another form).
+    """Return (the cases that test these functions, the number of asserts that are not cases).
 
     Args:
         names: the names of the functions.
-        constants: an evaluator that several sources share; its size limit counts for all of them together.
+        constants: an evaluator that several sources share. Its size limit applies to all of them together.
 
     Raises:
         ValueError: the source is not Python.
@@ -45,10 +45,10 @@ def read_asserts(source: str, names: Sequence[str], constants: Constants | None 
 
 
 def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
-    """Return the cases of a source if each of its asserts is a case that depends on nothing else; None if the source must be
-    run.
+    """Return the cases of a source if each assert is a case and depends on nothing else; None if the source must run as a
+    program.
 
-    `assert True` tests nothing, and does not count.
+    `assert True` tests nothing, and is ignored.
 
     Raises:
         ValueError: the source is not Python.
@@ -62,10 +62,10 @@ def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
 
 
 def check_names(source: str, program: str) -> None:
-    """Check that all names in a source are defined when it runs after `program`.
+    """Check that every name in a source is defined when the source runs after `program`.
 
     Raises:
-        ValueError: a name is undefined, the source has no assert, or it is not Python.
+        ValueError: a name is undefined, the source has no assert, or the source is not Python.
     """
     tree, before = parse_source(source), parse_source(program)
     if not any(isinstance(node, ast.Assert) and not _says_nothing(node) for node in ast.walk(tree)):
@@ -77,7 +77,7 @@ def check_names(source: str, program: str) -> None:
 
 
 def _is_alone(statement: ast.stmt, constants: Constants, top: bool) -> bool:
-    """Return whether the asserts in the statement depend on nothing around them: no loop, no variable, no helper."""
+    """Return True if the asserts in the statement depend on no loop, variable or helper around them."""
     match statement:
         case ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(ast.Constant() | ast.Name()):
             return True
@@ -93,7 +93,7 @@ def _says_nothing(node: ast.Assert) -> bool:
 
 
 def _case(test: ast.expr, names: Sequence[str], constants: Constants) -> Case | None:
-    """Return the case of an assert's test; None if it has another form."""
+    """Return the case for the expression of an assert; None if the expression has another form."""
     try:
         return _read_case(test, names, constants)
     except (ValueError, TypeError, RecursionError):  # an argument that is not constant
@@ -137,6 +137,6 @@ def _number(node: ast.expr, constants: Constants) -> float:
 
 
 def _check_storable(case: Case) -> Case:
-    """Return the case; raise if its data are not plain."""
+    """Return the case. Raise an exception if its values are not plain data."""
     assert case.text
     return case

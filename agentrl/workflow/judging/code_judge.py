@@ -1,9 +1,9 @@
-"""Judging of values that model-written code returned, in a process that can be killed and that never ran such code.
+"""Judges values that model-written code returned, in a process that can be killed and that never runs model-written code.
 
 The process is a session of the sandbox that has only `sandbox.function_tests` and `program_tests`. There is one session per
-core. Each request is a call in a fork of a session, with limits on processor time and memory, and the fork ends with the
-request. A value that uses up these limits fails its test. If the process is lost in another way, it is a system failure, and
-the value is not judged.
+core. Each request runs in a fork of a session, with limits on processor time and memory, and the fork ends with the request. A
+value that uses up these limits fails its test. If the process is lost in another way, the system has failed, and the value is
+not judged.
 """
 
 import inspect
@@ -18,21 +18,26 @@ from agentrl.workflow.sandbox import CodeResult, Limits, Session, exact_json, fu
 from agentrl.workflow.tools.python import sandbox, system_failed
 
 LIMITS = Limits(cpu_seconds=2.0)
-"""The limits of one request. A million characters of ordinary data use a tenth of them."""
+"""The limits of one request. A million characters of ordinary data use a tenth of the processor time."""
 
 WHOLE_CPU_SECONDS = 6.0
-"""The processor time of all requests about one function, in seconds. Values that are not judged by then count as wrong."""
+"""The longest processor time of all requests for one answer, in seconds. Values that are not judged within this time are wrong.
+"""
 
 ATTEMPTS = 2
 MAX_ROUNDS = 8
-"""The longest chain of calls whose arguments depend on earlier values; calls beyond it count as failed."""
+"""The longest chain of calls in which the arguments of a call depend on values of earlier calls. Calls beyond it have failed.
+"""
 
 
 def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Return for each pair of a case and the value that a function returned for it, both as text, whether the value passes.
+    """Return True or False for each pair: whether the value passes the case.
+
+    Args:
+        pairs: a case, and the value that a function returned for it, both as text.
 
     Raises:
-        SandboxUnavailable: no sandbox works here.
+        SandboxUnavailable: this machine has no working sandbox.
         InfraError: the system failed.
     """
     verdicts: list[bool] = []
@@ -55,14 +60,15 @@ def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
 
 
 def relayed(reference: str, test: str, function: str, call: Callable[[str], str | None]) -> list[bool]:
-    """Return for each test of a test program whether the model's function passes it; empty if a value of the function broke the
-    tests.
+    """Return True or False for each test of a test program: whether the model's function passes it.
+
+    The list is empty if a value of the model's function made the tests fail as a whole.
 
     Args:
         reference: the program that runs before the tests; it defines the correct function.
         test: the tests.
         function: the name of the function.
-        call: arguments -> the value of the model's function, both as text; None if the call failed.
+        call: a function from the arguments to the value of the model's function, both as text; None if the call failed.
 
     Raises:
         ValueError: these tests cannot judge any answer.
@@ -88,8 +94,8 @@ def _describe(result: CodeResult) -> str:
 
 
 def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Yield the pairs in order, in batches of at most as many characters as one value may have; a longer pair is a batch of its
-    own.
+    """Yield the pairs in order, in batches. A batch has at most as many characters as one value may have; a longer pair has its
+    own batch.
     """
     batch: list[tuple[str, str]] = []
     for pair in pairs:
@@ -102,11 +108,14 @@ def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]
 
 
 def asked(function: str, args: str, warm: Warm[Session] | None = None, limits: Limits = LIMITS) -> CodeResult:
-    """Call one of our functions inside, with arguments as text. The result is `ok`, or says which limit the call used up.
+    """Call a function of agentrl in a judging session, with arguments as text.
+
+    The status of the result is `ok`, or says which limit the call used up.
 
     Args:
-        warm: the sessions that have the function; None for those of this file.
-        limits: the call's limits.
+        warm: the pool of sessions that define the function; None: the sessions with `sandbox.function_tests` and
+            `program_tests`.
+        limits: the limits of the call.
 
     Raises:
         SandboxUnavailable, InfraError: see `passed`.

@@ -1,7 +1,8 @@
-"""Evaluation of constant expressions in a source, with a limit on the size of their values.
+"""Evaluates constant expressions in a source, with a limit on the size of their values.
 
 A short text may have a value that exceeds any memory, such as `[[[0]*99999]*99999]*99999`. So the size of an operator's result,
-with all its items, is counted before it is computed, in total for one source. Keys with equal hashes in a set are limited too.
+with all its items, is computed before the result, and the limit applies to the sum over one source. The number of keys with
+equal hashes in a set is limited too.
 """
 
 import ast
@@ -15,7 +16,7 @@ MAX_BITS = 4096
 MAX_MADE = 100_000
 """The maximum number of digits, characters and items that the operators of a source take and return in total."""
 MAX_ALIKE = 1000
-"""The maximum number of keys of a set or dict with the same hash: building it takes quadratic time in their number."""
+"""The maximum number of keys of a set or dict with the same hash. Building a set takes time quadratic in this number."""
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -30,7 +31,7 @@ SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, 
 
 
 class Constants:
-    """An evaluator of a source's constant expressions, with a limit on their total size."""
+    """An evaluator of the constant expressions in a source, with a limit on their total size."""
 
     def __init__(self) -> None:
         self._room = MAX_MADE
@@ -39,7 +40,7 @@ class Constants:
         """Return the value of an expression of constants and operators.
 
         Raises:
-            ValueError, TypeError: the expression contains something else, has no value, or is too large.
+            ValueError, TypeError: the expression contains anything else, has no value, or is too large.
         """
         try:
             match node:
@@ -61,7 +62,7 @@ class Constants:
             raise ValueError(f"no value: {error}") from error
 
     def is_one(self, node: ast.expr) -> bool:
-        """Return whether an expression is constant."""
+        """Return True if the expression is constant."""
         try:
             self.value(node)
         except (ValueError, TypeError, RecursionError):
@@ -69,7 +70,7 @@ class Constants:
         return True
 
     def _apply(self, sign: type[ast.operator], left: Any, right: Any) -> Any:
-        """Return the value of an operation; check its size before computing it."""
+        """Check the size of the result of an operation, then compute and return the result."""
         if not (_is_short(left) and _is_short(right)):
             raise ValueError("a number that is too large")
         if sign in (ast.Pow, ast.Mod) and not (isinstance(left, int | float) and isinstance(right, int | float)):
@@ -92,7 +93,7 @@ class Constants:
 
 
 def _distinct(keys: Sequence[Hashable]) -> Sequence[Hashable]:
-    """Return the keys; raise if too many have the same hash."""
+    """Return the keys. Raise an exception if too many of them have the same hash."""
     if max(Counter(map(hash, keys)).values(), default=0) > MAX_ALIKE:
         raise ValueError("too many keys of the same hash")
     return keys

@@ -1,7 +1,7 @@
-"""The processes of Model Context Protocol servers in a tools worker: one for each COMMAND, shared by all threads.
+"""The processes of Model Context Protocol servers in a tools worker: one process for each COMMAND, shared by all threads.
 
-One thread with an event loop communicates with all of them, as the SDK requires. A process is started at the first call, and
-started again if it has ended. It ends when its input is closed, which also happens when the worker is killed.
+One thread with an event loop communicates with all processes, as the SDK requires. A process is started at the first call, and
+started again if it has ended. A process ends when its input is closed, which also happens when the worker is killed.
 """
 
 import asyncio
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 log = getLogger("agentrl.mcp")
 PREFIX = "mcp:"
 START_SECONDS = 60.0
-"""The time in which a server must start and list its tools, in seconds. `npx` and `uvx` may have to download it first."""
+"""The longest time in which a server must start and list its tools, in seconds. `npx` and `uvx` may have to download the server
+first.
+"""
 
 STOP_SECONDS = 5.0
 
@@ -34,7 +36,7 @@ def check_sdk() -> None:
     """Check that the SDK is installed.
 
     Raises:
-        ConfigError: it is not installed here.
+        ConfigError: the SDK is not installed in this process's environment.
     """
     try:
         import mcp  # noqa: F401 - slow, and needed only where a server is named
@@ -43,7 +45,7 @@ def check_sdk() -> None:
 
 
 def parameters(name: str) -> "StdioServerParameters":
-    """Return the SDK's parameters to start the server of that name."""
+    """Return the SDK's parameters for starting the server of this name."""
     from mcp import StdioServerParameters
 
     first, *others = command(name)
@@ -51,10 +53,10 @@ def parameters(name: str) -> "StdioServerParameters":
 
 
 def command(name: str) -> list[str]:
-    """Return the words of the command in a server's name.
+    """Split the command in a server's name into words.
 
     Raises:
-        ConfigError: the name has no command, or quotes in it are not closed.
+        ConfigError: the name has no command, or a quotation mark in it is not closed.
     """
     try:
         args = shlex.split(name.removeprefix(PREFIX))
@@ -66,14 +68,14 @@ def command(name: str) -> list[str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a text for the error; for an exception group, for the error inside it."""
+    """Return the message of an error. For an exception group, return the message of the error inside it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 class McpServer:
-    """The process of a server, shared by all threads. `started` counts how often it was started."""
+    """The process of a server, shared by all threads. `started` is the number of times that the process was started."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -93,13 +95,14 @@ class McpServer:
         asyncio.run_coroutine_threadsafe(self._connect(), _loop()).result()
 
     def call(self, tool: ServedTool, arguments: dict[str, Any], seconds: float) -> str:
-        """Call a tool; see `McpTool.call`. A call that takes too long is cancelled at the server one second after its caller
-        has given up.
+        """Call a tool; see `McpTool.call`.
+
+        A call that takes too long is cancelled at the server one second after its caller has stopped waiting.
         """
         return asyncio.run_coroutine_threadsafe(self._call(tool, arguments, seconds + 1.0), _loop()).result()
 
     def stop(self) -> None:
-        """End the process for good. A call that is interrupted by this does not start another process."""
+        """Stop the process permanently. A call that this interrupts does not start another process."""
         self._over = True
         asyncio.run_coroutine_threadsafe(self._stop(), _loop()).result()
 
@@ -155,8 +158,8 @@ class McpServer:
             ready.set_exception(failed)
 
     async def _has_died(self, client: "Client") -> bool:
-        """Return whether the process has ended or does not respond. In that case stop it, so that the next call starts
-        another.
+        """Return True if the process has ended or does not respond. Then also stop it, so the next call starts another
+        process.
         """
         async with self._turn:
             if client is not self._client:
@@ -178,7 +181,7 @@ class McpServer:
 
 
 def _may_be_gone(error: Exception) -> bool:
-    """Return whether the error may mean that the process has ended. A server may send the same code for other reasons."""
+    """Return True if the error may mean that the process has ended. A server may send the same error code for other reasons."""
     from mcp import MCPError
     from mcp_types import CONNECTION_CLOSED
 
@@ -214,10 +217,11 @@ _servers_lock = threading.Lock()
 
 
 def server(name: str) -> McpServer:
-    """Return the server of that name in this process. The first use creates it but does not start its process.
+    """Return the server of this name in this process. The first use creates the object, but does not start the server's
+    process.
 
     Raises:
-        ConfigError: the SDK is not installed here.
+        ConfigError: the SDK is not installed in this process's environment.
     """
     check_sdk()
     with _servers_lock:

@@ -1,12 +1,12 @@
 """Tools of a Model Context Protocol server: `--tools 'mcp:COMMAND'`, through the official SDK (the extra `mcp`).
 
 The server lists its tools once, when a run is submitted. The list is part of the run's config, so every episode sees the same
-tools. A tools worker starts one process per COMMAND at the first call, keeps it, and starts another if it ends. COMMAND is
-split into words as in a shell; other shell syntax is not supported. The process gets only HOME, PATH and similar variables of
-the environment. If a server needs a secret, start it by a script that reads the secret.
+tools. A tools worker starts one process per COMMAND at the first call and keeps it running. If the process ends, the worker
+starts another. COMMAND is split into words as in a shell; other shell syntax is not supported. The process gets only HOME, PATH
+and similar variables of the environment. If a server needs a secret, start it by a script that reads the secret.
 
-A tool's effects follow from the server's hints: readOnlyHint is `none`, idempotentHint is `repeatable`, and other tools run
-`once`.
+A tool's `effects` follow from the server's hints: `none` for readOnlyHint, `repeatable` for idempotentHint, and `once` for
+other tools.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ MAX_TOOLS = 128
 
 
 def is_server(name: str) -> bool:
-    """Return whether the name in `tools` is that of a server."""
+    """Return True if a name in `tools` is that of a server."""
     return name.startswith(PREFIX)
 
 
 def absolute_name(name: str) -> str:
-    """Return the name with absolute paths of files, because a tools worker starts the server in another folder."""
+    """Make the paths of files in the name absolute, because a tools worker starts the server in another folder."""
     if not is_server(name):
         return name
     # Links are not resolved: an interpreter behaves differently under another name.
@@ -50,13 +50,13 @@ def absolute_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class McpTool(Tool):
-    """A tool that a server runs. `served_tool`: the server's description of it."""
+    """A tool that a server runs. `served_tool` is the server's description of the tool."""
 
     served_tool: ServedTool = field(kw_only=True)
 
     @classmethod
     def of(cls, served_tool: ServedTool) -> "McpTool":
-        """Return the tool for a description in a run's config."""
+        """Create the tool from its description in a run's config."""
         return cls(
             _nothing,
             served_tool.effects,
@@ -72,12 +72,12 @@ class McpTool(Tool):
 
     @property
     def title(self) -> str:
-        """The tool's name for error messages."""
+        """The tool's name in error messages."""
         return f"{super().title} of {self.served_tool.server!r}"
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """The server's schema, in the form that chat templates take."""
+        """The tool's schema from the server, in the format of chat templates."""
         return function_schema(self.served_tool.name, self.served_tool.description, self.served_tool.parameters)
 
     def call(self, arguments: Mapping[str, Any]) -> str:
@@ -87,7 +87,7 @@ class McpTool(Tool):
             ToolFailure: the server refused the arguments, or the tool failed.
             UnknownOutcome: the server ended during a call that must not run twice.
             InfraError: the server does not start, or ended twice during the call.
-            ConfigError: the SDK is not installed here.
+            ConfigError: the SDK is not installed in this process's environment.
         """
         return clip(
             server(self.served_tool.server).call(self.served_tool, dict(arguments), self.timeout_seconds), self.max_characters
@@ -102,10 +102,10 @@ def _nothing() -> str:
 
 
 def list_tools(name: str) -> tuple[ServedTool, ...]:
-    """Start the server of that name, return its tools, and stop it.
+    """Start the server of this name, list its tools, and stop the server.
 
     Raises:
-        ConfigError: the SDK is not installed, there is no such command, or the command is not a server with tools.
+        ConfigError: the SDK is not installed, the command does not exist, or the command is not a server with tools.
     """
     check_sdk()
     with tempfile.TemporaryFile("w+") as log:

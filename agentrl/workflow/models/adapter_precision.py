@@ -1,8 +1,8 @@
-"""The precision that LoRA adapters compute in: that of their base, while the trained weights stay in float32.
+"""The precision in which LoRA adapters compute: that of their base. The trained weights stay in float32.
 
-PEFT keeps adapters in float32 and casts the input of each adapter to float32. In 16 bits these copies are a third of the memory
-that an update keeps for its backward pass. Here each product casts the adapter instead, which is small. So layers with the same
-input share it.
+PEFT keeps adapters in float32 and casts the input of each adapter to float32. If the base has 16 bits, these copies are a third
+of the memory that an update needs for its backward pass. Here each matrix product casts the adapter instead, which is small. So
+layers with the same input share that input, without copies.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ from torch.nn import functional
 
 
 class CastLinear(nn.Linear):
-    """A linear layer without a bias that computes in its input's precision.
+    """A linear layer without a bias that computes in the precision of its input.
 
-    The gradient of its weight has the weight's precision.
+    The gradient of the weight has the precision of the weight.
     """
 
     def forward(self, input: Tensor) -> Tensor:

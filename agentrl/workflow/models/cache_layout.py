@@ -1,7 +1,8 @@
-"""The contents of the sampler's slots for each layer of a model, from its config: keys and values, states, a window.
+"""The layout of the sampler's slots: for each layer of a model, the data that a slot holds (keys and values, or states), and
+the window.
 
-Some kinds of layers are not supported here (compressed or indexed keys, attention in chunks). A model with such a layer is
-sampled with transformers' own cache (`inference.cache_rows`).
+The layout follows from the model's config. Slots do not support some kinds of layers (compressed or indexed keys, attention in
+chunks). A model with such a layer is sampled with transformers' own cache (`inference.cache_rows`).
 """
 
 from dataclasses import dataclass
@@ -31,14 +32,15 @@ _CONTENTS: dict[type, Content] = {
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The content of a slot.
+    """The layout of a slot.
 
     Args:
-        layers: the data that each layer keeps of a row.
-        states: the number of convolution and recurrent states of each layer; 1 for layers without states.
-        window: the most tokens that the layers with a sliding window attend to; None without such layers, or if no row is
+        layers: for each layer, the kind of data that it stores for a row.
+        states: for each layer, the number of its convolution and recurrent states; 1 for layers without states.
+        window: the most tokens that the layers with a sliding window attend to. None if no layer has a window, or if no row is
             longer than the window.
-        kinds: the names of the kinds of layers, if some have the window and others do not: their masks differ.
+        kinds: the names of the kinds of layers, if only some layers have the window, because each kind then has a different
+            mask. Otherwise empty.
     """
 
     layers: tuple[Content, ...]
@@ -48,9 +50,9 @@ class CacheLayout:
 
     @property
     def rewinds(self) -> bool:
-        """True if the first tokens of a row can be taken from its slot.
+        """True if the first tokens of a row can be copied from its slot without the later ones.
 
-        A layer with states does not allow it: it keeps only those after the row's last token.
+        A layer with states does not allow this, because it stores only the states after the row's last token.
         """
         return all("states" not in content for content in self.layers)
 
@@ -61,7 +63,7 @@ class CacheLayout:
 
 
 def read_layout(config: PreTrainedConfig, longest: int) -> CacheLayout | None:
-    """Return the layout of a model's slots; None if slots cannot hold the data of one of its layers.
+    """Return the layout of a model's slots, or None if a slot cannot hold the data of every layer.
 
     Args:
         longest: the most tokens in a row.

@@ -1,6 +1,6 @@
-"""The value head: a linear layer on the policy's own body. Only the trainer has it; samplers never load it.
+"""The critic's value head: a linear layer on the body of the policy. Only the trainer has it; samplers never load it.
 
-It is initialised to 0. So it predicts 0 before it is trained, and all processes start from the same weights.
+Its weights are initialised to 0. So it predicts 0 before it is trained, and all processes start from the same weights.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ def load_critic(critic: nn.Linear, folder: Path) -> None:
     """Load the critic from a checkpoint, bit for bit.
 
     Raises:
-        CheckpointError: the checkpoint has no critic, or one of another width.
+        CheckpointError: the checkpoint has no critic, or its critic has another width.
     """
     try:
         tensors = load_file(folder / FILE)

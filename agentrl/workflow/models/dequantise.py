@@ -1,6 +1,6 @@
-"""A program that writes the model folder of a GGUF file: `python -m agentrl.workflow.models.dequantise FILE FOLDER`.
+"""A program that converts a GGUF file to a model folder: `python -m agentrl.workflow.models.dequantise FILE FOLDER`.
 
-`gguf_files` starts it.
+The module `gguf_files` runs it.
 """
 
 import json
@@ -20,11 +20,11 @@ from agentrl.workflow.checkpoints import RECORD
 def dequantise(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file, with its tokenizer, into a new folder.
 
-    The weights of an F32 file stay float32 and those of an F16 file float16. All others become bfloat16.
+    The weights of an F32 file stay float32, and those of an F16 file stay float16. All others become bfloat16.
 
     Raises:
-        ValueError: transformers keeps the weights of this architecture quantised. For files that it cannot read, transformers
-            raises other exceptions.
+        ValueError: transformers does not dequantise the weights of this architecture. For files that it cannot read,
+            transformers raises other exceptions.
     """
     kinds = {tensor.tensor_type.name for tensor in GGUFReader(file).tensors if len(tensor.shape) == 2}
     dtype = torch.float32 if kinds == {"F32"} else torch.float16 if kinds == {"F16"} else torch.bfloat16

@@ -14,26 +14,24 @@ _OUT_OF_MEMORY = (
     *("DefaultCPUAllocator", "CUDA error: out of memory", "HIP error: out of memory", "STATUS_ALLOC_FAILED"),
     "CUBLAS_STATUS_NOT_INITIALIZED",  # no room for the handle
 )
-"""Texts of out-of-memory errors without a class of their own: torch's on a CPU, the driver's, cuBLAS's and cuDNN's."""
+"""Texts of out-of-memory errors that have no exception class: those of torch on a CPU, the driver, cuBLAS and cuDNN."""
 
 _LOST = ("CUDA error:", "HIP error:", "CUDA driver error:", "STATUS_EXECUTION_FAILED", "STATUS_INTERNAL_ERROR")
-"""Texts of errors without a class in torch, after which every later call of the device fails in this process."""
+"""Texts of errors that have no exception class in torch, and after which every later call of the device fails in this process.
+"""
 
 _UNHARMED = (
     *("no kernel image is available", "invalid device ordinal", "driver version is insufficient"),
     *("invalid argument", "invalid configuration argument", "STATUS_NOT_SUPPORTED", "STATUS_INVALID_VALUE"),
 )
-"""Texts of errors after which the device still works.
-
-Either the card does not fit this build of torch, or a call was refused.
-"""
+"""Texts of errors that leave the device usable: the card does not fit this build of torch, or a call was refused."""
 
 
 def classify(error: BaseException) -> DeviceError:
-    """Return the kind of the error.
+    """Return the kind of a device error.
 
-    CUDA reports a failed kernel (illegal address, device-side assert, ECC error, launch failure) at every later call in the
-    process. So `device_lost` means that only a new process can use the device again.
+    After a failed kernel (illegal address, device-side assert, ECC error, launch failure), CUDA reports a failure at every
+    later call in the process. So `device_lost` means that only a new process can use the device again.
     """
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in text for part in _OUT_OF_MEMORY):
@@ -60,7 +58,7 @@ def as_device_lost(error: BaseException) -> DeviceLost | None:
 
 @contextmanager
 def translate_device_lost() -> Iterator[None]:
-    """Convert exceptions that mean a lost device to `DeviceLost`, for a command that ends with them.
+    """Convert exceptions that mean a lost device to `DeviceLost`, for a command that such an exception ends.
 
     Raises:
         DeviceLost: the device is lost.

@@ -5,9 +5,9 @@ from typing import Literal
 import torch
 
 SIDE = 16
-"""The side of the matrices of the test kernel.
+"""The side of the square matrices of the test kernel.
 
-The elements of their product, 16, and its sum, 4096, are exact in every dtype.
+With it, the elements of the product, 16, and their sum, 4096, are exact in every dtype.
 """
 
 
@@ -19,11 +19,11 @@ def pick_device(device: str) -> str:
 
 
 def auto_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dtype:
-    """Return the precision of `model.dtype: auto`.
+    """Return the precision that `model.dtype: auto` means on this device.
 
-    LoRA on a GPU computes in bfloat16. On a card without bfloat16 units (Turing and older), where torch only emulates it, LoRA
-    computes in float16. Everything else computes in float32: steps are about 1e-4, and trained weights in bfloat16 have too few
-    bits for them.
+    LoRA on a GPU computes in bfloat16. Some cards have no bfloat16 units (Turing and older), and torch only emulates them;
+    there, LoRA computes in float16. Everything else computes in float32: optimizer steps are about 1e-4, and trained weights in
+    bfloat16 have too few bits for them.
     """
     if device.type != "cuda" or kind == "full":
         return torch.float32
@@ -33,10 +33,11 @@ def auto_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dty
 
 
 def mixed_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dtype | None:
-    """Return the precision of matrix products if float32 weights train; None: float32 too.
+    """Return the precision of matrix products if all weights train in mixed precision; None: products are in float32 too.
 
-    On a GPU with bfloat16 units all weights train in mixed precision (Micikevicius et al. 2018, arXiv 1710.03740), in bfloat16,
-    which needs no loss scale. LoRA needs none: its frozen base is in `auto_dtype` itself.
+    On a GPU with bfloat16 units, the training of all weights keeps float32 weights and computes products in bfloat16, which
+    needs no loss scale (Micikevicius et al. 2018, arXiv 1710.03740). For LoRA the result is None: its frozen base already has
+    the precision of `auto_dtype`.
     """
     return torch.bfloat16 if kind == "full" and auto_dtype(device, "lora") == torch.bfloat16 else None
 

@@ -18,7 +18,7 @@ GENERATION = "generation_config.json"
 
 
 def make_files(policy: Policy, place: Path) -> dict[str, bytes]:
-    """Return the content of these files by name.
+    """Return the content of each of these files, by name.
 
     Args:
         place: a folder for temporary files.
@@ -38,7 +38,7 @@ def make_files(policy: Policy, place: Path) -> dict[str, bytes]:
 
 
 def adapter_config(policy: Policy) -> "LoraConfig":
-    """Return PEFT's config of the policy's adapter."""
+    """Return the content of PEFT's config file for the policy's adapter."""
     config = policy.lora_config()
     config.base_model_name_or_path = str(policy.folder)
     config.inference_mode = True

@@ -1,9 +1,14 @@
-"""The sampler's forward pass: transformers' Llama, Mistral, Qwen2 and Qwen3 with few operations.
+"""The sampler's forward pass: that of transformers' Llama, Mistral, Qwen2 and Qwen3, with fewer operations.
 
 A decoding step computes little per operation, so its time depends on the number of operations. This pass has a fourth of the
-operations of transformers' modules. Products with the same input are one product (packed if `packed_weights` can). A LoRA
-adapter adds two small products. Heads that share keys form one query block, and values common to all layers are computed once.
-The weights are still those of the modules. Other architectures, and models configured with other attention, run through their
+operations of transformers' modules:
+
+- Products with the same input are one product (packed, if `packed_weights` can pack it).
+- A LoRA adapter adds two small products.
+- Query heads that share keys form one block.
+- Values that all layers use are computed once.
+
+It reads the weights of transformers' modules. Other architectures, and models with another kind of attention, run through their
 own modules.
 """
 
@@ -35,7 +40,7 @@ Norm = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A layer's functions of hidden states (B, T, width)."""
+    """The functions of one layer. Each maps hidden states (B, T, width)."""
 
     before: Norm
     attend: Product
@@ -51,7 +56,8 @@ class FastForward:
 
     Args:
         model: a model of a `SUPPORTED` type, or one under PEFT.
-        own: True if only this pass reads the weights and they never change. Then it may keep a second, packed copy.
+        own: True if only this pass reads the weights and they never change. The pass may then make a second, packed copy of
+            them.
         adapter: PEFT's name of the active adapter; empty without PEFT.
     """
 
@@ -72,15 +78,15 @@ class FastForward:
         self._head = product(core.lm_head)
 
     def __call__(self, ids: Tensor, positions: Tensor, mask: Mask, slots: Cache) -> Tensor:
-        """Return the logits (B, V) after the last token.
+        """Return the logits (B, V) after the last token of each row.
 
-        Keys and values of earlier tokens are read from the slots, and those of these tokens are written.
+        The keys and values of earlier tokens are read from the slots. Those of the new tokens are written into the slots.
 
         Args:
             ids: (B, T).
             positions: (B, T).
-            mask: (B, 1, T, L) bool, True for each of the L tokens in the slots that a token may read; None: each token reads
-                all up to itself.
+            mask: (B, 1, T, L) bool, True if a token may attend to one of the L tokens in the slots. None: each token attends to
+                itself and all earlier tokens.
             slots: a cache prepared with `prefill` or `extend` (`inference.kv_cache`).
         """
         hidden = self._embed(ids)
@@ -95,7 +101,10 @@ class FastForward:
         return logits
 
     def _rotary_factors(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the rotary positions, (B, T, 1, head_dim) each; the sine of the first half is negated."""
+        """Return the cosines and the sines of the rotary positions, (B, T, 1, head_dim) each.
+
+        The first half of the sines is negated.
+        """
         cos, sin = self._angles(hidden, positions)
         half = sin.shape[-1] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
@@ -128,9 +137,9 @@ def is_supported(model: Any, adapter: str = "") -> bool:
 
 
 def transformers_pass(model: Any) -> Pass:
-    """Return the `Pass` of any model, by transformers' own forward pass.
+    """Return the `Pass` of any model, which uses transformers' own forward pass.
 
-    The mask must have the form of the model's attention.
+    Its mask must have the form that the model's attention takes.
     """
     parameter = cache_parameter(model)
 
@@ -155,7 +164,7 @@ def _block(layer: Any, product: Callable[..., Product]) -> _Block:
 
 
 def _norm(module: Any) -> Norm:
-    """Return the root mean square norm (Zhang and Sennrich, arXiv 1910.07467) with the module's weight."""
+    """Return the function of the root mean square norm (Zhang and Sennrich, arXiv 1910.07467) with the module's weight."""
     if module.weight.dtype == torch.float64:  # transformers' own computes in float32, with another result
         return module  # type: ignore[no-any-return]
     shape, eps = module.weight.shape, module.variance_epsilon
@@ -167,10 +176,12 @@ def _norm(module: Any) -> Norm:
 
 
 def scaled_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, copies: bool) -> Tensor:
-    """Return attention (B, H, T, D) for several tokens per row; without a bias each token attends to all up to itself.
+    """Compute attention (B, H, T, D) for several tokens per row.
+
+    Without a bias, each token attends to itself and all earlier tokens.
 
     Args:
-        copies: whether each of the H heads gets its own copy of the shared keys and values (B, K, L, D).
+        copies: whether to copy the shared keys and values (B, K, L, D) for each of the H heads.
     """
     heads_per_key = queries.shape[1] // keys.shape[1]
     if copies and heads_per_key > 1:
@@ -182,16 +193,19 @@ def scaled_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor
 
 
 def wants_copies(device: str, dtype: torch.dtype, bias: bool) -> bool:
-    """Return True if a GPU needs copies of shared keys and values.
+    """Return True if attention on a GPU must copy shared keys and values for each head.
 
-    Without them it would store the scores (B, H, T, L) of all heads. A GPU has a kernel for heads that share keys (not in
-    float32), and one for a bias, but none for both.
+    Without copies, torch would store the scores (B, H, T, L) of all heads. A GPU has a kernel for heads that share keys (not in
+    float32) and a kernel for a bias, but no kernel for both.
     """
     return device != "cpu" and (bias or dtype not in HALVES)
 
 
 def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """Return attention (B, K, G, D) of G queries over the same keys. On a CPU two products are faster than the fused kernel."""
+    """Compute attention (B, K, G, D) of G queries over the same keys.
+
+    On a CPU, two products are faster than the fused kernel.
+    """
     if queries.device.type != "cpu" or queries.dtype not in (torch.float32, torch.float64):
         return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
     scores = torch.matmul(queries * queries.shape[-1] ** -0.5, keys.transpose(2, 3))
@@ -200,9 +214,9 @@ def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tens
 
 
 def _product(layers: Sequence[Any], own: bool, adapter: str, dtype: torch.dtype) -> Product:
-    """Return a function from the layers' common input to their concatenated outputs in the dtype.
+    """Return a function from the common input of the layers to their outputs, concatenated and in the dtype.
 
-    On a GPU it casts adapters to the dtype.
+    On a GPU the function casts adapters to the dtype.
     """
     if own:
         weight = torch.cat([layer.weight for layer in layers])
@@ -236,5 +250,5 @@ def _concat_outputs(layers: Sequence[Any]) -> Product:
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bias for all layers: 0 where the mask is True, and -inf elsewhere."""
+    """Return a bias for all layers: 0 if a token may attend to another one (the mask is True), else -inf."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

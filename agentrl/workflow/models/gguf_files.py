@@ -1,7 +1,7 @@
-"""The conversion of a GGUF file to a model folder with dequantised weights and a tokenizer. It is done once per file.
+"""The conversion of a GGUF file to a model folder with dequantised weights and a tokenizer. Each file is converted once.
 
-transformers reads the file in a separate process, because a command that names a model has not loaded torch. The folders are in
-`AGENTRL_HOME/cache/gguf`.
+A separate process runs transformers to read the file, because a command that names a model has not loaded torch. The folders
+are in `AGENTRL_HOME/cache/gguf`.
 """
 
 import hashlib
@@ -37,7 +37,9 @@ def folder_of_gguf(file: Path) -> Path:
 
 
 def read_gguf_record(folder: Path) -> dict[str, Any]:
-    """Return the record of the GGUF file and the precision that a folder was made from; empty for another folder."""
+    """Return the record of the GGUF file and the precision that a folder was made from; empty if it was not made from a GGUF
+    file.
+    """
     try:
         record = json.loads((folder / RECORD).read_bytes())
     except (OSError, ValueError):

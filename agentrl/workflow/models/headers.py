@@ -14,7 +14,7 @@ from agentrl.workflow.errors import ModelError
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 100_000_000
-"""The most bytes of a header: the limit of the format itself, https://huggingface.co/docs/safetensors."""
+"""The largest header, in bytes. This is the limit of the format, https://huggingface.co/docs/safetensors."""
 MAX_DIMENSIONS, MAX_LENGTH = 16, 2**63
 BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -24,7 +24,7 @@ BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""The bits of a number, by the format's name of its type."""
+"""The number of bits of a number, by the name that the format has for its type."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of weights, by name."""
@@ -77,7 +77,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     """Read the object in a model's `config.json`.
 
     Raises:
-        ModelError: it is missing or malformed.
+        ModelError: the file is missing or malformed.
     """
     try:
         with (folder / "config.json").open("rb") as stream:
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _check_index(folder: Path) -> None:
-    """Raise ModelError if the folder lacks a file that its index lists."""
+    """Raise ModelError if a file that the folder's index lists is missing."""
     index, present = folder / "model.safetensors.index.json", {file.name for file in folder.glob("*.safetensors")}
     if not index.is_file():
         return
@@ -123,7 +123,7 @@ def checked_shape(entry: Any, data_bytes: int) -> tuple[int, ...]:
     """Return the shape in a header's entry.
 
     Args:
-        entry: the value under a weight's name in the header.
+        entry: the value of a weight's name in the header.
         data_bytes: the bytes of all weights in the file.
 
     Raises:

@@ -1,12 +1,12 @@
 """Logprobs of chosen tokens without all logits: a language model's head, applied to a few hundred positions at a time.
 
-With 152,000 words the logits of 4,096 tokens are 2.5 GB, and so is their gradient; at this point an update runs out of memory.
-Here the head is applied only to the requested positions, in chunks, and only one chunk of (tokens, words) exists at a time.
+With 152,000 words, the logits of 4,096 tokens take 2.5 GB, and their gradient takes as much. An update needs the most memory
+here. So the head is applied only to the requested positions, in chunks. Only one chunk of (tokens, words) exists at a time.
 
 The gradient needs no stored logits either. With p = softmax(W h / T), d logprob(t) / d h = (W[t] - p W) / T. This is one vector
 per token. It is computed together with the chunk, and the backward pass only scales it. If the head itself trains, d logprob(t)
 / d W = (onehot(t) - p) h / T is as large as the chunk, so the backward pass computes each chunk again. An entropy bonus also
-needs the entropy's gradient, d H / d h = -(p (log p + H)) W / T. It is computed in the same place if it is requested.
+needs the entropy's gradient, d H / d h = -(p (log p + H)) W / T. It is computed together with the chunk too.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from agentrl.workflow.models.memory_estimate import HEAD_CHUNK
 def head_logprobs(
     head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, entropy_trains: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return logprobs of the targets after the hidden states, with a gradient, and the entropies.
+    """Compute the logprobs of the targets after the hidden states, with a gradient, and the entropies.
 
     Args:
         head: (H) -> (V) words, with or without a bias, frozen or trained.
@@ -51,9 +51,9 @@ def head_logprobs(
 
 
 def logits_logprobs(logits: Tensor, targets: Tensor, temperature: float, entropy_trains: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the result of `head_logprobs` from logits (N, V) that a model computed itself.
+    """Compute the result of `head_logprobs` from logits (N, V) that a model returned.
 
-    They are processed in chunks. For a gradient, each chunk is computed twice.
+    The logits are processed in chunks. If a gradient is needed, each chunk is computed twice.
     """
     size = _chunk_size(logits.shape[-1])
     pairs = zip(torch.split(logits, size), torch.split(targets, size), strict=True)
@@ -80,9 +80,9 @@ class _Head(Function):
         temperature: float,
         entropy_trains: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return the logprobs and entropies (N,).
+        """Return the logprobs and the entropies, (N,) each.
 
-        For the backward pass it saves their gradients (N, H), or all inputs if the head trains.
+        For the backward pass, save their gradients (N, H), or all inputs if the head trains.
         """
         like = _widen(hidden[:0])
         logprobs, entropy = like.new_empty(len(hidden)), like.new_empty(len(hidden))
@@ -107,7 +107,7 @@ class _Head(Function):
 
     @staticmethod
     def backward(ctx: "_Context", *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the hidden states and, if they train, of weight and bias.
+        """Return the gradients of the hidden states and, if the head trains, of its weight and bias.
 
         Args:
             gradients: d loss / d logprobs and d loss / d entropy, (N,) each.
@@ -148,7 +148,9 @@ class _Context(FunctionCtx):
 
 
 def _softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exp(l) and l (C, V) of a chunk, and the sums (C,) of exp(l). l is logits / T minus their maximum."""
+    """Compute exp(l) and l, (C, V) each, of a chunk, and the sums (C,) of exp(l). l is logits / T minus the maximum of each
+    row.
+    """
     logs = _widen(linear(hidden, weight, bias))
     if temperature != 1:
         logs /= temperature
@@ -158,9 +160,9 @@ def _softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: f
 
 
 def _logit_gradient(shares: Tensor, total: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
-    """Return (onehot(t) - p) * scale (C, V) of a chunk, written over the shares.
+    """Compute (onehot(t) - p) * scale, (C, V), of a chunk. The result overwrites the shares.
 
-    For a likely token 1 - p is small. It is computed here, because the difference of two products in 16 bits would be noise.
+    The 1 - p of a likely token is small. It is computed here, because the difference of two products in 16 bits would be noise.
     """
     rise = shares.mul_((-scale / total)[:, None])
     rise[torch.arange(len(rise), device=rise.device), targets] += scale
@@ -168,7 +170,7 @@ def _logit_gradient(shares: Tensor, total: Tensor, targets: Tensor, scale: Tenso
 
 
 def _entropy_gradient(shares: Tensor, logs: Tensor, total: Tensor) -> Tensor:
-    """Return d entropy / d (logits / T) = -p (log p + H), (C, V), of a chunk, in new memory."""
+    """Compute d entropy / d (logits / T) = -p (log p + H), (C, V), of a chunk, in new memory."""
     ours = logs - total.log()[:, None]
     probabilities = shares / total[:, None]
     entropy = -torch.linalg.vecdot(probabilities, ours)
@@ -176,7 +178,7 @@ def _entropy_gradient(shares: Tensor, logs: Tensor, total: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to total, accumulated in total's dtype."""
+    """Add left @ right to `total`. The sum has the dtype of `total`."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
     else:

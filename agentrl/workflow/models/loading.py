@@ -1,4 +1,4 @@
-"""The loading of a base from its folder: tokenizer, context window, quantisation, precision, and the layers for LoRA."""
+"""The loading of a base from its folder: tokenizer, context window, quantisation, precision, and LoRA's layers."""
 
 import logging
 import threading
@@ -48,14 +48,17 @@ warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprec
 _COPY = "Copy the model again, all files of one version."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _loading_lock = threading.Lock()
-"""A lock that is held while transformers builds a model. If two are built at once, one loses the tie of its tied weights."""
+"""The lock that is held while transformers builds a model.
+
+If two models are built at once, one of them loses the link between its tied weights.
+"""
 
 
 def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal["lora", "full"]) -> Any:
-    """Load the model.
+    """Load the base and its tokenizer.
 
     Args:
-        kind: lora or full; it decides what `auto` precision means.
+        kind: lora or full; it decides what the precision `auto` means.
 
     Raises:
         ModelError: the files are not a valid model.
@@ -84,12 +87,12 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal[
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about a model for a plan, from its files alone.
+    """Facts about a model that a run's plan shows. They come from the model's files; no weights are loaded.
 
     Args:
-        sampler: how the built-in sampler will run it.
+        sampler: how the built-in sampler will run the model.
         lora_layers: the number of layers with an adapter, by name; empty if all weights train.
-        trained: the number of parameters, and of those that train.
+        trained: the number of parameters, and the number of those that train.
         remarks: sentences about dequantised weights, and about weights that do not train.
     """
 
@@ -100,13 +103,13 @@ class ModelFacts:
 
 
 def check(config: ModelConfig, folder: Path) -> ModelFacts:
-    """Check that `load` would succeed. It reads no weights, only their shapes in the files' headers.
+    """Check that `load` would succeed. Only the shapes of the weights are read, from the headers of the files.
 
-    The attention implementation is not checked: it depends on the machine that loads the model.
+    The attention implementation is not checked, because it depends on the machine that loads the model.
 
     Raises:
-        ModelError: the files are not a valid model or tokenizer, the weights are incomplete or have other shapes than the
-            config, the chat template cannot be rendered, or LoRA has no layer to train.
+        ModelError: the files are not a valid model or tokenizer, weights are missing or do not have the shapes of the config,
+            the chat template cannot be rendered, or LoRA has no layer to train.
     """
     check_code(config, folder)
     longest, vocabulary = context_and_vocabulary(folder, config.trust_remote_code)
@@ -128,7 +131,7 @@ def check(config: ModelConfig, folder: Path) -> ModelFacts:
 
 
 def _describe_sampler(config: ModelConfig, model: Any, longest: int) -> str:
-    """Return how the sampler will run the model, if the test at load confirms it."""
+    """Describe how the sampler will run the model. When the model is loaded, a test still decides."""
     layout = read_layout(model.config, longest)
     masked = model.config._attn_implementation == "sdpa" and config.attn_implementation in ("auto", "sdpa")
     if layout is None or not (layout.window is None or masked):
@@ -149,12 +152,18 @@ def _remark_on_experts(model: Any) -> tuple[str, ...]:
 
 
 def _place(name: str) -> str:
-    """Return a weight's name within its layer. A model with several parts may keep its text layers under another prefix."""
+    """Return the part of a weight's name that follows `layers.`.
+
+    A model with several parts may have its text layers under another prefix.
+    """
     return name.rpartition("layers.")[2]
 
 
 def _check_vocabulary(chat: Chat, vocabulary: int, folder: Path) -> None:
-    """Raise ModelError if the tokenizer belongs to another model. Tokens that were added to it may exceed the vocabulary."""
+    """Raise ModelError if the tokenizer belongs to another model.
+
+    Added tokens of the tokenizer may exceed the model's vocabulary.
+    """
     if chat.tokenizer.vocab_size > vocabulary:
         problem = f"The tokenizer in {str(folder)!r} has {chat.tokenizer.vocab_size:,} tokens, the model only {vocabulary:,}"
         raise ModelError(f"{problem}: it belongs to another model.", _COPY)
@@ -173,7 +182,7 @@ def build_without_weights(config: ModelConfig, folder: Path) -> Any:
 
 
 def _refuse_other_kinds(config: Any) -> None:
-    """Raise ModelError if, by its config, the model is not a causal language model."""
+    """Raise ModelError if the config describes a model that is not a causal language model."""
     is_supported = type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(
         config, "auto_map", {}
     )
@@ -186,8 +195,8 @@ def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
     """Return the layers that LoRA trains.
 
     Raises:
-        ModelError: the model lacks layers that the config names, or has no linear layer. Configs of older runs name the layers
-            of their default; for these, one existing layer suffices.
+        ModelError: the model has no linear layer, or lacks layers that the config names. Configs of older runs list all default
+            layers by name; for these, one existing layer suffices.
     """
     head = model.get_output_embeddings()
     linear = {
@@ -213,12 +222,14 @@ def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
 
 
 def _width(layer: Any) -> int:
-    """Return the number of a linear layer's inputs plus outputs."""
+    """Return the sum of a linear layer's input and output width."""
     return int(layer.in_features + layer.out_features if isinstance(layer, nn.Linear) else sum(layer.weight.shape))
 
 
 def _decoder_modules(model: Any) -> list[tuple[str, str]]:
-    """Return (name of the decoder in the model, name in the decoder) of each module of the language model's decoder."""
+    """Return, for each module of the language model's decoder, the decoder's name in the model and the module's name in the
+    decoder.
+    """
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # some models call their head so
         decoder = model
@@ -250,9 +261,9 @@ def lora_config(config: ModelConfig, rank: int, layers: LoraLayers) -> "LoraConf
 
 
 def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
-    """Return the most tokens of one row, and the number of ids in the model's last layer.
+    """Return the most tokens of one row and the number of ids in the model's last layer.
 
-    If the config names no limit, as for models without positions, the first number is `MAX_INT`.
+    If the config has no limit, as for models without positions, the first number is `MAX_INT`.
 
     Raises:
         ModelError: the files are not a valid model.
@@ -290,7 +301,10 @@ def load_chat(config: ModelConfig, folder: Path) -> Chat:
 
 
 def read_stop_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a turn, from `generation_config.json`, or from `config.json` if that file lists none."""
+    """Return the ids of the tokens that end a turn.
+
+    They come from `generation_config.json`, or from `config.json` if the first file lists none.
+    """
     for name in ("generation_config.json", "config.json"):
         listed = read_object(folder / name).get("eos_token_id")
         ids = [token for token in (listed if isinstance(listed, list) else [listed]) if type(token) is int]
@@ -303,7 +317,7 @@ def read_stop_ids(folder: Path) -> tuple[int, ...]:
 def _translate_faults(folder: Path, part: str) -> Iterator[None]:
     """Convert exceptions about the folder's files to ModelError.
 
-    Exceptions of the machine, such as out of memory, are not changed.
+    Exceptions that the machine causes, such as out of memory, are not changed.
     """
     try:
         yield
@@ -321,7 +335,7 @@ def _translate_faults(folder: Path, part: str) -> Iterator[None]:
 def _translate_attention(config: ModelConfig) -> Iterator[None]:
     """Convert transformers' refusal of an attention implementation to ModelError.
 
-    This machine or the model may not support it.
+    transformers refuses one that this machine or the model does not support.
     """
     try:
         yield
@@ -333,12 +347,12 @@ def _translate_attention(config: ModelConfig) -> Iterator[None]:
 
 
 def _options(code: bool) -> dict[str, Any]:
-    """Return the options that every call of `from_pretrained` gets."""
+    """Return the options for every call of `from_pretrained`."""
     return {"local_files_only": True, "trust_remote_code": code}
 
 
 def _sentence(error: Exception) -> str:
-    """Return transformers' message without its advice to install another transformers."""
+    """Return the message of a transformers exception without the advice to install another version of transformers."""
     text = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
     return f"it names an unknown {text}" if isinstance(error, KeyError) else text[:300]
 
@@ -365,9 +379,9 @@ def _placement(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def _disable_repacking(model: Any) -> Any:
-    """Disable bitsandbytes' repacking for the CPU.
+    """Prevent bitsandbytes from repacking the weights for the CPU.
 
-    The first sampled token would repack permanently, and training would fail.
+    It would repack them permanently at the first sampled token, and training would then fail.
     """
     from bitsandbytes.nn.modules import Linear4bit
 

@@ -1,8 +1,8 @@
 """Logprobs by teacher forcing: the logprob of every wanted token of a row, given the tokens before it.
 
-The model's body reads every token; its head computes only the wanted positions (`models.lm_head`). Rows with a common
-beginning, such as the episodes of a group, share it: it is read once, and all of its rows use its keys and values. The gradient
-flows back through them as a sum. The result is the same up to the order of sums.
+The model's body reads every token, and its head computes only the wanted positions (`models.lm_head`). Rows may have a common
+beginning, such as the prompt of a group's episodes. The model then reads this beginning once, and all of its rows use its keys
+and values. Their gradients are summed there. The result differs from that of complete rows only in the order of sums.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,10 +22,10 @@ from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.lm_head import head_logprobs, logits_logprobs
 
 _plain_models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""By model, whether its logits are exactly its head applied to its body's last hidden states."""
+"""For each tested model, True if its logits are exactly its head applied to the last hidden states of its body."""
 
 _apart_models: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""By model, whether rows packed on one line do not attend to each other."""
+"""For each tested model, True if rows that are packed on one line do not attend to each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,12 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of the tokens 1..T-1, each (B, T - 1) and 0 if not wanted: float32, or float64 if the model computes in float64.
+    """Scores of the tokens 1..T-1, each (B, T - 1) and 0 for tokens that are not wanted: float32, or float64 if the model
+    computes in float64.
 
     Args:
-        logprobs: the logprob of each token given those before it, in nats.
-        entropy: the entropy of the distribution before each token, in nats.
+        logprobs: the logprob of each token given the tokens before it, in nats.
+        entropy: the entropy of the distribution that each token was drawn from, in nats.
         values: the critic's value before each token; None without a critic.
     """
 
@@ -66,7 +67,7 @@ def token_logprobs(
     score_mask: Tensor | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logprobs and the entropies of `token_scores`, without a critic. The entropies have no gradient."""
+    """Compute only the logprobs and the entropies of `token_scores`. The entropies have no gradient."""
     scores = token_scores(model, input_ids, attention_mask, temperature, score_mask, prefixes)
     return scores.logprobs, scores.entropy
 
@@ -74,12 +75,14 @@ def token_logprobs(
 def line_logprobs(
     model: nn.Module, input_ids: Tensor, positions: Tensor, score_mask: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """Return logprobs (B, T - 1) of the wanted tokens on lines that pack several rows. Requires `keeps_apart(model)`.
+    """Compute the logprobs (B, T - 1) of the wanted tokens on lines that pack several rows.
+
+    `keeps_apart(model)` must be True.
 
     Args:
         input_ids: (B, T).
-        positions: (B, T), the position of each token in its row; a row begins at 0.
-        score_mask: (B, T), True if a token is scored; never the first of a row.
+        positions: (B, T), the position of each token in its row, from 0.
+        score_mask: (B, T), True if the token's logprob is wanted. The first token of a row cannot be wanted.
         temperature: the divisor of the logits.
     """
     causal = causal_model(model)
@@ -100,14 +103,15 @@ def token_scores(
     critic: nn.Linear | None = None,
     entropy_trains: bool = False,
 ) -> Scores:
-    """Return the logprob of every wanted token given those before it, the entropy of its distribution, and its value.
+    """Compute, for every wanted token, its logprob given the tokens before it, the entropy of its distribution, and the
+    critic's value.
 
     Args:
         input_ids: (B, T), padded on the right.
-        attention_mask: (B, T), 1 if there is a token.
+        attention_mask: (B, T), 1 for a token and 0 for padding.
         temperature: the divisor of the logits, as in the sampler.
-        score_mask: (B, T), True if a token is scored; None: all are.
-        prefixes: the beginnings that the rows continue; requires `shares_prefixes(model)`.
+        score_mask: (B, T), True if the token is wanted; None: all tokens are.
+        prefixes: the beginnings that the rows continue. With prefixes, `shares_prefixes(model)` must be True.
         critic: (H) -> (1), applied to the hidden state before the token.
         entropy_trains: whether the entropy has a gradient.
     """
@@ -131,7 +135,7 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
 
 
 def cache_parameter(model: nn.Module) -> str:
-    """Return the name of the cache parameter in the model's forward pass; transformers 5.24 has renamed it."""
+    """Return the name of the parameter for the cache in the model's forward pass; transformers 5.24 renamed it."""
     return next((name for name in ("cache", "cache_params") if takes_parameter(model, name)), "past_key_values")
 
 
@@ -146,7 +150,11 @@ def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
 
 
 def kept_logits(model: nn.Module, keep: int | Tensor, **inputs: Any) -> Tensor:
-    """Return the model's own logits (B, N, V) at N positions: the last `keep`, or those in a tensor."""
+    """Return the model's own logits (B, N, V) at N positions.
+
+    Args:
+        keep: the number of last positions, or a tensor of positions.
+    """
     if takes_parameter(model, "logits_to_keep"):
         logits: Tensor = model(**inputs, logits_to_keep=keep).logits
         return logits
@@ -155,9 +163,10 @@ def kept_logits(model: nn.Module, keep: int | Tensor, **inputs: Any) -> Tensor:
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Return True if rows can continue cached keys and values.
+    """Return True if rows can continue keys and values that are already in a cache.
 
-    Every layer must attend to all earlier tokens, and the logits must be the head's output on the last hidden states.
+    This requires that every layer attends to all earlier tokens. It also requires that the logits are the head's output for the
+    last hidden states.
     """
     causal = causal_model(model)
     layers = DynamicCache(config=causal.config).layers
@@ -165,7 +174,7 @@ def shares_prefixes(model: nn.Module) -> bool:
 
 
 def keeps_apart(model: nn.Module) -> bool:
-    """Return True if rows packed on one line do not attend to each other. It is tested once per model."""
+    """Return True if rows that are packed on one line do not attend to each other. Each model is tested once."""
     causal = causal_model(model)
     if causal not in _apart_models:
         training = causal.training
@@ -177,7 +186,7 @@ def keeps_apart(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _probe_keeps_apart(causal: PreTrainedModel) -> bool:
-    """Compare a row with the same row after and before other rows on a line."""
+    """Test whether other rows on the line, before or after a row, change the row's hidden states."""
     first, other, row = [1, 2, 3, 4], [4, 3, 2, 1], [2, 4, 1]
     lines = [[*first, *row], [*other, *row], [*row, *first]]
     positions = [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3]]
@@ -195,12 +204,12 @@ def _hidden_on_lines(body: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
 
 @contextmanager
 def checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
-    """Turn on gradient checkpointing inside the context, if `on`.
+    """If `on`, use gradient checkpointing inside the context.
 
-    Layers in train mode then keep only their inputs and are computed again.
+    Layers in train mode then store only their inputs. The backward pass computes the layers again.
 
     Raises:
-        ModelError: the model does not support it.
+        ModelError: the model does not support gradient checkpointing.
     """
     causal = causal_model(model)
     if not on:
@@ -232,15 +241,16 @@ def _hidden(body: nn.Module, ids: Tensor, mask: Tensor, prefixes: Prefixes | Non
 
 
 def _inputs(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the inputs of a model's body. The mask may also cover tokens that were read before."""
+    """Return the inputs of a model's body. The mask may also cover tokens that are already in the cache."""
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
 
 
 def _own_logits(causal: nn.Module, ids: Tensor, mask: Tensor, chosen: Tensor, hidden: bool) -> tuple[Tensor, Tensor]:
-    """Return the model's own logits (N, V) before the chosen tokens (B, T - 1), computed for columns in which any row has one.
+    """Return the model's own logits (N, V) before the chosen tokens (B, T - 1).
 
-    With `hidden` also return the last hidden states (N, H) there, else an empty tensor (0,).
+    The model computes every column in which a row has a chosen token. With `hidden`, also return the last hidden states (N, H)
+    at these positions, else an empty tensor (0,).
     """
     columns = chosen.any(0).nonzero()[:, 0]
     if not hidden:
@@ -258,7 +268,10 @@ def _is_plain(causal: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _probe_plain_head(causal: PreTrainedModel) -> bool:
-    """Run the model, and compare its head's input with the body's hidden states, and the head's output with the logits."""
+    """Test whether the model's logits are its head applied to the last hidden states of its body.
+
+    Run the model once. Compare the head's input with the body's hidden states, and the head's output with the logits.
+    """
     head, body = causal.get_output_embeddings(), causal.base_model  # type: ignore[no-untyped-call]
     if type(head) is not nn.Linear or body is causal:
         return False

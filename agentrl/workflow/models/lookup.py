@@ -1,7 +1,12 @@
-"""The lookup of models by name: the folder of files, their hash, and the LoRA rank. It loads no weights, and needs no torch.
+"""The lookup of models by name: the folder of a model's files, their hash, and the LoRA rank. It loads no weights, and needs no
+torch.
 
-A model is a folder in the hub's format: `config.json`, `*.safetensors`, tokenizer files. A name is `tiny` (made by `agentrl
-sft`), a folder in the models directory, a path, or a name on the hub.
+A model is a folder in the hub's format: `config.json`, `*.safetensors`, tokenizer files. A name is one of:
+
+- `tiny`, which `agentrl sft` makes
+- a folder in the models directory
+- a path
+- a name on the hub
 """
 
 import hashlib
@@ -25,14 +30,14 @@ from agentrl.workflow.trajectory import PolicyRef
 
 TINY = "tiny"
 TINY_DATASET = "arithmetic"
-"""The dataset whose model the name `tiny` means if no dataset is given."""
+"""The dataset whose tiny model the name `tiny` means if no dataset is given."""
 SMALL = 50_000_000
 """The number of parameters below which all weights train, unless the config sets a rank."""
 TRUST = "Read the code, and pass --trust-remote-code if it may run here."
 MAX_FILE_BYTES = 1 << 43
-"""The most bytes of a weights file on the hub."""
+"""The largest file of weights on the hub that is accepted, in bytes."""
 MAX_CONFIG = 1 << 24
-"""The most bytes that are read of a model's config."""
+"""The largest model config that is read, in bytes."""
 _FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
 HUB_HINT = "Pass a local model folder, or tiny."
 _TEXT_FILES = (
@@ -42,7 +47,7 @@ _TEXT_FILES = (
 
 
 def resolve_model(name: str, dataset: str) -> str:
-    """Return the folder, or hub name, of a model's name for runs on that dataset. A GGUF file is converted to a folder.
+    """Return the folder or the hub name that a model's name means for runs on the dataset. Convert a GGUF file to a folder.
 
     Raises:
         ModelError: the tiny model for this dataset does not exist yet, or a GGUF file is not a valid model.
@@ -59,7 +64,9 @@ def resolve_model(name: str, dataset: str) -> str:
 
 
 def starting_policy(name: str, dataset: str) -> PolicyRef:
-    """Return the policy of an untrained base. A local folder is hashed now, a hub model when a worker first loads it.
+    """Return the policy that an untrained base is.
+
+    A local folder is hashed now. A hub model is hashed when a worker first loads it.
 
     Raises:
         ModelError: the folder does not exist, or the hub has no such model.
@@ -70,7 +77,10 @@ def starting_policy(name: str, dataset: str) -> PolicyRef:
 
 
 def existing_model(name: str, dataset: str) -> str:
-    """Return `resolve_model`'s result, after a check that the folder or hub model exists. Raises as `starting_policy`."""
+    """Return the result of `resolve_model` after checking that the folder or hub model exists.
+
+    Raises the exceptions of `starting_policy`.
+    """
     base = resolve_model(name, dataset)
     folder = Path(base)
     if not folder.is_dir():
@@ -100,9 +110,12 @@ def sft_model_name(model: str, dataset: str) -> str:
 
 
 def refuse_existing(target: Path, overwrite: bool, how: str = "Pass --force") -> None:
-    """Raise ConflictError if the folder exists and may not be overwritten.
+    """Raise ConflictError if the folder exists and must not be overwritten.
 
-    Only a folder with a `RECORD` may be overwritten, and only with `overwrite`. `how` says in the hint how to request that.
+    An existing folder is overwritten only with `overwrite`, and only if it contains a `RECORD`.
+
+    Args:
+        how: the advice in the error's hint on how to overwrite the folder.
     """
     if not target.exists():
         return
@@ -113,14 +126,20 @@ def refuse_existing(target: Path, overwrite: bool, how: str = "Pass --force") ->
 
 
 def code_files(folder: Path) -> tuple[Path, ...]:
-    """Return the code files in a model's folder; none unless the config of the model or the tokenizer names one of them."""
+    """Return the code files in a model's folder.
+
+    The result is empty unless the config of the model or the tokenizer names such a file.
+    """
     modules = {name for config in ("config.json", "tokenizer_config.json") for name in _named_modules(folder / config)}
     there = tuple(sorted(folder.glob("*.py")))
     return there if modules & {file.stem for file in there} else ()
 
 
 def _named_modules(file: Path) -> Iterator[str]:
-    """Yield the modules that `auto_map` names (`modeling_x` in `modeling_x.Model`), singly or in lists."""
+    """Yield the modules that `auto_map` names (`modeling_x` in `modeling_x.Model`).
+
+    An entry of `auto_map` is a name or a list of names.
+    """
     try:
         with file.open("rb") as stream:
             tree = json.loads(stream.read(MAX_CONFIG))
@@ -134,23 +153,23 @@ def _named_modules(file: Path) -> Iterator[str]:
 
 
 def check_code(config: ModelConfig, folder: Path) -> None:
-    """Raise ModelError if the model has code of its own that the config does not trust."""
+    """Raise ModelError if the model has code of its own and the config does not trust this code."""
     code = code_files(folder)
     if code and not config.trust_remote_code:
         raise ModelError(f"The model in {str(folder)!r} needs its own code ({code[0].name}).", TRUST)
 
 
 def code_hash(folder: Path) -> str:
-    """Return the sha256 over the code in a model's folder; empty if there is none."""
+    """Return the sha256 over the code files in a model's folder; empty if there are no code files."""
     lines = [f"{file.name} {sha256_file(file)}" for file in code_files(folder)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
 
 
 def model_folder(path: str, code: bool = False) -> Path:
-    """Return the local folder of a model. It is downloaded from the hub if needed.
+    """Return the local folder of a model, downloaded from the hub if needed.
 
     Args:
-        code: whether the model's own code may run; it is then downloaded too.
+        code: whether the model's own code may run; the code is then downloaded too.
 
     Raises:
         ModelError: the folder does not exist or has no config, the hub has no such model, or the hub cannot be reached.
@@ -166,7 +185,9 @@ def model_folder(path: str, code: bool = False) -> Path:
 
 
 def local_folder(path: str) -> Path | None:
-    """Return the folder of a model on this machine, including the hub's cache; None for a hub model that is not downloaded yet.
+    """Return the folder of a model on this machine, which may be in the hub's cache.
+
+    Return None for a hub model that is not downloaded yet.
 
     Raises:
         ModelError: the folder does not contain a model.
@@ -224,13 +245,13 @@ def _download(name: str, code: bool) -> Path:
 
 
 def find_model_files(name: str, dataset: str) -> ModelFiles | None:
-    """Return the config and shapes from a model's files, on this machine or on the hub. No weights are downloaded.
+    """Return the config and the shapes of a model, from its files on this machine or on the hub. No weights are downloaded.
 
-    Returns None if the hub does not know the model, or does not respond.
+    Return None if the hub does not know the model, or does not respond.
 
     Args:
         name: a model's name or folder.
-        dataset: the dataset that decides which model `tiny` is.
+        dataset: the dataset that decides which model `tiny` means.
 
     Raises:
         ModelError: the model does not exist here, or its files are malformed.
@@ -293,7 +314,7 @@ def base_hash(folder: Path) -> str:
 
 
 def check_base(base: str, expected_hash: str) -> None:
-    """Check that a local base is the one that weights were trained on.
+    """Check that a local base has not changed since weights were trained on it.
 
     Args:
         expected_hash: the recorded hash of the base; empty if it is unknown.

@@ -10,10 +10,10 @@ from agentrl.workflow.config import ALL_LINEAR
 from agentrl.workflow.models.headers import Shapes
 
 LEFT_OUT = frozenset({"gate", "router", "shared_expert_gate", "indexer", "encoder_attn"})
-"""Parts of models that get no adapter.
+"""Parts of names whose layers get no adapter.
 
-An adapter makes the choice of experts unstable. Layers that choose keys get no gradient. A decoder alone has no attention to an
-encoder.
+An adapter would make the choice of experts unstable. Layers that choose keys get no gradient. A decoder without an encoder does
+not use the layers for attention to an encoder.
 """
 
 
@@ -23,7 +23,7 @@ class LoraLayers:
 
     Args:
         names: the full names of the layers.
-        targets: names that select these layers and no others: only the last parts of the names, if they suffice.
+        targets: names that select exactly these layers. If the last parts of the full names suffice, they are used.
         width: the number of weights of an adapter with rank 1.
         transposed: whether the layers store their weights as (inputs, outputs), as in GPT-2.
     """
@@ -35,10 +35,11 @@ class LoraLayers:
 
     @classmethod
     def of(cls, chosen: Mapping[str, int], modules: Iterable[str], transposed: bool) -> "LoraLayers":
-        """Return the selected layers among all modules of a model.
+        """Make the `LoraLayers` of the selected layers.
 
         Args:
-            chosen: the number of inputs plus outputs of each selected layer, by name.
+            chosen: the sum of input and output width of each selected layer, by name.
+            modules: all modules of the model.
         """
         last = tuple(count_by_name(chosen))
         other_names = {_last(name) for name in set(modules) - set(chosen)}
@@ -46,17 +47,20 @@ class LoraLayers:
 
 
 EXPERT_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""The names that PEFT treats as experts in a model that has experts, though other layers have them too."""
+"""The names that PEFT treats as experts in a model that has experts, although other layers of it have these names too."""
 
 _NO_DECODER = ("embed", "vision", "visual", "audio", "multi_modal", "conv1d")
-"""Parts of names of weights that are not linear layers of the decoder, for use when only a file's names are known."""
+"""Parts of names of weights that are not linear layers of the decoder. They are used if only a file's names are known."""
 
 
 def choose_linear(names: Iterable[str], siblings: Collection[str]) -> list[str]:
     """Return the layers that LoRA trains by default, among the linear layers of a decoder.
 
-    Layers in `LEFT_OUT` get no adapter. Nor do the output and step-size layers of Mamba: its kernels read the weights directly,
-    without an adapter. In a model with experts, other layers with names of experts get none either.
+    These layers get no adapter:
+
+    - layers in `LEFT_OUT`
+    - the output and step-size layers of Mamba: its kernels read the weights directly, without an adapter
+    - in a model with experts, all layers with names in `EXPERT_NAMES`
 
     Args:
         names: the names of the linear layers, without the head.
@@ -68,10 +72,10 @@ def choose_linear(names: Iterable[str], siblings: Collection[str]) -> list[str]:
 
 
 def adapted_shapes(shapes: Shapes, targets: Sequence[str], vocabulary: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the weights that get an adapter, as far as the names in a model's files tell.
+    """Return the shapes of the weights that get an adapter, as far as names and shapes in a model's files show them.
 
     Args:
-        vocabulary: the number of token ids; embedding and head have that many rows.
+        vocabulary: the number of token ids. It identifies the embedding and the head, which have that many rows.
     """
     matrices = {
         name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")
@@ -84,7 +88,7 @@ def adapted_shapes(shapes: Shapes, targets: Sequence[str], vocabulary: int) -> l
 
 
 def count_by_name(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of layers by the last part of their name, in the order of first occurrence."""
+    """Return the number of layers for each last part of a name, in the order in which these parts first occur."""
     counts: dict[str, int] = {}
     for name in names:
         counts[_last(name)] = counts.get(_last(name), 0) + 1

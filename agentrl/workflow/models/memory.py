@@ -1,4 +1,4 @@
-"""The return of freed memory to other processes, which torch and the C library would otherwise keep."""
+"""The return of freed memory to the system. Otherwise torch and the C library would keep it."""
 
 import ctypes
 import platform
@@ -13,14 +13,14 @@ MMAP_THRESHOLD = -3
 RETURN_THRESHOLD, DEFAULT_THRESHOLD = 2**20, 2**25
 """The allocation size, in bytes, from which memory comes from the system instead of the heap.
 
-The first is used inside the context; the second is glibc's default.
+`RETURN_THRESHOLD` is used inside the context. `DEFAULT_THRESHOLD` is glibc's default.
 """
 
 
 def free_cached_blocks(device: torch.device) -> None:
-    """Return the free blocks of torch's allocator to the GPU, where another process may need them.
+    """Release the free blocks of torch's GPU allocator, so other processes can use the memory.
 
-    On another kind of device it does nothing.
+    On another kind of device, do nothing.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -28,9 +28,9 @@ def free_cached_blocks(device: torch.device) -> None:
 
 @contextmanager
 def return_freed_memory(device: torch.device, lean: bool) -> Iterator[None]:
-    """Return GPU memory that was freed inside the context at its end.
+    """When the context ends, release GPU memory that was freed inside it.
 
-    If `lean`, return freed CPU memory to the system at once.
+    With `lean`, also return freed CPU memory to the system, at once.
     """
     try:
         with _without_heap(lean):
@@ -41,10 +41,10 @@ def return_freed_memory(device: torch.device, lean: bool) -> Iterator[None]:
 
 @contextmanager
 def _without_heap(enabled: bool) -> Iterator[None]:
-    """Return the memory of large CPU tensors to the system as soon as they are freed, at the cost of time.
+    """Inside the context, return the memory of a large CPU tensor to the system as soon as the tensor is freed.
 
-    glibc's heap cannot reuse a gap for an aligned tensor of the same size, so an update of a quantised base held twice the
-    memory in use. With another C library this does nothing.
+    This takes more time. glibc's heap cannot reuse a gap for an aligned tensor of the same size. So an update of a quantised
+    base held twice the memory that it used. With another C library this does nothing.
     """
     if not enabled or platform.libc_ver()[0] != "glibc":
         yield

@@ -1,6 +1,6 @@
 """An estimate of an iteration's memory, in bytes by part, from a model's files. No weights are loaded.
 
-It does not include the libraries' own memory (CUDA: about half a GiB), or gaps between the parts.
+The estimate includes neither the memory of the libraries (CUDA: about half a GiB) nor gaps between the parts.
 `tests/models/test_memory_estimate.py` checks the parts against a loaded model and against the tensors that autograd saves.
 """
 
@@ -21,10 +21,10 @@ LENGTH_STEP = 64
 HEAD_CHUNK = 2**23
 """The number of logits in memory at once in an update: 32 MB in float32."""
 COPY_LIMIT = 250_000_000
-"""The number of parameters below which the sampler of a fully trained model holds its weights twice.
+"""The number of parameters below which the sampler of a fully trained model stores its weights twice.
 
-It holds them as modules, and packed for its forward pass. Together with the trained copy, its gradient and two moments, the
-packed copy is the sixth.
+It stores them as modules, and packed for its forward pass. The packed copy is then the sixth tensor of this size: the others
+are the modules, the trained copy, its gradient and two moments.
 """
 
 MICROBATCH_TOKENS = 1536
@@ -39,10 +39,10 @@ RECURRENT_SIZES = (
 """The config keys with the sizes of a layer's recurrent state: gated delta nets (Qwen3.5), Mamba 2 (Granite 4, Falcon-H1)."""
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError)
-"""The exceptions that a config with missing or invalid sizes raises."""
+"""The exceptions that reading sizes from a config raises if they are missing or invalid."""
 
 MAX_BYTES = 2**60
-"""The bytes from which an estimate is treated as invalid."""
+"""The number of bytes from which on an estimate is treated as invalid."""
 
 Parts = Mapping[str, int]
 """The bytes of memory, by a description of their use."""
@@ -59,7 +59,7 @@ class Shape:
         element: bytes per number in the model's computation: 4 on a CPU, 2 on a GPU, 8 with `numerics: exact`.
         bits: bits per stored weight of quantised projections; 0: not quantised.
         targets: the layers that have an adapter.
-        mixed: whether float32 weights train with products in 2 bytes.
+        mixed: whether float32 weights train with matrix products in 16 bits.
     """
 
     config: Mapping[str, Any]
@@ -92,7 +92,7 @@ class Shape:
 
     @cached_property
     def keys(self) -> int:
-        """The width of a layer's keys."""
+        """The width of the keys of one layer, over all of its key heads."""
         return self.head_width * int(self.config.get("num_key_value_heads") or self.heads)
 
     @cached_property
@@ -103,12 +103,14 @@ class Shape:
 
     @cached_property
     def convolution_states(self) -> int:
-        """The numbers per row that all layers keep for their convolutions: the inputs of each kernel (channels, 1, width)."""
+        """The number of values per row that all layers store for their convolutions: the inputs of each kernel (channels, 1,
+        width).
+        """
         return sum(prod(shape) for name, shape in self.weights.items() if len(shape) == 3 and shape[1] == 1 and "conv" in name)
 
     @cached_property
     def recurrent_states(self) -> int:
-        """The float32 numbers per row that all layers of linear attention or Mamba keep."""
+        """The number of float32 values per row that all layers of linear attention or Mamba store as states."""
         layers = sum(name.endswith("conv1d.weight") for name in self.weights)
         names = next((names for names in RECURRENT_SIZES if names[0] in self.config), ())
         return layers * prod(int(self.config[name]) for name in names) if names else 0
@@ -125,7 +127,7 @@ class Shape:
 
     @cached_property
     def embeddings(self) -> int:
-        """The number of weights of the embedding, and of the head if it is separate."""
+        """The number of weights of the embedding, plus those of the head if it does not share them."""
         sizes = {name: prod(shape) for name, shape in self.weights.items() if len(shape) == 2 and self.vocabulary in shape}
         if self.config.get("tie_word_embeddings", False):
             sizes = {name: size for name, size in sizes.items() if not name.endswith("lm_head.weight")} or sizes
@@ -153,11 +155,11 @@ class Shape:
 
     @cached_property
     def kept(self) -> int:
-        """The bytes per token that one layer keeps for its backward pass.
+        """The bytes per token that one layer stores for its backward pass.
 
-        These are the inputs of both norms and all projections, query, keys, values, attention's result, gate, its SiLU, and up,
-        and the adapters' intermediate values. Norms keep their input in float32. In mixed precision they keep their output too,
-        and each of five projections has its own copy.
+        The layer stores the inputs of both norms and all projections, query, keys, values, attention's result, gate, its SiLU,
+        and up, and the adapters' intermediate values. A norm stores its input in float32. In mixed precision, a norm stores its
+        output too, and each of five projections has its own copy.
         """
         inner = int(self.config.get("intermediate_size") or 4 * self.hidden)
         adapters = len(self.adapted) // self.layers if self.rank else 0
@@ -166,9 +168,10 @@ class Shape:
         return FLOAT * (norms * self.hidden + self.heads + 2) + self.element * states
 
     def activations(self, tokens: int, checkpointing: bool) -> int:
-        """Return the bytes that all layers keep for the backward pass; with checkpointing only the layers' inputs.
+        """Return the bytes that all layers store for the backward pass of `tokens` tokens.
 
-        Weights that are cast to the precision of products are included.
+        With checkpointing these are only the inputs of the layers. Otherwise they include the weights that are cast to the
+        precision of the matrix products.
         """
         if checkpointing:
             return tokens * self.layers * (FLOAT if self.mixed else self.element) * self.hidden
@@ -176,7 +179,8 @@ class Shape:
         return tokens * self.layers * self.kept + self.element * cast
 
     def at_work(self, tokens: int, checkpointing: bool) -> int:
-        """Return the bytes for one layer's backward pass: its widest gradients, one complete weight, and its activations.
+        """Return the bytes that the backward pass of one layer needs: its largest gradients, one complete weight, and its
+        activations.
 
         The activations are included only with checkpointing, because the layer then computes them again.
         """
@@ -187,7 +191,7 @@ class Shape:
 
 
 def always(shape: Shape) -> Parts:
-    """Return the bytes held while the model is loaded, by part."""
+    """Return the bytes that are held as long as the model is loaded, by part."""
     if not shape.rank:
         packed = shape.all < COPY_LIMIT
         return {"trained weights in float32": FLOAT * shape.all, "the sampler's": (1 + packed) * shape.element * shape.all}
@@ -214,7 +218,7 @@ def _projections(shape: Shape) -> Parts:
 def while_sampling(shape: Shape, rows: int, tokens: int) -> Parts:
     """Return the bytes needed to sample `rows` rows of up to `tokens` tokens, by part.
 
-    The number of slots is a power of two. Layers with a sliding window keep the keys of all tokens too, and mask them.
+    The number of slots is a power of two. Layers with a sliding window store the keys of all tokens too, and mask them.
     """
     length, slots = -(-tokens // LENGTH_STEP) * LENGTH_STEP, 1 << (rows - 1).bit_length()
     states = shape.element * shape.convolution_states + FLOAT * shape.recurrent_states
@@ -248,11 +252,11 @@ class MemoryEstimate:
     """The bytes that one process needs to sample and train.
 
     Args:
-        always: the bytes that are always held.
+        always: the bytes that are held as long as the model is loaded.
         sampling: the additional bytes while it samples.
         update: the additional bytes while it updates.
         rows: the number of rows that are sampled at once.
-        tokens: the tokens of each of these rows.
+        tokens: the number of tokens of each of these rows.
     """
 
     always: int
@@ -273,10 +277,10 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: RunConfig, files: ModelFiles, rank: int, slots: int, on_gpu: bool) -> MemoryEstimate | None:
-    """Return an estimate of a run's memory; None if the model's config.json lacks the sizes.
+    """Estimate a run's memory. Return None if the model's config.json lacks the sizes.
 
     Args:
-        rank: the rank of the LoRA adapters; 0 without.
+        rank: the rank of the LoRA adapters; 0 trains all weights.
         slots: the most rows that are sampled at once.
         on_gpu: whether the workers compute on a GPU.
     """
@@ -301,7 +305,7 @@ def estimate_memory(config: RunConfig, files: ModelFiles, rank: int, slots: int,
 
 
 def shape_of(config: RunConfig, files: ModelFiles, rank: int, on_gpu: bool) -> Shape:
-    """Return the sizes that decide how much memory a run needs; for the arguments see `estimate_memory`."""
+    """Return the sizes that decide how much memory a run needs. For the arguments see `estimate_memory`."""
     model = config.model
     bits = 4 if model.load_in_4bit else 8 if model.load_in_8bit else 0
     text = files.config.get("text_config", files.config)
@@ -313,7 +317,7 @@ def shape_of(config: RunConfig, files: ModelFiles, rank: int, on_gpu: bool) -> S
 def microbatch_that_fits(shape: Shape, free: int, checkpointing: bool) -> int:
     """Return the tokens of the largest microbatch whose update takes at most `FREE_SHARE` of the `free` bytes.
 
-    It is a multiple of 64 from 256 to 16,384. If the model's config lacks the sizes, it is `MICROBATCH_TOKENS`.
+    The number is a multiple of 64 between 256 and 16,384. If the model's config lacks the sizes, it is `MICROBATCH_TOKENS`.
     """
     try:
         fixed, with_one = (sum(while_updating(shape, tokens, checkpointing).values()) for tokens in (0, 1))

@@ -1,11 +1,11 @@
-"""Products with weights that are packed in the layout of a CPU's matrix kernels, for a frozen model that samples.
+"""Matrix products with weights that are packed in the layout of a CPU's kernels, for a frozen model that samples.
 
 A decoding step multiplies few rows by all weights. `torch.nn.functional.linear` packs each weight at every call; here oneDNN
-does so once. The order of sums differs, so logprobs differ by a rounding.
+packs it once. The order of sums differs, so logprobs differ by rounding.
 
-torch's operations for this are private, and the processor features that they need differ by dtype (bfloat16: AVX-512 or
-similar). So each process tests them once per dtype. It uses plain products if they are missing, raise an exception or return
-wrong numbers.
+torch's operations for this are private, and the processor features that they need depend on the dtype (bfloat16: AVX-512 or
+similar). So each process tests the operations once per dtype. It uses plain products if the operations are missing, raise an
+exception or return wrong numbers.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from torch.nn import functional
 Product = Callable[[Tensor], Tensor]
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""The dtypes that are packed, each with the largest error of a product relative to its largest entry."""
+"""The dtypes that can be packed. The value is the largest allowed error of a product, relative to its largest entry."""
 
 WORTH_PRODUCTS = 2_000_000
-"""The number of multiplications below which the overhead of calling oneDNN exceeds the saved time."""
+"""The number of multiplications in a product below which calling oneDNN costs more time than packing saves."""
 
 
 def pack_weight(weight: Tensor, bias: Tensor | None) -> Product:
-    """Return a function from inputs (..., I) to outputs (..., O) for the present values of a weight (O, I).
+    """Return a function from inputs (..., I) to outputs (..., O) that multiplies by a weight (O, I).
 
-    The weight is packed if this machine can do so.
+    The function uses the values that the weight has now. The weight is packed if this machine can do so.
     """
     if not can_pack(weight.device, weight.dtype):
         return lambda inputs: functional.linear(inputs, weight, bias)
@@ -44,13 +44,18 @@ def pack_weight(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if weights are packed: on a CPU, in float32 or bfloat16, if this processor and this torch can."""
+    """Return True if weights are packed.
+
+    This requires a CPU, float32 or bfloat16, and support by this processor and this torch.
+    """
     return device.type == "cpu" and dtype in ROUNDING and not why_not_packed(dtype)
 
 
 @cache
 def why_not_packed(dtype: torch.dtype) -> str:
-    """Return the reason why this process does not pack a dtype of `ROUNDING`; empty if the test product was right."""
+    """Return the reason why this process does not pack a dtype of `ROUNDING`; empty if it does, because the test product was
+    right.
+    """
     draw = torch.Generator().manual_seed(0)
     weight, bias, inputs = (torch.randn(size, generator=draw).to(dtype) for size in ((80, 48), (80,), (7, 48)))
     exact = functional.linear(inputs.double(), weight.double(), bias.double())
@@ -65,7 +70,7 @@ def why_not_packed(dtype: torch.dtype) -> str:
 
 
 def pack_with_onednn(weight: Tensor, bias: Tensor | None) -> Product:
-    """Return the packed product. Raise an exception if oneDNN or this torch does not support it."""
+    """Return the packed product. Raise an exception if oneDNN or this version of torch does not support it."""
     packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def product(inputs: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The number of a model's parameters and of those that train: in a module, or in files, without loading them or torch."""
+"""The number of a model's parameters and of those that train, from a module or from a model's files. For files, neither weights
+nor torch are loaded.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,17 +31,22 @@ class Parameters:
 
 
 def count_trained(base: int, rank: int, layers: LoraLayers | None) -> Parameters:
-    """Count the parameters of a base with LoRA of that rank on these layers. Without layers all parameters train.
+    """Count the parameters of a base with LoRA adapters, and those that train.
 
     Args:
         base: the number of the base's parameters.
+        rank: the rank of the adapters.
+        layers: the layers with an adapter; without layers all parameters train.
     """
     adapters = rank * layers.width if layers else 0
     return Parameters(adapters or base, base + adapters)
 
 
 def count_parameters(module: "nn.Module") -> Parameters:
-    """Count a module's parameters. Quantised layers count with their original size; the sampler's adapter is left out."""
+    """Count a module's parameters and those that train.
+
+    A quantised layer counts with its number of parameters before quantisation. The sampler's adapter is left out.
+    """
     sizes = [(_size(p), p.requires_grad) for name, p in module.named_parameters() if ".sampler." not in name]
     return Parameters(sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes))
 
@@ -50,7 +57,7 @@ def _size(parameter: "nn.Parameter") -> int:
 
 
 def count_in_files(config: ModelConfig, folder: Path) -> Parameters | None:
-    """Count the parameters of the model in the folder from the headers of its files; None if that is impossible."""
+    """Count the parameters of the model in the folder from the headers of its files. Return None if they cannot be counted."""
     try:
         return count_in_headers(read_model_files(folder), lora_rank(config, folder), config.lora_targets)
     except ModelError:  # loading it reports the error
@@ -58,7 +65,7 @@ def count_in_files(config: ModelConfig, folder: Path) -> Parameters | None:
 
 
 def count_in_headers(files: ModelFiles, rank: int, targets: Sequence[str]) -> Parameters | None:
-    """Count the parameters; None if there are none, or if the base is stored quantised.
+    """Count the parameters. Return None if there are none, or if the base is stored quantised.
 
     The shapes of a quantised base are those of packed numbers.
 

@@ -1,12 +1,15 @@
 """The policy: a base model, the part of it that trains, and the frozen published weights that sampling reads.
 
-There are two kinds. `lora` has one base (4-bit, 8-bit or unquantised) with two adapters: the optimizer writes `policy`, and
-`sampler` holds the published weights. The reference is the base with its adapter switched off. With `full` all weights of a
-small model train, and the sampler is a second, frozen copy. So one process serves rollout and train with one base, and sampling
-never reads a tensor that the optimizer writes.
+There are two kinds:
+
+- `lora` has one base (4-bit, 8-bit or unquantised) with two adapters. The optimizer writes the adapter `policy`; the adapter
+  `sampler` holds the published weights. The reference is the base with its adapter switched off.
+- `full` trains all weights of a small model. The sampler is a second, frozen copy.
+
+So one process samples and trains with one base, and sampling never reads a tensor that the optimizer writes.
 
 The context managers `sampling`, `training` and `reference` yield modules, and `decoding` yields the sampling weights as one
-function. Each holds `lock` while it is open, because they share one base. Keep them short.
+function. Each holds `lock` while it is open, because they share one base. Keep them open only for a short time.
 """
 
 import copy
@@ -95,8 +98,8 @@ class Policy:
             config: quantisation, LoRA and numerics. `numerics: exact` computes on the CPU in float64, on one thread.
             path: a folder in the hub's format, or a hub name (see `models.lookup.resolve_model`).
             device: the device; `auto` uses a GPU if there is one.
-            threads: CPU threads for the whole process; 0: torch's choice.
-            weights: whether to read the weights now. Otherwise they are read at first use: a process that samples with a server
+            threads: CPU threads for the complete process; 0: torch's choice.
+            weights: whether to read the weights now. If False, they are read at first use. A process that samples with a server
                 may never need them.
 
         Raises:
@@ -115,14 +118,14 @@ class Policy:
 
     @contextmanager
     def sampling(self) -> Iterator[nn.Module]:
-        """Yield the frozen published weights in eval mode. The caller must turn gradients off."""
+        """Yield the model with the frozen published weights, in eval mode. The caller must turn gradients off."""
         with self.lock:
             model = self._active("sampler")
             yield model.eval() if model.training else model
 
     @contextmanager
     def decoding(self) -> Iterator[Pass]:
-        """Yield the weights of `sampling` as the engine's forward pass. The caller must turn gradients off."""
+        """Yield the engine's forward pass with the weights of `sampling`. The caller must turn gradients off."""
         with self.sampling() as model:
             if self._pass is None:
                 self._pass = self._forward_pass(model)
@@ -136,13 +139,18 @@ class Policy:
 
     @contextmanager
     def training(self) -> Iterator[nn.Module]:
-        """Yield the trained weights in train mode. Matrix products inside are computed in `mixed_dtype`."""
+        """Yield the model with the trained weights, in train mode.
+
+        Matrix products inside the context are computed in `mixed_dtype`.
+        """
         with self.lock, self._mixed_precision():
             yield self._active("policy").train()
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
-        """Yield the base as it was before training, in eval mode: without its adapter, or a frozen copy made at first use.
+        """Yield the base as it was before training, in eval mode.
+
+        It is the base without its adapter, or a frozen copy that the first use makes.
 
         Raises:
             CheckpointError: the base's files have changed since they were loaded.
@@ -163,7 +171,7 @@ class Policy:
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype, cache_enabled=False)
 
     def publish(self, ref: PolicyRef) -> bool:
-        """Make `sampling` use `ref`'s weights (an empty path: the base itself). Return True if that changed them.
+        """Make `sampling` use the weights of `ref` (an empty path: the base itself). Return True if the weights changed.
 
         Raises:
             CheckpointError: the weights belong to another base, are missing, or have changed since their sha256 was recorded;
@@ -184,7 +192,7 @@ class Policy:
         """Check that `ref` belongs to this base.
 
         Raises:
-            CheckpointError: it belongs to another base.
+            CheckpointError: `ref` belongs to another base.
         """
         if ref.base_hash not in ("", self.base_hash):  # empty: the submitting machine did not have the base
             raise CheckpointError(f"Policy version {ref.version} was trained on another base ({ref.base_hash[:12]}).")
@@ -202,12 +210,12 @@ class Policy:
         return "float32" if kinds == {torch.float32} else "coarse"
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the optimizer trains, by their name in the weights file."""
+        """Return the parameters that the optimizer trains, by their names in the weights file."""
         return self._slot("policy")
 
     @property
     def lora_layers(self) -> LoraLayers:
-        """The layers that have an adapter, for the kind `lora`. Reading this property loads no weights."""
+        """The layers that have an adapter; only for the kind `lora`. Reading this property loads no weights."""
         if self._lora_layers is None:
             built = loading.build_without_weights(self.config, self.folder)
             self._lora_layers = loading.find_lora_layers(self.config, built)
@@ -215,9 +223,9 @@ class Policy:
 
     @cached_property
     def trained_part(self) -> dict[str, Any]:
-        """The facts about adapters that a run records.
+        """The facts about the adapters that a run records; empty for the kind `full`.
 
-        They are the number of layers with an adapter by name, and the numbers of parameters. It is empty for the kind `full`.
+        They are the number of layers with an adapter, by name, and the numbers of parameters.
         """
         if self.kind == "full":
             return {}
@@ -232,17 +240,17 @@ class Policy:
 
     @property
     def weights_name(self) -> str:
-        """The name of the trained part's file in a checkpoint."""
+        """The name of the file in a checkpoint that contains the trained part."""
         return ADAPTER if self.kind == "lora" else MODEL
 
     def save_weights(self, file: Path) -> None:
-        """Write the trained part as one safetensors file, in the dtype it trains in."""
+        """Write the trained part as one safetensors file, in the dtype in which it is trained."""
         with self.lock:
             tensors = {name: p.detach().to("cpu", copy=True).contiguous() for name, p in self.trainable().items()}
         save_file(tensors, file, metadata={"format": "pt"})
 
     def load_weights(self, file: Path | None) -> None:
-        """Set the trained part from a file; None: to the base.
+        """Set the trained part to the values in a file; None: to those of the base.
 
         Raises:
             CheckpointError: the file is missing, broken, or of another model; or the base's files have changed since they were
@@ -282,7 +290,10 @@ class Policy:
         return {"policy": model, "sampler": model}
 
     def _check_places(self, model: Any) -> None:
-        """Check that PEFT added adapters to exactly the planned layers. For an older run's default this is not checked."""
+        """Check that PEFT added adapters to exactly the planned layers.
+
+        An older run that uses the default layers is not checked.
+        """
         names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
         got = {name.partition(".lora_A.")[0].removeprefix("base_model.model.") for name in names}
         if got != set(self.lora_layers.names) and self.config.lora_targets != PROJECTIONS:
@@ -331,7 +342,7 @@ class Policy:
     def _reload_base(self) -> Any:
         """Read the base from its folder again.
 
-        Its hash is checked after reading, so a change during the reading is detected too.
+        The hash is checked after the reading, so a change during the reading is detected too.
         """
         loaded = self._base()
         current_hash = base_hash(self.folder)
@@ -364,7 +375,7 @@ def _read_published(ref: PolicyRef) -> dict[str, Tensor]:
 
 
 def checked_weights(folder: Path, sha256: str) -> Path:
-    """Return the weights file of a checkpoint's folder, after a check of its sha256.
+    """Return the path of the weights file in a checkpoint's folder, after checking its sha256.
 
     Raises:
         CheckpointError: the file is missing, or differs from the recorded sha256.
@@ -391,7 +402,7 @@ def _read(file: Path) -> dict[str, Tensor]:
 def open_run_base(
     config: ModelConfig, base: str, base_hash: str, manifest: Mapping[str, Any], device: str, threads: int
 ) -> Policy:
-    """Load the base that a run was made with.
+    """Load the base of a run.
 
     Args:
         base_hash: the run's hash of the base; empty if it was not recorded.
@@ -414,7 +425,7 @@ def open_run_base(
 
 
 def open_with_weights(ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], device: str, threads: int) -> Policy:
-    """Load the base, with the policy's weights as the trained part. Raises as `open_run_base`.
+    """Load the base of a run, and the weights of the policy `ref` as its trained part. Raises as `open_run_base` does.
 
     Raises:
         CheckpointError: the weights have changed, or belong to another base.

@@ -1,9 +1,9 @@
 """The tiny model: about a million parameters of Qwen2's architecture, with its own tokenizer and chat template.
 
-Its supervised warm-up takes less than a minute on two CPU cores, so the complete workflow can train on any machine. The
-template has Qwen's markup (`<|im_start|>role`, `<tool_call>`, `<tool_response>`) with one short line for the tools. The
-tokenizer is a byte-level BPE trained on the demonstrations. Each digit is one token, and so is each frequent phrase of the
-demonstrations. An episode of two turns has about 45 tokens.
+Its supervised warm-up takes less than a minute on two CPU cores. So the complete workflow, training included, runs on any
+machine. The template has Qwen's markup (`<|im_start|>role`, `<tool_call>`, `<tool_response>`) with one short line for the
+tools. The tokenizer is a byte-level BPE that is trained on the demonstrations. Each digit is one token, and so is each frequent
+phrase of the demonstrations. An episode of two turns has about 45 tokens.
 """
 
 import json
@@ -26,7 +26,10 @@ VOCABULARY = 2048
 CONTEXT = 1024
 
 INIT = 0.06
-"""The standard deviation of the initial weights. Qwen's 0.02 suits widths of 1,000; with it copying is learned half as fast."""
+"""The standard deviation of the initial weights.
+
+Qwen's 0.02 suits widths of 1,000; with 0.02, the tiny model learns to copy half as fast.
+"""
 
 TEMPLATE = """\
 {%- if tools or messages[0].role == 'system' -%}
@@ -64,7 +67,7 @@ TEMPLATE = """\
 def tiny_tokenizer(texts: Sequence[str], vocabulary: int = VOCABULARY) -> Qwen2Tokenizer:
     """Train a byte-level BPE tokenizer with the tiny template on the texts. The same texts give the same tokenizer.
 
-    It has Qwen2's own class, because transformers loads every `qwen2` folder with that class and its splitting rules.
+    The tokenizer has Qwen2's class, because transformers loads every `qwen2` folder with that class and its splitting rules.
     """
     backend = Qwen2Tokenizer().backend_tokenizer
     trainer = BpeTrainer(
@@ -90,16 +93,16 @@ def tiny_tokenizer(texts: Sequence[str], vocabulary: int = VOCABULARY) -> Qwen2T
 
 
 def phrases(texts: Sequence[str]) -> list[str]:
-    """Return the phrases between special tokens and digits that occur in at least every twentieth text.
+    """Return the phrases that occur in at least every twentieth text. A phrase is the text between special tokens or digits.
 
-    Each becomes one token.
+    The tokenizer makes each of them one token.
     """
     counts = Counter(part for text in texts for part in set(re.split(r"\d", SPECIAL.sub("0", text))) if len(part) > 1)
     return sorted(part for part, count in counts.items() if count * 20 >= len(texts))
 
 
 def tiny_model(vocabulary: int, seed: int, layers: int = 4, width: int = 128) -> Qwen2ForCausalLM:
-    """Return a Qwen2 with random weights, drawn with the seed."""
+    """Return a Qwen2 model with random weights, which the seed decides."""
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=width,

@@ -1,13 +1,14 @@
-"""Rewards: each file here scores an Episode. See `Reward` and `score`; a reward that must run model-written code is a `Judge`.
+"""Rewards. Each file of this folder defines a function that scores an `Episode`. See `Reward` and `score`; a reward that must
+run model-written code is a `Judge`.
 
-The rewards that a run names (`--reward NAME=WEIGHT`) are its objective. Rewards of its env that it does not name are recorded
-with weight 0. Your own reward is a function in a file of yours, `--reward mine:polite=0.2`. It returns one number for the
-episode, or a list with one number for each of its steps:
+The rewards that a run names (`--reward NAME=WEIGHT`) are its objective. The env's other rewards are recorded with weight 0.
+Your own reward is a function in your own file, which `--reward mine:polite=0.2` selects. It returns one number for the episode,
+or a list with one number for each step:
 
   def polite(episode):
       return [float("please" in step.message.content) for step in episode.steps]
 
-Numbers of steps are stored as such (`rewards.step`). An algorithm that assigns credit to turns uses each turn's own number.
+Numbers of steps are stored per step (`rewards.step`). An algorithm that assigns credit to turns uses the number of each turn.
 """
 
 import hashlib
@@ -27,43 +28,45 @@ from agentrl.workflow.tools import Tool
 from agentrl.workflow.trajectory import Episode, ToolResult
 
 Value = float | Sequence[float]
-"""The value of a reward: a finite number for the episode, or a list with one number for each step, whose sum is the episode's.
+"""The value of a reward: a finite number for the episode, or a list with one number for each step. The sum of a list is the
+value of the episode.
 """
 
 Part = float | tuple[float, ...]
-"""A value that was checked."""
+"""A `Value` after validation."""
 
 Reward = Callable[[Episode], Value]
-"""A function from a finished episode to its value. If it raises an error, the episode fails; the reward never counts as 0.
-`episode.limits` are the run's.
+"""A function from a finished episode to its value. If the function raises an exception, the episode fails; its reward does not
+become 0. `episode.limits` are the rollout options of the run.
 """
 
 MAX_REWARD = 1e30
-"""The largest absolute value of a reward. A group's standard deviation squares it."""
+"""The largest absolute value of a reward. The standard deviation of a group squares rewards, so larger values could overflow.
+"""
 
 MAX_NAME = 64
-"""The most characters in the name of a reward part of a hook or an env."""
+"""The most characters in the name of a reward part that a hook or an env returns."""
 
 MAX_JUDGE = 128
-"""The most characters in the name of a judge, because its call's row has no more."""
+"""The most characters in the name of a judge. The row of a call cannot store a longer name."""
 
 
 @dataclass(frozen=True)
 class Judge(Tool):
-    """A reward that must run model-written code, and therefore runs where the tools run.
+    """A reward that must run model-written code. It runs in a tools worker, in the same way as a tool.
 
-    When an episode has ended, the rollout calls its judges like tools: one row, the queue `tools`, sent again if a worker is
-    lost, and one result. The model does not see these calls, and they do not count as its calls. `agentrl rescore` and `replay
-    --verify` call a judge with an episode; it then runs in their own process.
+    When an episode has ended, the rollout calls its judges like tools: each call has one row and one result, goes to the queue
+    `tools`, and is sent again if a worker is lost. The model does not see these calls, and they are not counted as the model's
+    calls. `agentrl rescore` and `replay --verify` run a judge in their own process.
 
     Args:
-        function: judges the arguments; returns a text from which `reads` gets the number, or a ToolResult with that text and
-            the sandbox's data.
-        asks: returns the arguments of `function` for a finished episode, as JSON values; or the value itself if no code needs
-            to run.
-        reads: gets the value from the text.
-        reference_form: the form of an answer made from a task's reference, such as `"#### {}"`, which must earn 1
-            (`reference_check`); empty if answers are not compared with references.
+        function: a function that judges its arguments. It returns a text, or a ToolResult with that text and the sandbox's
+            data.
+        asks: a function that returns the arguments of `function` for a finished episode, as JSON values. If no code needs to
+            run, it returns the reward's value instead.
+        reads: a function that converts the text to the reward's value.
+        reference_form: the form of an answer that is made from a task's reference, such as `"#### {}"`. This answer must earn 1
+            (`reference_check`). Empty if the judge does not compare answers with references.
     """
 
     asks: Callable[[Episode], Mapping[str, Any] | Value] = field(kw_only=True)
@@ -86,8 +89,8 @@ class Judge(Tool):
         return result if isinstance(result, ToolResult) else ToolResult(str(result))
 
     def overdue(self) -> AgentRLError:
-        """Return an InfraError. The judged code has its own limits inside, so a timeout of the judge is the system's
-        failure.
+        """Return an InfraError. The judged code has its own time limits, so a timeout of the judge is a failure of the
+        system.
         """
         return InfraError(f"{self.name} did not judge within {self.timeout_seconds:g} s.")
 
@@ -107,10 +110,10 @@ def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
 
 
 def check_rewards(weights: Mapping[str, float]) -> None:
-    """Check that each reward can be called with an episode alone. This is done before anything is rolled out.
+    """Check that each reward can be called with only an episode. This check runs before the first episode is sampled.
 
     Raises:
-        ConfigError: a reward cannot.
+        ConfigError: a reward cannot be called in this way.
     """
     for name in weights:
         if problem := _uncallable(find("rewards", name)):
@@ -132,15 +135,15 @@ def _uncallable(reward: Reward) -> str:
 
 
 def questions(episode: Episode, judges: Mapping[str, Judge], optional: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
-    """Return the judge calls that are needed to score the ended episode: the arguments, by the judge's name.
+    """Return the arguments for each judge that must run to score the ended episode, by the judge's name.
 
     Args:
-        episode: the episode.
+        episode: the ended episode.
         judges: the judges by name.
         optional: as in `score`.
 
     Raises:
-        RewardError: a judge that is not optional raised an error on the episode.
+        RewardError: a judge that is not optional raised an exception.
     """
     calls, (read, _) = {}, as_read(episode)
     for name, judge in judges.items():
@@ -154,7 +157,7 @@ def questions(episode: Episode, judges: Mapping[str, Judge], optional: Collectio
 def verdicts(
     judges: Mapping[str, Judge], results: Mapping[str, ToolResult], optional: Collection[str] = ()
 ) -> dict[str, Value | None]:
-    """Return the values in the results of judge calls; None for an optional judge that failed.
+    """Convert the results of judge calls to values, by the judge's name. The value is None for an optional judge that failed.
 
     Args:
         judges: the judges by name.
@@ -180,17 +183,18 @@ def score(
     judged: Mapping[str, Value | None] = MappingProxyType({}),
     optional: Collection[str] = (),
 ) -> dict[str, Part]:
-    """Return the named parts of an episode's reward.
+    """Call the rewards, and return the named parts of the episode's reward.
 
     Args:
-        episode: the episode.
+        episode: the ended episode.
         weights: the weights of the rewards by name.
-        judged: values of judges that have run already. The other rewards are called here.
-        optional: rewards that are recorded in addition to those that the user named (`envs.optional_rewards`). If one fails,
-            for example because it cannot read the task's reference, the episode has no part of its name.
+        judged: the values of judges that have already run. The other rewards are called here.
+        optional: the env's rewards that are recorded although the user named other rewards (`envs.optional_rewards`). If one of
+            them fails, for example because it cannot read the task's reference, the episode has no part of its name.
 
     Raises:
-        RewardError: a reward that is not optional raised an error, or returned neither a finite number nor one for each step.
+        RewardError: a reward that is not optional raised an exception, or returned neither a finite number nor one for each
+            step.
         InfraError: the system failed during a reward.
         SandboxUnavailable: a reward must run code, and this machine has no sandbox.
     """
@@ -206,7 +210,12 @@ def score(
 
 
 def spread(parts: Mapping[str, Part], places: Sequence[int], steps: int) -> dict[str, Part]:
-    """Extend the parts to all steps of the episode: only the steps at `places` were scored, and the others get 0."""
+    """Extend the parts of the scored steps to all steps of the episode.
+
+    Args:
+        places: the indices of the scored steps. All other steps get 0.
+        steps: the number of steps of the episode.
+    """
     if len(places) == steps:
         return dict(parts)
 
@@ -218,10 +227,10 @@ def spread(parts: Mapping[str, Part], places: Sequence[int], steps: int) -> dict
 
 
 def numbers(value: object) -> Part:
-    """Return one number or several, as plain floats.
+    """Convert one number or several numbers to plain floats.
 
     Raises:
-        TypeError: a value is not a number; a text is not accepted.
+        TypeError: a value is not a number. Text is not accepted.
     """
     return tuple(map(_number, value)) if isinstance(value, list | tuple) else _number(value)
 
@@ -233,16 +242,16 @@ def _number(value: object) -> float:
 
 
 def part_of(value: Part, steps: int, source: str, name: str = "") -> Part:
-    """Check the numbers of a reward part, and return it.
+    """Validate the numbers of a reward part, and return the part.
 
     Args:
-        value: the number, or the numbers of the steps.
+        value: one number, or the numbers of the steps.
         steps: the number of steps.
-        source: what returned the value, for the error message.
-        name: the part's name, if the source returns several.
+        source: the name of the reward, hook or env that returned the value, for the error message.
+        name: the name of the part, if the source returns several parts.
 
     Raises:
-        RewardError: a number is not finite or exceeds `MAX_REWARD`, or there is not one for each step.
+        RewardError: a number is not finite or exceeds `MAX_REWARD`, or a list does not have one number for each step.
     """
     about = f" for {name!r}" if name else ""
     if isinstance(value, float):
@@ -268,7 +277,7 @@ def _why_unusable(value: float) -> str:
 
 
 def part_sum(part: Part) -> float:
-    """Return the part's sum over the episode."""
+    """Return the part's value for the whole episode: the number itself, or the sum over the steps."""
     return part if isinstance(part, float) else math.fsum(part)
 
 
@@ -288,10 +297,15 @@ def _raise_reward_errors(name: str) -> Iterator[None]:
 
 
 def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str, Part]:
-    """Check the reward parts that `source`, a hook or an env, returned for an episode with this many steps, and return them.
+    """Validate the reward parts that a hook or an env returned, and return them.
+
+    Args:
+        steps: the number of steps of the episode.
+        source: the name of the hook or env, for the error message.
 
     Raises:
-        RewardError: a value is neither a finite number nor one for each step; or a name is empty, too long or not printable.
+        RewardError: a value is neither a finite number nor one number for each step, or a name is empty, too long or not
+            printable.
     """
     for name in parts:
         if not name.isprintable() or not 0 < len(name) <= MAX_NAME:
@@ -300,7 +314,7 @@ def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str,
 
 
 def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping[str, float]) -> Episode:
-    """Return the episode with its reward, the reward's parts, and the rewards of its steps.
+    """Return the episode with its reward, the parts of the reward, and the rewards of its steps.
 
     Raises:
         RewardError: the sum exceeds `MAX_REWARD`.
@@ -315,7 +329,7 @@ def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping
 
 
 def total_reward(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float:
-    """Return the weighted sum of the parts. A part without a weight, from a hook, has weight 1.
+    """Return the weighted sum of the parts. A part without a weight, which comes from a hook or an env, has weight 1.
 
     Raises:
         RewardError: the sum exceeds `MAX_REWARD`.
@@ -327,11 +341,12 @@ def total_reward(parts: Mapping[str, Part], weights: Mapping[str, float]) -> flo
 
 
 def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
-    """Return a hash of the weights and of the statements in each reward's file. Equal hashes mean that the same code scored.
+    """Return a hash of the weights and of the code of the rewards. If two hashes are equal, the same code scored.
 
     Args:
         weights: the weights of the rewards by name.
-        anew: read the files again; by default they are as this process first hashed them, which is the code that it has loaded.
+        anew: True: read the files again. False: use the text that this process first hashed, which is the code that it has
+            loaded.
     """
     files = {name: "".join(hashed_source(module, anew) for module in _modules(name)) for name in weights}
     text = "\0".join(f"{name}={weight}\0{files[name]}" for name, weight in sorted(weights.items()))
@@ -339,8 +354,9 @@ def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
 
 
 def _modules(name: str) -> tuple[str, ...]:
-    """Return the modules of the reward: the one with its code, and the user's, which may create it from that code (`brief =
-    within(400, 100)`).
+    """Return the modules of the reward: the module with its code, and the user's module.
+
+    They differ if the user's module creates the reward from other code (`brief = within(400, 100)`).
     """
     reward = find("rewards", name)
     code: Callable[..., Any] = reward.function if isinstance(reward, Judge) else reward

@@ -4,6 +4,5 @@ from agentrl.workflow.trajectory import Episode
 
 
 def echoed(episode: Episode) -> float:
-    """Return 1.0 or 0.0."""
     results = (result for step in episode.steps for result in step.results or ())
     return float(any(result.error_class is None and result.content == episode.task.reference for result in results))

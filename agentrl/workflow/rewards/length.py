@@ -1,8 +1,8 @@
-"""length: a penalty for an episode's tokens, step by step, relative to the most tokens that its run allows.
+"""length: a penalty for the tokens of an episode, per step, relative to the most tokens that the run allows.
 
-A step earns -tokens / (max_new_tokens x max_steps). So the episode earns from -1.0, if it used all tokens, to 0.0. The weight
-says how much of a right answer the full length costs: `--reward length=0.1`. Every token costs the same; for a penalty only
-near the limit see `overlong`.
+A step earns -tokens / (max_new_tokens x max_steps). So an episode earns between -1.0, if it used all tokens, and 0.0. With
+weight 0.1 (`--reward length=0.1`), an episode of the full length loses 0.1. Every token costs the same. For a penalty only near
+the limit see `overlong`.
 """
 
 from agentrl.workflow.trajectory import Episode

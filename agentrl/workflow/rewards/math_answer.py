@@ -1,13 +1,13 @@
 r"""math_answer: 1.0 if the final answer equals the reference mathematically, as math-verify decides, else 0.0.
 
 `\frac{1}{2}`, `0.5` and `50\%` are equal, and so are `x + 1` and `1 + x`. Intervals, sets, matrices and equations are compared
-as such. The answer is the text after the last `####` of the last turn. Without one it is what math-verify finds: the last box,
-a sentence about the final answer, or the last formula. A turn that called a tool, or was cut off at a limit, is not an answer.
-For plain numbers, `numeric_answer` is enough.
+as such. The answer is the text after the last `####` of the last turn. Without `####`, the answer is what math-verify finds:
+the last box, a sentence about the final answer, or the last formula. A turn that called a tool, or was cut off at a limit, is
+not an answer. For plain numbers, `numeric_answer` is enough.
 
-This reward is a `Judge`: math-verify's parser reads model-written text, so it runs in the sandbox. The sandbox sees these
-packages of this Python (the extra `math`) and no others; a docker image must contain them itself. Loading them takes a second,
-so there is a lasting session per core. Each answer is judged in a fork of a session, which ends afterwards. An answer that
+This reward is a `Judge`: math-verify parses model-written text, so it runs in the sandbox. Of the Python packages on this
+machine, the sandbox sees only those of the extra `math`; a docker image must contain them itself. Loading the packages takes a
+second, so each core has a lasting session. Each answer is judged in a fork of a session, and the fork then ends. An answer that
 exceeds its time or memory there is wrong.
 """
 
@@ -36,10 +36,10 @@ INSTALL_IN_IMAGE = "pip install math-verify"
 
 LIMITS = Limits(cpu_seconds=3.0)
 LOADING = Limits(cpu_seconds=60.0)
-"""The limits for loading the packages. A Python of another version first compiles them."""
+"""The limits for loading the packages. They are generous, because a Python of another version first compiles the packages."""
 MAX_CHARACTERS = 20_000
 VERDICTS = {"1.0": 1.0, "0.0": 0.0, "null": None}
-"""The values of all texts that the judge may return."""
+"""A mapping from each text that the judge may return to its value."""
 
 PATHS = """
 import os, sys, tempfile
@@ -88,7 +88,7 @@ for known in ("1,200.5", "\\frac{-3}{4}\\%", "x = 2\\sqrt{3} + \\pi", "(1, 2]", 
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """Return the judge's arguments for the episode; 0.0 if there is no answer."""
+    """Return the judge's arguments for the episode, or the reward 0.0 if there is no answer."""
     answer = episode.final_answer[-MAX_CHARACTERS:]
     if episode.stop_reason != "answered" or not writable(answer):
         return 0.0
@@ -105,8 +105,9 @@ def _math_answer(reference: str, answer: str) -> ToolResult:
 
 @lru_cache(maxsize=4096)
 def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
-    """Return a function for the verdict (None: the reference has no mathematics) and the processor time in seconds. Each answer
-    is judged once.
+    """Return a function that judges the answer once and caches the result.
+
+    Its result is the verdict, which is None if the reference has no mathematics, and the processor time in seconds.
     """
 
     def judge() -> tuple[float | None, float]:
@@ -117,11 +118,11 @@ def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
 
 
 def _opened() -> Session:
-    """Return a session in which the function `judge` is defined.
+    """Return a sandbox session that defines the function `judge`.
 
     Raises:
         ConfigError: the packages are not installed.
-        SandboxUnavailable: there is no sandbox, or it cannot load the packages.
+        SandboxUnavailable: there is no sandbox, or the sandbox cannot load the packages.
         InfraError: the session did not start.
     """
     place = sandbox()
@@ -137,7 +138,7 @@ def _opened() -> Session:
 
 
 def _hint(kind: str, reads: Sequence[str]) -> str:
-    """Return what to do if the packages are installed here but cannot be loaded in the sandbox."""
+    """Return the hint for packages that are installed on this machine but cannot be loaded in the sandbox."""
     if kind == "docker":
         return f"Install it in the image that AGENTRL_SANDBOX_IMAGE names: {INSTALL_IN_IMAGE}"
     folders = ", ".join(sorted({str(Path(path).parent) for path in reads}))
@@ -158,7 +159,7 @@ def installed() -> tuple[str, ...]:
 
 
 def ready() -> None:
-    """Check that answers can be judged here. Raise the errors that the first answer would raise."""
+    """Check that answers can be judged on this machine. The check raises the same errors as the first judged answer."""
     with _warm.one():
         pass
 

@@ -1,14 +1,14 @@
 r"""numeric_answer: 1.0 if the final answer equals the reference's number exactly, else 0.0.
 
-The answer is read from the last turn, which must have called no tool and must have ended by itself; a turn that was cut off at
-a limit is not an answer. In its text the answer is the first of these that exists:
+The answer is read from the last turn. This turn must not call a tool, and must have ended by itself: a turn that was cut off at
+a limit is not an answer. The answer is the first of these that exists in its text:
 
 1. the beginning of the first non-empty line after the last `####`: a number, or a box with a number;
 2. the beginning of the text in the last `\boxed{...}`;
 3. the last word that contains a digit.
 
-A reference is read strictly: it is one such number, alone or after its last `####`. Words may follow it. Other references are
-refused.
+A reference is read more strictly. It is one such number, alone or after the last `####`, and words may follow the number. Other
+references are an error.
 
 In each of these cases a word, which is a run of characters without a space, must be a number and nothing else. Otherwise there
 is no answer:
@@ -21,10 +21,11 @@ is no answer:
     (`72%`, `72kg`, `72cm^2`, `72/hour`, `72-liter`, `72nd`). `72x`, `72k`, `x72`, `v2`, `0x72` and `$5m` are not numbers;
 - the number may stand in `**72**`, `$72$`, `$$72$$`, `\(72\)`, `\[72\]` and `\text{72}`; `1{,}200` and `1\,200` are 1200;
 - a part of a longer expression is not a number: `3:30`, `1/2`, `\frac{1}{2}`, `2*72`, `10^3`, `2\pi`, `sqrt(72)`, `1.2.3`,
-    `2024-05-18`. Of two numbers with one `-` or `+` in between, as in `100-72`, the answer is the second.
+    `2024-05-18`. If one `-` or `+` stands between two numbers, as in `100-72`, the answer is the second number.
 
-After `####` and in a box the number comes first, and must not be the beginning of a longer expression. `#### 100-72`, `#### 48
-/ 2`, `#### 72 x 1` and `#### 72 or 73` are not answers; `#### 72 clips` is. A word after a space is ignored, whatever it means.
+After `####` and in a box, the text must begin with the number, and the number must not be the beginning of a longer expression.
+`#### 100-72`, `#### 48 / 2`, `#### 72 x 1` and `#### 72 or 73` are not answers; `#### 72 clips` is an answer. A word after a
+space is ignored, whatever it means.
 
 Numbers are compared exactly, however long they are. Every step takes time linear in the length of the text.
 """
@@ -74,16 +75,16 @@ _GOES_ON = re.compile(
     r"\s*(?:[\^=\u00d7\u00f7\u00b7]|\*(?!\*[A-Za-z])|:\s*\d|/(?! ?[A-Za-z]{2})|[-+x](?=\s*[$\d(])|[xyz](?![A-Za-z])"
     r"|\\(?:times|cdot|div|d?frac|sqrt|pi|pm)|,\s*[-$\d]|(?:or|and|to)\s+[-$\d])"
 )
-"""The text after a number that is only the beginning of a longer expression, or one of several answers."""
+"""A pattern of the text after a number that is only the beginning of a longer expression, or only one of several answers."""
 
 _NO_REST = re.compile(
     r"[\d=<^\u00b1\u2248\n]|>\s*\S|\b(?:hundred|thousand|million|billion|trillion|dozen|or|and|to|more|less)s?\b", re.IGNORECASE
 )
-"""Text that must not follow the number of a reference, because it would be a part of the answer."""
+"""A pattern of text that must not follow the number of a reference, because it would be a part of the answer."""
 
 
 def numeric_answer(episode: Episode) -> float:
-    """Return 1.0 or 0.0.
+    """Return 1.0 if the answer is right, else 0.0.
 
     Raises:
         ValueError: the task's reference is not one number, so no answer could be right.
@@ -103,10 +104,10 @@ numeric_answer.reference_form = "#### {}"  # type: ignore[attr-defined]
 
 
 def read_reference(text: str) -> Decimal | None:
-    """Return the number of a reference, which may follow its last `####`; None if the reference is not one number.
+    """Return the number of a reference; None if the reference is not one number.
 
-    Words may follow the number (`72 clips`), but no other number, mathematical sign, or word that changes the number (`5
-    million`).
+    The number may follow the last `####`. Words may follow the number (`72 clips`), but no other number, mathematical sign, or
+    word that changes the number (`5 million`).
     """
     text = _normal(text.rpartition("####")[2]).strip()
     text = text[_OPENS.match(text).end() :]  # type: ignore[union-attr]
@@ -121,7 +122,7 @@ def read_reference(text: str) -> Decimal | None:
 
 
 def read_answer(text: str) -> Decimal | None:
-    """Return the number that the text gives as its answer; None if there is none."""
+    """Return the number that the text gives as its answer; None if the text has no such number."""
     _, marker, answer = text.rpartition("####")
     if marker:
         line = _normal(answer).lstrip().partition("\n")[0]
@@ -132,7 +133,7 @@ def read_answer(text: str) -> Decimal | None:
 
 
 def _normal(text: str) -> str:
-    """Return the text without typography: one kind of minus and of space. LaTeX delimiters become tabs."""
+    """Normalise the typography of a text: one kind of minus, one kind of space, and tabs for LaTeX delimiters."""
     text = text.replace("\u2212", "-").replace("\u2013", "-").replace("\u2019", "'")
     text = text.replace("\\$", "$").replace("\\%", "%").replace("{,}", ",").replace("\\!", "")
     text = text.replace("^{\\circ}", "\u00b0").replace("^\\circ", "\u00b0")

@@ -38,8 +38,8 @@ def within(max_tokens: int, cache: int) -> Reward:
     """Return the reward with custom limits, in tokens per turn.
 
     Args:
-        max_tokens: the limit.
-        cache: the size of the penalised zone below the limit.
+        max_tokens: the limit, in tokens.
+        cache: the size of the penalised zone below the limit, in tokens.
 
     Raises:
         ValueError: `cache` is not between 1 and `max_tokens`.

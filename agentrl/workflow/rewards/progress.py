@@ -1,10 +1,11 @@
-"""progress: the gain of the programs that an episode ran, step by step, on the tests shown in the question.
+"""progress: the progress of an episode's programs, per step, on the tests in the question.
 
-Each program that a step ran with the tool python is judged by the share of visible tests that its function passes; see
-`tests_passed`. A step earns the amount by which it raises the best share so far. The sum is the best share reached, from 0.0 to
-1.0. The row of the judge's call has the shares of all programs, in a list for each step.
+A program is the code of one call of the tool python. It is judged by the share of visible tests that its function passes; see
+`tests_passed`. A step earns the amount by which it raises the best share so far. The sum over the steps is the best share, from
+0.0 to 1.0. The row of the judge's call has the shares of all programs, in one list per step.
 
-A program that ends with an error, including its own failed `assert`, passes no test. A task that shows no tests gives 0.0.
+A program that ends with an error, including a failed `assert` of its own, passes no test. A task without visible tests gives
+0.0.
 """
 
 import json
@@ -27,11 +28,11 @@ from agentrl.workflow.trajectory import Episode, Step, ToolResult
 
 TOOL = "python"
 MAX_TRIED = 8
-"""The number of programs that are judged; later ones are ignored."""
+"""The most programs of an episode that are judged. Later programs are ignored."""
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | Value:
-    """Return the judge's arguments; a list of zeros if no test is shown or no program was run."""
+    """Return the judge's arguments, or a list of zeros if the question shows no test or no program was run."""
     metadata = episode.task.metadata
     left = iter(range(MAX_TRIED))
     tried = [[code for code, _ in zip(_programs(step), left, strict=False)] for step in episode.steps]
@@ -47,7 +48,7 @@ def _programs(step: Step) -> list[str]:
 
 
 def _progress(setup: str, tried: list[list[str]], function: str, visible: list[str]) -> ToolResult:
-    """Return the share of tests that each program passes."""
+    """Return the share of tests that each program passes, from 0 to 1, as text."""
     shares: list[list[float]] = []
     budget = Budget(WHOLE_CPU_SECONDS)
     for programs in tried:
@@ -59,7 +60,7 @@ def _progress(setup: str, tried: list[list[str]], function: str, visible: list[s
 
 
 def gained(shares: str) -> list[float]:
-    """Return the amount by which each step raised the best share."""
+    """Return, for each step, the amount by which it raised the best share."""
     best = accumulate((max(step, default=0.0) for step in json.loads(shares)), max, initial=0.0)
     return [after - before for before, after in pairwise(best)]
 

@@ -1,8 +1,8 @@
 """sql_match: 1.0 if the query in the final answer returns the same rows as the reference, else 0.0 (execution match).
 
-The query is the last ```sql block of the answer, else the text after its last `####`, else the whole text. It runs as in the
-tool sql: one read-only SELECT with limited work. Duplicate rows count. The order of rows counts only if the reference itself
-has an ORDER BY; column names never count. Numbers are equal if they agree to nine digits.
+The query is the last ```sql block of the answer, else the text after the last `####`, else the whole text. It runs as in the
+tool sql: one read-only SELECT with limited work. Duplicate rows matter. The order of rows matters only if the reference has an
+ORDER BY. Column names never matter. Numbers are equal if they agree to nine digits.
 
 The task's metadata has the `database`: a file in `workflow/datasets`, a path, or a postgresql:// URL.
 """
@@ -25,7 +25,7 @@ ORDERED = re.compile(r"\border\s+by\b", re.IGNORECASE)
 
 
 def sql_match(episode: Episode) -> float:
-    """Return 1.0 or 0.0.
+    """Return 1.0 if the query returns the rows of the reference, else 0.0.
 
     Raises:
         ValueError: the reference does not run, or returns no rows.
@@ -52,7 +52,7 @@ def read_query(text: str) -> str:
 
 
 def ordered(query: str) -> bool:
-    """Return whether the query itself has an ORDER BY; one in a subquery does not count."""
+    """Return True if the query has an ORDER BY outside of its subqueries."""
     bare = QUOTED.sub("''", query)
     while INSIDE.search(bare):
         bare = INSIDE.sub("", bare)
@@ -60,7 +60,7 @@ def ordered(query: str) -> bool:
 
 
 def _rows(database: str, query: str, limit: int) -> list[tuple[Any, ...]] | None:
-    """Return the rows of the query; None if it is invalid or not allowed."""
+    """Return the rows of the query; None if the query is invalid or not allowed."""
     if not query:
         return None
     try:

@@ -1,11 +1,12 @@
-"""tests_passed: the share of the task's hidden tests that the answered function passes.
+"""tests_passed: the share of the task's hidden tests that the function in the answer passes.
 
-The answer is the last ```python block of the final turn, else its whole text. This reward is a `Judge`: the answer's code runs
-in a session of the sandbox, and each test is a call of the function there. The returned value is compared as plain data in
-another session, which never runs model-written code (`judging.code_judge`). The code inside knows neither the expected values
-nor the number of tests. Nothing that it prints, patches or exits with decides the verdict.
+The answer is the last ```python block of the final turn, else the whole text of that turn. This reward is a `Judge`: the
+answer's code runs in a session of the sandbox, and each test calls the function there. The returned value is plain data. It is
+compared in another session, which never runs model-written code (`judging.code_judge`). The answer's code knows neither the
+expected values nor the number of tests. So it cannot change the verdict by what it prints, by patching modules, or by its exit
+code.
 
-If a call exceeds its time or memory, that test fails. If an answer has used the processor time of all its tests, or has slept
+If a call exceeds its time or memory, that test fails. If an answer has used the processor time for all its tests, or has slept
 for too long, the remaining tests fail. If the system fails, the reward is not 0: the answer is judged again.
 """
 
@@ -28,32 +29,32 @@ from agentrl.workflow.trajectory import Episode, Exit, Task, ToolResult
 
 LIMITS = Limits(cpu_seconds=3.0)
 WHOLE_CPU_SECONDS = 12.0
-"""The processor time for all code that is judged together, in seconds."""
+"""The longest processor time of one judgement, in seconds, over all cells and calls."""
 
 WHOLE_IDLE_SECONDS = 20.0
-"""The longest time that all code judged together may sleep, in seconds."""
+"""The longest time that the code of one judgement may sleep, in seconds, over all cells and calls."""
 
 SERVED_SECONDS = 0.1
-"""The time that this process may take to see the end of a call, in seconds; it does not count as sleep."""
+"""The time that this process needs at most to notice the end of a call, in seconds. It does not count as sleep of the code."""
 
 MAX_TOLD = 4 * exact_json.MAX_CHARACTERS
-"""The most characters of all values that a function returns for its tests; further calls fail."""
+"""The most characters of all values that a function may return for its tests. Once they are exceeded, further calls fail."""
 
 MAX_LATE = 2
-"""The number of tests that may use up their processor time. After these, or after one test that slept until its timeout, the
-other tests are not run and count as failed.
+"""The most tests that may exceed their processor time. After so many, or after one test that slept until its timeout, the
+remaining tests are not run and have failed.
 """
 
 JUDGE_SECONDS = 180.0
-"""The time limit for judging, in seconds, without waits for a free sandbox. It is longer than all limits of the judged code, so
-exceeding it is the system's failure.
+"""The time limit for a judgement, in seconds, without waits for a free sandbox. It is longer than the limits of the judged code
+taken together, so only a failure of the system exceeds it.
 """
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """Return the judge's arguments; 0.0 if there is no answer to run.
+    """Return the judge's arguments, or the reward 0.0 if the answer has no code to run.
 
     Raises:
         ValueError: the task has no hidden test.
@@ -88,7 +89,7 @@ def read_code(text: str) -> str:
 
 
 def writable(code: str) -> bool:
-    """Return whether the code is not empty and can be encoded in UTF-8."""
+    """Return True if the code is not empty and can be encoded in UTF-8."""
     try:
         return bool(code.encode())
     except UnicodeEncodeError:
@@ -96,12 +97,14 @@ def writable(code: str) -> bool:
 
 
 def _tests_passed(setup: str, answer: str, function: str, hidden: list[str], test: str = "", reference: str = "") -> ToolResult:
-    """Return the share of tests that the answer's function passes: the hidden cases, or the tests of a test program."""
+    """Return the share of tests that the answer's function passes. The tests are the hidden cases, or those of a test
+    program.
+    """
     return verdict_result(*_judged(setup, answer, function, tuple(hidden), test, reference)())
 
 
 def verdict_result(verdict: object, cpu_seconds: float) -> ToolResult:
-    """Return a verdict in the format of its row."""
+    """Convert a verdict to the tool result that the call's row stores."""
     return ToolResult(json.dumps(verdict), cpu_seconds=cpu_seconds, exit=Exit(sandbox().kind, "ok", None))
 
 
@@ -109,8 +112,10 @@ def verdict_result(verdict: object, cpu_seconds: float) -> ToolResult:
 def _judged(
     setup: str, answer: str, function: str, hidden: tuple[str, ...], test: str, reference: str
 ) -> Once[tuple[float, float]]:
-    """Return a function for the share and the processor time in seconds. Each answer is judged once, because episodes of a
-    group often give the same one.
+    """Return a function that judges the answer once and caches the result: the share of passed tests, and the processor time in
+    seconds.
+
+    The cache helps, because episodes of a group often give the same answer.
     """
 
     def judge() -> tuple[float, float]:
@@ -127,7 +132,7 @@ def _judged(
 
 @contextmanager
 def opened() -> Iterator[Session]:
-    """Yield a session to judge in, and close it afterwards.
+    """Yield a sandbox session for judging, and close it afterwards.
 
     Raises:
         SandboxUnavailable: this machine has no sandbox for model-written code.
@@ -141,7 +146,7 @@ def opened() -> Iterator[Session]:
 
 
 class Budget:
-    """The processor time and the idle time, both in seconds, that all code judged together may use."""
+    """The processor time and the idle time that the code of one judgement may use, both in seconds."""
 
     def __init__(self, cpu_seconds: float) -> None:
         self._most = cpu_seconds
@@ -149,22 +154,22 @@ class Budget:
 
     @property
     def spent(self) -> bool:
-        """True if the budget is used up, so that nothing more may start."""
+        """True if the budget is used up. Then no further cell or call may start."""
         return self.used >= self._most or self._idle >= WHOLE_IDLE_SECONDS
 
     def pay(self, result: CodeResult) -> None:
-        """Subtract what a cell or a call has used."""
+        """Subtract the time that a cell or a call has used."""
         self.used += result.cpu_seconds
         self._idle += max(0.0, result.wall_seconds - result.cpu_seconds - result.waited_seconds - SERVED_SECONDS)
 
 
 class Calls:
-    """Calls of a session's function, limited by the budget and by the size of all returned values.
+    """Calls of the function in a session, limited by the budget and by the total size of the returned values.
 
     Args:
         session: the session.
         function: the function's name.
-        budget: the budget for the cells and all calls. What would start after it is used up fails.
+        budget: the budget for the cells and all calls. A call that would start after the budget is used up fails.
     """
 
     def __init__(self, session: Session, function: str, budget: Budget) -> None:
@@ -172,7 +177,7 @@ class Calls:
         self._late = self._told = 0
 
     def begun(self, cells: Sequence[str]) -> bool:
-        """Run the cells that are not empty; return whether all of them succeeded.
+        """Run the cells that are not empty. Return True if all of them succeeded.
 
         Raises:
             InfraError: the sandbox failed, or the machine was too busy.
@@ -187,11 +192,10 @@ class Calls:
         return True
 
     def __call__(self, args: str) -> str | None:
-        """Call the function with these encoded arguments (`checks.KnownCalls`); return the encoded result, or None if the call
-        failed.
+        """Call the function with encoded arguments (`checks.KnownCalls`). Return the encoded result; None if the call failed.
 
         Raises:
-            InfraError: as `begun`.
+            InfraError: the sandbox failed, or the machine was too busy.
         """
         if self._late >= MAX_LATE or self._budget.spent or self._told > MAX_TOLD:
             return None
@@ -209,10 +213,10 @@ class Calls:
 
 
 def share(session: Session, cells: Sequence[str], function: str, cases: Sequence[str], budget: Budget) -> float:
-    """Run the cells, and return the share of the cases that the function passes.
+    """Run the cells, and return the share of the cases that the function passes, from 0 to 1.
 
-    The cases are texts, as in the task. The share is 0.0 if a cell fails. Cases that would start after the budget is used up
-    count as failed.
+    The cases are texts, as in the task. If a cell fails, the share is 0.0. A case that would start after the budget is used up
+    has failed.
 
     Raises:
         InfraError: the sandbox failed, or the machine was too busy.

@@ -1,8 +1,8 @@
 """text_answer: 1.0 if the final answer equals the reference word for word, else 0.0.
 
-The answer is the text after the last `####` of the last turn, else its last line, without a leading `Answer:`. Case,
-punctuation at the ends of words, articles and extra spaces are ignored. `metadata["aliases"]` lists other right answers. A turn
-that called a tool, or was cut off at a limit, is not an answer.
+The answer is the text after the last `####` of the last turn, else the last line of that turn. A leading `Answer:` is removed.
+Case, punctuation at the ends of words, articles and extra spaces are ignored. `metadata["aliases"]` lists other right answers.
+A turn that called a tool, or was cut off at a limit, is not an answer.
 """
 
 import re
@@ -11,8 +11,8 @@ import unicodedata
 from agentrl.workflow.trajectory import Episode
 
 MAX_CHARACTERS = 10_000
-"""The most characters of a reference and of an answer; a longer answer is wrong. Normalising accents takes time quadratic in
-their number.
+"""The most characters of a reference and of an answer. A longer answer is wrong. Normalising accents takes time quadratic in
+the number of characters.
 """
 
 LEAD = re.compile(r"(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:))\s*", re.IGNORECASE)
@@ -21,10 +21,10 @@ ENDS = "\"'`*_.,;:!?()[]{}\u201c\u201d\u2018\u2019"
 
 
 def text_answer(episode: Episode) -> float:
-    """Return 1.0 or 0.0.
+    """Return 1.0 if the answer is right, else 0.0.
 
     Raises:
-        ValueError: a reference has no word, so no answer could be right; or it has too many characters.
+        ValueError: the reference or an alias has too many characters, or has no word, so no answer could be right.
     """
     references = (episode.task.reference, *episode.task.metadata.get("aliases", ()))
     if any(len(text) > MAX_CHARACTERS for text in references):
@@ -42,7 +42,7 @@ text_answer.reference_form = "#### {}"  # type: ignore[attr-defined]
 
 
 def read_answer(text: str) -> str:
-    """Return the text that is given as the answer."""
+    """Return the text after the last `####`, or else the last line, without a leading `Answer:`."""
     marked = text.rpartition("####")
     answer = marked[2] if marked[1] else text
     lines = [line.strip() for line in answer.splitlines() if line.strip()]

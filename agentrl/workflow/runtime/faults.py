@@ -1,13 +1,13 @@
-"""Fault points: named places at which a test can kill, fail or stop the process. Without a test they do nothing.
+"""Fault points: named places in the code at which a test can kill, fail or stop the process. Without a test, they do nothing.
 
-`AGENTRL_FAULT_DIR` names a folder in which every point counts its hits. The count is permanent and shared by all processes with
-that folder, so a restarted process does not fail at the same place again. `AGENTRL_FAULT` holds the faults, separated by
-commas: `name:n:action` acts at the n-th hit of the point `name`.
+`AGENTRL_FAULT_DIR` names a folder in which every point counts how often it was reached. The count is permanent and shared by
+all processes with this folder, so a restarted process does not fail at the same place again. `AGENTRL_FAULT` lists the faults,
+separated by commas. `name:n:action` runs the action when the point `name` is reached for the n-th time.
 
-- `kill`   SIGKILL to itself: nothing is flushed, no handler runs
+- `kill`   the process sends itself SIGKILL: nothing is flushed, no handler runs
 - `raise`  InjectedFault
-- `sleep`  stops the whole process, with its heartbeat, for `AGENTRL_FAULT_SLEEP` seconds (5); it then continues although its
-    leases may be lost
+- `sleep`  stops the whole process, with its heartbeat, for `AGENTRL_FAULT_SLEEP` seconds (5). The process then continues,
+    although its leases may be lost
 """
 
 import fcntl
@@ -20,14 +20,14 @@ from pathlib import Path
 
 
 class InjectedFault(Exception):
-    """A failure that `AGENTRL_FAULT` requested."""
+    """A failure that a test requested with `AGENTRL_FAULT`."""
 
 
 def faultpoint(name: str) -> None:
-    """Count a hit of the point, and carry out the fault that is due at this hit, if any.
+    """Increment the count of the fault point. If a fault is due at this count, run its action.
 
     Raises:
-        InjectedFault: the fault at this hit is `raise`.
+        InjectedFault: the action of the due fault is `raise`.
     """
     plan = _plan()
     if plan is not None:

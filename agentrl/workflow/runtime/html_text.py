@@ -15,14 +15,14 @@ MEMORY_BYTES = 1 << 30
 
 
 class PageTooLong(Exception):
-    """The page takes too much time or memory to read."""
+    """A page that takes too much time or memory to read."""
 
 
 def text_of(page: str) -> str:
     """Return the text of a page, one line per block.
 
     Raises:
-        PageTooLong: reading it exceeded the limits on time or memory.
+        PageTooLong: the page exceeded the limits on time or memory.
     """
     command = [sys.executable, "-I", __file__]
     try:
@@ -45,7 +45,7 @@ class _Words(HTMLParser):
         self._skipped = self._kept = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Begin a line, or an element whose text is skipped."""
+        """Begin a line. For a script or a style, begin to skip text."""
         self._skipped += tag in self.SKIPPED
         self._kept += tag == "pre"
         self.parts += ["\n"] * (tag in self.BREAKS)
@@ -57,7 +57,7 @@ class _Words(HTMLParser):
         self.parts += ["\n"] * (tag in self.BREAKS)
 
     def handle_data(self, data: str) -> None:
-        """Keep the text, unless it is inside a skipped element."""
+        """Collect the text, unless it is inside of a skipped element."""
         if not self._skipped:
             self.parts.append(data if self._kept else re.sub(r"\s+", " ", data))
 

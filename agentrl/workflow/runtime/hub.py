@@ -1,5 +1,5 @@
-"""Requests to the hub with a time limit. The hub's client retries for half a minute, and a name server that does not respond
-delays it further.
+"""Requests to the hub with a time limit. Without it, the hub's client retries for half a minute, and a name server that does
+not respond delays it further.
 """
 
 import os
@@ -15,13 +15,16 @@ Answer = TypeVar("Answer")
 ANSWER_SECONDS = 3.5
 """The longest wait for a response, in seconds."""
 AWAY_SECONDS = 10.0
-"""The time in seconds for which a hub that did not respond is not asked again. So a command with two names waits only once."""
+"""The time for which no request is sent to a hub that did not respond, in seconds. So a command with two names waits only once.
+"""
 
 _silent_since = -AWAY_SECONDS
 
 
 def ask_hub(kind: Literal["model", "dataset"], name: str) -> Literal["known", "unknown", "away"]:
-    """Return whether the hub has a model or dataset of that name: `known`, `unknown`, or `away` if it does not respond."""
+    """Ask the hub whether it has a model or dataset of this name. Return `known`, `unknown`, or `away` if the hub does not
+    respond.
+    """
     from huggingface_hub import HfApi  # slow to import, and seldom needed
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
@@ -48,7 +51,7 @@ def ask_hub(kind: Literal["model", "dataset"], name: str) -> Literal["known", "u
 
 
 def answer_in_time(ask: Callable[[], Answer]) -> Answer | None:
-    """Call `ask` in a thread and return its result; None if it raises an error or takes longer than ANSWER_SECONDS."""
+    """Call `ask` in a thread and return its result; None if it raises an exception or takes longer than `ANSWER_SECONDS`."""
     answers: list[Answer] = []
 
     def run() -> None:
@@ -62,14 +65,14 @@ def answer_in_time(ask: Callable[[], Answer]) -> Answer | None:
 
 
 def go_offline() -> None:
-    """Limit this process to files that were downloaded before. Call it before `datasets` is imported."""
+    """Limit this process to files that are already downloaded. Call this function before `datasets` is imported."""
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = True
 
 
 def has_fetched_dataset(name: str) -> bool:
-    """Return whether files of a dataset are in the cache of `datasets` or of the hub's client."""
+    """Return True if the cache of `datasets`, or of the hub's client, has files of the dataset."""
     from huggingface_hub import constants
 
     prepared = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME, "datasets")), name.replace("/", "___"))

@@ -1,4 +1,4 @@
-"""`Once`: a lazy singleton, created when it is first needed."""
+"""`Once`: a lazy singleton, which is created when it is first used."""
 
 import threading
 from collections.abc import Callable
@@ -9,9 +9,10 @@ Made = TypeVar("Made")
 
 
 class Once(Generic[Made]):
-    """A callable that calls `make` once and returns its result. Threads that call it at the same time get the same result.
+    """A callable that calls `make` once and returns its result. All threads get the same result.
 
-    With functools.cache each of these threads would call `make`. If `make` raises an error, the next call tries again.
+    With functools.cache, threads that call at the same time would each call `make`. If `make` raises an exception, the next
+    call tries again.
     """
 
     def __init__(self, make: Callable[[], Made]) -> None:
@@ -20,15 +21,15 @@ class Once(Generic[Made]):
         self._made = cache(make)
 
     def __call__(self) -> Made:
-        """Return the result; create it at the first call."""
+        """Return the result. The first call creates it."""
         with self._lock:
             return self._made()
 
     @property
     def made(self) -> bool:
-        """True if the result was created."""
+        """True if the result exists."""
         return bool(self._made.cache_info().currsize)
 
     def forget(self) -> None:
-        """Drop the result. The next call creates another."""
+        """Drop the result. The next call creates a new result."""
         self._made.cache_clear()

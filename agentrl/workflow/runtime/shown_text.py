@@ -1,4 +1,4 @@
-"""Prepares values and texts of models, tools and users for display: cleaned, short, on one line.
+"""Prepares values and texts of models, tools and users for display: cleaned, shortened and on one line.
 
 Terminal escapes and control characters never reach a terminal. Long numbers and texts are shortened.
 """
@@ -20,20 +20,20 @@ _CONTROLS = re.compile(
     "\u00ad\u180e\u200b\u2028\u2029\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
 )
 CELL_CHARS = 60
-"""The most characters of a text in a table's cell."""
+"""The most characters of a text in the cell of a table."""
 MAX_DEPTH = 100
-"""The most levels of a value that are shown; deeper ones become `...`."""
+"""The most nested levels of a value that are shown. Deeper values become `...`."""
 MAX_BITS = 10_000
-"""The most bits of an integer that is written in decimal. Python writes no more than 4300 digits."""
+"""The most bits of an integer that is written in decimal. Python writes integers of at most 4300 digits."""
 MAX_DIGITS = 300
-"""The most digits of a Postgres number that is written as a number; no float has more."""
+"""The most digits of a Postgres number that is written as a number. No float has more digits."""
 
 Line = tuple[str, str]
 """A text of one or more lines, and the name of its style in rich."""
 
 
 def clean(text: str) -> str:
-    """Remove terminal escapes from the text; other control characters become U+FFFD."""
+    """Remove terminal escapes from the text, and replace other control characters by U+FFFD."""
     return _CONTROLS.sub("\ufffd", _ESCAPES.sub("", text.replace("\r\n", "\n")))
 
 
@@ -65,7 +65,9 @@ def cell(value: Any) -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Convert a value to JSON types. Times become ISO 8601, bytes hex, NaN and infinity null, and very long numbers text."""
+    """Convert a value to JSON types. Times become ISO 8601 text, bytes become hexadecimal text, NaN and infinity become null,
+    and very long numbers become text.
+    """
     match value:
         case None | bool() | str():
             return value

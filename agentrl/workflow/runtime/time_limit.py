@@ -9,12 +9,12 @@ Answer = TypeVar("Answer")
 
 
 def within(seconds: float, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run the coroutine and return its result. After `seconds` it is cancelled, and its connections are closed.
+    """Run the coroutine and return its result. After `seconds`, cancel the coroutine; its connections are closed.
 
-    It runs in a thread of its own, so that asynchronous callers can use it too.
+    The coroutine runs in a separate thread, so asynchronous callers can use this function too.
 
     Raises:
-        TimeoutError: the work took longer.
+        TimeoutError: the coroutine took longer than `seconds`.
     """
 
     async def limited() -> Answer:

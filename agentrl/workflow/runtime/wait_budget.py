@@ -1,7 +1,8 @@
-"""Leaves the time that a call waits for shared resources out of its time limit.
+"""Excludes the time that a call waits for shared resources from the call's time limit.
 
-To limit a call's time, create a `Patience` and `hold` it in the call's thread. Code that waits for a shared resource (a free
-sandbox, the judges) does so inside `waiting()`. After the call was given up, its waits raise an error.
+To limit a call's time, create a `Patience` and `hold` it in the thread of the call. Code that waits for a shared resource (a
+free sandbox, the judges) does so inside `waiting()`. If the caller has stopped waiting for the call, further waits of the call
+raise an error.
 """
 
 import threading
@@ -13,7 +14,7 @@ from agentrl.workflow.errors import InfraError
 
 
 class Patience:
-    """The time that a call has spent waiting, and whether its result is still needed."""
+    """The time that a call has spent waiting for shared resources, and whether its result is still needed."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -25,16 +26,18 @@ class Patience:
 
     @property
     def seconds_waited(self) -> float:
-        """The seconds waited so far, including a wait that has not ended."""
+        """The time spent waiting so far, in seconds. It includes a wait that has not ended."""
         since = self._since
         return self._before + (0.0 if since is None else time.monotonic() - since)
 
     def look(self, meant: float) -> float:
-        """Count the time for which the whole process stood still since the last look, and return the call's own seconds.
+        """Detect a standstill of the whole process since the previous call of `look`, and return the seconds that the call
+        itself has used.
 
         Args:
-            meant: the seconds that the caller intended to wait since the last look. Time beyond this and the process's own
-                processor time is a standstill: the process was stopped or got no core, so the call could not run either.
+            meant: the time that the caller intended to wait since the previous call of `look`, in seconds. Time beyond `meant`
+                and the process's own processor time is a standstill: the process was stopped or got no core, so the call could
+                not run either.
         """
         before, worked = self._looked
         now, busy = self.own_seconds, time.process_time()
@@ -45,16 +48,16 @@ class Patience:
 
     @property
     def own_seconds(self) -> float:
-        """The seconds since the start, without waits and standstills of the process."""
+        """The time since the start, in seconds, without waits and standstills of the process."""
         return time.monotonic() - self._began - self.seconds_waited - self._still
 
     def end(self) -> None:
-        """Give the call up. From now on its waits raise InfraError."""
+        """Give the call up. From now on, every wait of the call raises InfraError."""
         self._over = True
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Make this the patience of the current thread during the `with` block."""
+        """Make this object the patience of the current thread during the `with` block."""
         before: Patience | None = getattr(_this, "patience", None)
         _this.patience = self
         try:
@@ -79,10 +82,10 @@ _this = threading.local()
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Count the time in the `with` block as this thread's wait for a shared resource.
+    """Record the time in the `with` block as a wait of this thread for a shared resource.
 
     Raises:
-        InfraError: the call was given up.
+        InfraError: the caller has given the call up.
     """
     patience: Patience = getattr(_this, "patience", None) or Patience()
     with patience.waiting():

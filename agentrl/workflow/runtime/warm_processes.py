@@ -1,4 +1,4 @@
-"""A pool of warm processes. A request has a process for itself, which is then kept for the next request."""
+"""A pool of running processes. Each process serves one request at a time, and is kept for later requests."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,11 +11,11 @@ from agentrl.workflow.runtime.wait_budget import waiting
 
 
 class Lasting(Protocol):
-    """A process, or a session in one, that may be lost."""
+    """A process, or a session in a process, that may end unexpectedly."""
 
     @property
     def alive(self) -> bool:
-        """True if it can probably serve a request."""
+        """True if the process can probably serve another request."""
         ...
 
 
@@ -23,7 +23,7 @@ Kept = TypeVar("Kept", bound=Lasting)
 
 
 class Warm(Generic[Kept]):
-    """A pool with as many processes as cores. Each is started when it is first needed, and again after it was lost."""
+    """A pool with one process per core. A process is started when it is first needed, and started again if it was lost."""
 
     def __init__(self, opened: Callable[[], Kept]) -> None:
         self._opened = opened
@@ -31,10 +31,10 @@ class Warm(Generic[Kept]):
 
     @contextmanager
     def one(self) -> Iterator[Kept]:
-        """Yield a process that no other caller uses during the `with` block.
+        """Yield a process for the exclusive use of the caller during the `with` block.
 
         Raises:
-            AgentRLError: it cannot be started.
+            AgentRLError: the process cannot be started.
         """
         with waiting():
             process = self._places().get()
@@ -47,11 +47,11 @@ class Warm(Generic[Kept]):
 
     @property
     def idle(self) -> int:
-        """The number of processes that are not in use."""
+        """The number of processes that serve no request."""
         return self._places().qsize()
 
     def forget(self) -> None:
-        """Drop all processes, so that new ones are started. A process that is in use serves its caller to the end."""
+        """Drop all processes, so new ones are started. A process that serves a request finishes it."""
         self._places.forget()
 
     @staticmethod

@@ -1,11 +1,12 @@
 """The interface of a sandbox, which runs model-written code: requests, limits and results.
 
-`find_sandbox(settings)` of `sandbox.find` returns the sandbox of this machine. `run` starts a new interpreter each time. A
-`session` keeps the names that its cells define, and `call` calls one of these functions. A result contains only what was
-observed from outside: text, an exit code and plain data. It never says "passed"; the caller compares the data itself.
+`find_sandbox(settings)` in `sandbox.find` returns the sandbox of this machine. `run` starts a new interpreter for each program.
+A `session` keeps the names that its cells define, and `call` calls a function that a cell defined. A result contains only what
+was observed from outside: text, an exit code and plain data. A result never says whether the code passed a test; the caller
+compares the data itself.
 
 Only the parent process decides a status. Code that ends by itself is `ok` or `error`. Code that was killed is classified by the
-kernel's counters (CPU seconds, memory, processes). `sandbox_fault` and `starved` are system failures: the caller retries them,
+kernel's counters (CPU seconds, memory, processes). `sandbox_fault` and `starved` are system failures. The caller retries them,
 and they never become a reward of 0.
 """
 
@@ -19,20 +20,23 @@ Status = Literal[
 ]
 """The way in which a piece of code ended.
 
-- ok, error: it ended by itself, with exit code 0 or another; or a cell or call returned or raised.
-- timeout_cpu: it used up its budget of processor time.
-- timeout_wall: it slept, or waited for itself, until the wall-clock limit.
-- oom, output_cap, pids: it used more memory, printed more, or started more processes than allowed.
-- disk: it wrote more files than allowed, in a sandbox that does not refuse the write itself.
-- killed: it died in another way: by a signal, or because a session's process is gone.
-- starved: it reached the wall-clock limit, and waited for a core for at least half of that time.
+- ok, error: a program ended by itself, with exit code 0 (ok) or another exit code (error). A cell or call returned (ok) or
+    raised (error).
+- timeout_cpu: the code used up its processor time.
+- timeout_wall: the code slept, or waited for its own processes, until the wall-clock limit.
+- oom, output_cap, pids: the code used more memory, printed more, or started more processes than allowed.
+- disk: the code wrote more files than allowed, in a sandbox that does not refuse the write itself.
+- killed: the code died in another way, by a signal or because a session's process is gone.
+- starved: the code reached the wall-clock limit, and waited for a core for at least half of that time.
 - sandbox_fault: the sandbox did not start, or died before the code began.
 """
 
 WALL_BASE_SECONDS = 5.0
 WALL_PER_CPU_SECOND = 4.0
 WALL_PER_NEIGHBOUR = 1.25
-"""The factor on the wall-clock limit for each program that uses the same core: a fair share and a quarter more."""
+"""The factor by which the wall-clock limit grows with the number of running programs per core. It is a fair share (1) and a
+quarter more.
+"""
 MIB = 1024 * 1024
 
 
@@ -41,16 +45,16 @@ class Limits:
     """The resources that one piece of code may use.
 
     Args:
-        cpu_seconds: the processor time, in seconds: of all of its processes together if the kernel counts them together, else
-            of each process.
-        wall_seconds: the wall-clock limit, in seconds; None for 5 + cpu_seconds x max(4, 1.25 x running / cores), so other
+        cpu_seconds: the processor time, in seconds. It limits all processes of the code together if the kernel counts them
+            together, else each process.
+        wall_seconds: the wall-clock limit, in seconds. None means 5 + cpu_seconds x max(4, 1.25 x running / cores), so other
             programs on the machine do not decide the outcome.
-        memory_bytes: the resident memory of all of its processes, and of its files in /tmp.
-        output_bytes: the maximum size of stdout and stderr together; code that prints more is killed.
+        memory_bytes: the resident memory of all processes of the code together with its files in /tmp, in bytes.
+        output_bytes: the maximum size of stdout and stderr together, in bytes. Code that prints more is killed.
         processes: the maximum number of processes and threads at a time.
         tmp_bytes: the size of /tmp, in bytes.
-        asleep_seconds: the wall-clock time that the code may spend asleep, in seconds: it hardly uses a core, and waits for
-            none.
+        asleep_seconds: the wall-clock time that the code may be asleep, in seconds. Code is asleep while it hardly uses a core
+            and does not wait for a core.
     """
 
     cpu_seconds: float = 10.0
@@ -62,7 +66,7 @@ class Limits:
     asleep_seconds: float = 10.0
 
     def wall(self, running: int) -> float:
-        """Return the wall-clock limit in seconds while `running` programs share this machine's cores."""
+        """Return the wall-clock limit, in seconds, for the case that `running` programs share this machine's cores."""
         if self.wall_seconds is not None:
             return self.wall_seconds
         crowd = running / (os.cpu_count() or 1)
@@ -78,14 +82,14 @@ class CodeResult:
 
     Args:
         status: see `Status`.
-        output: stdout and stderr in the order of writing; bytes that are not UTF-8 as backslash escapes.
+        output: stdout and stderr in the order of writing. Bytes that are not UTF-8 are backslash escapes.
         exit_code: the exit code of the process or the cell, negative if a signal ended it; None if it was killed from outside.
-        cpu_seconds, wall_seconds: the processor time and the wall-clock time that it used, in seconds.
+        cpu_seconds, wall_seconds: the processor time and the wall-clock time that the code used, in seconds.
         kind: the sandbox's kind: bwrap, landlock, docker, unsafe.
-        value: the return value of a call, as JSON text (see `sandbox.exact_json`); empty without one. The code inside may have
-            forged it. Only its length is checked, at most `exact_json.MAX_CHARACTERS`.
-        left: the number of processes and threads that a cell left running; they were killed.
-        waited_seconds: the part of its wall-clock time in which it waited for a core, in seconds, as far as was observed.
+        value: the return value of a call, as JSON text (see `sandbox.exact_json`); empty without a return value. The code
+            inside may have forged it. Only its length is checked, which is at most `exact_json.MAX_CHARACTERS`.
+        left: the number of processes and threads that a cell left running and that were then killed.
+        waited_seconds: the part of the wall-clock time in which the code waited for a core, in seconds, as far as observed.
     """
 
     status: Status
@@ -102,32 +106,35 @@ class CodeResult:
 class Session(Protocol):
     """A long-lived interpreter. If a cell dies or is killed, the session returns to the state before that cell.
 
-    Objects outlast their cell; its processes, threads and timers end with it. Between cells nothing runs. `random` has a fixed
-    seed and strings have fixed hashes, so the same cells print the same in another session.
+    Objects remain after their cell has ended; processes, threads and timers end with their cell. Between cells nothing runs.
+    `random` has a fixed seed and strings have fixed hashes, so the same cells print the same text in another session.
     """
 
     @property
     def alive(self) -> bool:
-        """True unless the session is known to have ended."""
+        """False if the session is known to have ended."""
         ...
 
     def run(self, code: str, limits: Limits | None = None) -> CodeResult:
-        """Run a cell, and print the value of a last expression. `limits` replace the session's for this cell.
+        """Run a cell. If the last statement is an expression, print its value.
+
+        Args:
+            limits: the limits of this cell, instead of the session's limits.
 
         Raises:
-            ConfigError: `limits` change memory, processes or tmp, which are fixed for a session, or allow more processor time
-                than the session's limits.
+            ConfigError: `limits` change memory, processes or tmp, which are fixed for a session; or they allow more processor
+                time than the session's limits.
         """
         ...
 
     def call(
         self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True
     ) -> CodeResult:
-        """Call a function that a cell defined, with plain data. `sandbox.exact_json` says how other values are returned.
+        """Call a function that a cell defined, with plain data. `sandbox.exact_json` says how its return value is encoded.
 
         Args:
             args: a sequence of plain data, or the `exact_json` text of a list or tuple.
-            keeps: False to restore the state from before the call afterwards, and kill everything that the call started.
+            keeps: False to restore the state from before the call when it has ended, and to kill everything that it started.
         """
         ...
 
@@ -137,7 +144,7 @@ class Session(Protocol):
 
 
 class Sandbox(Protocol):
-    """A place to run model-written code. Thread-safe."""
+    """An environment that runs model-written code with limits. Thread-safe."""
 
     @property
     def kind(self) -> str:
@@ -145,21 +152,23 @@ class Sandbox(Protocol):
         ...
 
     def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> CodeResult:
-        """Run a program in a new interpreter with an empty /tmp. None of its processes or files are left when this returns."""
+        """Run a program in a new interpreter with an empty /tmp. When this returns, all processes and files of the program are
+        gone.
+        """
         ...
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> Session:
         """Open a session.
 
         Args:
-            reads: further paths of this host that the session may read.
+            reads: additional paths of this host that the session may read.
 
         Raises:
             InfraError: the session did not start.
-            ConfigError: this kind of sandbox cannot show paths of the host.
+            ConfigError: this kind of sandbox cannot give access to paths of the host.
         """
         ...
 
     def close(self) -> None:
-        """Kill everything that still runs. Idempotent."""
+        """Kill all running programs and sessions. Idempotent."""
         ...

@@ -1,8 +1,9 @@
-"""A sandbox made of processes on this host: it runs single programs and sessions, with any mechanism that confines them.
+"""A sandbox made of processes on this host. It runs single programs and sessions, with any mechanism that confines processes
+(bwrap, Landlock or none).
 
-As many programs run at once as there are cores. The others wait in a queue, and waiting does not count towards their limits. A
-zygote runs one program at a time, so its control group and its user id count only that program. Killing a program also kills
-its zygote, and the next program gets a new one.
+The number of programs that run at once is at most the number of cores. The others wait in a queue; the waiting time does not
+count towards their limits. A zygote runs one program at a time, so its control group and its user id count only that program.
+Killing a program also kills its zygote, and the next program gets a new zygote.
 """
 
 import os
@@ -23,7 +24,9 @@ log = getLogger("agentrl.sandbox")
 
 
 class Boxed:
-    """A `Sandbox`. Create one per process, because its semaphore counts the programs of the process."""
+    """A `Sandbox` made of processes on this host. Create only one per process, because its semaphore limits the running
+    programs of the whole process.
+    """
 
     def __init__(self, launch: Launch) -> None:
         self.kind = launch.kind

@@ -1,4 +1,4 @@
-"""A session in a sandbox of this host: the socket, the output and the processes that a `session.CellSession` uses."""
+"""A session in a sandbox of this host. It provides the socket, the output and the processes that `session.CellSession` uses."""
 
 import os
 import socket
@@ -48,7 +48,7 @@ class BoxedLine:
         self._keepers: Set[int] = set()
 
     def take_output(self) -> bytes:
-        """Return up to 500 bytes of the output so far; empty if there is none."""
+        """Read and return up to 500 bytes of the output so far; empty if there is no output."""
         with suppress(BlockingIOError):
             return os.read(self._printed, 500)
         return b""
@@ -82,8 +82,8 @@ class BoxedLine:
         return self._box.cgroup.events(), self._cpu_seconds()
 
     def settle(self, lasting: Set[int]) -> int:
-        """See `Line.settle`. Other processes that exist beside the first state when the session starts belong to the sandbox
-        itself.
+        """See `Line.settle`. The first call records which processes belong to the sandbox itself: all that exist then, except
+        `lasting`.
         """
         if not self._keepers:
             self._keepers = self._box.members() - lasting
@@ -116,7 +116,7 @@ class BoxedLine:
 
 
 def open_session(launch: Launch, limits: Limits, turns: FairSemaphore, reads: Sequence[str] = ()) -> CellSession:
-    """Open a session in a sandbox of its own.
+    """Start a new sandbox on this host, and open a session in it.
 
     Raises:
         InfraError: the session did not start.

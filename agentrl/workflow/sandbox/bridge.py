@@ -1,8 +1,9 @@
-"""Inside: the first process of a container. It connects the host's single pair of pipes to the files that a program expects.
+"""The first process of a container, which runs inside. It connects the pair of pipes from the host to the file descriptors that
+a program expects.
 
-It reads a line of JSON from stdin (`Header`). Then it reads the sources, the program and the program's stdin, with the lengths
-that the header gives. It starts the program in a child. From then on it reads and writes frames: a kind, four bytes of length,
-the data.
+The bridge first reads a line of JSON from stdin (`Header`). Then it reads the sources, the program and the program's stdin,
+whose lengths are in the header. It starts the program in a child. After that it reads and writes frames: a kind, four bytes of
+length, the data.
 
 Frames to the host:
 
@@ -10,18 +11,19 @@ Frames to the host:
 - O: output of the program.
 - C: a message of a session's process; the first 4 bytes are the process's id.
 - E: the kernel's counts.
-- K: the number of threads that were ended, and an error if there was one.
+- K: the number of threads that were ended, and an error text, which is empty without an error.
 - X: the child's exit code.
 
 Frames from the host:
 
 - C: a request to the session.
 - E: send the counts.
-- K: stop the listed processes (4 bytes each), and kill all others except the session's parent process (see `freeze`).
+- K: kill all processes except the listed ones (4 bytes each) and the session's parent process; leave the listed ones stopped
+    (see `freeze`).
 - G: continue the stopped processes.
 
-Output is always sent before a message that came after it. If the host closes stdin, deliberately or because it died, the bridge
-exits. As the first process of its namespace it takes all other processes with it.
+Output is always sent before a message that came after it. If the host closes stdin (on purpose or because it died), the bridge
+exits. The bridge is the first process of its namespace, so its exit ends all other processes.
 
 The program runs as the same user. It can neither trace nor signal the bridge, because the bridge is the first process and not
 dumpable. It can close or fill its own files, which harms only its own results.
@@ -42,7 +44,9 @@ from typing import NoReturn, TypedDict
 from agentrl.workflow.sandbox import freeze, proc
 
 SOURCES, CODE, CONTROL, READY = 10, 11, 12, 13
-"""The numbers of the descriptors that the program gets; fixed, so the host can put them on the command line."""
+"""The numbers of the file descriptors that the program gets. They are fixed because the host writes them into the program's
+command line.
+"""
 FRAME = struct.Struct("<cI")
 CREDENTIALS = struct.Struct("iII")  # process, user, group
 PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 4, 22, 2
@@ -55,11 +59,15 @@ COUNTS = {
     "cpu_ns": ("cpuacct/cpuacct.usage", "", ""),
     "cpu_us": ("", "cpu.stat", "usage_usec"),
 }
-"""Counter -> its file in control groups version 1, its file in version 2, and the word before the number."""
+"""The files of the kernel's counters, by counter: the file of control groups version 1, the file of version 2, and the word
+before the number in the file.
+"""
 
 
 class Header(TypedDict):
-    """The child's command line, the system call filter in hex, and the lengths of the following parts, in bytes."""
+    """The first line from the host: the child's command line (`argv`), the system call filter in hex, and the lengths of the
+    parts that follow, in bytes.
+    """
 
     argv: list[str]
     filter: str
@@ -69,13 +77,13 @@ class Header(TypedDict):
 
 
 class Filter(ctypes.Structure):
-    """struct sock_fprog."""
+    """The C structure `sock_fprog`: a seccomp filter."""
 
     _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
 
 
 def read_exactly(length: int) -> bytes:
-    """Read the next `length` bytes of stdin; end the container if the host has closed it."""
+    """Read the next `length` bytes of stdin. If the host has closed stdin, end the container."""
     parts: list[bytes] = []
     while length:
         part = os.read(0, min(length, 1 << 20))
@@ -87,7 +95,7 @@ def read_exactly(length: int) -> bytes:
 
 
 def read_line() -> bytes:
-    """Read the next line of stdin, and no byte more."""
+    """Read the next line of stdin, without reading beyond its end."""
     line = b""
     while not line.endswith(b"\n"):
         line += read_exactly(1)
@@ -104,7 +112,9 @@ def make_file(content: bytes) -> int:
 
 
 def become(header: Header, files: dict[int, int]) -> NoReturn:
-    """Turn the child into the program: put its files in place, set the filter, and exec."""
+    """Replace the child by the program: copy its files to their descriptor numbers, install the system call filter, and
+    exec.
+    """
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # a process that is not dumpable may not write the next file
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -129,10 +139,11 @@ def send(kind: bytes, data: bytes) -> None:
 
 
 def counts(waited: float) -> bytes:
-    """Return the kernel's counts for this container as JSON: kills for memory, refused processes, processor time.
+    """Return the kernel's counts for this container as JSON: processes killed for lack of memory, refused processes, and
+    processor time.
 
     Args:
-        waited: the time that the container waited for a core, in seconds.
+        waited: the time that the container waited for a core, in seconds; it becomes part of the JSON.
     """
     values = {"waited": waited}
     for name, (first, second, word) in COUNTS.items():
@@ -144,7 +155,7 @@ def counts(waited: float) -> bytes:
 
 
 def drain(output: int) -> None:
-    """Send the output that is available now."""
+    """Send the output of the program that can be read now to the host."""
     while select.select([output], [], [], 0)[0] and (data := os.read(output, CHUNK)):
         send(b"O", data)
 
@@ -161,7 +172,7 @@ class FrameRelay:
         self.status: int | None = None
 
     def run(self) -> int:
-        """Relay until the child has ended; return its exit code, negative for a signal."""
+        """Relay frames until the child has ended; return its exit code, negative for a signal."""
         pidfd = os.pidfd_open(self.child)
         watched = {0, pidfd, self.output, self.control.fileno(), self.ready}
         while pidfd in watched:
@@ -177,7 +188,7 @@ class FrameRelay:
         return os.waitstatus_to_exitcode(self.status)
 
     def relay_from_host(self) -> None:
-        """Read one frame from the host and carry it out."""
+        """Read one frame from the host, and carry out its request."""
         kind, length = FRAME.unpack(read_exactly(FRAME.size))
         data = read_exactly(length)
         if kind == b"E":
@@ -190,7 +201,7 @@ class FrameRelay:
             self.control.sendall(data)
 
     def relay_from_child(self, fd: int) -> bool:
-        """Relay the data that `fd` has, if it still has some; return False at its end."""
+        """Send the data that can be read from `fd` to the host, if there is any. Return False at the end of the file."""
         if not select.select([fd], [], [], 0)[0]:
             return True
         if fd == self.control.fileno():
@@ -201,7 +212,9 @@ class FrameRelay:
         return bool(data)
 
     def relay_message(self) -> bool:
-        """Relay a message of one of the session's processes, after all earlier output; return False if the socket is closed."""
+        """Send a message of one of the session's processes to the host, after all earlier output. Return False if the socket is
+        closed.
+        """
         data, ancillary, _, _ = self.control.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS.size))
         drain(self.output)
         process = CREDENTIALS.unpack(ancillary[0][2])[0] if ancillary else 0
@@ -209,9 +222,10 @@ class FrameRelay:
         return bool(data)
 
     def settle_others(self, lasting: set[int]) -> bytes:
-        """Kill all processes except `lasting` and the session's parent, and send their remaining messages and output.
+        """Kill all processes except `lasting` and the session's parent process, and send the messages and output that they
+        left.
 
-        Return the number of ended threads and an error text, as JSON.
+        Return JSON with the number of ended threads and an error text, which is empty without an error.
         """
         try:
             ended, wrong = freeze.settle(lambda: signal_all(signal.SIGSTOP), self.others, lasting, KILL_SECONDS), ""
@@ -228,7 +242,7 @@ class FrameRelay:
         return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid(), self.child}
 
     def bury(self) -> None:
-        """Reap processes that have ended. Orphans become children of this process, the first of its namespace."""
+        """Reap processes that have ended. This process also reaps orphans, because it is the first process of its namespace."""
         while True:
             try:
                 process, status = os.waitpid(-1, os.WNOHANG)
@@ -247,7 +261,7 @@ def signal_all(number: int) -> None:
 
 
 def main() -> None:
-    """Start the program and relay frames; the container ends with this process."""
+    """Start the program and relay frames until it ends. The container ends with this process."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     header: Header = json.loads(read_line())
     sources, code, stdin = (make_file(read_exactly(length)) for length in (header["sources"], header["code"], header["stdin"]))

@@ -1,13 +1,13 @@
-"""bubblewrap's command line: what a program inside can see, and as which user it runs.
+"""The command line of bubblewrap (bwrap). It decides which files a program inside can see, and as which user the program runs.
 
-A program sees a read-only /usr and nothing else of this host. It has its own process, network, user, IPC and mount namespaces,
-and /tmp and /dev/shm in memory. Three details have reasons:
+A program sees a read-only /usr and no other files of this host. It has separate process, network, user, IPC and mount
+namespaces, and /tmp and /dev/shm in memory. Three details have reasons:
 
-- If root starts it, the user is dropped before bwrap begins. In a user namespace made by root, root stays root for the kernel
-    and could write /proc/sys.
-- bwrap gets an empty environment, because its first process keeps the environment readable in /proc/1/environ. Its options are
-    passed through a descriptor.
-- It joins its control groups first, so no process starts outside of them.
+- If root starts bwrap, the user is changed before bwrap begins. In a user namespace that root made, the kernel would still
+    treat the user as root, who could write to /proc/sys.
+- bwrap gets an empty environment, because the environment of its first process can be read in /proc/1/environ. bwrap reads its
+    options from a descriptor.
+- bwrap joins its control groups before it starts other processes, so no process runs outside of them.
 """
 
 import os
@@ -31,10 +31,10 @@ class Profile:
     Args:
         bwrap: the path of the bwrap program.
         python: the path of the interpreter inside.
-        folders: the folders that the interpreter needs besides /usr.
-        proc: whether the sandbox can mount its own /proc.
-        disable_userns: whether bwrap can forbid further user namespaces. The system call filter always forbids them.
-        nests: whether a zygote can make its own namespaces.
+        folders: the folders that the interpreter needs in addition to /usr.
+        proc: True if the sandbox can mount a separate /proc.
+        disable_userns: True if bwrap can forbid further user namespaces. The system call filter forbids them in any case.
+        nests: True if a zygote can create namespaces inside the sandbox.
     """
 
     bwrap: str
@@ -50,10 +50,11 @@ def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: i
 
     Args:
         tmp_bytes: the size of /tmp, in bytes.
-        info: the descriptor on which bwrap reports the sandbox's first process.
-        go: the descriptor on which that process waits for a byte, so it cannot end before its parent has opened it.
-        filter_file: the descriptor of the system call filter; None for the zygote, whose children set the filter themselves.
-        first: True to make the interpreter the first process of the namespace, in place of bwrap's own.
+        info: the descriptor on which bwrap reports the id of the sandbox's first process.
+        go: the descriptor on which that process waits for a byte. So it cannot end before its parent has opened a pidfd for it.
+        filter_file: the descriptor of the system call filter; None for the zygote, whose children install the filter
+            themselves.
+        first: True to make the interpreter the first process of the namespace, instead of bwrap's process.
     """
     args = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     args += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *_links()]
@@ -74,7 +75,9 @@ def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: i
 
 
 def command(profile: Profile, args: int, uid: int | None, joins: Sequence[str], inside: Sequence[str]) -> list[str]:
-    """Return the full command line: join the control groups, drop the user, then bwrap, then the interpreter."""
+    """Return the full command line, which joins the control groups, changes the user, and then runs bwrap with the
+    interpreter.
+    """
     argv = [profile.bwrap, "--args", str(args), "--", *inside]
     if uid is not None:
         number = str(uid)
@@ -84,7 +87,7 @@ def command(profile: Profile, args: int, uid: int | None, joins: Sequence[str], 
 
 
 def _links() -> list[str]:
-    """Return the options for /lib and similar folders: links into /usr, or bind mounts on older systems."""
+    """Return the options for /lib and similar folders: links into /usr or, on older systems, bind mounts."""
     args: list[str] = []
     for name in LINKS:
         path = Path("/", name)

@@ -1,20 +1,21 @@
-"""Inside: a session. Its cells share one namespace. Each cell runs in a fork, which becomes the session's next state if it
-survives.
+"""The process of a session, which runs inside the sandbox. The cells of the session share one namespace of Python names. Each
+cell runs in a forked process, which becomes the session's next state if it survives.
 
-The session's parent process starts the first *state* and then sleeps; the sandbox lives as long as it does. For each request
-the state forks a *child*, which runs the cell, and waits. After the cell, even after an exception, the child becomes the next
-state. A fork does not copy other threads, so a child with other threads forks its successor instead. The host then kills all
-processes except the next state. If the cell died, the host keeps the old state instead, which is unchanged and reports how its
-child died. If the cell left no room for one more process, the child reports that and waits until the processes that the cell
-started are killed. If a process that the cell forked reaches the end of the cell, it exits there and does not become a second
-session.
+The session's parent process starts the first *state* process and then sleeps; the sandbox lives as long as the parent. For each
+request the state forks a *child*, which runs the cell, and waits for it. After the cell, even after an exception, the child
+becomes the next state. A fork does not copy other threads. So a child that has other threads forks a new process, which becomes
+the next state instead. The host then kills all processes except the next state.
 
-On the socket the child sends `{"started": true}`, waits for a byte and runs the cell. The next state sends `{"done": ...}`, a
-child without room for a successor `{"full": true}`, and a state whose child died `{"died": code}`. A cell can forge these
-messages. The most it can achieve is to claim that it ended, or to return data.
+If the cell died, the host keeps the old state, which is unchanged and reports how its child died. If the cell left no room for
+one more process, the child reports that, and waits until the host has killed the processes that the cell started. A process
+that the cell forked exits when it reaches the end of the cell, so it does not become a second session.
 
-If the session's parent is the first process of a namespace, it also stops all other processes in one step on request, and
-continues them.
+On the socket the child sends `{"started": true}`, waits for a byte, and runs the cell. The next state sends `{"done": ...}`. A
+child that has no room to fork sends `{"full": true}`, and a state whose child died sends `{"died": code}`. A cell can forge
+these messages. By this it can only claim that it ended, or return other data.
+
+If the session's parent is the first process of a namespace, it also carries out orders to stop all other processes in one step,
+and to continue them.
 
 This file runs inside and imports only the standard library, `runner` and `exact_json`.
 """
@@ -47,13 +48,14 @@ ORDERS = {b"s": signal.SIGSTOP, b"g": signal.SIGCONT}
 
 
 def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, orders: int = NOBODY) -> None:
-    """Serve requests, one line of JSON each, until the socket is closed.
+    """Serve requests until the socket is closed. Each request is a line of JSON.
 
     Args:
         control: the descriptor of the socket.
         cpu_seconds: the maximum processor time of a request, in seconds.
         address_bytes, processes: see `runner.limit`.
-        orders: the socket with orders to stop and continue all other processes, if this is the first process of a namespace.
+        orders: the descriptor of the socket that receives orders to stop and continue all other processes, if this is the first
+            process of a namespace; else NOBODY.
     """
     runner.configure_streams()
     runner.limit(address_bytes, processes)
@@ -73,12 +75,18 @@ def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, ord
 
 
 def _show_memory(traceable: bool) -> None:
-    """Allow or forbid processes of the same user to trace this one. If the call fails, the sandbox forbids tracing anyway."""
+    """Allow or forbid processes of the same user to trace this process. If the system call fails, the sandbox forbids tracing
+    anyway.
+    """
     ctypes.CDLL(None).prctl(SET_DUMPABLE, int(traceable), 0, 0, 0)
 
 
 def _keep_order(orders: int) -> NoReturn:
-    """Serve orders as the first process of a namespace. Its signal reaches all other processes, and no fork can escape it."""
+    """Carry out orders to stop and continue all other processes.
+
+    This process is the first of its namespace. So its signal reaches all other processes in one step, which a fork cannot
+    escape.
+    """
     os.set_inheritable(orders, False)
     while order := os.read(orders, 1):
         with suppress(ProcessLookupError):  # no other process is left
@@ -114,7 +122,7 @@ def _serve(control: int, max_seconds: int) -> None:
 
 
 def _fork() -> int:
-    """Fork. The child keeps the state of `random`, which otherwise gets a new seed in every child."""
+    """Fork this process. The state of `random` is the same in the child; without this, Python would seed it again."""
     drawn = random.getstate()
     child = fork()
     if child == 0:
@@ -131,8 +139,10 @@ def _wait_for(child: int) -> int:
 
 
 def _hand_on(control: int, seconds: float) -> None:
-    """Return only in the next state, which has used less than `seconds` of processor time; a replaced child waits to be
-    killed.
+    """Return only in the process that becomes the next state. That process has no other threads and has used less than
+    `seconds` of processor time.
+
+    If the current process does not meet this, it forks a process that does, and waits to be killed.
     """
     if running() == 0 and process_time() < seconds:
         for timer in TIMERS:
@@ -152,9 +162,9 @@ def _hand_on(control: int, seconds: float) -> None:
 
 
 def _renew_streams() -> None:
-    """Replace the standard streams, because a thread that the fork dropped may hold their lock.
+    """Replace the standard streams, because a thread that does not exist after the fork may hold their lock.
 
-    The old streams are kept in memory: closing them would block.
+    The old streams stay in memory, because closing them would block.
     """
     for name, file in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, f"__{name}__")
@@ -166,7 +176,7 @@ def _renew_streams() -> None:
 
 
 def _serve_request(cells: types.ModuleType, request: dict[str, Any], file: str) -> dict[str, Any]:
-    """Run a cell or call; return its exit code and the value of a call."""
+    """Run a cell or a call; return the exit code and, for a call, the value."""
     value = ""
     try:
         if "call" in request:
@@ -183,7 +193,7 @@ def _serve_request(cells: types.ModuleType, request: dict[str, Any], file: str) 
 
 
 def _run_cell(cells: types.ModuleType, source: str, file: str) -> None:
-    """Run a cell, and print the value of its last line if that is an expression."""
+    """Run a cell. If its last statement is an expression, print the value."""
     tree = ast.parse(source, file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, file, "exec"), cells.__dict__)
@@ -203,7 +213,7 @@ def _call_function(cells: types.ModuleType, function: str, args: str) -> str:
 
 
 def _wait_for_go(control: int) -> None:
-    """Wait for one byte. It is read alone, because the next request follows it."""
+    """Wait for one byte from the host. Only one byte is read, because the next request follows it."""
     if not os.read(control, 1):
         os._exit(0)
 

@@ -1,8 +1,9 @@
 """Control groups: they count and limit the memory, processes and processor time of all processes of a sandbox together.
 
-A sandbox has a control group below this process's own for each controller that is writable. Version 1 has one hierarchy per
-controller, version 2 one for all. If none is writable, rlimits limit each process, and the container of this process limits all
-of them. Only the kernel's counters are trusted: the amounts used, the kills and the refusals.
+For each controller that this process may use, a sandbox has a control group below the group of this process. Version 1 has one
+hierarchy per controller; version 2 has one hierarchy for all controllers. If no controller can be used, rlimits limit each
+process, and the container in which this process runs limits all of them. Only the kernel's counters are trusted: the amounts
+used, the kills and the refusals.
 """
 
 import os
@@ -18,26 +19,26 @@ MOUNT = Path("/sys/fs/cgroup")
 CONTROLLERS = ("memory", "pids", "cpuacct")
 PREFIX = "agentrl-sandbox-"
 SPARE_PROCESSES = 6
-"""The number of processes that the sandbox itself needs besides the program's."""
+"""The number of processes that the sandbox itself needs, in addition to the program's limit."""
 
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class CgroupEvents:
-    """Numbers of kernel interventions so far: kills for memory, refused processes, kills for disk use."""
+    """The numbers of kernel interventions so far: kills for lack of memory, refused processes, and kills for disk use."""
 
     oom: int = 0
     pids: int = 0
     disk: int = 0
 
     def since(self, before: "CgroupEvents") -> "CgroupEvents":
-        """Return the numbers of events since `before`."""
+        """Return the numbers of interventions after `before`, which is an earlier value."""
         return CgroupEvents(max(0, self.oom - before.oom), max(0, self.pids - before.pids), max(0, self.disk - before.disk))
 
 
 class Cgroup:
-    """The control groups of a sandbox; `folders` is empty if none can be made."""
+    """The control groups of one sandbox. `folders` is empty if this process cannot create control groups."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self._folders = folders
@@ -46,11 +47,12 @@ class Cgroup:
 
     @property
     def joins(self) -> list[str]:
-        """The files to which a process writes its id to join the groups."""
+        """The paths of the files to which a process writes its id to join the groups."""
         return sorted({str(folder / "cgroup.procs") for folder in self._folders.values()})
 
     def set_limits(self, memory_bytes: int, processes: int) -> None:
-        """Set the limits that differ from the current ones.
+        """Set the limits on memory, in bytes, and on the number of processes. Limits that have not changed are not written
+        again.
 
         Raises:
             InfraError: the kernel refuses a limit because more than that is in use.
@@ -65,7 +67,7 @@ class Cgroup:
         return CgroupEvents(memory.get("oom_kill", 0), self._pairs("pids", "pids.events", "pids.events").get("max", 0))
 
     def cpu_seconds(self) -> float | None:
-        """Return the processor time of all processes that were ever in the group, in seconds; None if nothing counts it."""
+        """Return the processor time of all processes that were ever in the group, in seconds; None if it is not known."""
         folder = self._folders.get("cpuacct")
         if folder is None:
             return self._seconds
@@ -79,8 +81,8 @@ class Cgroup:
         return None if folder is None else set(map(int, (folder / "cgroup.procs").read_text().split()))
 
     def note_final_cpu_seconds(self, seconds: float) -> None:
-        """Store the processor time of the first process and its reaped children, in seconds; used if no controller counts
-        it.
+        """Store the processor time of the first process and its reaped children, in seconds. It is used if no controller counts
+        processor time.
         """
         self._seconds = seconds
 
@@ -131,7 +133,9 @@ def make() -> Cgroup:
 
 
 def parents(mount: Path = MOUNT, own: Path = Path("/proc/self/cgroup")) -> dict[str, Path]:
-    """Return for each controller the group below which this process may create groups."""
+    """Return for each controller the group in which this process may create groups. Controllers without such a group are left
+    out.
+    """
     first: dict[str, Path] = {}
     second: dict[str, Path] = {}
     for line in own.read_text().splitlines() if own.exists() else ():
@@ -145,7 +149,10 @@ def parents(mount: Path = MOUNT, own: Path = Path("/proc/self/cgroup")) -> dict[
 
 
 def _version_2_parents(mount: Path, path: str) -> dict[str, Path]:
-    """Return the nearest version 2 group that delegates memory and pids to its children. A group with processes never does."""
+    """Return the nearest version 2 group that delegates memory and pids to its children, by controller.
+
+    A group that contains processes never delegates, so the search continues with the parent groups of this process's group.
+    """
     for folder in (mount / path, *(mount / parent for parent in Path(path).parents)):
         with suppress(OSError):
             handed = (folder / "cgroup.subtree_control").read_text().split()
@@ -155,7 +162,7 @@ def _version_2_parents(mount: Path, path: str) -> dict[str, Path]:
 
 
 def sweep() -> None:
-    """Remove the groups of agentrl processes that no longer exist; their sandboxes ended with them."""
+    """Remove the groups of agentrl processes that no longer exist. The sandboxes of these processes have ended too."""
     for parent in set(parents().values()):
         for folder in parent.glob(f"{PREFIX}*"):
             owner = folder.name.removeprefix(PREFIX).split("-")[0]

@@ -1,7 +1,8 @@
-"""A running container seen from the host: its `docker run` process, and the frames exchanged with `bridge.py` over its pipes.
+"""A running container as the host uses it: its `docker run` process, and the frames that the host exchanges with `bridge.py`
+over the process's pipes.
 
-The program cannot touch the bridge, so the kind and the sender of a frame are trusted. The message in a `C` frame comes from
-model-written code, and its reader validates it.
+The program cannot change what the bridge sends, so the kind and the sender of a frame are trusted. The message in a `C` frame
+comes from model-written code, so the code that reads it must validate it.
 """
 
 import json
@@ -34,7 +35,7 @@ SHM_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class KernelCounts:
-    """The kernel's counts for all of a container's processes; times are in seconds."""
+    """The kernel's counts for all processes of a container. Times are in seconds."""
 
     events: CgroupEvents
     cpu_seconds: float
@@ -42,7 +43,9 @@ class KernelCounts:
 
 
 def options(name: str, image: str, user: int, limits: Limits) -> list[str]:
-    """Return the command line of `docker run` up to the interpreter's arguments. The program sees only the image and a /tmp."""
+    """Return the command line of `docker run` without the interpreter's arguments. The program sees only the image and a
+    /tmp.
+    """
     tmp = f"/tmp:rw,exec,nosuid,nodev,size={limits.tmp_bytes},nr_inodes={ENTRIES},uid={user},gid={user},mode=700"
     args = ["run", "--interactive", "--rm", "--pull", "never", "--name", name, "--log-driver", "none", "--network", "none"]
     args += ["--read-only", "--tmpfs", tmp, "--shm-size", str(SHM_BYTES), "--workdir", "/tmp", "--hostname", "sandbox"]
@@ -59,10 +62,11 @@ class Container:
 
     Args:
         docker: the docker command.
-        image: the image.
-        user: the user and group id inside.
-        scripts: the files of this package to send; the `main` of the last one is called.
-        arguments: the arguments of that `main`; descriptors have the numbers that `bridge` defines.
+        image: the image of the container.
+        user: the user id and group id of the program.
+        limits: the limits of the program.
+        scripts: the names of the files of this package to send. The `main` of the last one is called.
+        arguments: the arguments of that `main`. Descriptors have the numbers that `bridge` defines.
         code, stdin: the program and its standard input.
     """
 
@@ -99,11 +103,11 @@ class Container:
         self.counted = KernelCounts(CgroupEvents(), 0.0)
 
     def ask(self, kind: bytes, data: bytes = b"") -> None:
-        """Queue a frame for the bridge; it is sent while frames are read."""
+        """Queue a frame for the bridge. Queued frames are sent while `frames` runs."""
         self._waiting += FRAME.pack(kind, len(data)) + data
 
     def frames(self, seconds: float) -> list[tuple[bytes, bytes]]:
-        """Wait up to `seconds` for frames, and return them. Counts are stored in `counted` and not returned.
+        """Wait up to `seconds` for frames from the bridge, and return them. Counts are not returned but stored in `counted`.
 
         Raises:
             EOFError: the container has ended.
@@ -123,7 +127,9 @@ class Container:
         return frames
 
     def wait_for_begin(self, seconds: float) -> bool:
-        """Return whether the program began within `seconds`; other frames that arrive meanwhile are kept."""
+        """Return whether the program began within `seconds`. Other frames that arrive meanwhile are returned by the next call
+        of `frames`.
+        """
         deadline = time.monotonic() + seconds
         came: list[tuple[bytes, bytes]] = []
         try:
@@ -135,9 +141,10 @@ class Container:
         return len(self._kept) < len(came)
 
     def follow(self, limits: Limits, running: Callable[[], int], over: Callable[[bytes, bytes], bool]) -> Use:
-        """Read the output until a frame ends the reading or a limit is passed.
+        """Read the program's output until a frame ends the reading or a limit is passed.
 
         Args:
+            limits: the limits that are checked.
             running: returns the number of running programs of this process.
             over: called with each frame that is neither output nor a count; returns True to end the reading.
 
@@ -167,7 +174,7 @@ class Container:
         return Use(overrun, bytes(printed[: limits.output_bytes]), clock.elapsed, waited)
 
     def close(self) -> str:
-        """End the container, wait until it is gone, and return docker's error output. Idempotent."""
+        """End the container, wait until it has ended, and return docker's error output. Idempotent."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if not self._log.closed:
@@ -183,7 +190,9 @@ class Container:
         return self._said
 
     def _wait_until_gone(self, seconds: float) -> bool:
-        """Return whether docker ended within `seconds`; drain its output meanwhile, so it does not block."""
+        """Return whether docker ended within `seconds`. Meanwhile read and discard docker's output, so docker does not
+        block.
+        """
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self._in], [], [], left)[0] and not os.read(self._in, CHUNK):
@@ -199,7 +208,7 @@ class Container:
             self._waiting.clear()  # it has ended: the next read shows that
 
     def _split_frames(self) -> list[tuple[bytes, bytes]]:
-        """Return the complete frames read so far. Counts are stored in `counted` and not returned."""
+        """Return the complete frames among the data read so far. Counts are not returned but stored in `counted`."""
         frames, at = [], 0
         while len(self._unread) >= at + FRAME.size:
             kind, length = FRAME.unpack_from(self._unread, at)

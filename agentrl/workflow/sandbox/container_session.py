@@ -1,7 +1,8 @@
-"""A session in a container: the frames that a `session.CellSession` uses. Inside, the bridge observes and signals for it.
+"""A session in a container. It provides the frames that `session.CellSession` uses. The bridge inside the container observes
+and signals processes for the host.
 
-The bridge reports which process sent a message, stops all processes and kills those that a cell left. The messages themselves
-come from processes that run model-written code.
+The bridge reports which process sent a message, stops all processes, and kills the processes that a cell left. The messages
+themselves come from processes that run model-written code.
 """
 
 import json
@@ -40,7 +41,9 @@ class ContainerLine:
         return self._parts.pop(0) if self._parts else (b"", 0)
 
     def forget(self) -> None:
-        """See `Line.forget`. The bridge sends all messages and output before it reports the end of `settle`."""
+        """See `Line.forget`. Nothing older can arrive later, because the bridge sends all messages and output before it reports
+        the end of `settle`.
+        """
         self._parts.clear()
 
     def watch(self, limits: Limits, running: Callable[[], int]) -> Use:
@@ -92,7 +95,7 @@ class ContainerLine:
 
 
 def open_session(container: Container, limits: Limits, turns: FairSemaphore) -> CellSession:
-    """Open a session in that container.
+    """Open a session in the container `container`.
 
     Raises:
         InfraError: the session did not start.

@@ -1,14 +1,15 @@
-"""The sandbox made of containers, for machines where only docker can make namespaces: one container per program or session.
+"""The sandbox made of containers, for machines on which only docker can create namespaces. Each program and each session has
+its own container.
 
-The image (AGENTRL_SANDBOX_IMAGE) needs a python3 of 3.9 or newer. A container has a read-only image, no network, no
-capabilities, no new privileges, a user that owns nothing, and /tmp in memory. Docker limits memory and processes, and docker's
-own system call filter applies besides ours. This sandbox is used only if the setting AGENTRL_SANDBOX says so: a process that
-may use docker is root on its machine, so it must be trusted with root.
+The image (AGENTRL_SANDBOX_IMAGE) needs a python3 of version 3.9 or newer. A container has a read-only image, no network, no
+capabilities, no new privileges, a user that owns no files, and /tmp in memory. Docker limits memory and processes. Docker's
+system call filter applies in addition to ours. This sandbox is used only if the setting AGENTRL_SANDBOX names it. A process
+that may use docker has the power of root on its machine, so it must be trusted like root.
 
 Differences from bwrap:
 
-- There is no user namespace, so the program's user id is one of the host's.
-- The program may create its own message queues.
+- There is no user namespace, so the program's user id is a user id of the host.
+- The program may create message queues.
 - A start takes about 0.5 s instead of 0.02 s.
 - The program sees the image instead of this machine's /usr.
 - You must trust docker's daemon and runc, which run as root.
@@ -32,7 +33,8 @@ from agentrl.workflow.sandbox.session import CellSession
 from agentrl.workflow.settings import Settings
 
 PROCESS_RLIMIT = 1 << 20
-"""The rlimit on processes. It counts by user, over all containers, so it is high; docker's own limit applies to the container.
+"""The rlimit on processes. The kernel counts them by user, over all containers, so the value is high. Docker's limit applies to
+each container.
 """
 
 
@@ -41,7 +43,7 @@ class Docker:
 
     Args:
         image: the image of the containers.
-        user: the user and group id inside.
+        user: the user id and group id of the programs.
         docker: the docker command.
     """
 
@@ -87,11 +89,11 @@ class Docker:
 
 
 def find(settings: Settings) -> Docker:
-    """Find the docker sandbox, and test it with a program.
+    """Create the docker sandbox, and test it by running a program.
 
     Raises:
         ConfigError: no image is configured, or the range of user ids is invalid.
-        SandboxUnavailable: docker or the image is missing, or no program runs in it.
+        SandboxUnavailable: docker or the image is missing, or the test program does not run.
     """
     check(settings.sandbox_image)
     sandbox = Docker(settings.sandbox_image, uid_pool.uid_range(settings.sandbox_uids)[-1])
@@ -123,10 +125,10 @@ def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
 
 
 def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) -> CodeResult:
-    """Follow a program to its end, and return its result.
+    """Wait for the end of a program, and return its result.
 
     Raises:
-        InfraError: the program did not begin, or its container ended first.
+        InfraError: the program did not begin, or its container ended before the program.
     """
     code: list[int] = []
 

@@ -1,15 +1,16 @@
-"""Values as exact text: the arguments and the return value of a call, with the same encoding inside and outside.
+"""Values as exact text, for the arguments and the return value of a call. The encoding is the same inside and outside the
+sandbox.
 
 None, booleans, integers, finite floats, strings, lists and dicts with string keys are plain JSON. Other values get a tag:
 `{"$tuple": [...]}`, `$set`, `$frozenset`, `$dict` (a list of pairs), `$float` (nan, inf, -inf), `$int` (hex, for a long
 integer), `$bytes` (hex), `$complex`, `$fraction`, `$decimal`, `$type` (a built-in type, by name), `$range`, `$deque`,
 `$iterator` (its remaining items), and `$keys`, `$values`, `$items` of a dict.
 
-An object of a subclass (a Counter, a named tuple, an IntEnum) is encoded as its base class, with the base class's own methods.
-Of any other object only the truth value is encoded (`$object`). It is decoded as an `Opaque`, which equals only itself. So no
-code comes out of a sandbox with a value, such as an `__eq__` that is always true.
+An object of a subclass (a Counter, a named tuple, an IntEnum) is encoded as its base class, with the methods of the base class.
+For any other object only the truth value is encoded (`$object`). It is decoded as an `Opaque`, which equals only itself. So a
+value cannot bring code out of a sandbox, such as an `__eq__` that always returns True.
 
-This file also runs inside: it imports only the standard library.
+This file also runs inside and imports only the standard library.
 """
 
 import json
@@ -21,9 +22,11 @@ from typing import Any
 
 MAX_DEPTH = 200
 MAX_CHARACTERS = 1 << 20
-"""The maximum length of an encoded value, in characters. It is checked inside, to give a reason, and enforced outside."""
+"""The maximum length of an encoded value, in characters. The process inside checks it to report the reason, and the host
+enforces it.
+"""
 MAX_ITEMS = 100_000
-"""The maximum number of items of an iterator. For a longer one only the truth value is encoded."""
+"""The maximum number of items of an encoded iterator. If an iterator has more, only its truth value is encoded."""
 LONG = 1 << 64
 
 
@@ -43,8 +46,8 @@ def encode(value: object) -> str:
     """Encode a value as text.
 
     Raises:
-        ValueError: `value` nests deeper than 200 levels (or contains itself).
-        Exception: the `__bool__` of an object in it raised it.
+        ValueError: `value` nests deeper than 200 levels, or contains itself.
+        Exception: the `__bool__` of an object in `value` raised this exception.
     """
     return json.dumps(_tag(value, 0), allow_nan=False)
 
@@ -52,11 +55,11 @@ def encode(value: object) -> str:
 def decode(text: str) -> Any:
     """Decode text, which may be untrusted.
 
-    Building a set of chosen numbers may take extremely long. So values of model-written code are decoded in a process that can
-    be killed (`judging.code_judge`).
+    Building a set of maliciously chosen numbers may take extremely long. So values from model-written code are decoded in a
+    process that can be killed (`judging.code_judge`).
 
     Raises:
-        ValueError: the text is not one that `encode` writes.
+        ValueError: `encode` cannot have written this text.
     """
     try:
         return _untag(json.loads(text, parse_constant=_refuse_constant), 0)
@@ -65,7 +68,7 @@ def decode(text: str) -> Any:
 
 
 def holds_opaque(text: str) -> bool:
-    """Return whether a value's text contains an object of which only the truth value is encoded."""
+    """Return whether an encoded value contains an object of which only the truth value is encoded."""
     return '{"$object":' in text  # in a string the quotation marks are escaped
 
 
@@ -118,7 +121,9 @@ def _tag_other(value: Any, kind: type, depth: int) -> Any:
 
 
 def _tag_iterator(value: Any, kind: type, depth: int) -> Any:
-    """Encode the items of an iterator without `__bool__` and `__len__`; of any other object encode the truth value."""
+    """Encode an object without a plain form: the items of an iterator that has neither `__bool__` nor `__len__`, or the truth
+    value of any other object.
+    """
     if hasattr(kind, "__next__") and not (hasattr(kind, "__bool__") or hasattr(kind, "__len__")):
         items = list(islice(value, MAX_ITEMS + 1))
         if len(items) <= MAX_ITEMS:
@@ -127,7 +132,7 @@ def _tag_iterator(value: Any, kind: type, depth: int) -> Any:
 
 
 def _loaded_type(module: str, name: str) -> Any:
-    """Return a type of a module, or () if the module is not loaded; then no value of the type exists."""
+    """Return a type of a module. If the module is not loaded, return (), because then no value of that type exists."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -215,7 +220,9 @@ _PLAIN_COPIES: dict[type, Callable[[Any], Any]] = {
     frozenset: lambda value: frozenset(frozenset.__iter__(value)),
     dict: lambda value: dict(dict.items(value)),
 }
-"""A base class -> a function that copies an object with the base class's own methods, ignoring those of a subclass."""
+"""The function that copies an object, by the object's base class. It uses the methods of the base class and ignores those of a
+subclass.
+"""
 _READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "$tuple": (list, tuple),
     "$set": (list, set),
@@ -236,4 +243,4 @@ _READERS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "$iterator": (list, iter),
     "$object": (bool, Opaque),
 }
-"""A tag -> the type of its data, and the function that builds the value from them."""
+"""For each tag, the type of the tagged JSON data and the function that builds the value from that data."""

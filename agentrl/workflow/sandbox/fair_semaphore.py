@@ -1,5 +1,5 @@
-"""A fair semaphore for programs: one place per core, first come, first served. Waiting does not count towards a program's
-limits.
+"""A first-come, first-served semaphore that limits the number of running programs. A sandbox gives it one place per core. The
+time in its queue does not count towards a program's limits.
 """
 
 import threading
@@ -11,7 +11,7 @@ from agentrl.workflow.runtime.wait_budget import waiting
 
 
 class FairSemaphore:
-    """A semaphore with a queue: a thread that returns repeatedly cannot overtake the threads that wait."""
+    """A semaphore with a queue. A thread that acquires it repeatedly cannot overtake threads that already wait."""
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
@@ -21,10 +21,10 @@ class FairSemaphore:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Wait for a place, and hold it until the context ends.
+        """Wait for a free place, and hold it until the context ends.
 
         Raises:
-            InfraError: the caller that this thread works for has stopped waiting.
+            InfraError: the caller for which this thread works has stopped waiting.
         """
         handed = self._enqueue()
         try:
@@ -35,7 +35,7 @@ class FairSemaphore:
             self._release(handed)
 
     def running(self) -> int:
-        """Return the number of places that are held."""
+        """Return the number of places that are currently held."""
         return self._running
 
     def _enqueue(self) -> threading.Event:

@@ -1,7 +1,7 @@
-"""Selection of this machine's sandbox. Each candidate is tested by running a program in it.
+"""Selection of the sandbox of this machine. Each candidate is tested by running a program in it.
 
-`auto` selects bwrap, else landlock. Docker and running without a sandbox (`AGENTRL_SANDBOX=none-unsafe`) must be configured
-explicitly. If no sandbox works, the error says what to install; there is no silent fallback.
+`auto` selects bwrap or, if bwrap does not work, landlock. Docker must be configured explicitly, and so must running without a
+sandbox (`AGENTRL_SANDBOX=none-unsafe`). If no sandbox works, an error says what to install; there is no silent fallback.
 """
 
 import shutil
@@ -21,17 +21,18 @@ PREFERRED_KINDS = ("bwrap", "landlock")
 
 
 def install_hint(settings: Settings) -> str:
-    """Return advice on what to install or change to get a sandbox that works."""
+    """Return advice on what to install or change so that a sandbox works."""
     if settings.image:
         return "Run the compose stack on Linux 6.12 or newer, where its sandbox, landlock, works."
     return "apt-get install bubblewrap libseccomp2, or set AGENTRL_SANDBOX."
 
 
 def find_sandbox(settings: Settings) -> Sandbox:
-    """Find the sandbox that the settings name; with `auto`, the first that works here.
+    """Return the sandbox that the settings name; for `auto`, the first that works on this machine.
 
     Raises:
-        SandboxUnavailable: the sandbox does not work here, or none does; the message says what each one lacks.
+        SandboxUnavailable: the sandbox, or for `auto` every sandbox, does not work on this machine. The message says what each
+            one lacks.
         ConfigError: a setting is invalid.
     """
     lacking: dict[str, SandboxUnavailable] = {}
@@ -46,8 +47,9 @@ def find_sandbox(settings: Settings) -> Sandbox:
 
 
 def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavailable]]:
-    """Try the kinds that the settings allow, preferred first; yield each kind with its error, or with the first sandbox that
-    works.
+    """Try the kinds of sandboxes that the settings allow, preferred first. Stop at the first that works.
+
+    Yield each kind that does not work with its error, and the kind that works with its sandbox.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -64,7 +66,7 @@ def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavail
 
 
 def find_bwrap(settings: Settings) -> Sandbox:
-    """Find bwrap with the strictest profile that works on this machine, and with a zygote if possible.
+    """Return the bwrap sandbox with the strictest profile that works on this machine, and with a zygote if possible.
 
     Raises:
         SandboxUnavailable: bwrap is not installed, or does not start.
@@ -92,7 +94,7 @@ def find_unsafe(settings: Settings) -> Sandbox:
 
 
 def try_profile(profile: Profile, uids: range) -> tuple[bool, str]:
-    """Return whether a program runs under the profile, and its output."""
+    """Return whether a program runs in a bwrap sandbox with this profile, and the program's output."""
     sandbox = Boxed(spawn.launch(profile, uids))
     try:
         return holds(sandbox)

@@ -1,9 +1,9 @@
-"""Settling of a sandbox: processes that a cell left running are killed, and the remaining ones stay stopped until the next
-request.
+"""Cleanup after a cell: the processes that the cell left running are killed, and the remaining processes stay stopped until the
+next request.
 
-Killing processes one by one fails against processes that fork meanwhile. So all are stopped first, in one step that a fork
-cannot escape: a stopped process neither forks nor uses a core. A process that may signal others can undo this while it lives.
-So the remaining processes must still be stopped after all others are dead.
+Killing processes one by one fails if they fork meanwhile. So all processes are stopped first, in one step that a fork cannot
+escape. A stopped process neither forks nor uses a core. A process that may signal others can continue them while it lives. So
+after all processes to be killed are dead, the remaining ones must still be stopped; if they are not, they are stopped again.
 
 This file also runs inside a container and imports only the standard library and `proc`.
 """
@@ -22,21 +22,23 @@ PAUSE_SECONDS = 0.002
 
 
 class SettleError(Exception):
-    """A process that should have ended still lives, or one that should remain has ended."""
+    """The error for a failed cleanup after a cell: a process that should have ended still lives, or a process that should
+    remain has ended.
+    """
 
 
 def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: Set[int], seconds: float) -> int:
-    """Kill all members except `lasting`, leave those stopped, and return the number of ended threads.
+    """Kill all processes except `lasting`, and leave those in `lasting` stopped. Return the number of threads that were ended.
 
     Args:
         stop: stops all processes in one step.
-        members: returns the processes, without those of the sandbox itself.
-        lasting: the processes that remain.
-        seconds: the longest time for all of this, in seconds.
+        members: returns the ids of the processes, without those of the sandbox itself.
+        lasting: the ids of the processes that must remain.
+        seconds: the longest time for the whole cleanup, in seconds.
 
     Raises:
-        SettleError: it took longer than `seconds`, or a lasting process has ended. A process whose first thread has ended
-            counts too: its other threads can run, but it cannot fork the next state.
+        SettleError: the cleanup took longer than `seconds`, or a process in `lasting` has ended. A process whose first thread
+            has ended counts as ended: its other threads can run, but it cannot fork the next state.
     """
     deadline = time.monotonic() + seconds
     ended: dict[int, int] = {}
@@ -67,7 +69,7 @@ def _kill(processes: Set[int]) -> None:
 
 
 def _wait_until_gone(processes: Set[int], deadline: float) -> bool:
-    """Wait until all of them have ended with all of their threads; return False after the deadline."""
+    """Wait until all of these processes and their threads have ended. Return False if the deadline passes first."""
     for process in processes:
         try:
             pidfd = os.pidfd_open(process)

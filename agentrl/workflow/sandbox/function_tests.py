@@ -1,8 +1,8 @@
-"""A test of a function as data, and the check whether a value passes it.
+"""Tests of a function as data, and the check whether a return value passes such a test.
 
-Return values of a model's function are decoded and compared here, in a session that runs only this file and can be killed
-(`judging.code_judge`): building a set of a few thousand chosen numbers takes minutes. This file runs inside, and imports only
-the standard library and `exact_json`.
+Return values of a model's function are decoded and compared in a separate session, which runs only this file and can be killed
+(`judging.code_judge`). The reason is that building a set of a few thousand maliciously chosen numbers takes minutes. This file
+runs inside and imports only the standard library and `exact_json`.
 """
 
 import json
@@ -21,9 +21,9 @@ class Case:
 
     Args:
         args: the function's arguments, as plain data.
-        value: the value that it must return, as plain data.
-        rule: `exact`: the same value of the same types; `equal`: equal by Python's ==; `near`: a difference of at most
-            `tolerance`; `true`, `false`: only the truth value counts.
+        value: the return value that is expected, as plain data.
+        rule: how a return value is compared. `exact`: same value and same types. `equal`: equal by Python's ==. `near`: differs
+            by at most `tolerance`. `true`, `false`: has this truth value.
         tolerance: the largest difference that `near` accepts.
     """
 
@@ -33,8 +33,9 @@ class Case:
     tolerance: float = 0.0
 
     def passes(self, result: Any) -> bool:
-        """Return whether `result`, a value of plain data, passes. A value that cannot be compared, such as a number beyond any
-        float, fails.
+        """Return whether the return value `result`, which is plain data, passes.
+
+        A value that cannot be compared does not pass, for example a number that is too large for a float.
         """
         try:
             return self._passes(result)
@@ -52,32 +53,32 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The case as text, for a task's metadata."""
+        """The test as text, for a task's metadata."""
         return exact_json.encode([self.args, self.value, self.rule, self.tolerance])
 
     @classmethod
     def of(cls, text: str) -> "Case":
-        """Parse the text of a case.
+        """Build a test from its text.
 
         Raises:
-            ValueError: the text is not a case.
+            ValueError: the text is not that of a test.
         """
         args, value, rule, tolerance = exact_json.decode(text)
         return cls(tuple(args), value, rule, tolerance)
 
 
 def args_of(text: str) -> str:
-    """Return the arguments in a case's text, as `exact_json` text, without decoding them.
+    """Return the arguments in the text of a test, as `exact_json` text. They are not decoded.
 
     Raises:
-        ValueError: the text is not a case.
+        ValueError: the text is not that of a test.
     """
     args, _, _, _ = json.loads(text)
     return json.dumps(args)
 
 
 def verdicts(pairs: list[list[str]]) -> list[bool]:
-    """Return for each pair of a case and a value, both as text, whether the value passes."""
+    """Return for each pair whether the value passes the test. A pair is the text of a test and the text of a value."""
     return [_verdict(Case.of(case), value) for case, value in pairs]
 
 
@@ -90,5 +91,5 @@ def _verdict(case: Case, value: str) -> bool:
 
 
 def _canonical(value: Any) -> str:
-    """Return equal text for equal plain data. The order of a dict does not count; 1, 1.0 and True differ."""
+    """Return a text that is equal for equal plain data. The order of a dict is ignored; 1, 1.0 and True are different."""
     return json.dumps(json.loads(exact_json.encode(value)), sort_keys=True)

@@ -1,15 +1,17 @@
-"""The supervisor process of a Landlock sandbox: it confines a child, watches the resources of all descendants, and kills them.
+"""The supervisor process of a Landlock sandbox. It confines a child, watches the resources of all descendants, and kills them.
 
-It is a separate script (`python3 -I keeper.py SPEC`). It imports only the standard library and has no secrets: its environment
-is empty. Without namespaces Linux cannot kill all descendants of a process, because daemons leave their group and their parent.
-So the supervisor enters a Landlock domain that scopes signals, and its child enters a second domain inside it. The child's
-descendants can then signal one another and nothing else, not even the supervisor. The supervisor can signal only them. So
-`kill(-1)` reaches exactly all of them, in one step that a fork cannot escape.
+The supervisor is a separate script (`python3 -I keeper.py SPEC`). It imports only the standard library, and its environment is
+empty, so it has no secrets. Without namespaces, Linux cannot kill all descendants of a process, because daemons leave their
+group and their parent. So the supervisor enters a Landlock domain that limits signals, and its child enters a second domain
+inside the first. The descendants of the child can then signal one another, but no other process, not even the supervisor. The
+supervisor can signal only its descendants. So `kill(-1)` reaches exactly these, in one step that a fork cannot escape.
 
-SPEC is JSON, see `Spec`. Over the control socket the supervisor gets orders: to stop all descendants, which it acknowledges
-with the same byte, and to continue them. While they are stopped, it checks no limits. It kills everything and removes the
-folder when its first child ends, a limit is passed, or the other end of the socket closes. The socket also closes if the host
-is killed. Finally it writes one line of JSON, see `ExitReport`.
+SPEC is JSON (see `Spec`). Over the control socket the supervisor receives two orders. The first is to stop all descendants; the
+supervisor acknowledges it with the same byte. The second is to continue them. While they are stopped, it checks no limits.
+
+The supervisor kills all descendants and removes the folder in three cases: its first child ends, a limit is passed, or the
+other end of the socket is closed. The socket is also closed if the host is killed. Finally it writes one line of JSON (see
+`ExitReport`).
 """
 
 import ctypes
@@ -53,11 +55,11 @@ GONE_ERRORS = (
 
 
 class Spec(TypedDict):
-    """The request of the host.
+    """The request of the host to the supervisor.
 
-    `filters` are seccomp programs in hex. `memory`, `processes`, `disk` and `cpu` limit all descendants together (`memory` and
-    `disk` in bytes, `cpu` in seconds, 0 for no limit). `joins` are files of control groups. `control` (a socket) and `report`
-    are descriptors.
+    `filters` are seccomp programs in hex. `memory`, `processes`, `disk` and `cpu` limit all descendants together. `memory` and
+    `disk` are in bytes. `cpu` is in seconds; 0 means no limit. `joins` are the paths of control group files to which the child
+    writes its id. `control` (a socket) and `report` are descriptors.
     """
 
     argv: list[str]
@@ -78,10 +80,11 @@ class Spec(TypedDict):
 
 
 class ExitReport(TypedDict):
-    """The supervisor's report at the end.
+    """The report that the supervisor writes when it ends.
 
-    It has the wait status of the first child, the limit that was passed (empty for none, "closed" for the control socket), the
-    processor time of all descendants in seconds, and the number of descendants that outlived the first child.
+    `status` is the wait status of the first child. `passed` is the limit that was passed; it is empty if no limit was passed,
+    and "closed" if the control socket was closed. `cpu_seconds` is the processor time of all descendants, in seconds. `left` is
+    the number of descendants that lived longer than the first child.
     """
 
     status: int
@@ -91,20 +94,20 @@ class ExitReport(TypedDict):
 
 
 class RulesetAttr(ctypes.Structure):
-    """struct landlock_ruleset_attr, ABI 6."""
+    """The C structure `landlock_ruleset_attr` of ABI 6: the rights that a domain restricts."""
 
     _fields_ = [("fs", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64)]
 
 
 class PathBeneathAttr(ctypes.Structure):
-    """struct landlock_path_beneath_attr."""
+    """The C structure `landlock_path_beneath_attr`: a rule that grants rights below a path."""
 
     _pack_ = 1
     _fields_ = [("access", ctypes.c_uint64), ("fd", ctypes.c_int32)]
 
 
 class SockFprog(ctypes.Structure):
-    """struct sock_fprog."""
+    """The C structure `sock_fprog`: a seccomp filter."""
 
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
@@ -113,7 +116,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def check_answer(answer: int) -> int:
-    """Return the result of a system call, or raise its error."""
+    """Return the result of a system call; raise OSError if the call failed."""
     if answer < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -121,8 +124,13 @@ def check_answer(answer: int) -> int:
 
 
 def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
-    """Give up the file and TCP rights `files` and `tcp`, except where a rule grants them. Signals and abstract sockets are
-    limited to the domain.
+    """Enter a Landlock domain: give up the file rights `files` and the TCP rights `tcp`, except those that a rule grants.
+
+    Afterwards, signals and abstract sockets reach only processes in the domain.
+
+    Args:
+        files, tcp: bit masks of Landlock's rights.
+        rules: pairs of a path and the bit mask of the rights below it.
     """
     attr = RulesetAttr(files, tcp, EVERY_SCOPE)
     ruleset = check_answer(LIBC.syscall(CREATE_RULESET, ctypes.byref(attr), ctypes.c_size_t(ctypes.sizeof(attr)), 0))
@@ -137,10 +145,10 @@ def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
 
 
 def scope_signals() -> None:
-    """Enter the supervisor's own domain, which only takes away the right to signal processes outside.
+    """Enter the supervisor's domain, which only removes the right to signal processes outside of it.
 
     Raises:
-        SystemExit: the kernel does not enforce it; `kill(-1)` would then kill all processes of the machine.
+        SystemExit: the kernel does not enforce the domain. `kill(-1)` would then kill all processes of the machine.
     """
     check_answer(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     check_answer(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
@@ -153,7 +161,9 @@ def scope_signals() -> None:
 
 
 def confine(spec: Spec) -> None:
-    """Give up the child's rights, in an order that the remaining rights allow."""
+    """Give up the child's rights and set its limits. The order matters, because a later step gives up rights that an earlier
+    step needs.
+    """
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # out of memory, the kernel kills these before the keeper
     for group in spec["joins"]:
@@ -176,7 +186,7 @@ def confine(spec: Spec) -> None:
 
 
 def become(spec: Spec) -> NoReturn:
-    """Confine the child, and exec the command in it."""
+    """Confine the child, and exec its command."""
     try:
         os.setsid()
         confine(spec)
@@ -187,8 +197,9 @@ def become(spec: Spec) -> NoReturn:
 
 
 def words(path: str) -> list[str]:
-    """Return a file of /proc split into words, after the process's name, which may be invalid text; empty if the process is
-    gone.
+    """Read a file of /proc and return the words after the process's name; empty if the process is gone.
+
+    The name is left out because it may be invalid text.
     """
     try:
         with open(path, "rb") as file:
@@ -198,7 +209,7 @@ def words(path: str) -> list[str]:
 
 
 def names(folder: str) -> list[str]:
-    """Return the entries of a folder; empty if it is gone."""
+    """Return the names of the entries in a folder; empty if the folder is gone."""
     try:
         return os.listdir(folder)
     except GONE_ERRORS:
@@ -206,7 +217,7 @@ def names(folder: str) -> list[str]:
 
 
 def descendants(of: int) -> Iterator[tuple[str, int]]:
-    """Yield the id and the number of threads of each descendant of a process."""
+    """Yield the process id and the number of threads of each descendant of the process `of`."""
     waiting = [str(of)]
     while waiting:
         pid = waiting.pop()
@@ -217,31 +228,31 @@ def descendants(of: int) -> Iterator[tuple[str, int]]:
 
 
 def proportional(pid: str) -> int:
-    """Return the proportional set size (PSS) of a process, in bytes: memory that forks share counts once."""
+    """Return the proportional set size (PSS) of a process, in bytes. Memory that forked processes share counts only once in the
+    sum over these processes.
+    """
     fields = words(f"/proc/{pid}/smaps_rollup")
     return int(fields[fields.index("Pss:") + 1]) * 1024 if "Pss:" in fields else 0
 
 
 def memory(pids: list[str]) -> int:
-    """Return the resident set size (RSS) of the processes, in bytes: a shared page counts once for each process."""
+    """Return the sum of the resident set sizes (RSS) of the processes, in bytes. A shared page counts once for each process."""
     rows = [words(f"/proc/{pid}/statm") for pid in pids]
     return sum(int(fields[1]) * PAGE for fields in rows if fields)
 
 
 def cpu_seconds(pids: list[str]) -> float:
-    """Return the processor time in seconds of these processes, of their reaped children, and of the supervisor's reaped
-    children.
-    """
+    """Return the processor time of these processes, their reaped children and the supervisor's reaped children, in seconds."""
     rows = [words(f"/proc/{pid}/stat") for pid in pids]
     dead = resource.getrusage(resource.RUSAGE_CHILDREN)
     return dead.ru_utime + dead.ru_stime + sum(sum(map(int, fields[11:15])) for fields in rows if fields) / CLOCK
 
 
 def files_below(folder: str) -> Iterator[os.stat_result]:
-    """Yield the files in a folder and its sub-folders.
+    """Yield the stat result of each entry in a folder and its sub-folders.
 
     Raises:
-        OSError: a folder cannot be listed: its path is too long, or the supervisor has no access.
+        OSError: a folder cannot be listed, because its path is too long or the supervisor has no access.
     """
     waiting = [folder]
     while waiting:
@@ -256,7 +267,7 @@ def files_below(folder: str) -> Iterator[os.stat_result]:
 
 
 def nameless_files(pids: list[str], device: int) -> Iterator[os.stat_result]:
-    """Yield the deleted files of a device that these processes still have open."""
+    """Yield the stat result of each deleted file on a device that one of these processes still has open."""
     for path in [f"/proc/{pid}/fd/{fd}" for pid in pids for fd in names(f"/proc/{pid}/fd")]:
         try:
             status = os.stat(path)
@@ -277,10 +288,11 @@ def mappings(pids: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None]]:
-    """Yield (inode, bytes) of a folder's deleted files that are still mapped; the size is None if this user may not read it.
+    """Yield (inode, size in bytes) of each deleted file of a folder that a process still maps. The size is None if this user
+    may not read it.
 
     Raises:
-        OSError: there are more than `MAPPINGS` mappings, too many to read in time.
+        OSError: there are more than `MAPPINGS` mappings, which are too many to read in time.
     """
     prefix = os.fsencode(os.path.realpath(folder)) + b"/"
     for number, (pid, line) in enumerate(mappings(pids)):
@@ -299,10 +311,10 @@ def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None
 
 
 def too_full(folder: str, pids: list[str], max_bytes: int) -> bool:
-    """Return whether the folder, with its deleted files still open or mapped, holds more than `max_bytes` bytes, or more
-    than `ENTRIES` files.
+    """Return whether the folder holds more than `max_bytes` bytes or more than `ENTRIES` files.
 
-    A file that is only mapped, and whose size is unknown, counts as the largest that one file may be.
+    Deleted files that are still open or mapped are counted too. If the size of a mapped file is unknown, `max_bytes` is
+    assumed. If the folder cannot be read, return True.
     """
     sizes: dict[int, int] = {}
     try:
@@ -318,7 +330,7 @@ def too_full(folder: str, pids: list[str], max_bytes: int) -> bool:
 
 
 def passed_limit(spec: Spec) -> str:
-    """Return the name of the limit that the descendants together have passed; empty for none."""
+    """Return the name of the limit that the descendants together have passed; empty if they have passed no limit."""
     # Count no further than needed: among the hundreds of a fork bomb this process hardly gets a core.
     processes = list(islice(descendants(os.getpid()), spec["processes"] + 1))
     pids = [pid for pid, _ in processes]
@@ -332,9 +344,9 @@ def passed_limit(spec: Spec) -> str:
 
 
 def watch(spec: Spec, child: int) -> tuple[int | None, str]:
-    """Wait for the first child, and carry out orders.
+    """Wait until the first child ends or must be killed, and carry out the host's orders meanwhile.
 
-    Return (its wait status, "") if it ended, or (None, the reason) if it must be killed.
+    Return (its wait status, "") if it ended, and (None, the reason) if it must be killed.
     """
     poll = select.poll()
     poll.register(spec["control"], select.POLLIN)
@@ -357,7 +369,7 @@ def watch(spec: Spec, child: int) -> tuple[int | None, str]:
 
 
 def carry_out(order: bytes, control: int) -> bool:
-    """Stop or continue all descendants; return True if they are now stopped."""
+    """Carry out an order to stop or continue all descendants; return True if they are stopped now."""
     with suppress(ProcessLookupError, PermissionError):  # none is left
         os.kill(-1, signal.SIGSTOP if order == STOP else signal.SIGCONT)
     if order == STOP:
@@ -366,7 +378,9 @@ def carry_out(order: bytes, control: int) -> bool:
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """Yield (process, wait status) of each child that has ended. Orphans become children of the supervisor."""
+    """Reap children that have ended; yield the process id and wait status of each. Orphans are included, because they become
+    children of the supervisor.
+    """
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -378,7 +392,7 @@ def reap() -> Iterator[tuple[int, int]]:
 
 
 def end_all() -> dict[int, int]:
-    """Kill all descendants, wait for each, and return their wait statuses by process id."""
+    """Kill all descendants and wait for them; return their wait statuses by process id."""
     with suppress(ProcessLookupError, PermissionError):  # none is left
         os.kill(-1, signal.SIGKILL)
     ended: dict[int, int] = {}
@@ -391,8 +405,8 @@ def end_all() -> dict[int, int]:
 
 
 def remove(folder: str) -> None:
-    """Remove the folder with any content: paths that are too long, or folders without access rights. Do nothing if it is
-    missing.
+    """Remove the folder, even if it contains paths that are too long or folders without access rights. A missing folder is
+    ignored.
     """
     try:
         os.rmdir(folder)
@@ -405,7 +419,7 @@ def remove(folder: str) -> None:
 
 
 def let_go(spec: Spec) -> None:
-    """Close the child's files in the supervisor, so their readers see when the child has closed them."""
+    """Close the child's files in the supervisor. The host then notices when the child closes them."""
     first, last = sorted((spec["control"], spec["report"]))
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in range(3):
@@ -416,7 +430,7 @@ def let_go(spec: Spec) -> None:
 
 
 def main(spec: Spec) -> None:
-    """Start the confined child, watch it, kill all descendants, remove the folder and report."""
+    """Start the confined child and watch it. At the end, kill all descendants, remove the folder, and report."""
     for fd in (spec["control"], spec["report"]):
         os.set_inheritable(fd, False)
     scope_signals()

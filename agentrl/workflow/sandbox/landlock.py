@@ -1,24 +1,27 @@
-"""The sandbox for machines without user namespaces: Landlock, a stricter system call filter, rlimits and a supervisor process.
+"""The sandbox for machines without user namespaces. It uses Landlock, a stricter system call filter, rlimits and a supervisor
+process.
 
-A program can read /usr and its interpreter, and write one folder of its own, which HOME and TMPDIR name. The kernel refuses all
-other files, TCP, sockets with an address, abstract sockets, and signalling or tracing processes outside the sandbox (Linux 6.12
-or newer: Landlock's ABI 6). If root starts it, each sandbox has its own user id, as with bwrap. `keeper.py` enforces the limits
-on memory, processes, processor time and the folder's size. It checks them ten times a second, and leaves no process running.
+A program can read /usr and its interpreter, and can write to one private folder, to which HOME and TMPDIR are set. The kernel
+refuses access to all other files, TCP, sockets with an address, abstract sockets, and signalling or tracing processes outside
+the sandbox. This needs Linux 6.12 or newer (Landlock's ABI 6). If root starts the sandbox, each sandbox has a separate user id,
+as with bwrap. `keeper.py` enforces the limits on memory, processes, processor time and the folder's size. It checks them ten
+times a second. At the end it kills all processes.
 
-Weaker than bwrap:
+This sandbox is weaker than bwrap:
 
-- Limits are polled. For a tenth of a second a program can exceed memory and disk (the memory of one process by 1 GiB at most).
-    With a writable control group the memory limit is exact here too. A deleted file whose only descriptor is in transit in an
-    unread socket pair is not counted, and exists as long as the pair.
-- There is no private /tmp, only the folder. /tmp, /proc and /dev/shm cannot be read or written. Programs that need them
+- Limits are polled. For a tenth of a second a program can exceed the limits on memory (in one process, by at most 1 GiB) and
+    disk. With a writable control group the memory limit is exact here too. A deleted file whose only descriptor is in transit
+    in an unread socket pair is not counted, and exists as long as the socket pair.
+- There is no private /tmp, only the folder. /tmp, /proc and /dev/shm can be neither read nor written. Programs that need them
     (`multiprocessing` locks, `psutil`) fail.
-- Names are not secret: `stat` shows whether a path exists, its size, owner and times, wherever the user has access. Contents
-    and listings stay hidden. Host name, uptime, load and the process id are those of the machine.
-- If an ordinary user starts it, the program runs as that user. The filter denies changing priorities, limits, scheduling and
-    file modes of others (so `chmod` and `utime` fail in its own folder too). The kernel's count of processes includes all other
-    processes of the user. So a fork bomb is killed by the supervisor, not refused by the kernel.
-- One filter alone protects the kernel's file and process calls; there are no namespaces behind it. If the supervisor itself is
-    killed, which no process inside can do, all of its descendants except the first survive.
+- Names are not secret. `stat` shows whether a path exists, and its size, owner and times, if the user has access to its folder.
+    File contents and folder listings stay hidden. Host name, uptime, load and process ids are those of the machine.
+- If an ordinary user starts the sandbox, the program runs as that user. The filter denies changing the priorities, limits,
+    scheduling and file modes of others. So `chmod` and `utime` also fail in the program's own folder. The kernel's count of
+    processes includes all other processes of the user. So a fork bomb is killed by the supervisor, and is not refused by the
+    kernel.
+- A single filter protects the kernel's file and process calls; there are no namespaces behind it. If the supervisor itself is
+    killed (no process inside can do this), all of its descendants except the first survive.
 """
 
 import ctypes
@@ -50,30 +53,33 @@ LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 READABLE = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/full")
 SLACK_PROCESSES = 512
-"""The number of processes that an ordinary user's other programs may start meanwhile before the sandbox's are refused one."""
+"""The number of processes that the other programs of an ordinary user may start while a sandbox runs. If they start more, the
+kernel refuses new processes in the sandbox.
+"""
 SLACK_BYTES = 1 << 30
-"""The amount by which one process may exceed the memory limit between two checks, in bytes."""
+"""The amount of memory by which one process may exceed the memory limit between two checks, in bytes."""
 
 FAMILIES = (
     *("socket", "connect", "bind", "listen", "memfd_create", "memfd_secret", "inotify_init", "inotify_init1"),
     *("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl", "msgget", "msgsnd", "msgrcv", "msgctl"),
     *("mq_open", "mq_unlink", "migrate_pages", "move_pages", "process_mrelease", "sched_setattr"),
 )
-"""System calls that are denied because no mount, network or IPC namespace makes them harmless here."""
+"""System calls that are denied because this sandbox has no mount, network or IPC namespace to make them harmless."""
 PROCESS_CALLS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam")
-"""System calls whose first argument is a process; only 0, the caller itself, is allowed."""
+"""System calls whose first argument is a process id. They are allowed only with 0, which is the calling process."""
 OWNER_CALLS = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     *("utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
 )
-"""System calls that Landlock does not cover. With them an ordinary user's program could change all of that user's files."""
+"""System calls that Landlock does not cover. By these calls, a program of an ordinary user could change all files of that user.
+"""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 SOCK_STREAM, SOCK_TYPE_MASK = 1, 0xF
 
 
 def abi() -> int:
-    """Return the version of Landlock's ABI on this machine; 0 if the kernel has none."""
+    """Return the version of Landlock's ABI on this machine; 0 if the kernel has no Landlock."""
     libc = ctypes.CDLL(None, use_errno=True)
     return max(0, int(libc.syscall(keeper.CREATE_RULESET, None, ctypes.c_size_t(0), LANDLOCK_CREATE_RULESET_VERSION)))
 
@@ -94,7 +100,7 @@ def check() -> None:
 
 @lru_cache(maxsize=2)
 def filters(owner: bool) -> tuple[str, str]:
-    """Return two filters in hex: the one of bwrap's programs, and the additional one of this sandbox.
+    """Return two system call filters in hex: the filter of bwrap's programs, and the additional filter of this sandbox.
 
     Args:
         owner: True if the program runs as a user who owns files.
@@ -125,15 +131,17 @@ def filters(owner: bool) -> tuple[str, str]:
 
 
 def readable_paths(folders: tuple[str, ...]) -> list[str]:
-    """Return the paths that a program may read: /usr, the separate folders of older systems, and those of the interpreter."""
+    """Return the paths that a program may read: /usr, the folders that older systems have outside of /usr, and the
+    interpreter's folders.
+    """
     real = [path for path in LINKS if Path(path).is_dir() and not Path(path).is_symlink()]
     return [path for path in (*READABLE, *real, *folders) if Path(path).exists()]
 
 
 @lru_cache(maxsize=1)
 def keeper_source() -> str:
-    """Return the supervisor's source. It is passed as text, because the interpreter may run as a user who cannot read our
-    files.
+    """Return the source code of the supervisor. It is passed as text, because the interpreter may run as a user who cannot read
+    our files.
     """
     return Path(keeper.__file__).read_text(encoding="utf-8")
 
@@ -152,7 +160,7 @@ def threads_of(uid: int) -> int:
 
 
 class Tally:
-    """The kernel's counts, or the supervisor's report if no control group counts."""
+    """Counters of a Landlock sandbox: the kernel's counts or, without control groups, the supervisor's report."""
 
     def __init__(self, cgroup: Cgroup, report: int) -> None:
         self._cgroup = cgroup
@@ -160,7 +168,7 @@ class Tally:
         self._said: keeper.ExitReport | None = None
 
     def report(self) -> keeper.ExitReport | None:
-        """Return the supervisor's report; None until it has ended."""
+        """Return the supervisor's report; None until the supervisor has ended."""
         if self._said is None and spawn.wait_readable(self._report, 0):
             line = os.read(self._report, 4096)
             self._said = json.loads(line) if line else None
@@ -177,11 +185,11 @@ class Tally:
         return CgroupEvents(kernel.oom + (passed == "oom"), kernel.pids + (passed == "pids"), int(passed == "disk"))
 
     def members(self) -> set[int] | None:
-        """Return the ids of the processes in the control group; None without a group."""
+        """Return the ids of the processes in the control group; None without a control group."""
         return self._cgroup.members()
 
     def cpu_seconds(self) -> float | None:
-        """See `Counts.cpu_seconds`. Without a control group it is known only at the end."""
+        """See `Counts.cpu_seconds`. Without a control group, the processor time is known only after the end of the sandbox."""
         counted, report = self._cgroup.cpu_seconds(), self.report()
         return report["cpu_seconds"] if counted is None and report else counted
 
@@ -191,9 +199,10 @@ class KeptProcess:
 
     Args:
         process: the supervisor.
-        hold: our end of the control socket. When it is closed, the supervisor kills everything.
-        uid: the sandbox's user id; None if it is the current user's.
-        undone: cleans up what was made for the sandbox.
+        hold: the host's end of the control socket. When it is closed, the supervisor kills all processes.
+        uid: the sandbox's user id; None if it is the current user.
+        tally: the counters of the sandbox.
+        undone: the cleanup of what was created for the sandbox.
     """
 
     def __init__(
@@ -209,9 +218,10 @@ class KeptProcess:
         self._said: keeper.ExitReport | None = None
 
     def members(self) -> set[int]:
-        """See `RunningSandbox.members`: the processes of its user, or the supervisor's descendants.
+        """See `RunningSandbox.members`. Without a control group, return the processes of the sandbox's user or, without a
+        separate user, the supervisor's descendants.
 
-        Descendants are listed twice, because orphans move up meanwhile.
+        Descendants are listed twice, because an orphan gets another parent meanwhile and could be missed.
         """
         if (counted := self.cgroup.members()) is not None:
             return counted
@@ -241,7 +251,13 @@ class KeptProcess:
 
 
 def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
-    """Return a launcher of Landlock sandboxes for an interpreter that needs these folders besides /usr."""
+    """Return a launcher of Landlock sandboxes.
+
+    Args:
+        python: the path of the interpreter.
+        folders: the folders that the interpreter needs in addition to /usr.
+        uids: the user ids for sandboxes, if this process is root.
+    """
 
     def start_one(limits: Limits, inside: Inside) -> KeptProcess:
         return start(python, folders, uids, limits, inside)
@@ -250,10 +266,10 @@ def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
 
 
 def find(settings: Settings) -> Boxed:
-    """Find the Landlock sandbox, and test it with a program.
+    """Create the Landlock sandbox, and test it by running a program.
 
     Raises:
-        SandboxUnavailable: the kernel or libseccomp lacks a feature, or no program runs in it.
+        SandboxUnavailable: the kernel or libseccomp lacks a feature, or the test program does not run.
         ConfigError: the range of user ids is invalid.
     """
     check()
@@ -272,7 +288,7 @@ def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, in
     """Start a sandbox. See `spawn.start`.
 
     Raises:
-        InfraError: it did not start.
+        InfraError: the sandbox did not start.
     """
     with ExitStack() as undone, ExitStack() as passed_on:
         seat = uid_pool.lease_uid(uids)
@@ -333,7 +349,7 @@ def make_spec(
 
 
 def make_folder(seat: UidLease) -> str:
-    """Create an empty folder that only the sandbox's user may enter."""
+    """Create an empty folder to which only the sandbox's user has access; return its path."""
     folder = tempfile.mkdtemp(prefix="agentrl-sandbox-")
     if seat.uid is not None:
         os.chown(folder, seat.uid, seat.uid)

@@ -1,6 +1,6 @@
-"""The interface that each kind of sandbox on this host implements: it starts an interpreter inside and controls it.
+"""The interface that each kind of sandbox on this host implements: it starts an interpreter inside the sandbox and controls it.
 
-Programs, sessions and their limits are the same for all kinds, and use only a `Launch`.
+Programs, sessions and their limits are the same for all kinds, because they use only a `Launch`.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from agentrl.workflow.sandbox.cgroups import CgroupEvents
 
 @dataclass(frozen=True)
 class Inside:
-    """A request to start an interpreter: the code to run inside, and its files.
+    """A request to start an interpreter inside a sandbox.
 
     Args:
-        scripts: the files of this package, without suffix; the `main` of the last one is called.
-        files: descriptors, the first arguments of `main`; they keep their numbers.
-        numbers: the further arguments of `main`.
+        scripts: the names of the files of this package to run, without suffix. The `main` of the last one is called.
+        files: descriptors that keep their numbers inside; they are the first arguments of `main`.
+        numbers: the arguments of `main` after `files`.
         stdin, output: the descriptors of the standard streams.
         session: True if the program is long-lived and is stopped between requests. If no process outside can stop all of its
-            processes in one step, it becomes the first process of its namespace, and its last argument is the socket for such
-            orders.
-        zygote: True if the program forks into its own namespaces. The system calls for that are then allowed, and the last
-            argument is the system call filter, which it sets later.
-        reads: paths of this host that the program may read, besides its interpreter.
+            processes in one step, the program becomes the first process of its namespace. The last argument of `main` is then
+            the socket for orders to stop and continue.
+        zygote: True if the program forks into new namespaces. The system calls for that are then allowed. The last argument of
+            `main` is the system call filter, which the program installs later.
+        reads: paths of this host that the program may read, in addition to its interpreter.
     """
 
     scripts: tuple[str, ...]
@@ -39,7 +39,7 @@ class Inside:
 
 
 class Counts(Protocol):
-    """Counters of the resources that all processes of a sandbox use together, as far as they are counted."""
+    """Counters of the resources that all processes of a sandbox use together. Some resources may not be counted."""
 
     def set_limits(self, memory_bytes: int, processes: int) -> None:
         """Set the limits on memory, in bytes, and on the number of processes."""
@@ -50,7 +50,7 @@ class Counts(Protocol):
         ...
 
     def cpu_seconds(self) -> float | None:
-        """Return the processor time so far, in seconds; None if nothing counts it."""
+        """Return the processor time so far, in seconds; None if it is not known."""
         ...
 
 
@@ -64,11 +64,11 @@ class RunningSandbox(Protocol):
 
     @property
     def end_fd(self) -> int:
-        """A descriptor, such as a pidfd, that becomes readable when the program inside has ended."""
+        """A descriptor (such as a pidfd) that becomes readable when the program inside has ended."""
         ...
 
     def members(self) -> set[int]:
-        """Return the processes inside, by their ids on this host."""
+        """Return the ids of the processes inside, as this host numbers them."""
         ...
 
     def stop(self) -> None:
@@ -80,22 +80,28 @@ class RunningSandbox(Protocol):
         ...
 
     def go_on(self) -> None:
-        """Continue the stopped processes, at once or soon. Raise as `stop` does."""
+        """Continue the stopped processes. They may continue shortly after this returns.
+
+        Raises:
+            OSError: the process that carries out the order is gone.
+        """
         ...
 
     def close(self) -> int:
-        """Kill all processes and wait until they are gone; return the exit code, negative for a signal. Idempotent."""
+        """Kill all processes inside and wait until they have ended; return the program's exit code, negative for a signal.
+        Idempotent.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kind of sandbox.
+    """A launcher of one kind of sandbox.
 
     Args:
         kind: the kind's name in results.
-        start: starts a sandbox; raises InfraError if it cannot.
-        nests: whether a zygote inside can make its own namespaces.
+        start: starts a sandbox; raises InfraError if the start fails.
+        nests: True if a zygote can create namespaces inside the sandbox.
     """
 
     kind: str

@@ -1,9 +1,10 @@
-"""The parent's watch over a running program: its output, its time, its end, and the resulting status.
+"""Supervision of a running program by its parent process: the program's output, its time, its end, and the resulting status.
 
-The limit on processor time is the model's, so the kernel's count decides. A program with n seconds left needs at least n /
-cores seconds to use them up, so the next check is due by then. The wall-clock limit is extended while other programs want the
-cores too. If a program still passes it, there are two cases. It was starved, a system failure, if the kernel says that it
-waited for a core for at least half of that time. Else it slept. A program that does nothing but sleep is killed earlier.
+The kernel's count decides whether a program has passed its limit on processor time. A program with n seconds of processor time
+left needs at least n / cores seconds to use them up. So the next check happens within that time. The wall-clock limit is
+extended while other programs need the cores too. A program that still passes it either was starved or slept. It was starved,
+which is a system failure, if it waited for a core for at least half of that time by the kernel's count. A program that is
+asleep for longer than `Limits.asleep_seconds` is killed earlier.
 """
 
 import os
@@ -24,15 +25,16 @@ from agentrl.workflow.sandbox.launch import RunningSandbox
 SHORTEST_LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 0.5
 CHUNK = 1 << 16
 CROWD_PER_CORE = 8
-"""The maximum number of programs per core for which the wall-clock limit is extended."""
+"""The number of programs per core up to which the wall-clock limit is extended."""
 
 STARVED_SHARE = 0.5
-"""The minimum share of its wall-clock time that a starved program waited for a core. The wall-clock limit is at least four
-times the limit on processor time, and a program's own threads make each other wait no longer than they run.
+"""The share of the wall-clock time that a program must have waited for a core to count as starved. A program's own threads
+cannot cause this: they make each other wait no longer than they run, and the wall-clock limit is at least four times the
+limit on processor time.
 """
 ASLEEP_SHARE = 0.02
-"""The share of the time between two checks that a program must spend on a core or waiting for one. With a smaller share it was
-asleep.
+"""The share of the time between two checks in which a program must use a core or wait for one. If the share is smaller, the
+program was asleep.
 """
 
 Overrun = Literal["timeout_cpu", "timeout_wall", "output_cap", "starved"]
@@ -40,7 +42,9 @@ Overrun = Literal["timeout_cpu", "timeout_wall", "output_cap", "starved"]
 
 @dataclass(frozen=True)
 class Use:
-    """A program's run: the reason to kill it (None if it ended), its output up to the limit, and its times in seconds."""
+    """What was observed of a program's run: the reason to kill it (None if it ended by itself), its output up to the limit, and
+    its times in seconds.
+    """
 
     overrun: Overrun | None
     output: bytes
@@ -73,11 +77,12 @@ class Clock:
         return self._limits.wall(self._crowd) - self.elapsed
 
     def look(self, cpu: float, waited: float) -> tuple[Overrun | None, float]:
-        """Check the limits; return (the reason to kill the program now, or None; the seconds until the next check).
+        """Check the limits. Return the reason to kill the program now (None without a reason), and the time until the next
+        check, in seconds.
 
         Args:
             cpu: the program's processor time so far, in seconds.
-            waited: the time that it waited for a core so far, in seconds.
+            waited: the time that the program waited for a core so far, in seconds.
         """
         limits, now = self._limits, time.monotonic()
         if cpu + waited - self._busy < ASLEEP_SHARE * (now - self._seen):
@@ -102,14 +107,14 @@ def watch(
     members: Callable[[], Set[int]],
     running: Callable[[], int],
 ) -> Use:
-    """Read the program's output until it has ended or must be killed.
+    """Read the program's output until the program has ended or must be killed.
 
     Args:
-        output: the reading end of its stdout and stderr.
-        end: a descriptor that becomes readable when it has ended.
-        limits: its limits.
-        spent: returns its processor time so far, in seconds.
-        members: returns its processes.
+        output: the reading end of the program's stdout and stderr.
+        end: a descriptor that becomes readable when the program has ended.
+        limits: the program's limits.
+        spent: returns the program's processor time so far, in seconds.
+        members: returns the ids of the program's processes.
         running: returns the number of running programs of this process.
     """
     os.set_blocking(output, False)
@@ -140,7 +145,9 @@ def watch(
 
 
 def _read(file: int, into: bytearray, max_bytes: int) -> bool:
-    """Read a chunk; return whether more may follow. One byte beyond the limit is kept, to show that the limit was passed."""
+    """Read a chunk into `into`; return whether there may be more to read. At most `max_bytes` + 1 bytes are stored; the extra
+    byte shows that the limit was passed.
+    """
     try:
         part = os.read(file, CHUNK)
     except BlockingIOError:
@@ -150,27 +157,29 @@ def _read(file: int, into: bytearray, max_bytes: int) -> bool:
 
 
 def explain_error(error: InfraError, output: bytes) -> InfraError:
-    """Return the error with the sandbox's startup output added."""
+    """Return a copy of the error whose message also contains the output of the sandbox at its start."""
     return InfraError(f"{error.message} {decode_output(output).strip()}"[:1000])
 
 
 def drain(file: int) -> bool:
-    """Read and discard a chunk of output; return whether there was any."""
+    """Read and discard a chunk of output; return whether there was any output."""
     return _read(file, bytearray(), 0)
 
 
 def _runnable() -> int:
-    """Return the number of threads on the machine that want a core now."""
+    """Return the number of threads on this machine that run or wait for a core."""
     with suppress(OSError):
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return 1
 
 
 def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> float:
-    """Return the processor time used in a sandbox so far, in seconds; without a control group, that of its living processes.
+    """Return the processor time that a sandbox has used so far, in seconds.
+
+    Without a control group, only the sandbox's living processes are counted.
 
     Args:
-        lasting: the processes of the sandbox itself, which do not count without a control group.
+        lasting: the ids of the processes of the sandbox itself. Without a control group they are not counted.
     """
     counted = box.cgroup.cpu_seconds()
     if counted is not None:
@@ -179,14 +188,14 @@ def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> floa
 
 
 def status(limits: Limits, overrun: Overrun | None, code: int | None, cpu: float, kernel: CgroupEvents) -> Status:
-    """Return the status of a program that ended.
+    """Return the status of a program that has ended.
 
     Args:
-        limits: its limits.
-        overrun: the reason that it was killed from outside; None if it was not.
-        code: its exit code if it was not killed from outside, negative for a signal.
-        cpu: its processor time, in seconds.
-        kernel: the kernel's interventions during its run.
+        limits: the program's limits.
+        overrun: the reason why the program was killed from outside; None if it was not.
+        code: the program's exit code, negative for a signal. It is ignored if the program was killed from outside.
+        cpu: the program's processor time, in seconds.
+        kernel: the kernel's interventions during the program's run.
     """
     if overrun in ("timeout_wall", "starved") and cpu >= limits.cpu_seconds:
         return "timeout_cpu"

@@ -1,4 +1,5 @@
-"""The command that starts inside: an interpreter that reads our files from a descriptor, so no host path need be visible.
+"""The command that starts an interpreter inside a sandbox. The interpreter reads our source files from a descriptor, so no
+folder of agentrl needs to be visible inside.
 
 The files that run inside (`runner`, `zygote`, `cells`, `exact_json`) import each other by their normal names. The few lines of
 `BOOT` create modules from their sources.
@@ -20,7 +21,7 @@ for part in {parts}.split("\\0"):
     exec(compile(text, "<" + short + ">", "exec"), module.__dict__)
 module.main({arguments})
 """
-"""The program that creates modules from the sources and calls the `main` of the last one."""
+"""The program that creates modules from the sources, and then calls the `main` of the last one."""
 
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -34,26 +35,30 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",  # one stack per core would exceed the limit on address space
 }
-"""The full environment of a program inside."""
+"""All environment variables of a program inside."""
 
 FLAGS = ("-s", "-B")
-"""The interpreter's flags. Together with `ENVIRONMENT` they isolate like -I, which would ignore the hash seed."""
+"""The interpreter's flags. Together with `ENVIRONMENT` they isolate the interpreter like -I. The flag -I itself cannot be used,
+because it would ignore the fixed hash seed.
+"""
 
 
 @lru_cache(maxsize=8)
 def sources(*names: str) -> bytes:
-    """Return the files of these names in the format that `BOOT` reads."""
+    """Return the source files with these names in the format that `BOOT` reads."""
     folder = Path(__file__).parent
     return b"\0".join(name.encode() + b"\n" + (folder / f"{name}.py").read_bytes() for name in names)
 
 
 def command(python: str, source: int, *arguments: int) -> list[str]:
-    """Return the command line that reads the sources from the descriptor `source` and calls the `main` of the last one."""
+    """Return the interpreter's command line. The interpreter reads the sources from the descriptor `source`, and calls the
+    `main` of the last one.
+    """
     numbers = ", ".join(str(argument) for argument in arguments)
     parts = f'open({source}, encoding="utf-8").read()'
     return [python, *FLAGS, "-c", BOOT.format(parts=parts, arguments=numbers)]
 
 
 def standalone(*names: str) -> str:
-    """Return these files as one script, for an interpreter that gets nothing else."""
+    """Return these source files as one script, for an interpreter that cannot get them in another way."""
     return BOOT.format(parts=repr(sources(*names).decode()), arguments="")

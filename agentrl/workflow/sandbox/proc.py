@@ -1,4 +1,5 @@
-"""Facts about a process in /proc. They are read as bytes, because a process may give itself a name that is invalid text.
+"""Facts about a process, from /proc. The files are read as bytes, because a process may give itself a name that is invalid
+text.
 
 This file also runs inside a container and imports only the standard library.
 """
@@ -9,7 +10,9 @@ from contextlib import suppress
 
 
 def fields(process: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` after the process's name, its state first; empty if the process is gone."""
+    """Return the fields of `/proc/PID/stat` that follow the process's name. The first of them is the process's state. Empty if
+    the process is gone.
+    """
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].decode().split()
@@ -18,9 +21,10 @@ def fields(process: int) -> list[str]:
 
 
 def threads_of(process: int) -> tuple[int, str]:
-    """Return (the number of living threads of a process, 0 once it has ended; the state of its first thread).
+    """Return the number of living threads of a process, and the state of its first thread. The number is 0 if the process has
+    ended.
 
-    If its first thread has ended, a process looks dead although others still run; their number shows them.
+    If the first thread has ended, the process looks dead although other threads may still run; their number shows this.
     """
     stat = fields(process)
     if not stat:
@@ -37,8 +41,8 @@ def processor_seconds(process: int) -> float:
 class Waits:
     """The time that a changing set of processes has waited for a core, as far as it was observed.
 
-    Between two checks, only the longest wait of a single thread counts. However many threads there are, they make each other
-    wait no longer than they themselves run.
+    Of the waits between two checks, only the longest wait of a single thread is added. The threads of one program can cause
+    such a wait only by running for as long themselves.
     """
 
     def __init__(self) -> None:
@@ -46,7 +50,7 @@ class Waits:
         self.seconds = 0.0
 
     def look(self, processes: Iterable[int]) -> float:
-        """Add the waits of the given processes since the last check; return the total in seconds."""
+        """Add the longest wait of a thread of these processes since the last check; return the total, in seconds."""
         before, self._threads = self._threads, {name: wait for process in processes for name, wait in _waits(process)}
         longest = max((wait - before.get(name, 0) for name, wait in self._threads.items()), default=0)
         self.seconds += max(0, longest) / 1e9
@@ -54,7 +58,7 @@ class Waits:
 
 
 def _waits(process: int) -> Iterator[tuple[str, int]]:
-    """Yield (thread, nanoseconds that it has waited for a core) for each thread of a process."""
+    """Yield each thread of a process, with the total time that it has waited for a core, in nanoseconds."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):
             with suppress(OSError), open(f"/proc/{process}/task/{thread}/schedstat", "rb") as file:

@@ -1,21 +1,22 @@
-"""Tests that are a program. They run here, in a session without model-written code; the model's function runs elsewhere.
+"""Tests of a function that are a program. They run in a session that contains no model-written code; the model's function runs
+in another session.
 
-A call of the function is *relayed*: the caller (`judging.code_judge`) gets its arguments, calls the function in the session of
-the model's answer, and runs the tests again with the value. While a value is unknown, the reference's value is used. So one
-round finds all calls, and more rounds are needed only if arguments depend on earlier values. Each run is the same as the one
-before, up to the new values.
+A call of the function is *relayed*. The caller (`judging.code_judge`) gets the call's arguments, calls the function in the
+session of the model's answer, and runs the tests again with the returned value. While a value is unknown, the value of the
+reference is used instead. So one round finds all calls, and further rounds are needed only if arguments depend on earlier
+values. Each run equals the previous run up to the first new value.
 
-An argument that is not plain data, such as `lambda x: x + n` or `Point(1)`, is relayed as its source, with the definitions that
-it needs (`_Sources`). Besides it, the session of the answer gets only imports, functions, classes and named lambdas of the
-tests. It never gets a statement that binds a value, because that could contain an expected value. The rebuilt argument must
-give the same result in the reference as the original; otherwise the tests cannot be judged.
+An argument that is not plain data, such as `lambda x: x + n` or `Point(1)`, is relayed as its source code, with the definitions
+that it needs (`_Sources`). Of the tests' program, the session of the answer gets only imports, functions, classes and named
+lambdas. It never gets a statement that binds a value, because that value could be an expected value. The rebuilt argument must
+give the same result in the reference as the original argument; otherwise the tests cannot be judged.
 
-Each assert is one test. It passes if it held every time it was reached. An assert that fails or raises does not stop the
-others. If a statement outside of the asserts raises, the tests from there on fail. An assert that holds even if every call of
-the function fails tests nothing, and does not count.
+Each assert is one test. It passes if it held every time that it was reached. An assert that fails or raises does not stop the
+others. If a statement outside of the asserts raises, all tests from there on fail. An assert that holds even if every call of
+the function fails tests nothing, so it is ignored.
 
-This file runs inside, and imports only the standard library and `exact_json`. The programs that it runs come from the dataset;
-from the model it gets only plain data.
+This file runs inside and imports only the standard library and `exact_json`. The programs that it runs come from the dataset.
+From the model it gets only plain data.
 """
 
 import ast
@@ -37,41 +38,46 @@ from agentrl.workflow.sandbox import exact_json
 FILE, MODULE = "<tests>", "tests"
 CHECK = "check"
 CALLER = "__call_with_source__"
-"""The name of the function in a `source` that calls the tested function; its arguments are the plain ones of the call."""
+"""The name of the function in a `source` that calls the tested function. It takes the plain arguments of the call."""
 
 WITH_SOURCE = '{"source": '
-"""The beginning of the text of a call whose arguments are not all plain data."""
+"""The start of the text of a call if some of its arguments are not plain data."""
 
 RELAYED, HELD = "__relayed__", "__held__"
 MAX_CALLS = 1000
 
 KnownCalls = Sequence[tuple[str, str | None]]
-"""Calls in order: the arguments as text, and the value as text; None if the call failed.
+"""The type of the known calls, in order. Each call has its arguments as text, and its value as text or None if the call failed.
 
-The arguments are the `exact_json` text of a list. If some are not plain data, they are a JSON object `{"source": ..., "args":
-...}`: `source` defines `CALLER`, and `args` is the `exact_json` text of its arguments.
+The arguments are the `exact_json` text of a list. If some of them are not plain data, they are a JSON object `{"source": ...,
+"args": ...}` instead. `source` defines the function `CALLER`, and `args` is the `exact_json` text of the arguments of `CALLER`.
 """
 
 
 class CallFailed(Exception):
-    """A call of the function returned no value."""
+    """The error for a call of the function that did not return a value."""
 
 
 class CannotJudge(BaseException):
-    """The reason that these tests cannot be judged by relaying calls."""
+    """The error for tests that cannot be judged by relaying calls. The message is the reason."""
 
 
 def outcome(reference: str, test: str, function: str, known_calls: KnownCalls, final: bool) -> dict[str, Any]:
-    """Run the tests.
+    """Run the tests of a function.
 
     Args:
-        reference: the program that the tests run after; it defines the correct function.
-        known_calls: the calls whose values are known.
-        final: treat calls whose value is not known as failed.
+        reference: a program that defines the correct function. It runs before the tests.
+        test: the program with the tests.
+        function: the name of the tested function.
+        known_calls: the calls whose values are known, in order.
+        final: True to treat calls whose value is not known as failed.
 
     Returns:
-        passed: a verdict per test, valid where all calls were known; asked: the arguments, as text, of the calls that were
-        not, from the `known`-th on. Or unjudged: the reason why these tests cannot be judged.
+        A dict with these keys, or with the key `unjudged` alone: the reason why these tests cannot be judged.
+
+        passed: a verdict for each test. It is valid only if the values of all calls were known.
+        asked: the arguments, as text, of the calls whose value was not known.
+        known: the number of calls before these, all with known values.
     """
     try:
         tests = Tests(reference, test, function)
@@ -92,7 +98,7 @@ def outcome(reference: str, test: str, function: str, known_calls: KnownCalls, f
 
 
 class FunctionRelay:
-    """A stand-in for the model's function."""
+    """A function that the tests call instead of the model's function."""
 
     def __init__(self, right: Callable[..., Any], known_calls: KnownCalls, final: bool, sources: "_Sources") -> None:
         self._right, self._known_calls, self._final, self._sources = right, known_calls, final, sources
@@ -100,7 +106,9 @@ class FunctionRelay:
         self.new_calls: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the call's value: the model's if it is known, else the reference's."""
+        """Return the value of the call: the value from the model's function if it is known, else the value from the
+        reference.
+        """
         text = self._text(args, kwargs, sys._getframe(1))
         if not self.new_calls and self.replayed < len(self._known_calls) and self._known_calls[self.replayed][0] == text:
             value = self._known_calls[self.replayed][1]
@@ -118,7 +126,11 @@ class FunctionRelay:
         return self._plain_copy(self._right(*exact_json.decode(text)))
 
     def _value_with_source(self, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the reference's value; it must be the same for the arguments and for those that their source builds."""
+        """Return the value from the reference for arguments that are relayed as source code.
+
+        Raises:
+            CannotJudge: the source code cannot be run, or the reference returns another value for the arguments that it builds.
+        """
         call: dict[str, str] = json.loads(text)
         names: dict[str, Any] = {self._sources.function: self._right}
         try:
@@ -160,12 +172,12 @@ class FunctionRelay:
 
 
 class _Sources:
-    """Builds source code that makes the arguments of a call of the function in another process.
+    """A builder of source code that makes the arguments of a call again, in another process.
 
     Args:
-        test: the tests, which are parsed when a call first needs them.
-        function: the tested function's name.
-        stands_for: the name of the function in `check`, if `check` has one.
+        test: the program with the tests. It is parsed when a call first needs it.
+        function: the name of the tested function.
+        stands_for: the name of the parameter by which `check` gets the function; None without `check`.
     """
 
     def __init__(self, test: str, function: str, stands_for: str | None) -> None:
@@ -187,8 +199,8 @@ class _Sources:
         return {name: node for statements in bodies for node in statements for name in _defined_names(node) if bound[name] == 1}
 
     def call(self, caller: types.FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str] | None:
-        """Return the `source` and `args` of the call that `caller` makes; None if its source needs something that cannot be
-        sent.
+        """Return the `source` and the `args` of the call that the frame `caller` makes. Return None if the source code needs
+        something that cannot be sent.
         """
         node = self._calls.get(_place_of_call(caller))
         if node is None or not isinstance(node.func, ast.Name) or node.func.id not in self._functions:
@@ -219,7 +231,10 @@ class _Sources:
         return {"source": ast.unparse(caller_tree), "args": exact_json.encode([*plain, *values.values()])}
 
     def _needed(self, nodes: list[ast.AST], variables: dict[str, Any]) -> tuple[list[ast.stmt], dict[str, Any]] | None:
-        """What the names in `nodes` stand for: definitions of the tests, and plain values; None if one is something else."""
+        """Return what the names in `nodes` refer to: definitions in the tests, and plain values by name.
+
+        Return None if a name refers to something else.
+        """
         definitions: set[ast.stmt] = set()
         values: dict[str, Any] = {}
         waiting, seen = list(nodes), set[str]()
@@ -243,7 +258,7 @@ class _Sources:
 
 
 def _plain_text(value: list[Any]) -> str | None:
-    """Return the text of plain data; None if it contains other objects."""
+    """Return the `exact_json` text of a value; None if the value is not plain data."""
     try:
         text = exact_json.encode(value)
     except Exception:  # noqa: BLE001 - of an object of the tests
@@ -256,14 +271,16 @@ def _place(node: ast.expr) -> tuple[int | None, ...]:
 
 
 def _place_of_call(caller: types.FrameType) -> tuple[int | None, ...]:
-    """Return the position in the tests of the call that a frame is making; () if the frame is not one of the tests."""
+    """Return the position in the tests of the call that the frame `caller` makes; () if the frame does not belong to the
+    tests.
+    """
     if caller.f_code.co_filename != FILE:
         return ()
     return next(islice(caller.f_code.co_positions(), caller.f_lasti // 2, None))  # two bytes an instruction
 
 
 def _defined_names(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names of imports, functions, classes and named lambdas."""
+    """Yield the names that a statement defines, if it is an import, a function, a class or a named lambda."""
     match statement:
         case ast.FunctionDef(name) | ast.ClassDef(name) | ast.Assign([ast.Name(name)], ast.Lambda()):
             yield name
@@ -272,7 +289,9 @@ def _defined_names(statement: ast.stmt) -> Iterator[str]:
 
 
 def bound_names(tree: ast.AST) -> Iterator[str]:
-    """Yield each name once for each statement that binds it in the tree; `*` if a name cannot be known."""
+    """Yield the names that the code in `tree` binds. A name is yielded once for each place that binds it; an import of all
+    names yields `*`.
+    """
     for node in ast.walk(tree):
         match node:
             case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name) | ast.ExceptHandler(name=str(name)):
@@ -309,8 +328,10 @@ class Tests:
         return len(self._lines)
 
     def run(self, relay: Callable[[Callable[..., Any]], FunctionRelay]) -> set[int]:
-        """Run the tests with `relay(reference's function)` in place of the function; return the numbers of the asserts that
-        held.
+        """Run the tests; return the numbers of the asserts that held.
+
+        Args:
+            relay: makes the function that replaces the model's function, from the reference's function.
         """
         random.seed(0)
         self._held = {}
@@ -342,7 +363,9 @@ class Tests:
         self._held[number] = self._held.get(number, True) and bool(value)
 
     def _asserts_before(self, trace: types.TracebackType | None) -> set[int]:
-        """Return the asserts before the statement in which the tests, or their `check`, raised."""
+        """Return the numbers of the asserts before the statement that raised. The statement is in the tests or in their
+        function `check`.
+        """
         while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
             trace = trace.tb_next
         if trace is None:
@@ -354,10 +377,10 @@ class Tests:
 
 
 class _AssertNoter(ast.NodeTransformer):
-    """Replaces each assert by a record of whether it holds.
+    """A transformer that replaces each assert by code that records whether the assert holds.
 
-    `check` gets the model's function as a parameter. In an assert that uses this parameter, the function's own name means the
-    reference; in any other assert it means the model's function.
+    `check` gets the model's function as a parameter. In an assert that uses this parameter, the function's name refers to the
+    reference. In any other assert it refers to the model's function.
     """
 
     def __init__(self, function: str, stands_for: str | None) -> None:

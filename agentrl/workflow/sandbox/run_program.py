@@ -1,7 +1,7 @@
-"""Runs of single programs: each in its own sandbox (cold), or in a fork of a warm one.
+"""Runs of single programs, each in a new sandbox (cold) or in a forked process of a warm sandbox.
 
-In both cases the program gets a new interpreter, an empty /tmp and its limits. The fork costs about as much as starting a plain
-interpreter, and the cold start three times as much.
+In both cases the program gets a new interpreter, an empty /tmp and its limits. The fork costs about as much as the start of a
+plain interpreter. The cold start costs three times as much.
 """
 
 import json
@@ -22,14 +22,14 @@ from agentrl.workflow.sandbox.launch import Inside, Launch
 from agentrl.workflow.sandbox.limits_watch import Use, cpu_seconds_of, decode_output, explain_error, status, watch
 
 ADDRESS_BYTES = 4 << 30
-"""The limit on the address space of each process, in bytes. It is far above its memory limit, because threads reserve much
+"""The limit on the address space of each process, in bytes. It is far above the memory limit, because threads reserve much
 memory that they never use.
 """
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program: descriptors of its source and its standard input, and its limits."""
+    """A program to run: the descriptors of its source and its standard input, and its limits."""
 
     source: int
     stdin: int
@@ -37,12 +37,12 @@ class Program:
 
 
 def whole_seconds(limits: Limits) -> int:
-    """Return the budget of processor time in whole seconds, for rlimits; at least 1."""
+    """Return the limit on processor time, rounded up to whole seconds for rlimits; at least 1."""
     return max(1, math.ceil(limits.cpu_seconds))
 
 
 def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> CodeResult:
-    """Run a program in a sandbox of its own.
+    """Run a program in a new sandbox.
 
     Raises:
         InfraError: the sandbox did not start.
@@ -77,7 +77,7 @@ class Zygote:
     """A warm sandbox that runs programs one after the other.
 
     Raises:
-        InfraError: it did not start.
+        InfraError: the sandbox did not start.
     """
 
     def __init__(self, launch: Launch, limits: Limits) -> None:
@@ -100,7 +100,7 @@ class Zygote:
         self.alive = True
 
     def run(self, program: Program, running: Callable[[], int]) -> CodeResult:
-        """Run a program. Afterwards `alive` says whether the zygote can run another."""
+        """Run a program. Afterwards `alive` says whether the zygote can run another program."""
         limits, cgroup = program.limits, self._box.cgroup
         cgroup.set_limits(limits.memory_bytes, limits.processes)
         before, cpu_before = cgroup.events(), cpu_seconds_of(self._box, self._keepers)
@@ -125,7 +125,7 @@ class Zygote:
         return _result(self._kind, limits, use, report["code"], max(report["cpu"], cpu), events)
 
     def close(self) -> None:
-        """End the zygote and everything in it."""
+        """End the zygote and all of its processes."""
         self.alive = False
         self._box.close()
         self._line.close()

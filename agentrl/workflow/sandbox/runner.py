@@ -1,7 +1,7 @@
-"""Inside the sandbox: runs one program from start to end, in its own process.
+"""The runner of a program, which runs inside the sandbox. It runs one program from start to end, in its own process.
 
-This file runs inside the sandbox, with any interpreter that is there. It imports only little of the standard library, and late:
-every run pays for each import.
+Any interpreter that exists there may run this file. It imports few modules of the standard library, and only when it needs
+them, because each import makes every run slower.
 """
 
 import os
@@ -10,7 +10,7 @@ import sys
 import types
 
 FILE, CELL = "<code>", "<cell "
-"""The file name of a program in tracebacks, and the beginning of a cell's."""
+"""The file name of a program in tracebacks, and the beginning of the file name of a cell."""
 
 
 def limit(address_bytes: int, processes: int) -> None:
@@ -28,16 +28,18 @@ def limit(address_bytes: int, processes: int) -> None:
 
 
 def budget(cpu_seconds: int, max_seconds: int) -> None:
-    """Set the processor seconds of this process and of each child: SIGXCPU ends them, or SIGKILL a second after `max_seconds`.
+    """Limit the processor time of this process and of each of its children.
 
     Args:
-        max_seconds: the hard limit, which nobody in here can raise again.
+        cpu_seconds: the time after which SIGXCPU ends a process, in seconds.
+        max_seconds: the maximum for `cpu_seconds`, in seconds; no process inside can raise it again. One second after
+            `max_seconds`, SIGKILL ends the process.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, max_seconds + 1))
 
 
 def connect(stdin: int, output: int) -> None:
-    """Make these descriptors the standard streams, and close all others."""
+    """Make these descriptors the standard streams, and close all other descriptors."""
     os.dup2(stdin, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -45,13 +47,15 @@ def connect(stdin: int, output: int) -> None:
 
 
 def configure_streams() -> None:
-    """Make the streams escape text that cannot be encoded, and flush each line, so a kill loses none."""
+    """Make the standard streams escape text that cannot be encoded, and flush each line. So no complete line is lost if the
+    process is killed.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
 
 
 def execute(source: str) -> int:
-    """Run a program as `__main__`, and return the exit code that an interpreter would have."""
+    """Run a program as `__main__`; return the exit code that the Python interpreter would have."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     code = 0
@@ -67,7 +71,7 @@ def execute(source: str) -> int:
 
 
 def show(error: BaseException, source: str, file: str = FILE) -> None:
-    """Print the traceback as an interpreter does, without this file's own frames."""
+    """Print the traceback of an error as the Python interpreter does, without the frames of this file."""
     import linecache
     import traceback
 
@@ -79,7 +83,7 @@ def show(error: BaseException, source: str, file: str = FILE) -> None:
 
 
 def exit_code(code: object) -> int:
-    """Return the exit code of an interpreter after `sys.exit(code)`."""
+    """Return the exit code that the Python interpreter would have after `sys.exit(code)`."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -89,7 +93,9 @@ def exit_code(code: object) -> int:
 
 
 def _end_threads() -> None:
-    """Wait for threads and run exit handlers, as an interpreter does at its end; `os._exit` does neither."""
+    """Wait for threads and run exit handlers, as the Python interpreter does at its end. This is needed because `os._exit` does
+    neither.
+    """
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     if "atexit" in sys.modules:
@@ -97,8 +103,9 @@ def _end_threads() -> None:
 
 
 def flush_streams(code: int) -> int:
-    """Flush the streams; return `code`, or `code or 1` if one cannot be written. A stream that the program set to None is
-    skipped.
+    """Flush the standard streams; return `code` or, if a stream cannot be written, `code or 1`.
+
+    A stream that the program set to None is skipped.
     """
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):
@@ -109,7 +116,14 @@ def flush_streams(code: int) -> int:
 
 
 def main(source: int, ready: int, cpu_seconds: int, address_bytes: int, processes: int) -> None:
-    """Run the program in the file `source`. Write a byte to `ready` when the program's own code begins."""
+    """Run the program in the file `source`. A byte is written to `ready` just before the program's code begins.
+
+    Args:
+        source: the descriptor of the program's file.
+        ready: the descriptor for the byte.
+        cpu_seconds: see `budget`.
+        address_bytes, processes: see `limit`.
+    """
     with open(source, encoding="utf-8", errors="surrogateescape") as file:
         text = file.read()
     limit(address_bytes, processes)

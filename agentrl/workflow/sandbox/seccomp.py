@@ -1,9 +1,9 @@
-"""The system calls that are denied inside: those that reach into other processes, namespaces or rarely used parts of the
+"""The system calls that are denied inside a sandbox. They access other processes, namespaces or rarely used parts of the
 kernel.
 
-libseccomp (`pyseccomp`) builds the rules as BPF. All other calls are allowed; the mount, process, network and user namespaces
-contain them. A denied call fails with EPERM. `clone3` fails with ENOSYS, because its flags are in memory that a filter cannot
-read; the C library then uses `clone`, whose flags the filter can read.
+libseccomp (`pyseccomp`) builds the filter as BPF. All other calls are allowed, because the mount, process, network and user
+namespaces contain their effects. A denied call fails with EPERM. `clone3` fails with ENOSYS, because its flags are in memory,
+which a filter cannot read. The C library then uses `clone`, whose flags the filter can read.
 """
 
 import errno
@@ -24,7 +24,7 @@ DENIED_CALLS = (
     *("timer_create", "mq_notify"),
 )
 F_SETSIG, F_NOTIFY = 10, 1026
-"""The commands of fcntl that also let the kernel send a signal later."""
+"""The commands of fcntl that let the kernel send a signal later. The filter denies them."""
 
 NEW_NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C

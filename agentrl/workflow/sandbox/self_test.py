@@ -1,4 +1,4 @@
-"""A test of a sandbox: it runs a program in it. And the interpreters that could run inside."""
+"""A test of a sandbox, which runs a program in it; and the Python interpreters that a sandbox could use."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ PROBE_LIMITS = Limits(wall_seconds=60.0)
 
 
 def interpreters(settings: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the interpreters to try: the path, and the folders that each needs besides /usr."""
+    """Yield the interpreters to try: the path of each, and the folders that it needs in addition to /usr."""
     for python in (settings.sandbox_python,) if settings.sandbox_python else PYTHONS:
         if Path(python).exists():
             command = [python, "-I", "-c", "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"]
@@ -25,6 +25,6 @@ def interpreters(settings: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def holds(sandbox: Sandbox) -> tuple[bool, str]:
-    """Return whether a program runs in the sandbox, and its output."""
+    """Test a sandbox: return whether a program runs in it, and the program's output."""
     result = sandbox.run(PROBE, limits=PROBE_LIMITS)
     return result.output == ANSWER, " ".join(result.output.split())[:300]

@@ -1,11 +1,12 @@
-"""The protocol of a session: cells are sent in, and messages from inside are trusted only as far as they can do no harm.
+"""The protocol of a session, seen from the host. The host sends cells, and trusts messages from inside only where a false
+message does no harm.
 
-The returned lines come from processes that run model-written code. They can claim that a cell ended, how it ended, and with
-which data; an invalid line ends the session. The kernel says which process wrote a line. Only the host decides which process
-becomes the next state. So a cell that ends by itself while it is being killed counts as killed.
+The lines that the host receives come from processes that run model-written code. They can claim that a cell ended, how it
+ended, and with which data. An invalid line ends the session. The kernel says which process wrote a line. Only the host decides
+which process becomes the next state. So a cell that ends by itself while it is being killed counts as killed.
 
-Between cells only one process exists, the state, and it is stopped. Everything else that a cell left is killed and counted
-(`freeze`). So no process uses a core unwatched, and every cell has the same room.
+Between cells only one process exists, the state, and it is stopped. All other processes that a cell left are killed and counted
+(`freeze`). So no process uses a core without supervision, and every cell starts with the same limits.
 """
 
 import json
@@ -25,44 +26,46 @@ from agentrl.workflow.sandbox.limits_watch import Use, decode_output, status
 from agentrl.workflow.sandbox.run_program import whole_seconds
 
 MAX_LINE_BYTES = 2 * exact_json.MAX_CHARACTERS + 4096
-"""The maximum length of a line, in bytes. A value is ASCII, and a line escapes its quotation marks and backslashes with a
-second byte.
+"""The maximum length of a line, in bytes. An encoded value is ASCII; in a line, each of its quotation marks and backslashes
+needs a second byte.
 """
 ANSWER_SECONDS = 10.0
-"""The longest time, in seconds, for a state to fork or to report that its child was killed, for the rest of a line, and for
-killed processes to end.
+"""The timeout of three waits, in seconds: until a state forks or reports that its child was killed, until a line is complete,
+and until killed processes have ended.
 """
 LOOK_SECONDS = 0.2
-"""The interval, in seconds, between two checks of the processor time of a cell whose line has begun."""
+"""The interval between two checks of a cell's processor time while the end of its line is missing, in seconds."""
 OVERTIME_SECONDS = 0.5
-"""The processor time, in seconds, that a cell may use beyond its limit before its end is noticed."""
+"""The processor time that a cell may use beyond its limit before its end is noticed, in seconds."""
 EXIT_CODES = range(-64, 256)
 GO = b"\n"
-"""The byte for which a cell waits before it begins; its limits count from then on."""
+"""The byte that starts a cell. The cell's limits are measured from then on."""
 CALLS_OF_A_STATE = 200
-"""The number of calls with `keeps=False` after which a state is renewed. Each call costs the same state the processor time of a
-fork.
+"""The number of calls with `keeps=False` after which the state is replaced by a new one. For each call the state itself uses
+the processor time of a fork, and its processor time is limited.
 """
 ENDED_TEXT = "The session has ended."
 FULL_TEXT = "[nothing of this cell is kept: it left so many threads behind that there was no room to go on]"
 
 
 class BrokenLine(Exception):
-    """A message that violates the protocol, or a missing one."""
+    """The error for a message that is missing or violates the protocol."""
 
 
 class Line(Protocol):
     """The connection to the processes of one session, in any kind of sandbox.
 
-    All methods raise BrokenLine, OSError or SettleError if the session's processes are gone or out of control.
+    All methods raise BrokenLine, OSError or SettleError if the session's processes are gone or cannot be controlled.
     """
 
     def say(self, data: bytes) -> None:
-        """Send data to the process that reads requests."""
+        """Send data to the session's process that reads requests."""
         ...
 
     def part(self, seconds: float) -> tuple[bytes, int]:
-        """Return (data, the process that wrote it): at most a line; empty if nothing arrives within `seconds`."""
+        """Wait up to `seconds` for data from inside. Return the data (at most one line, empty if nothing arrives), and the id
+        of the process that wrote it.
+        """
         ...
 
     def forget(self) -> None:
@@ -74,11 +77,15 @@ class Line(Protocol):
         ...
 
     def read_usage(self) -> tuple[CgroupEvents, float]:
-        """Return (the number of kernel interventions; the processor time in seconds, of the cell or of all cells so far)."""
+        """Return the number of kernel interventions and the processor time, in seconds. The time is that of the current cell or
+        that of all cells so far.
+        """
         ...
 
     def settle(self, lasting: Set[int]) -> int:
-        """Kill all processes of cells except `lasting`, and stop those; return the number of ended threads."""
+        """Kill all processes of cells except `lasting`, and leave those in `lasting` stopped. Return the number of threads that
+        were ended.
+        """
         ...
 
     def go_on(self) -> None:
@@ -91,13 +98,13 @@ class Line(Protocol):
 
 
 class CellSession:
-    """A `Session` over a `Line`.
+    """A `Session` that communicates over a `Line`.
 
     Args:
-        line: the connection to its processes.
+        line: the connection to the session's processes.
         kind: the sandbox's kind.
         limits: the session's limits.
-        turns: the semaphore for running a cell.
+        turns: the semaphore that each cell acquires.
         seconds: the longest time for the start, in seconds.
 
     Raises:
@@ -163,7 +170,9 @@ class CellSession:
                 raise
 
     def _count(self, keeps: bool) -> None:
-        """Count the calls that the state has served; after CALLS_OF_A_STATE, run an empty cell to get a new state."""
+        """Count the consecutive calls that the current state has served with `keeps=False`. At CALLS_OF_A_STATE of them, run an
+        empty cell to get a new state.
+        """
         self._calls = 0 if keeps else self._calls + 1
         if self._calls >= CALLS_OF_A_STATE:
             self._calls = 0
@@ -212,8 +221,13 @@ class CellSession:
         return CodeResult(came_to, output, code, cpu, use.wall_seconds, self._kind, value, left, use.waited_seconds)
 
     def _retry(self, child: int) -> tuple[dict[str, Any], int]:
-        """Kill the processes of a cell that had no room for its successor, and let it try again; return its message and
-        sender.
+        """Let a cell fork its next state after there was no room for one more process. For this, kill the other processes that
+        the cell started.
+
+        Return the message that follows, and the id of the process that sent it.
+
+        Args:
+            child: the id of the cell's process.
         """
         self._line.settle({self._state, child})
         self._line.go_on()
@@ -221,7 +235,7 @@ class CellSession:
         return self._receive(ANSWER_SECONDS)
 
     def _undo(self, message: dict[str, Any], speaker: int) -> int:
-        """Return to the state before the cell; return the exit code of the cell's process, as that state reports it."""
+        """Return to the state before the cell. Return the exit code of the cell's process, which that state reports."""
         if message and not (is_end(message.get("done")) or is_exit(message.get("died")) or "full" in message):
             raise BrokenLine("a cell's end was not told as it is")
         self._line.settle({self._state})
@@ -235,11 +249,13 @@ class CellSession:
         return code
 
     def _receive(self, seconds: float, only: int | None = None, max_cpu: float = math.inf) -> tuple[dict[str, Any], int]:
-        """(the next line, the process that wrote its end).
+        """Return the next message, and the id of the process that wrote the end of its line.
 
         Args:
-            only: ignore lines of other processes.
-            max_cpu: processor seconds as the line counts them; a line that is incomplete by then is returned empty.
+            seconds: the longest wait, in seconds.
+            only: the id of a process; lines of other processes are ignored. None to accept all processes.
+            max_cpu: a limit on the processor time that the `Line` counts, in seconds. If the limit is passed before the line is
+                complete, return ({}, 0).
         """
         now = time.monotonic()
         deadline, due, process, line = now + seconds, now + LOOK_SECONDS, 0, bytearray()
@@ -274,7 +290,9 @@ def message_of(line: bytes | bytearray) -> dict[str, Any]:
 
 
 def is_end(done: object) -> TypeGuard[dict[str, Any]]:
-    """Return whether `done` is a valid end of a cell: an exit code, and a value's text within its limit."""
+    """Return whether `done` is a valid report of a cell's end. It needs an exit code, and a value whose text is not too
+    long.
+    """
     if not isinstance(done, dict) or not is_exit(done.get("code")):
         return False
     value = done.get("value")
@@ -282,5 +300,5 @@ def is_end(done: object) -> TypeGuard[dict[str, Any]]:
 
 
 def is_exit(code: object) -> TypeGuard[int]:
-    """Return whether `code`, which comes from model-written code, is a valid exit code (negative for a signal)."""
+    """Return whether `code` is a valid exit code (negative for a signal). `code` comes from model-written code."""
     return type(code) is int and code in EXIT_CODES

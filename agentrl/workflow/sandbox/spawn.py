@@ -1,8 +1,9 @@
-"""A bubblewrap sandbox seen from outside: bwrap's process, the first process inside, a control group, a leased user id.
+"""A bubblewrap sandbox, seen from the host: bwrap's process, the first process inside, a control group and a leased user id.
 
-bwrap's `--die-with-parent` follows the thread that started it, not the process: a sandbox dies with the thread that started it.
-So one thread starts all of them, and lives as long as this process. A sandbox is ended by killing the first process of its
-namespace, and is gone when the kernel has reaped all others. No process survives `Box.close`.
+bwrap's `--die-with-parent` refers to the thread that started bwrap, not to the process: the sandbox dies with that thread. So a
+single thread starts all sandboxes, and it lives as long as this process. To end a sandbox, the host kills the first process of
+its namespace. The sandbox has ended when the kernel has reaped all of its processes. When `Box.close` returns, no process of
+the sandbox is left.
 """
 
 import json
@@ -25,12 +26,14 @@ from agentrl.workflow.sandbox.launch import Inside, Launch
 from agentrl.workflow.sandbox.uid_pool import UidLease
 
 BWRAP_SECONDS = 5.0
-"""The time in which bwrap exits after the first process is gone, with that process's exit code, in seconds."""
+"""The longest time in which bwrap exits after the first process has ended, in seconds. bwrap exits with the exit code of that
+process.
+"""
 SIGNAL_EXIT_BASE = 128
-"""The number to which bwrap adds the signal for its exit code if a signal ended the program."""
+"""The number that bwrap adds to a signal's number. The sum is bwrap's exit code if that signal ended the program."""
 ORDER_SECONDS = 10.0
 START_SECONDS = 60.0
-"""The longest time for a start, on a very busy machine, in seconds."""
+"""The longest time for the start of a sandbox, in seconds. It allows for a very busy machine."""
 
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sandbox-spawner")
 
@@ -51,9 +54,10 @@ class Box:
     Args:
         process: bwrap's process.
         first: the id of the first process inside.
-        cgroup: its control groups.
-        seat: its user id.
-        orders: the socket on which the first process receives orders to stop and continue the others; None if it does not.
+        cgroup: the control groups of the sandbox.
+        seat: the user id of the sandbox.
+        orders: the socket over which the first process receives orders to stop and continue the others; None if it does not
+            take orders.
     """
 
     def __init__(
@@ -74,7 +78,9 @@ class Box:
         self._closed = False
 
     def members(self) -> set[int]:
-        """See `RunningSandbox.members`: the first process and its descendants. Orphans become its children."""
+        """See `RunningSandbox.members`. These are the first process and its descendants; orphans become children of the first
+        process.
+        """
         if self._closed or wait_readable(self._first, 0):
             return set()  # another process may have its number by now
         if (counted := self.cgroup.members()) is not None:
@@ -123,7 +129,9 @@ class Box:
 
 
 def launch(profile: bwrap.Profile, uids: range) -> Launch:
-    """Return a launcher of bwrap sandboxes. If this process is root, each runs as a user id of that range."""
+    """Return a launcher of bwrap sandboxes. If this process is root, each sandbox runs as a different user id from the range
+    `uids`.
+    """
 
     def start_one(limits: Limits, inside: Inside) -> Box:
         return start(profile, uids, limits, inside)
@@ -135,7 +143,7 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
     """Start a sandbox.
 
     Raises:
-        InfraError: it did not start.
+        InfraError: the sandbox did not start.
     """
     with ExitStack() as files, ExitStack() as undone:
         (info_reader, info), (waits, go) = os.pipe(), os.pipe()
@@ -173,14 +181,14 @@ def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -
 
 
 def bury(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
-    """Reap a process that has ended, and store the processor time of it and its children in `cgroup`."""
+    """Reap a process that has ended. Store the processor time of the process and its children in `cgroup`."""
     _, code, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(code)
     cgroup.note_final_cpu_seconds(used.ru_utime + used.ru_stime)
 
 
 def send_order(line: socket.socket, order: bytes) -> None:
-    """Send an order, and wait until it is carried out.
+    """Send an order to a sandbox's process, and wait until it has been carried out.
 
     Raises:
         OSError: the process is gone, or does not answer within 10 s.
@@ -192,8 +200,8 @@ def send_order(line: socket.socket, order: bytes) -> None:
 
 
 def wait_readable(file: int, seconds: float | None = None) -> bool:
-    """Return whether `file` becomes readable within `seconds`; None waits forever. A pidfd is readable when its process has
-    ended.
+    """Return whether `file` becomes readable within `seconds`; None waits forever. A pidfd becomes readable when its process
+    has ended.
     """
     poller = select.poll()
     poller.register(file, select.POLLIN)
@@ -203,7 +211,7 @@ def wait_readable(file: int, seconds: float | None = None) -> bool:
 def start_process(
     command: Sequence[str], inside: Inside, files: Sequence[int], env: Mapping[str, str] | None = None, cwd: str = "/"
 ) -> "subprocess.Popen[bytes]":
-    """Start a process in the one thread that starts all of them, with `env` as its full environment."""
+    """Start a process from the single thread that starts all sandboxes. `env` is the complete environment of the process."""
 
     def popen() -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
@@ -221,7 +229,7 @@ def start_process(
 
 
 def _first_process(info_reader: int) -> int:
-    """Return the id of the process that bwrap reports on its info descriptor."""
+    """Return the id of the sandbox's first process, which bwrap reports on its info descriptor."""
     info = b""
     while wait_readable(info_reader, START_SECONDS) and (part := os.read(info_reader, 4096)):
         info += part
@@ -232,7 +240,7 @@ def _first_process(info_reader: int) -> int:
 
 
 def _parent(process: str) -> tuple[int, int] | None:
-    """Return (a process, its parent); None if the process is gone or dead."""
+    """Return the ids of a process and of its parent; None if the process is gone or dead."""
     stat = proc.fields(int(process))
     if not stat or (stat[0] in "ZX" and not proc.threads_of(int(process))[0]):
         return None

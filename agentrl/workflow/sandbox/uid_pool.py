@@ -1,8 +1,8 @@
-"""The user of a sandbox. Under root it is a separate user id, because the kernel counts processes by user; else the current
-user.
+"""The user of a sandbox. If this process is root, each sandbox has a separate user id, because the kernel counts processes by
+user. Otherwise the current user is used.
 
-An id is leased by binding an abstract socket that is named after it. The kernel gives the name to one process of this host, and
-frees it when that process ends in any way.
+To lease an id, this process binds an abstract socket whose name contains the id. The kernel gives each name to at most one
+process of this host, and frees it when that process ends in any way.
 """
 
 import os
@@ -14,13 +14,13 @@ from agentrl.workflow.errors import ConfigError, InfraError
 
 @dataclass(frozen=True)
 class UidLease:
-    """The user of one sandbox; `uid` is None if it is the current user."""
+    """The lease of a sandbox's user id. `uid` is None if the sandbox runs as the current user."""
 
     uid: int | None
     _lock: socket.socket | None = None
 
     def release(self) -> None:
-        """Free the id for other sandboxes."""
+        """Release the id, so another sandbox can lease it."""
         if self._lock is not None:
             self._lock.close()
 
@@ -29,7 +29,7 @@ def uid_range(text: str) -> range:
     """Parse the setting `AGENTRL_SANDBOX_UIDS` (`FIRST-LAST`).
 
     Raises:
-        ConfigError: the text is not such a range, or the range contains root.
+        ConfigError: the text is not such a range, or the range contains root's id.
     """
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):

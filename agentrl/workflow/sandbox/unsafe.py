@@ -1,7 +1,8 @@
-"""No sandbox, with `AGENTRL_SANDBOX=none-unsafe`: model-written code runs as this user, on this host.
+"""No sandbox, for `AGENTRL_SANDBOX=none-unsafe`: model-written code runs as the current user on this host.
 
-What remains: limits on each process, the parent's deadlines, and an environment without this process's variables. A program's
-children are killed with it unless they start their own session. The program can read and write everything that this user can.
+Three protections remain: limits on each process, the timeouts that the parent enforces, and an environment without the
+variables of this process. A program's children are killed with the program, except those that start a new process session. The
+program can read and write everything that the current user can.
 """
 
 import os
@@ -15,7 +16,7 @@ from agentrl.workflow.sandbox.launch import Inside, Launch
 
 
 class Bare:
-    """A process and its session, as a `launch.RunningSandbox`."""
+    """A process and the processes in its process session, as a `launch.RunningSandbox`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
@@ -24,7 +25,9 @@ class Bare:
         self._closed = False
 
     def members(self) -> set[int]:
-        """See `RunningSandbox.members`: the processes of the same process session, without those that left it."""
+        """See `RunningSandbox.members`. These are the processes of the same process session. Processes that left the session
+        are missed.
+        """
         processes = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(ProcessLookupError):
@@ -33,8 +36,8 @@ class Bare:
         return processes
 
     def stop(self) -> None:
-        """See `RunningSandbox.stop`. Processes are stopped one by one, because without a sandbox they cannot be stopped in one
-        step.
+        """See `RunningSandbox.stop`. Without a sandbox the processes cannot be stopped in one step, so they are stopped one by
+        one.
         """
         self._signal(signal.SIGSTOP)
 
@@ -58,7 +61,7 @@ class Bare:
 
 
 def launch(python: str) -> Launch:
-    """Return a launcher of programs in that interpreter, without any confinement."""
+    """Return a launcher of programs in the interpreter `python`, without any confinement."""
 
     def start(limits: Limits, inside: Inside) -> Bare:
         source = spawn.memory_file(payload.sources(*inside.scripts))

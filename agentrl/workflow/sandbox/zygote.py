@@ -1,11 +1,11 @@
-"""Inside the sandbox: a warm interpreter that forks a child with its own namespaces for each program.
+"""A warm interpreter that runs inside the sandbox. It forks a child with separate namespaces for each program.
 
-A cold sandbox costs three times as much as its interpreter alone. The zygote is started once. Each program then runs in a fork
-with new user, process, mount and IPC namespaces, a new /tmp and /dev/shm, no capabilities and the system call filter. The
-zygote itself runs no program, so its reports over the socket (the child's end and its processor time) can be trusted. To kill a
-program, the host kills the whole sandbox.
+A cold sandbox costs three times as much as its interpreter alone. So the zygote is started once. Each program then runs in a
+forked process with new user, process, mount and IPC namespaces, a new /tmp and /dev/shm, no capabilities, and the system call
+filter. The zygote itself runs no program. So its reports over the socket (the child's end and its processor time) can be
+trusted. To kill a program, the host kills the whole sandbox.
 
-This file runs inside and imports only the standard library and the runner.
+This file runs inside and imports only the standard library and `runner`.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ PRELOADED_MODULES = (
     *("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
     *("linecache", "math", "random", "re", "statistics", "string", "traceback", "typing"),
 )
-"""Modules that programs or tracebacks often import; the zygote imports them once."""
+"""The modules that programs or tracebacks often import. The zygote imports them once."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -38,8 +38,9 @@ class _Filter(ctypes.Structure):
 
 
 def main(control: int, bpf: int) -> None:
-    """Serve requests until the socket is closed. A request is a line of JSON with the files code, stdin and output; the
-    response is a line.
+    """Serve requests until the socket is closed.
+
+    A request is a line of JSON, with the descriptors of the program's code, stdin and output. The response is a line of JSON.
     """
     with open(bpf, "rb") as file:
         rules = file.read()
@@ -59,9 +60,9 @@ def main(control: int, bpf: int) -> None:
 
 
 def _run(limits: dict[str, int], files: list[int], rules: bytes) -> tuple[int | None, float]:
-    """Run a program. Return its exit code and its processor time in seconds.
+    """Run a program. Return its exit code and its processor time, in seconds.
 
-    The exit code is negative for a signal, and None if the program's sandbox could not be made.
+    The exit code is negative for a signal. It is None if the namespaces of the program could not be created.
     """
     report_reader, report_fd = os.pipe()
     child = os.fork()
@@ -78,9 +79,10 @@ def _run(limits: dict[str, int], files: list[int], rules: bytes) -> tuple[int | 
 
 
 def _code(report: list[bytes]) -> int | None:
-    """Return the exit code from the first process's report, which has a word for the program's start and one for its end.
+    """Return the exit code of a program from the report of its namespace's first process; None if the report is empty.
 
-    If only the first word is there, the program was killed: SIGKILL.
+    The report has one word for the program's start and one for its exit code. If the second word is missing, the program was
+    killed by SIGKILL.
     """
     if not report:
         return None
@@ -88,7 +90,9 @@ def _code(report: list[bytes]) -> int | None:
 
 
 def _outermost(limits: dict[str, int], files: list[int], rules: bytes, report_fd: int) -> None:
-    """Leave the zygote's namespaces, in the child. A new process namespace applies only to children, so it forks again."""
+    """Create the program's namespaces, in the forked child. Fork again, because a new process namespace applies only to
+    children.
+    """
     user, group = os.getuid(), os.getgid()
     _check_call(_libc.unshare(NEWUSER | NEWNS | NEWPID | NEWIPC))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -103,7 +107,9 @@ def _outermost(limits: dict[str, int], files: list[int], rules: bytes, report_fd
 
 
 def _init(limits: dict[str, int], files: list[int], rules: bytes, report_fd: int) -> None:
-    """Run the namespace's first process: mount, start the program, reap orphans. All other processes end with it."""
+    """Run as the first process of the namespace: mount file systems, start the program, and reap orphans. When it ends, all
+    other processes end too.
+    """
     size = str(limits["tmp"])
     _check_call(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, f"size={size},mode=1777".encode()))
     _check_call(_libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", NOSUID | NODEV, b"size=1m,mode=1777"))
@@ -137,13 +143,13 @@ def _program(limits: dict[str, int], files: list[int], rules: bytes) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop all capabilities. The first process of a new user namespace gets them."""
+    """Drop all capabilities, because the first process of a new user namespace has all of them."""
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION_3, 0)
     _check_call(_libc.capset(header, (ctypes.c_uint32 * 6)()))
 
 
 def _filter(rules: bytes) -> None:
-    """Set the system call filter. bwrap could not set it, because the zygote itself needs calls that the filter denies."""
+    """Install the system call filter. bwrap cannot install it, because the zygote itself needs calls that the filter denies."""
     program = _Filter(len(rules) // 8, rules)
     _check_call(_libc.prctl(SET_SECCOMP, FILTER_MODE, ctypes.byref(program), 0, 0))
 

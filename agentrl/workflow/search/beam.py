@@ -1,7 +1,7 @@
-"""APO: a critic criticises a prompt, given its episodes, and edits it; beam search keeps the best prompts.
+"""APO: a critic criticises and edits a prompt, given episodes of the prompt. Beam search keeps the best prompts.
 
 Source: Pryzant et al. 2023, "Automatic Prompt Optimization with 'Gradient Descent' and Beam Search", arXiv 2305.03495,
-algorithms 1 to 3. Here every candidate is tried on all tasks for choosing, in place of bandits.
+algorithms 1 to 3. The paper selects candidates with bandits; here every candidate is tried on all tasks for choosing.
 """
 
 import random
@@ -23,7 +23,7 @@ def run(
     rng: random.Random,
     options: Mapping[str, Any],
 ) -> Candidate:
-    """Return the best candidate of the last beam; at equal scores the older one."""
+    """Return the best candidate of the last beam. If scores are equal, return the older candidate."""
     seed = dict(resources)
     beam = [(score(rollouts(seed, choose_tasks, "the beginning")), seed)]
     for number in range(1, options["rounds"] + 1):
@@ -51,7 +51,7 @@ def _edits(
     names: Sequence[Sequence[str]],
     rollout_groups: Sequence[Sequence[Group]],
 ) -> list[tuple[dict[str, str], Candidate]]:
-    """Return the edited candidates, each with its parent. A critic's answer that is not a valid edit is left out."""
+    """Return the edited candidates, each with its parent. If a critic's answer is not a valid edit, it is ignored."""
     targets = [
         (parent, name, groups) for parent, its, groups in zip(parents, names, rollout_groups, strict=True) for name in its
     ]

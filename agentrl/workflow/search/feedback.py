@@ -7,11 +7,11 @@ from agentrl.workflow.trajectory import Episode, Group
 
 MAX_PART = 1500
 MAX_FEEDBACK_CHARS = 6000
-"""The maximum numbers of characters of a message (MAX_PART) and of an episode (MAX_FEEDBACK_CHARS)."""
+"""The most characters of the text about an episode. `MAX_PART` is the most characters of one message."""
 
 
 def conversation(episode: Episode) -> str:
-    """Return the messages of the episode, in order, cut to the maximum length."""
+    """Return the messages of the episode as text, in order, cut to the maximum length."""
     return cut("\n".join(_lines(episode)), MAX_FEEDBACK_CHARS)
 
 
@@ -29,7 +29,7 @@ def feedback(episode: Episode) -> str:
 
 
 def describe_group(group: Group) -> str:
-    """Return the text for a group: its first episode with a reward, and the rewards of all."""
+    """Return the text for a group: the group's first episode with a reward, and the rewards of all its episodes."""
     episode = next((member for member in group.episodes if member.reward is not None), group.episodes[0])
     mean = group_score(group)
     head = f"mean reward of {len(group.episodes)} episodes: {_number(mean)}\n" if len(group.episodes) > 1 else ""
@@ -37,7 +37,7 @@ def describe_group(group: Group) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """Return the text; remove its middle if it has more than `max_chars` characters."""
+    """Shorten the text to `max_chars` characters by removing its middle."""
     half = max_chars // 2
     return text if len(text) <= max_chars else f"{text[:half]} [...] {text[-half:]}"
 

@@ -7,5 +7,5 @@ from agentrl.workflow.trajectory import Task
 
 
 def run(resources: Resources, rollouts: Rollouts, train_tasks: Sequence[Task]) -> None:
-    """Sample the episodes; choose nothing."""
+    """Sample the episodes. No prompt is chosen."""
     rollouts(dict(resources), train_tasks)

@@ -1,4 +1,5 @@
-"""GEPA with the package `gepa`: reflective mutation, and a Pareto front over tasks. GEPA's trajectories are our episodes.
+"""GEPA with the package `gepa`: reflective mutation, and a Pareto front over tasks. The trajectories of GEPA are agentrl's
+episodes.
 
 Source: Agrawal et al. 2025, "GEPA: Reflective Prompt Evolution Can Outperform Reinforcement Learning", arXiv 2507.19457.
 """
@@ -25,7 +26,7 @@ def run(
     rng: random.Random,
     options: Mapping[str, Any],
 ) -> Candidate:
-    """Return the candidate with the best mean over the tasks for choosing."""
+    """Return the candidate with the best mean score over the tasks for choosing."""
     result: Any = optimize(
         seed_candidate=dict(resources),
         trainset=list(train_tasks),
@@ -43,7 +44,7 @@ def run(
 
 
 class _Adapter:
-    """The adapter that GEPA calls: it scores a candidate, and collects what the critic reads."""
+    """The adapter that GEPA calls. It scores a candidate, and collects the texts that the critic reads."""
 
     propose_new_texts = None
 
@@ -54,8 +55,9 @@ class _Adapter:
     def evaluate(
         self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False
     ) -> EvaluationBatch[Episode | str, str]:
-        """Return the scores of a candidate on the tasks. An invalid one, such as one without its placeholders, scores 0, with
-        the fault as feedback.
+        """Return the scores of a candidate on the tasks.
+
+        An invalid candidate, such as one without its placeholders, scores 0. The feedback is then the error.
         """
         faults = [
             f"{name}: {fault}" for name, text in candidate.items() if (fault := self._resources.validation_error(name, text))
@@ -72,7 +74,7 @@ class _Adapter:
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: EvaluationBatch[Episode | str, str], components_to_update: list[str]
     ) -> dict[str, list[dict[str, Any]]]:
-        """Return what the critic reads about the episodes, for each text to update."""
+        """Return, for each text to update, the text about the episodes that the critic reads."""
         records = [_record(trace) for trace in eval_batch.trajectories or ()]
         return {name: [*records, *self._places(name)] for name in components_to_update}
 

@@ -1,4 +1,4 @@
-"""The critic model of a search, at any chat completions endpoint. No recorded request is sent again."""
+"""The critic model of a search, at a chat completions endpoint. A request whose answer is recorded is not sent again."""
 
 import hashlib
 import json
@@ -15,13 +15,13 @@ from agentrl.workflow.settings import Settings
 
 AT_ONCE = 8
 MAX_ANSWER = 100_000
-"""The maximum length of an answer, in characters; the rest is cut."""
+"""The maximum length of an answer, in characters. Longer answers are cut."""
 MAX_BYTES = 4 * 2**20
 """The maximum size of a response body, in bytes."""
 
 Recorded = Callable[[str, list[dict[str, str]], str, float], str]
-"""A function that stores an answer: (key, messages, answer, seconds) -> the stored answer, which another process may have
-written first.
+"""A function that stores an answer: from (key, messages, answer, seconds) to the stored answer. If another process stored an
+answer first, that answer is returned.
 """
 
 
@@ -32,7 +32,7 @@ class RecordedCritic:
         config: the run's section `search`, which names the critic's model.
         settings: the settings with `critic_url` and `critic_key`.
         answers: the stored answers, by key.
-        record: stores an answer.
+        record: the function that stores an answer.
 
     Raises:
         ConfigError: no URL is configured.
@@ -54,7 +54,9 @@ class RecordedCritic:
             return list(pool.map(self._answer, prompts, keys))
 
     def _key(self, prompt: str) -> str:
-        """Return the key of a request: a hash of the model, its options, the prompt, and how often this prompt was sent."""
+        """Return the key of a request: a hash of the model, its options, the prompt, and the number of times that this prompt
+        was sent before.
+        """
         text = json.dumps([self._config.critic, self._config.critic_temperature, self._config.critic_tokens, prompt])
         digest = hashlib.sha256(text.encode()).hexdigest()
         self._times[digest] += 1

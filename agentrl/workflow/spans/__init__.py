@@ -1,5 +1,5 @@
-"""OpenTelemetry spans: decoded within limits, read by the names of several conventions, and stored as annotations of an
-episode.
+"""OpenTelemetry spans. They are decoded within limits, read by the names of several conventions, and stored as annotations of
+an episode.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span as it was exported.
+    """An exported span.
 
     Args:
-        trace_id, span_id, parent_id: lower-case hexadecimal digits: 32, 16 and 16. The parent's id is empty if there is none.
+        trace_id, span_id, parent_id: 32, 16 and 16 lower-case hexadecimal digits. `parent_id` is empty if the span has no
+            parent.
         name: the span's name.
         start, end: the times in nanoseconds since 1970; 0: unknown.
         attributes, resource: the attributes of the span and of its resource. Values are texts, numbers, booleans, lists and

@@ -1,7 +1,8 @@
-"""Decoding of what an exporter of OTLP/HTTP posts: protobuf or JSON, compressed or not, within bounds.
+"""Decodes the requests of an OTLP/HTTP exporter: protobuf or JSON, compressed or not, within limits.
 
-The protobuf reader knows the fields of a span (opentelemetry-proto 1.x) and skips all others, as the format asks. It counts
-fields, values and spans while it reads: a parser that builds the whole message first needs 1.4 GiB for 16 MiB of empty spans.
+The protobuf reader knows the fields of a span (opentelemetry-proto 1.x) and skips all other fields, as the format requires. It
+counts fields, values and spans while it reads, because a parser that builds the whole message first needs 1.4 GiB for 16 MiB of
+empty spans.
 """
 
 import base64
@@ -35,7 +36,8 @@ class Bounds:
         bytes: the most bytes after decompression.
         spans: the most spans.
         values: the most values in all attributes.
-        fields: the most protobuf fields, in all passes over the message; for JSON the most objects, lists and members.
+        fields: the most protobuf fields, summed over all passes over the message. For JSON, the most objects, lists and
+            members.
     """
 
     bytes: int = 16 * 2**20
@@ -45,19 +47,19 @@ class Bounds:
 
 
 POSTED = Bounds()
-"""The limits of a request of an exporter."""
+"""The limits of one request of an exporter."""
 
 
 class OtlpError(ValueError):
-    """The body is not an export of traces; the text says why."""
+    """A request body that is not an export of traces. The text says why."""
 
 
 def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = POSTED) -> list[Span]:
-    """Return the spans of a body.
+    """Decode a body, and return its spans.
 
     Args:
         body: the body.
-        content_type: the type of the body; every type other than JSON is read as protobuf.
+        content_type: the type of the body. Every type other than JSON is decoded as protobuf.
         encoding: the Content-Encoding of the request.
         bounds: the limits.
 
@@ -75,10 +77,10 @@ def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = 
 
 
 def inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Return the decompressed body.
+    """Decompress the body.
 
     Raises:
-        OtlpError: it is not compressed as declared, or has more than `max_bytes` bytes.
+        OtlpError: the body is not compressed as declared, or has more than `max_bytes` bytes after decompression.
     """
     if encoding not in ("", "identity", "gzip", "deflate"):
         raise OtlpError(f"it is encoded as {encoding[:40]!r}; only gzip is supported")
@@ -163,8 +165,9 @@ def _value(data: Any, budget: "_Budget", depth: int) -> Any:
 
 
 def _fields(data: Any, budget: "_Budget") -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value of each field of a message. A value is an integer or a view of bytes. The fields are not
-    stored, because there may be many.
+    """Yield the number and the value of each field of a message. A value is an integer or a view of bytes.
+
+    The fields are not collected in a list, because there may be many.
     """
     data = _message(data)
     budget.spend_field()  # an empty message is work, too
@@ -196,7 +199,7 @@ def _message(data: Any) -> memoryview:
 
 
 def _varint(data: memoryview, place: int, max_bytes: int) -> tuple[int, int]:
-    """Return an integer of at most `max_bytes` bytes, and the position after it."""
+    """Decode an integer of at most `max_bytes` bytes. Return the integer and the position after it."""
     value = 0
     for shift, byte in enumerate(data[place : place + max_bytes]):
         value |= (byte & 127) << 7 * shift
@@ -210,7 +213,7 @@ def _all(data: Any, number: int, budget: "_Budget") -> Iterator[Any]:
 
 
 def _last(data: Any, budget: "_Budget") -> dict[int, Any]:
-    """Return the last field of each known number."""
+    """Return, for each known field number, the last value in the message."""
     return {number: value for number, value in _fields(data, budget) if number < _KNOWN_FIELDS}
 
 
@@ -284,7 +287,7 @@ def _list(tree: Any, name: str) -> list[Any]:
 
 
 class _Budget:
-    """Counts the parts of an export against the limits, so that a small body cannot expand without limit."""
+    """A counter of the parts of an export. It enforces the limits, so a small body cannot expand without limit."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -307,7 +310,7 @@ class _Budget:
 
 
 def _few(events: Iterator[Any]) -> list[Any]:
-    """Return the events of a span; raise OtlpError if there are more than MAX_EVENTS."""
+    """Return the events of a span. Raise OtlpError if there are more than `MAX_EVENTS` events."""
     few = list(islice(events, MAX_EVENTS + 1))
     if len(few) > MAX_EVENTS:
         raise OtlpError(f"a span has at most {MAX_EVENTS} events")

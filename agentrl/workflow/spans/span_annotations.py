@@ -1,4 +1,4 @@
-"""Converts a span to annotations of its episode, and builds the responses for an exporter."""
+"""Converts spans to annotations of their episodes, and builds the responses for an exporter."""
 
 import json
 import re
@@ -13,12 +13,12 @@ from agentrl.workflow.spans.otlp import JSON, OtlpError, decode
 PART_BYTES = 512 * 2**10
 """The most bytes of annotations in one request."""
 MAX_NAMED = 4096
-"""The most characters of the id of an episode, a conversation, an attempt or a task."""
+"""The most characters in the id of an episode, a conversation, an attempt or a task."""
 _REWARD = re.compile(span_names.REWARD)
 
 
 def annotations_of_span(span: Span) -> list[Annotation]:
-    """Return the annotations of the span. Their ids contain the span's id, so a repeated export is stored once.
+    """Convert a span to annotations. Their ids contain the span's id, so a span that is exported twice is stored once.
 
     Raises:
         ValueError: the span cannot be stored; the message says why.
@@ -35,7 +35,7 @@ def annotations_of_span(span: Span) -> list[Annotation]:
 
 
 def episode_named(span: Span) -> str:
-    """Return the id of the episode that the span or its resource names; empty if there is none."""
+    """Return the id of the episode that the span or its resource names; empty if neither names one."""
     return next(
         (value for name in span_names.EPISODE for where in (span.attributes, span.resource) if (value := named(where, name))),
         "",
@@ -45,7 +45,7 @@ def episode_named(span: Span) -> str:
 def named(where: Mapping[str, Any], name: str) -> str:
     """Return the attribute of that name as text if it is a short text or a number; else an empty text.
 
-    Many spans share one resource, so a long text in it would be read again for each of them.
+    Long texts are not read. Many spans share one resource, so a long text in the resource would be read again for each span.
     """
     value = where.get(name)
     short = isinstance(value, str) and len(value) <= MAX_NAMED
@@ -145,12 +145,12 @@ def _varint(value: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The annotations in an export for one episode.
+    """The annotations for one episode in an export.
 
     Args:
-        parts: bodies for `/v1/annotations`, each within the limits of one request.
+        parts: the bodies for `/v1/annotations`, each within the limits of one request.
         rejected: the number of spans that cannot be stored.
-        why: why the first of them cannot.
+        why: the reason why the first rejected span cannot be stored.
     """
 
     parts: Sequence[bytes]
@@ -159,7 +159,7 @@ class Export:
 
 
 def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> Export:
-    """Read the annotations of an export for an episode.
+    """Decode an export, and return the annotations for the episode.
 
     Raises:
         OtlpError: the body is not an export, or a span belongs to another episode.

@@ -1,5 +1,5 @@
-"""Reads files of traces: requests of an exporter as one JSON document, one document per line, or protobuf; with or without
-gzip.
+"""Reads files of traces. A file has exporter requests as one JSON document, as one JSON document per line, or as protobuf, with
+or without gzip.
 """
 
 import io
@@ -44,7 +44,7 @@ def read_traces(path: Path) -> list[Span]:
 
 
 def _documents(path: Path, data: bytes) -> Iterator[tuple[str, Iterator[Span]]]:
-    """Yield each document of the file: its place, and an iterator that decodes its spans when they are read."""
+    """Yield the place of each document in the file, and an iterator that decodes the document's spans when they are read."""
     quoted = repr(str(path))
     if data[:2] == _GZIP:
         data = _inflated(path, data)
@@ -60,8 +60,8 @@ def _documents(path: Path, data: bytes) -> Iterator[tuple[str, Iterator[Span]]]:
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not empty, with their numbers. They are read one at a time, because there may be a hundred
-    million.
+    """Yield each line that is not empty, with its number. Lines are read one at a time, because there may be a hundred million
+    of them.
     """
     return ((number, line) for number, line in enumerate(io.BytesIO(data), 1) if line.strip())
 

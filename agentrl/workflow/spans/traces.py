@@ -1,4 +1,4 @@
-"""Groups spans by rollout: by the rollout id, else by the conversation id, else by the trace id."""
+"""Groups spans by rollout. The key of a rollout is the rollout id, or else the conversation id, or else the trace id."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,26 +9,27 @@ from agentrl.workflow.spans.span_annotations import episode_named, named
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The spans of one rollout, in the order of their start times; `key` is the rollout's id."""
+    """The spans of one rollout, ordered by start time. `key` is the rollout's id."""
 
     key: str
     spans: tuple[Span, ...]
 
     def told(self, name: str) -> str:
-        """Return the first non-empty value of this attribute among the spans and their resources; empty if there is none."""
+        """Return the first non-empty value of this attribute in the spans and their resources; empty if there is none."""
         return next((str(value) for span in self.spans if (value := span.attributes.get(name, span.resource.get(name)))), "")
 
     @property
     def error(self) -> str | None:
-        """The error of the first span without a parent that has one; None if there is none."""
+        """The error of the first span that failed and has no parent; None if there is no such span."""
         return next((span.error or "error" for span in self.spans if not span.parent_id and span.error is not None), None)
 
 
 def traces_of(spans: Sequence[Span]) -> list[Trace]:
-    """Return the rollouts of the spans, ordered by start time. Spans with the same start time stay in the given order.
+    """Group the spans into rollouts, ordered by start time. Spans with the same start time stay in the given order.
 
-    A span without a rollout id belongs to the first rollout that its trace names. A span that was exported twice counts once.
-    Of a rollout with several attempts, only the attempt that began last is kept, with the spans that name no attempt.
+    A span without a rollout id belongs to the first rollout that another span of its trace names. A span that was exported
+    twice is used once. If a rollout has several attempts, only the spans of the attempt that began last and the spans without
+    an attempt are used.
     """
     unique: dict[tuple[str, str], Span] = {}
     for span in spans:
@@ -47,7 +48,7 @@ def traces_of(spans: Sequence[Span]) -> list[Trace]:
 
 
 def _first_per_trace(spans: Sequence[Span], read: Callable[[Span], str]) -> dict[str, str]:
-    """Return, for each trace, the first value that is not empty among its spans."""
+    """Return, for each trace, the first non-empty value that `read` returns for its spans."""
     values: dict[str, str] = {}
     for span in spans:
         if value := read(span):

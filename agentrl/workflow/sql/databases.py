@@ -3,8 +3,8 @@
 A script creates a database in memory, which is the same for every query. A Postgres login must be read-only: a superuser, or a
 login that may write any table, is refused.
 
-SQLite's work is limited by instructions and not by time, so that a busy machine gives the same answers. Work that instructions
-do not count is stopped by `sql.query_process`.
+The work of SQLite is limited by instructions and not by time, so a busy machine returns the same results. Work that is not
+counted as instructions is stopped by `sql.query_process`.
 """
 
 import sqlite3
@@ -23,7 +23,7 @@ from agentrl.workflow.sql.readonly_postgres import read_postgres
 
 SECONDS = 5.0
 INSTRUCTIONS = 20_000_000
-"""The most SQLite instructions of a query: about a second of work."""
+"""The most SQLite instructions of a query. They take about a second."""
 
 MAX_BYTES = 4_000_000
 """The most bytes of a result, and of a value in SQLite."""
@@ -50,8 +50,8 @@ def check(database: str) -> None:
     """Check that the database exists and that the login can only read it.
 
     Raises:
-        ConfigError: there is no such database.
-        ServiceError: it does not respond, or its login may do more than read.
+        ConfigError: the database does not exist.
+        ServiceError: the database does not respond, or its login may do more than read.
     """
     if not database:
         raise ConfigError("The tool sql has no database.", HINT)
@@ -63,7 +63,7 @@ def check(database: str) -> None:
 
 
 def prepare(database: str) -> None:
-    """Prepare the database. This work does not count against a query's limits.
+    """Prepare the database for queries. The limits of a query do not include this work.
 
     Raises:
         ServiceError: the script is not valid SQLite.
@@ -73,7 +73,7 @@ def prepare(database: str) -> None:
 
 
 def read_here(database: str, query: str, limit: int) -> Table:
-    """Run one SELECT and return its columns and at most `limit` rows. Without a query, return the tables.
+    """Run one SELECT in this process, and return its columns and at most `limit` rows. If `query` is empty, return the tables.
 
     Raises:
         AccessDenied: the query does more than read, or exceeds the limits.
@@ -105,7 +105,9 @@ def _database_image(script: Path) -> bytes:
 
 @lru_cache(maxsize=16)
 def _make_database(script: Path, changed: int) -> bytes:
-    """Return the database that a script creates. `changed`, the file's modification time, is a part of the cache key."""
+    """Return the database that a script creates. `changed` is the file's modification time, which is a part of the cache
+    key.
+    """
     try:
         with closing(sqlite3.connect(":memory:")) as connection:
             connection.executescript(script.read_text(encoding="utf-8"))

@@ -2,8 +2,8 @@
 
 Some functions of SQLite take time quadratic in their input, within one instruction that cannot be interrupted. A value of
 Postgres may exceed the memory. The process runs one query after another; a query that exceeds its limits ends the process. This
-file has both sides: `QueryProcess` sends queries and `serve` runs them. `read` and `main` are for databases that a model may
-read.
+module has the code of both processes: `QueryProcess` sends queries, and `serve` runs them. `read` and `main` are for databases
+that a model may read.
 """
 
 import json
@@ -30,13 +30,14 @@ MAX_ROWS = 10_000
 CPU_SECONDS = 5
 MEMORY_BYTES = 1 << 30
 WALL_SECONDS = 20.0 * CPU_SECONDS
-"""The time limit of a query in seconds, for a query that mostly waits. CPU_SECONDS limits its processor time, MEMORY_BYTES the
-memory of the process.
+"""The time limit of a query, in seconds, which stops queries that mostly wait. `CPU_SECONDS` limits the processor time of a
+query, and `MEMORY_BYTES` limits the memory of the process.
 """
 
 
 def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
-    """Run one SELECT and return its columns and at most `limit` rows. Without a query, return the tables.
+    """Run one SELECT in the query process, and return its columns and at most `limit` rows. If `query` is empty, return the
+    tables.
 
     Raises:
         AccessDenied: the query does more than read, or exceeds the limits.
@@ -56,25 +57,24 @@ def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
 
 
 class QueryProcess:
-    """A process that runs queries."""
+    """A child process that runs queries."""
 
     def __init__(self, module: str = "agentrl.workflow.sql.query_process") -> None:
-        """Start the program of this module, which calls `serve`."""
+        """Start a process that runs the module named `module` as a program. The program must call `serve`."""
         command = [sys.executable, "-P", "-m", module]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         weakref.finalize(self, _end, self._process)
 
     @property
     def alive(self) -> bool:
-        """True if the process is running."""
         return self._process.poll() is None
 
     def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Table:
-        """Send a query to the process and return its result. Raise as `read` does.
+        """Send a query to the process and return its result. The exceptions are those of `read`.
 
         Args:
             request: the arguments of the query.
-            seconds: the time limit in seconds; None: WALL_SECONDS.
+            seconds: the time limit, in seconds; None: `WALL_SECONDS`.
         """
         timer = threading.Timer(WALL_SECONDS if seconds is None else seconds, self._process.kill)
         timer.start()
@@ -131,7 +131,7 @@ def _read_prepared(database: str, query: str, limit: int, seconds: int) -> Table
 
 
 def serve(read: Callable[..., Table]) -> None:
-    """Read queries from stdin, each a line with the arguments of `read` as JSON, and write the results to stdout."""
+    """Read queries from stdin, and write the results to stdout. Each query is a line with the arguments of `read` as JSON."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
@@ -150,7 +150,7 @@ def _answer_text(read: Callable[..., Table], request: Mapping[str, Any]) -> str:
 
 
 def limit_processor_time(seconds: int | None) -> None:
-    """Limit the processor time that the process may still use, in seconds; None: no limit."""
+    """Limit the processor time that this process may still use, in seconds; None removes the limit."""
     hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     limit = hard_limit if seconds is None else math.ceil(time.process_time()) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, hard_limit))
@@ -165,7 +165,7 @@ def _tag_value(value: bytes | Decimal) -> dict[str, str]:
 
 
 def _untag_value(value: dict[str, Any]) -> Any:
-    """Return the value that `_tag_value` encoded."""
+    """Decode a value that `_tag_value` encoded."""
     if value.keys() == {"bytes"}:
         return bytes.fromhex(value["bytes"])
     return Decimal(value["number"]) if value.keys() == {"number"} else value

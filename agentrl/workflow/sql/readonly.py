@@ -1,7 +1,7 @@
-"""Untrusted SQL on a read-only connection, for `agentrl sql` and the tool `sql`.
+"""Runs untrusted SQL on a read-only connection, for `agentrl sql` and the tool `sql`.
 
-SQLite runs with an authorizer that allows only reads; `mode=ro` alone lets ATTACH and VACUUM INTO write files. An error says in
-one sentence why a query is refused. The part for Postgres is `readonly_postgres`.
+SQLite runs with an authorizer that allows only reads, because with `mode=ro` alone ATTACH and VACUUM INTO could still write
+files. If a query is refused, the error says why in one sentence. `readonly_postgres` is the part for Postgres.
 """
 
 import itertools
@@ -19,12 +19,12 @@ from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, Ser
 MAX_SQL = 100_000
 MAX_VALUE = 64 * 1024 * 1024
 MAX_ANSWER = 256 * 1024 * 1024
-"""The longest result, in characters and bytes. MAX_SQL limits the characters of a query, MAX_VALUE the bytes of a value in
-SQLite.
+"""The largest result, in characters and bytes. `MAX_SQL` limits the characters of a query, and `MAX_VALUE` limits the bytes of
+a value in SQLite.
 """
 
 NUMBER_BYTES = 8
-"""The size for which a number or NULL counts in a result, in bytes."""
+"""The size, in bytes, that a number or NULL adds to the size of a result."""
 
 STEP = 1000
 """The number of SQLite instructions between two checks of the limit."""
@@ -35,7 +35,7 @@ _UNREADABLE = ("locked", "unable to open", "readonly", "not a database", "disk I
 
 Table = tuple[list[str], list[tuple[Any, ...]]]
 Over = Callable[[], bool]
-"""A function that returns whether a query has exceeded its limit."""
+"""A function that returns True if a query has exceeded its limit."""
 
 
 def check_text(sql: str) -> None:
@@ -54,24 +54,24 @@ def check_text(sql: str) -> None:
 
 
 def deadline(seconds: float) -> Over:
-    """Return a time limit: a function that returns true after `seconds`."""
+    """Return a function that returns True once `seconds` seconds have passed."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end
 
 
 def instructions(count: int) -> Over:
-    """Return a limit on SQLite's instructions: a function that returns true after `count` of them, however busy the machine
-    is.
+    """Return a function that returns True once SQLite has run `count` instructions. Unlike a time limit, it does not depend on
+    how busy the machine is.
     """
     left = iter(range(count // STEP))
     return lambda: next(left, None) is None
 
 
 def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_ANSWER) -> list[tuple[Any, ...]]:
-    """Return the first `limit` rows, with at most `size` characters and bytes in total.
+    """Return the first `limit` rows. Together they may have at most `size` characters and bytes.
 
     Raises:
-        AccessDenied: the rows are too long.
+        AccessDenied: the rows are too large.
     """
     collected, total = [], 0
     for row in itertools.islice(rows, limit):
@@ -86,16 +86,16 @@ def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_AN
 
 
 def open_sqlite(file: Path, seconds: float = 5.0) -> sqlite3.Connection:
-    """Open a read-only connection that waits up to `seconds` for a writer's lock."""
+    """Open a read-only connection that waits up to `seconds` seconds for the lock of a writing process."""
     return sqlite3.connect(sqlite_url(file, "ro"), uri=True, timeout=seconds)
 
 
 def sqlite_url(file: Path, mode: str) -> str:
-    """Return the file's URL for a reader: with the given mode, or as an immutable file if no process writes it.
+    """Return the URL with which to open a SQLite file for reading: with the given mode, or as an immutable file.
 
-    To read a file in WAL mode, SQLite creates files next to it. This is impossible in a read-only folder. Next to another
-    user's file it must not happen, because the owner could not write these files. If there is no WAL file, no process writes
-    the database, so it can be read as immutable.
+    To read a file in WAL mode, SQLite creates files next to it. This fails in a read-only folder. It must not happen next to
+    another user's file, because that user could not write the new files. If such a file has no WAL file, no process writes the
+    database, so it is opened as immutable.
     """
     own = os.access(file.parent, os.W_OK) and os.access(file, os.W_OK)
     sealed = not own and not Path(f"{file}-wal").exists()
@@ -103,9 +103,9 @@ def sqlite_url(file: Path, mode: str) -> str:
 
 
 def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over, size: int = MAX_ANSWER) -> Table:
-    """Run one SELECT and return its columns and at most `limit` rows, with at most `size` characters and bytes in total.
+    """Run one SELECT, and return its columns and at most `limit` rows with at most `size` characters and bytes in total.
 
-    Afterwards the connection cannot be used for anything else.
+    The connection cannot be used for other purposes afterwards.
     """
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
     connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, 4 * MAX_SQL)
@@ -121,7 +121,7 @@ def read_sqlite(connection: sqlite3.Connection, sql: str, limit: int, over: Over
 
 
 def allow_reads(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
-    """Allow only reads; this is an authorizer for SQLite."""
+    """Tell SQLite whether an action is allowed: an authorizer that allows only reads."""
     if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in _FORBIDDEN_FUNCTIONS:
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK if action in _ALLOWED_ACTIONS else sqlite3.SQLITE_DENY
@@ -129,11 +129,11 @@ def allow_reads(action: int, first: str | None, second: str | None, database: st
 
 @contextmanager
 def translate_sqlite_errors(over: Over, stopped: AgentRLError, hint: str) -> Iterator[None]:
-    """Convert SQLite's errors in the `with` block to ours.
+    """Convert errors of SQLite in the `with` block to agentrl's errors.
 
     Args:
-        over: returns whether the query has exceeded its limit.
-        stopped: the error to raise if it has.
+        over: a function that returns True if the query has exceeded its limit.
+        stopped: the error to raise if the query has exceeded its limit.
         hint: the hint for an invalid query.
     """
     try:
@@ -159,7 +159,7 @@ def _sqlite_refusal(error: Exception, hint: str) -> AgentRLError:
 
 
 def no_rows_error() -> AccessDenied:
-    """Return the error for a statement without a result."""
+    """Return the error for a statement that returns no result."""
     return AccessDenied("The query gives no rows.", "Write one SELECT.")
 
 

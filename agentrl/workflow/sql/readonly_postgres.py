@@ -1,6 +1,6 @@
-"""Untrusted SQL on Postgres: one statement over the extended protocol, in a read-only transaction.
+"""Runs untrusted SQL on Postgres: one statement over the extended protocol, in a read-only transaction.
 
-A statement could end the read-only transaction, so the caller must connect with a login that may not write.
+A statement could end the read-only transaction, so the caller must connect with a login that cannot write.
 """
 
 import threading
@@ -16,11 +16,11 @@ from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, Ser
 from agentrl.workflow.sql.readonly import MAX_ANSWER, Table, collect_rows, no_rows_error, several_statements_error, write_error
 
 NUMBERS = {"bool", "bytea", "int2", "int4", "int8", "oid", "float4", "float8", "numeric"}
-"""Postgres types whose values are converted to Python's types."""
+"""The Postgres types whose values are converted to Python types. Values of other types are loaded as text."""
 
 
 class AnyText(Loader):
-    """A loader that returns a value as the server writes it. Bytes that are not UTF-8, which are possible in SQL_ASCII, are
+    """A loader that returns a value as the text that the server sends. Bytes that are not UTF-8, which SQL_ASCII allows, are
     escaped.
     """
 
@@ -37,10 +37,11 @@ def read_postgres(
     hint: str,
     size: int = MAX_ANSWER,
 ) -> Table:
-    """Run one SELECT and return its columns and at most `limit` rows.
+    """Run one SELECT, and return its columns and at most `limit` rows.
 
-    The server stops the query after `seconds`; if it does not, this process cancels it. Values other than numbers, bytes and
-    booleans are returned as text, because Postgres has dates, depths and digits that Python's types cannot hold.
+    The server stops the query after `seconds`. If the server does not, this process cancels the query. Values other than
+    numbers, bytes and booleans are returned as text, because Postgres has dates, nesting depths and digits that Python's types
+    cannot hold.
 
     Args:
         connection: a connection of a read-only login, with `statement_timeout` and `default_transaction_read_only` set, in
@@ -76,12 +77,12 @@ def read_postgres(
 
 
 def _stream_rows(cursor: "psycopg.Cursor[tuple[Any, ...]]", sql: str) -> Generator[tuple[Any, ...], None, None]:
-    """Yield the rows over the extended protocol, which accepts only one statement."""
+    """Run the statement and yield its rows. The extended protocol accepts only one statement."""
     yield from cursor.stream(sql.encode())
 
 
 def _texts(connection: "psycopg.Connection[tuple[Any, ...]]") -> Iterator[int]:
-    """Yield the ids of the types that are loaded as text, including all array types."""
+    """Yield the ids of the Postgres types whose values are loaded as text. All array types are among them."""
     for kind in connection.adapters.types:
         yield from [kind.array_oid] + [kind.oid] * (kind.name not in NUMBERS)
 

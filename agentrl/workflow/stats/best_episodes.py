@@ -1,4 +1,4 @@
-"""Selects stored episodes for offline training: the best of each task, or pairs from each group. These are pure functions that
+"""Selects stored episodes for offline training: the best of each task, or pairs from each group. The functions are pure and
 need no tokens.
 """
 
@@ -9,7 +9,7 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A done, untainted episode with a reward. `group` and `task` are ids of rows."""
+    """An episode that can be selected: it is done, untainted and has a reward. `group` and `task` are ids of rows."""
 
     id: int
     group: int
@@ -18,9 +18,10 @@ class Candidate:
 
 
 def select_best(candidates: Sequence[Candidate], min_reward: float | None = None, limit: int | None = None) -> list[Candidate]:
-    """Candidates of at least `min_reward`, at most `limit` per task, in the order of their ids.
+    """Return the best candidates of each task, ordered by id: at most `limit` per task, each with a reward of at least
+    `min_reward`.
 
-    Of a task's candidates the best are taken, and of equals the oldest: older policies are closer to the start.
+    If rewards are equal, the older candidate is preferred, because an older policy is closer to the weights at the start.
     """
     good = [one for one in candidates if min_reward is None or one.reward >= min_reward]
     ranked = sorted(good, key=lambda one: (one.task, -one.reward, one.id))
@@ -29,7 +30,7 @@ def select_best(candidates: Sequence[Candidate], min_reward: float | None = None
 
 
 def select_pairs(candidates: Sequence[Candidate], limit: int = 1) -> list[tuple[Candidate, Candidate]]:
-    """At most `limit` pairs (better, worse) per group: best and worst, second best and second worst, ...
+    """Return at most `limit` pairs (better, worse) per group: best and worst, second best and second worst, and so on.
 
     No episode is in two pairs, and the rewards of a pair differ.
     """

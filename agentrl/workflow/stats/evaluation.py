@@ -1,9 +1,9 @@
-"""Evaluates fresh episodes: the mean reward with its interval, the share of right episodes, and the errors, which are counted
-separately.
+"""Evaluates fresh episodes: the mean reward with its interval, the share of right episodes, and, separately, the number of
+errors.
 
-An episode is right if the decisive parts of its reward have their full value, 1. Decisive are the parts that the env names in
-`correct`, else the env's own parts of the largest weight (see `is_right`). So neither a tenth for a well-formed answer nor a
-penalty makes an episode right or wrong. The rewards that a run adds do not matter.
+An episode is right if all decisive parts of its reward have their full value, 1. The decisive parts are those that the env
+names in `correct`, or else the env's own parts with the largest weight (see `is_right`). So neither a tenth for a well-formed
+answer nor a penalty makes an episode right or wrong. The rewards that a run adds have no influence.
 """
 
 import math
@@ -17,30 +17,30 @@ Z95 = 1.959964
 """The two-sided 95% quantile of the normal distribution, and of Student's t with infinite degrees of freedom."""
 
 T95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
-"""The two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom, which are too few for the expansion in
-`student_quantile`.
+"""The two-sided 95% quantiles of Student's t with 1, 2, ... degrees of freedom, for which the expansion in `student_quantile`
+is not accurate enough.
 """
 
 IntervalBy = Literal["Wilson", "Student"]
-"""The method of a 95% interval: Wilson's for a share, which stays within 0 to 1, Student's for other means."""
+"""The method of a 95% interval: Wilson's for a share, which stays within 0 to 1, or Student's for other means."""
 
 FULL_VALUE = 1 - 1e-9
-"""The lowest value of a reward part that counts as its full value."""
+"""The lowest value of a reward part that is treated as its full value, 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The mean reward of the `episodes` that are done, with its 95% interval. The `errors` are the episodes that ended
-    otherwise; they are in no mean.
+    """The measures of an evaluation. Episodes that are not done are `errors`, and no mean includes them.
 
     Args:
         mean: the mean reward.
-        low, high: the ends of its 95% interval.
+        low, high: the ends of the 95% interval of the mean.
         episodes: the number of done episodes.
         errors: the number of other episodes.
-        tasks: the number of tasks with a done episode; the means are over these.
+        tasks: the number of tasks with a done episode. Means are over these tasks.
         accuracy: the mean share of right episodes; None if no reward part decides what is right.
-        pass_at: the probability that one of k episodes of a task is right, by k, for k = 1, 2, 4, ... and the group's size.
+        pass_at: a mapping from k to the probability that one of k episodes of a task is right, for k = 1, 2, 4, ... and the
+            group's size.
         interval_by: the method of the interval, see `bounds`; None if there is no mean.
     """
 
@@ -56,7 +56,7 @@ class Score:
 
 
 def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> Score:
-    """Return the mean over tasks of each task's mean reward, with its interval (see `bounds`).
+    """Compute the measures of the groups. The mean is over tasks: it averages the mean reward of each task.
 
     Episodes of one task are correlated, so the independent units are tasks, not episodes.
 
@@ -79,8 +79,8 @@ def evaluate(groups: Sequence[Group], right: Collection[int] | None = None) -> S
 def bounds(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float, IntervalBy]:
     """Return the mean over tasks of each task's mean, the lower and upper end of its 95% interval, and the interval's method.
 
-    If all values are 0 or 1, the mean is a share and has Wilson's interval for `effective_trials` trials. Other means have
-    Student's interval, which ignores any limits of the reward.
+    If all values are 0 or 1, the mean is a share. Its interval is Wilson's for `effective_trials` trials. The interval of other
+    means is Student's, which ignores any limits of the reward.
     """
     means = [math.fsum(values) / len(values) for values in tasks]
     mean, margin = interval(means)
@@ -91,7 +91,8 @@ def bounds(tasks: Sequence[Sequence[float]]) -> tuple[float, float, float, Inter
 
 
 def wilson_interval(share: float, trials: float) -> tuple[float, float]:
-    """Return the 95% interval of a share of `trials` independent trials. It contains the share and stays within 0 to 1.
+    """Return the 95% interval of a share, measured in `trials` independent trials. The interval contains the share and stays
+    within 0 to 1.
 
     Wilson 1927, Probable inference, the law of succession, and statistical inference.
     """
@@ -102,12 +103,12 @@ def wilson_interval(share: float, trials: float) -> tuple[float, float]:
 
 
 def effective_trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
-    """Return the number of independent trials with the same variance as the mean of the tasks' shares.
+    """Return the number of independent trials whose mean has the same variance as the mean of the tasks' shares.
 
-    With one episode per task, it is the number of tasks. With several, it is the effective sample size p (1 - p) / variance,
-    with the variance of the tasks' mean. It is reduced by the squared ratio of the normal quantile to Student's, because few
-    tasks estimate the variance badly. It is at least the number of tasks, and at most the number for independent episodes. If
-    all shares are equal, it is the number of tasks.
+    With one episode per task, this is the number of tasks. With several episodes, it is the effective sample size p (1 - p) /
+    variance, in which the variance is that of the tasks' mean. This size is reduced by the squared ratio of the normal quantile
+    to Student's, because few tasks estimate the variance badly. The result is at least the number of tasks, and at most the
+    number of episodes. If all shares are equal, it is the number of tasks.
 
     Korn and Graubard 1998, Confidence intervals for proportions with small expected number of positive counts estimated from
     survey data.
@@ -125,10 +126,10 @@ def effective_trials(shares: Sequence[float], sizes: Sequence[int]) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of independent values, and half the width of its 95% interval; infinite for one value.
+    """Return the mean of independent values, and half the width of its 95% interval. With one value, the width is infinite.
 
-    The interval is Student's t with n - 1 degrees of freedom, because few values estimate their own variance badly. Student
-    1908, The probable error of a mean.
+    The interval is Student's t with n - 1 degrees of freedom, because few values estimate their variance badly. Student 1908,
+    The probable error of a mean.
     """
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
@@ -138,10 +139,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def student_quantile(freedom: int) -> float:
-    """Return the two-sided 95% quantile of Student's t with this number of degrees of freedom, at least 1; the error is below
-    1e-5.
+    """Return the two-sided 95% quantile of Student's t with `freedom` degrees of freedom, which must be at least 1. The error
+    is below 1e-5.
 
-    From 10 on it is the Cornish-Fisher expansion around the normal quantile: Abramowitz and Stegun 1964, eq. 26.7.5.
+    From 10 degrees on, this is the Cornish-Fisher expansion around the normal quantile: Abramowitz and Stegun 1964, eq. 26.7.5.
     """
     if freedom <= len(T95):
         return T95[freedom - 1]
@@ -156,10 +157,10 @@ def student_quantile(freedom: int) -> float:
 
 
 def pass_at_ks(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]:
-    """Return pass@k for k = 1, 2, 4, ... and `size`, each over the tasks that have at least k done episodes.
+    """Return pass@k for k = 1, 2, 4, ... and `size`. For each k, only tasks with at least k done episodes are used.
 
     Args:
-        counts: for each task, the number of done episodes and of right ones among them.
+        counts: for each task, the number of done episodes and the number of right episodes.
         size: the number of episodes planned per task.
     """
     ks = sorted({size, *(2**power for power in range(size.bit_length()))} - {0})
@@ -168,10 +169,10 @@ def pass_at_ks(counts: Sequence[tuple[int, int]], size: int) -> dict[int, float]
 
 
 def pass_at(n: int, c: int, k: int) -> float:
-    """Return the probability that k of n episodes, drawn without replacement, include one of the c right ones. It is an
-    unbiased estimate of pass@k.
+    """Return the probability that k of n episodes, drawn without replacement, include at least one of the c right episodes.
 
-    Chen et al. 2021, arXiv 2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k), for 1 <= k <= n.
+    This is an unbiased estimate of pass@k. Chen et al. 2021, arXiv 2107.03374, eq. 1: 1 - C(n - c, k) / C(n, k), for 1 <= k <=
+    n.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
@@ -179,11 +180,12 @@ def pass_at(n: int, c: int, k: int) -> float:
 def is_right(
     parts: Mapping[str, float], weights: Mapping[str, float], correct: Collection[str] = (), env_parts: Collection[str] = ()
 ) -> bool | None:
-    """Return whether all decisive parts of an episode's reward have their full value; None if no part is decisive.
+    """Return True if all decisive parts of an episode's reward have their full value; None if no part is decisive.
 
-    The decisive parts are those named in `correct`. Without them, they are the env's own parts of the largest weight; several
-    may have it. Parts in `env_parts`, which the env computes itself, have weight 1. Other parts belong to the run: if its
-    penalty, which is never above 0, were decisive, no episode would be right.
+    The decisive parts are those named in `correct`. If `correct` is empty, they are the env's own parts with the largest
+    weight; several parts may have this weight. Parts in `env_parts`, which the env computes itself, have weight 1. All other
+    parts belong to the run and are never decisive. Otherwise a run's penalty, which is never above 0, could make every episode
+    wrong.
 
     Args:
         parts: the parts of the episode's reward.

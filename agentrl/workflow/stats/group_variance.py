@@ -1,9 +1,9 @@
-"""Dynamic sampling: an iteration samples until enough of its groups have different rewards, and trains only on those.
+"""Dynamic sampling: an iteration samples until enough of its groups have unequal rewards, and trains only on these groups.
 
-A group with equal rewards has advantages of 0, so a group-relative algorithm learns nothing from it. With
+If all rewards of a group are equal, its advantages are 0, so a group-relative algorithm learns nothing from it. With
 `rollout.dynamic_sampling` N, an iteration gets a further group, of another task, for each group without variance. This is
 repeated until as many groups have variance as were planned at first, or until N times as many groups were planned. The
-functions here are pure functions of rewards; `store.train_claims` plans the groups when all earlier ones have ended.
+functions here are pure functions of rewards. `store.train_claims` plans further groups when all earlier groups have ended.
 
 Source: DAPO, arXiv 2503.14476, section 3.2 (dynamic sampling).
 """
@@ -14,22 +14,23 @@ from agentrl.workflow.trajectory import Group
 
 NO_VARIANCE = "no variance: all of its rewards are equal"
 SURPLUS = "enough other groups have variance"
-"""The reason for a dropped group that has variance, as its row and the ledger record it."""
+"""The reason for dropping a group that has variance, as the group's row and the ledger record it."""
 DIFFERENT = "sampler and trainer differ"
 CUT_OFF = "cut off at a limit"
-"""The reason for episodes of a group that did not train: `2 of 8 episodes: REASON`."""
+"""The reason why episodes of a group did not train. The group's row has it as `2 of 8 episodes: REASON`."""
 
 
 def varies(rewards: Collection[float]) -> bool:
-    """Return whether there are at least two different rewards. They are compared exactly, because a standard deviation is
+    """Return True if at least two rewards differ. Rewards are compared exactly, because a computed standard deviation is
     rounded.
     """
     return len(set(rewards)) > 1
 
 
 def mean_and_deviation(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean and the sample standard deviation of a group's rewards, as in its row. The mean is None without a reward,
-    the deviation with fewer than two.
+    """Return the mean and the sample standard deviation of a group's rewards, as the group's row stores them.
+
+    Without a reward, the mean is None. With fewer than two rewards, the deviation is None.
     """
     mean = sum(rewards) / len(rewards) if rewards else None
     if mean is None or len(rewards) < 2:
@@ -41,16 +42,18 @@ def groups_to_plan(varied: int, max_groups: int, planned: int, limit: int) -> in
     """Return the number of further groups to plan.
 
     Args:
-        varied: the groups with variance so far.
-        max_groups: the groups planned at first, which is also the most that train.
-        planned: the groups planned so far in total.
+        varied: the number of groups with variance so far.
+        max_groups: the number of groups planned at first. At most this many groups train.
+        planned: the number of groups planned so far.
         limit: the most groups to plan in total, as a multiple of `max_groups`.
     """
     return max(0, min(max_groups - varied, limit * max_groups - planned))
 
 
 def choose_groups(groups: Sequence[Group], max_groups: int) -> tuple[list[Group], dict[int, str]]:
-    """Return the first `max_groups` groups with variance, in the order of their slots, and for each dropped slot the reason."""
+    """Return the first `max_groups` groups with variance, by slot, and a mapping from the slot of each other group to the
+    reason for dropping it.
+    """
     chosen_groups: list[Group] = []
     dropped = {}
     for group in sorted(groups, key=lambda group: group.slot):

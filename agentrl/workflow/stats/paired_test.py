@@ -1,9 +1,10 @@
 """A paired test of two policies on the same tasks: the difference of their rewards, and whether chance explains it.
 
-Each task is compared with itself, so the difficulty of tasks does not matter. The test is the sign-flip permutation test: if
-the two policies were equally good, each task's difference could equally well have the other sign. The p-value is the share of
-all such combinations of signs (worlds) whose mean is at least as far from 0 as the observed one. It is exact if the differences
-have few values, as with rewards of 0 and 1. Otherwise it is estimated from `DRAWS` worlds, drawn with a seed.
+Each task is compared with itself, so the difficulty of tasks has no influence. The test is the sign-flip permutation test: if
+the two policies were equally good, the difference on each task could equally well have the other sign. A world is one
+combination of signs. The p-value is the share of all worlds in which the mean is at least as far from 0 as the observed mean.
+It is exact if the differences have few values, as with rewards of 0 and 1. Otherwise it is estimated from `DRAWS` worlds, drawn
+with a seed.
 """
 
 import math
@@ -16,13 +17,13 @@ from typing import Literal
 from agentrl.workflow.stats.evaluation import IntervalBy, interval
 
 DRAWS = 9_999
-"""The number of worlds that are drawn if there are too many to count; the smallest p-value is then 1 / (DRAWS + 1)."""
+"""The number of worlds that are drawn if there are too many to enumerate. The smallest p-value is then 1 / (DRAWS + 1)."""
 
 MAX_STEPS = 1_000_000
-"""The most steps for counting worlds: about a second."""
+"""The most steps for enumerating worlds, which take about a second."""
 
 SAME_TOLERANCE = 1e-9
-"""The largest difference between two rewards that count as equal."""
+"""The largest difference between two rewards that are treated as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,13 @@ class PairedComparison:
     """The difference between two policies on the tasks for which both have a reward.
 
     Args:
-        first, second: the policies' means over these tasks.
+        first, second: the mean reward of each policy over these tasks.
         difference: the mean of second - first.
-        low, high: the ends of its 95% interval, by Student's t from the variance between tasks. It is wide for few tasks and
-            infinite for one. It may exceed -1 to 1, because a difference is not a share.
+        low, high: the ends of the 95% interval of the difference, by Student's t from the variance between tasks. The interval
+            is wide for few tasks and infinite for one task. It may exceed -1 to 1, because a difference is not a share.
         p_value: the two-sided p-value; NaN without a task.
-        method: `exact` if all worlds were counted, else `drawn`.
-        won, lost, tied: the numbers of tasks on which the second's reward is higher, lower or equal.
+        method: `exact` if all worlds were enumerated, else `drawn`.
+        won, lost, tied: the numbers of tasks on which the second policy's reward is higher, lower or equal.
     """
 
     first: float
@@ -61,7 +62,7 @@ class PairedComparison:
 
 
 def compare_paired(first: Mapping[int, float], second: Mapping[int, float], seed: int = 0) -> PairedComparison:
-    """Compare two policies by their mean rewards per task. Tasks that only one of them has are left out.
+    """Compare two policies by their mean rewards per task. A task for which one policy has no reward is left out.
 
     Args:
         first, second: the mean rewards by task.
@@ -96,11 +97,11 @@ def _mean(rewards: Mapping[int, float], tasks: Sequence[int]) -> float:
 def sign_flip(differences: Sequence[float], seed: int = 0) -> tuple[float, Literal["exact", "drawn"]]:
     """Return the two-sided p-value and its method. Under the null hypothesis, the differences are symmetric around 0.
 
-    Differences are rounded to multiples of `SAME_TOLERANCE`. A world counts if its mean is at least as far from 0 as the
-    observed mean, or less far by no more than `SAME_TOLERANCE`.
+    Differences are rounded to multiples of `SAME_TOLERANCE`. The p-value is the share of worlds whose mean is at least as far
+    from 0 as the observed mean, within `SAME_TOLERANCE`.
 
-    Fisher 1935, The Design of Experiments, section 21. The observed world counts among the drawn ones, so that the test keeps
-    its level (Phipson and Smyth 2010, eq. 2).
+    Fisher 1935, The Design of Experiments, section 21. If worlds are drawn, the observed world is added to them, so that the
+    test keeps its level (Phipson and Smyth 2010, eq. 2).
     """
     sizes = Counter(round(abs(d) / SAME_TOLERANCE) for d in differences)
     del sizes[0]
@@ -115,7 +116,7 @@ def sign_flip(differences: Sequence[float], seed: int = 0) -> tuple[float, Liter
 
 
 def _count_worlds(sizes: Mapping[int, int]) -> dict[int, float] | None:
-    """Return the share of worlds for each sum of differences; None if there are too many worlds to count."""
+    """Return the share of worlds for each sum of differences; None if there are too many worlds to enumerate."""
     worlds, steps = {0: 1.0}, 0
     for size, count in sizes.items():
         steps += len(worlds) * (count + 1)
@@ -131,7 +132,7 @@ def _count_worlds(sizes: Mapping[int, int]) -> dict[int, float] | None:
 
 
 def _draw_world(sizes: Mapping[int, int], draw: random.Random) -> int:
-    """Return the sum of the differences in one drawn world. For each size, the number of set random bits is the number of
-    positive differences.
+    """Draw a world, and return the sum of its differences. The number of random bits that are 1 gives the number of positive
+    differences of each size.
     """
     return sum(size * (2 * draw.getrandbits(count).bit_count() - count) for size, count in sizes.items())

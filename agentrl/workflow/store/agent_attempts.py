@@ -1,6 +1,8 @@
-"""Rows of agent attempts, as an agents worker writes them: the start of an agent, with the hash of its key, and its end.
+"""Database writes of an agents worker in the table `agent_attempts`: the start of an agent, with the hash of its key, and its
+end.
 
-`agent_holds` has the rollout's queries on the same rows: it inserts them, and gives up those whose worker is lost.
+`agent_holds` has the rollout's queries on the same table. The rollout inserts the rows, and marks an agent as lost if its
+worker is lost.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,10 +28,10 @@ class AgentWork:
     """The work of an agents worker: one agent to run.
 
     Args:
-        id: the id of its row in `agent_attempts`.
+        id: the id of the agent's row in `agent_attempts`.
         run: the run's name, which the agent passes as the model's name.
         reference: the task's reference if the run's config shows it to agents; else None.
-        training: whether the run trains.
+        training: True if the run trains.
         resources: the run's texts that the agent uses, by name.
     """
 
@@ -56,12 +58,12 @@ class AgentEnd:
     """The end of an agent.
 
     Args:
-        exit_code: the exit code of its process, negative for a signal; None if no process was started.
-        error_class: empty if the function returned or the program exited with 0.
+        exit_code: the exit code of the agent's process, negative for a signal; None if no process was started.
+        error_class: the class of the error; empty if the function returned or the program exited with 0.
         error: the error as a sentence.
-        answer: the text that the agent returned as the episode's answer; None if it returned none.
-        rewards: the rewards that the agent returned, by name; None if it returned none.
-        output: the end of its output.
+        answer: the episode's answer, if the agent returned one; else None.
+        rewards: the rewards that the agent returned, by name; None if the agent returned no rewards.
+        output: the end of the agent's output.
     """
 
     exit_code: int | None = None
@@ -84,13 +86,14 @@ _WORK = (
 def claim_agent(
     tx: Connection, episode: int, attempt: int, worker: str, key_hash: str, lease_seconds: float
 ) -> AgentWork | None:
-    """Claim the agent of an episode's current attempt; return None if the episode has ended or another worker claimed the
-    agent.
+    """Claim the agent of an episode's current attempt.
+
+    Return None if the episode has ended, or if another worker has claimed the agent.
 
     Args:
-        worker: a name that is unique to this claim. If the reply of the commit was lost, the repeated claim is recognised by
-            it.
-        key_hash: sha256 of the key with which the agent will call its model.
+        worker: a name that is unique to this claim. If the reply of the commit was lost and the claim is repeated, this name
+            identifies it.
+        key_hash: the sha256 of the key with which the agent will call its model.
         lease_seconds: the length of the lease, in seconds.
     """
     mine = (_AGENTS.episode_id == episode) & (_AGENTS.attempt == attempt)
@@ -121,7 +124,8 @@ def _claimed(agent: int, worker: str) -> Any:
 def extend_agents(tx: Connection, claims: Collection[tuple[int, str]], lease_seconds: float) -> set[int]:
     """Renew the leases of the agents that these (agent, worker) claims still hold, and return the ids of those agents.
 
-    A claim no longer holds its agent if the episode has ended or has a newer attempt.
+    A claim no longer holds its agent if the agent's row is no longer running under that worker, or if the episode has ended or
+    has a newer attempt.
     """
     current = select(_EPISODES.id).where(
         _EPISODES.id == _AGENTS.episode_id, _EPISODES.attempt == _AGENTS.attempt, _EPISODES.status.in_(OPEN)
@@ -136,7 +140,7 @@ def extend_agents(tx: Connection, claims: Collection[tuple[int, str]], lease_sec
 
 @transaction
 def finish_agent(tx: Connection, agent: int, worker: str, end: AgentEnd) -> bool:
-    """Write the end of the agent; return False if the worker no longer held it."""
+    """Store the end of the agent; return False if this worker no longer holds the agent."""
     values = {
         "status": "ended",
         "exit_code": end.exit_code,
@@ -152,13 +156,14 @@ def finish_agent(tx: Connection, agent: int, worker: str, end: AgentEnd) -> bool
 
 
 STOPPED = "stopped"
-"""The error class of an agent that was given up because its worker stopped. It does not count as the loss of a worker."""
+"""The error class of an agent whose worker stopped before the agent ended. Such an agent does not count as a loss."""
 
 
 @transaction
 def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class: str = STOPPED) -> None:
-    """Mark a running agent as lost; its episode restarts with another agent. It counts as a loss unless the class is
-    STOPPED.
+    """Mark a running agent as lost, so its episode restarts with another agent.
+
+    The lost agent counts as a loss of the episode, unless `error_class` is STOPPED.
     """
     values = {
         "status": "lost",

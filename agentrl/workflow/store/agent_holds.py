@@ -1,4 +1,6 @@
-"""Rows of agent attempts, as a rollout reads and writes them; `agent_attempts` has the queries of the agents worker."""
+"""Database queries of a rollout on the table `agent_attempts`. The module `agent_attempts` has the queries of the agents
+worker.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ class AgentState:
     Args:
         status: pending, running, ended or lost.
         is_overdue: True if the agent is running and its worker's lease has expired.
-        losses: the number of agents that the episode has lost before.
+        losses: the number of earlier agents of this episode that were lost.
     """
 
     id: int
@@ -42,7 +44,7 @@ class AgentState:
 
 @transaction
 def publish_address(tx: Connection, fence: Fence, address: str) -> None:
-    """Store the address of the process that serves the model to the group's agents.
+    """Store the address of the process that samples for the group's agents.
 
     Raises:
         Fenced: another worker holds the group.
@@ -53,7 +55,7 @@ def publish_address(tx: Connection, fence: Fence, address: str) -> None:
 
 @transaction
 def open_attempts(tx: Connection, fence: Fence, episodes: Sequence[int]) -> None:
-    """Insert a pending row for the current attempt of each episode that has none.
+    """Insert a pending row for the current attempt of each episode, unless the attempt already has a row.
 
     Raises:
         Fenced: another worker holds the group.
@@ -67,7 +69,7 @@ def open_attempts(tx: Connection, fence: Fence, episodes: Sequence[int]) -> None
 
 @transaction
 def count_sent(tx: Connection, agents: Sequence[int]) -> None:
-    """Count another message for each of these agents that is still pending."""
+    """Add one to the number of messages of each of these agents that is still pending, and store the time of sending."""
     mine = update(schema.agent_attempts).where(_AGENTS.id.in_(agents), _AGENTS.status == "pending")
     tx.execute(mine.values(sends=_AGENTS.sends + 1, sent_ms=now_ms()))
 
@@ -76,12 +78,12 @@ def count_sent(tx: Connection, agents: Sequence[int]) -> None:
 def load_agents(
     tx: Connection, group: int, lease_seconds: float, episodes: Collection[int] | None = None
 ) -> dict[int, AgentState]:
-    """Return the agents of the current attempts by episode id, for open episodes of the group that have one.
+    """Return the state of each agent that runs the current attempt of an open episode of the group, by episode id.
 
     Args:
         group: the group's id.
         lease_seconds: the length of a lease, in seconds.
-        episodes: the episodes to look at; None for all.
+        episodes: the ids of the episodes to look at; None for all episodes of the group.
     """
     lost = schema.agent_attempts.alias("before")
     losses = (
@@ -103,7 +105,7 @@ def load_agents(
 
 @transaction
 def lose_agent(tx: Connection, fence: Fence, agent: AgentState, lease_seconds: float) -> bool:
-    """Mark an agent as lost if its worker's lease has expired; return False if it ended or renewed its lease in time.
+    """Mark an agent as lost if its worker's lease has expired; return False if the agent has ended or the lease was renewed.
 
     Raises:
         Fenced: another worker holds the group.
@@ -125,7 +127,7 @@ def current_attempts(tx: Connection, group: int) -> dict[int, int]:
 
 @read_transaction
 def any_at_work(tx: Connection, lease_seconds: float) -> bool:
-    """Return whether any agents worker runs an agent under a live lease."""
+    """Return whether an agents worker holds a live lease on a running agent."""
     query = select(_AGENTS.id).where(_AGENTS.status == "running", ~is_lease_free(_AGENTS.lease_until, lease_seconds))
     return tx.execute(query.limit(1)).first() is not None
 
@@ -139,7 +141,9 @@ def find_key(tx: Connection, key_hash: str) -> tuple[int, int] | None:
 
 @transaction
 def note_asked(tx: Connection, run_id: int, names: str) -> None:
-    """Write an event that an agent requested sampling options which the run ignores, once per run."""
+    """Write an event that an agent requested sampling options which the run ignores. At most one such event is written per
+    run.
+    """
     tx.execute(
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # of two at once one sees the other

@@ -1,9 +1,10 @@
 """Steps of external agents: one model request is one step. The commit gives the step its number and its chain.
 
-Several requests of one episode may run at the same time, so no request knows its step's number in advance. A request is
-identified by its id: if it is committed again, the stored step is returned. The agent runs its tools itself. Their rows, of the
-kind `agent`, are never sent to a tools worker: a later request that contains a result completes its row, and a row without one
-becomes unobserved.
+Several requests of one episode may run at the same time, so no request knows its step's number in advance. A request has an id:
+if it is committed again, the stored step is returned.
+
+The agent runs its tools itself. Its tool calls are rows of the kind `agent`, which are never sent to a tools worker. A later
+request that contains a call's result completes the call's row. A call whose result no request contains becomes unobserved.
 """
 
 import hashlib
@@ -23,9 +24,11 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import ROOT, Step, StepRecord, StepRequest, storable
 
 CONTINUED = "another turn continues the same one"
-"""The reason that a step starts a new chain although it continues its parent token for token."""
+"""The reason that a step starts a new chain although its tokens continue its parent's: another step already continues the
+parent's chain.
+"""
 BESIDE = "requested while another request was still running"
-"""The reason that a step starts another chain if its request came before any step was stored."""
+"""The reason that a step starts a new chain if its request arrived before the first step of the episode was stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,8 @@ _DELIVER = PreparedStatement(update(schema.steps).where(THE_STEP))
 
 @transaction
 def commit_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[Step]:
-    """Commit the steps and the results of earlier calls that their requests contain; return the steps in the given order.
+    """Commit steps, and the results of earlier calls that the steps' requests contain; return the steps in the order of
+    `records`.
 
     The returned steps have their index, parent and chain. A step whose request id is already stored is not written again.
 
@@ -72,7 +76,7 @@ def commit_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) ->
 
 
 def insert_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[Step]:
-    """Do the work of `commit_calls` within an open transaction."""
+    """Write the rows of `commit_calls` in the transaction `tx`. See `commit_calls`."""
     held = check_claim(tx, fence)
     places: dict[int, list[_StepPosition]] = {}
     return [_commit_call(tx, record, held, places) for record in records]
@@ -103,7 +107,11 @@ def _read_places(tx: Connection, episode: int, held: HeldEpisodes) -> list[_Step
 
 
 def _placed(record: StepRecord, places: Sequence[_StepPosition]) -> Step:
-    """Return the step with its index, parent and chain. It continues its parent's chain unless another step already does."""
+    """Return the step with its index, parent and chain.
+
+    The step continues its parent's chain, unless the prompt diverges from the parent's tokens or another step already continues
+    that chain.
+    """
     step = record.step
     beside = next((place.number for place in places if place.request_id == record.beside), None) if record.beside else None
     parent = (ROOT if step.parent is None else step.parent) if beside is None else beside
@@ -121,7 +129,10 @@ def _placed(record: StepRecord, places: Sequence[_StepPosition]) -> Step:
 
 
 def _store_options(tx: Connection, request: StepRequest) -> int | None:
-    """Store the request's tools and template options once per distinct pair; return the row's id, or None if it has neither."""
+    """Store the request's tools and template options, each distinct pair once; return the id of the pair's row.
+
+    Return None if the request has neither tools nor template options.
+    """
     if not request.tools and not request.template_options:
         return None
     # Keys keep their order, in which a template shows them.
@@ -133,7 +144,7 @@ def _store_options(tx: Connection, request: StepRequest) -> int | None:
 
 
 def _show_results(tx: Connection, record: StepRecord, held: HeldEpisodes) -> None:
-    """Store the results that the request contains. A step is observed once all of its calls have results."""
+    """Store the results that the request contains, and mark each step as observed whose calls all have results."""
     now = datetime.now(UTC)
     key = {"of_episode": record.episode, "of_attempt": held.attempts[record.episode]}
     steps = set[int]()
@@ -160,7 +171,10 @@ def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, i
 
 @read_transaction
 def load_requests(tx: Connection, episodes: Sequence[int]) -> dict[int, dict[int, StepRequest]]:
-    """Return episode -> step -> the request that the step answered, for the steps of its current attempt that did, in order."""
+    """Return the requests of each episode's current attempt, as episode id -> step number -> request, in order of the steps.
+
+    Steps without a request are left out.
+    """
     query = (
         select(_STEPS.episode_id, _STEPS.number, _STEPS.request_id, _STEPS.request_hash, _STEPS.asked)
         .add_columns(_OPTIONS.tools, _OPTIONS.template_options)

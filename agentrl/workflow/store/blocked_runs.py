@@ -1,5 +1,5 @@
-"""Reasons that a run's rollouts wait: an unreachable server, recorded as an event, or a checkpoint that another run
-rebuilds.
+"""The reasons why the rollouts of a run wait. Either a server is unreachable, which an event records, or another run rebuilds a
+checkpoint that the run needs.
 """
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, func, select
@@ -12,14 +12,17 @@ from agentrl.workflow.trajectory import storable
 
 
 def awaits_maker() -> ColumnElement[bool]:
-    """Return the SQL condition that the row of `runs` does not train and samples with a checkpoint that a running run
-    rebuilds.
+    """Return the SQL condition on `runs` for runs that must wait because a running run rebuilds their checkpoint.
+
+    A run that trains never meets the condition, because it rebuilds its checkpoints itself.
     """
     return and_(schema.runs.c.kind != "train", _select_rebuilding_runs().correlate(schema.runs).exists())
 
 
 def _select_rebuilding_runs() -> Select[tuple[str, str]]:
-    """Select the running runs that rebuild a checkpoint of the row of `runs`, with the fault of the checkpoint."""
+    """Select the name of each running run that rebuilds a checkpoint which the row of `runs` also uses, and the checkpoint's
+    fault.
+    """
     mine, theirs, maker = schema.policies.alias("mine"), schema.policies.alias("theirs"), schema.runs.alias("maker")
     same = (mine.c.run_id == schema.runs.c.id, theirs.c.path == mine.c.path, theirs.c.broken != "")
     return select(maker.c.name, theirs.c.broken).where(*same, maker.c.id == theirs.c.run_id, maker.c.status == "running")
@@ -27,7 +30,9 @@ def _select_rebuilding_runs() -> Select[tuple[str, str]]:
 
 @transaction
 def wait_for(tx: Connection, run_id: int, what: str) -> None:
-    """Write an event that the run's rollouts wait, with the reason. Several jobs with the same reason write only one event."""
+    """Write an event that the run's rollouts wait, with the reason `what`. If several jobs have the same reason, only one event
+    is written.
+    """
     # Locked: of two jobs that say so at once the second sees the first.
     tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update())
     mine = select(schema.events.c.id).where(schema.events.c.run_id == run_id)
@@ -51,15 +56,20 @@ def wait_no_more(tx: Connection, run_id: int) -> None:
 
 @read_transaction
 def find_wait_reason(tx: Connection, run_id: int) -> str:
-    """Return why the run's rollouts wait: for another run, or for the reason in the newest event; empty if they do not wait."""
+    """Return the reason why the run's rollouts wait; empty if they do not wait.
+
+    The reason is another run that rebuilds the run's checkpoint or, without such a run, the detail of the newest `waiting`
+    event.
+    """
     mine = (schema.runs.c.id == run_id, schema.runs.c.status == "running", schema.runs.c.kind != "train")
     maker = tx.execute(_select_rebuilding_runs().where(*mine).limit(1)).one_or_none()
     return f"{maker.name} is rebuilding its checkpoint ({maker.broken})." if maker else _find_newest_wait(tx, run_id)
 
 
 def _find_newest_wait(tx: Connection, run_id: int) -> str:
-    """Return the detail of the run's newest event if it is `waiting`, else an empty string. Events of lost workers are
-    skipped.
+    """Return the detail of the run's newest event if that event is `waiting`; else an empty string.
+
+    Events of lost workers are ignored.
     """
     newest = select(schema.events.c.kind, schema.events.c.detail).where(
         schema.events.c.run_id == run_id, schema.events.c.kind.not_in(LOSS_EVENTS)

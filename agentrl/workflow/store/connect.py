@@ -1,8 +1,8 @@
 """The database and its transactions: SQLite in WAL mode or Postgres, behind the same functions.
 
-A write transaction takes SQLite's lock when it begins. A deferred transaction would fail in the middle (measured 38,081 times
-in 5 s with four writers). A transaction that loses its connection is run again, which is safe because every query is idempotent
-by its keys.
+A write transaction acquires SQLite's lock when it begins. A deferred transaction could fail in the middle, because another
+writer has the lock (measured: 38,081 failures in 5 s with four writers). A transaction that loses its connection is run again.
+This is safe because every query is idempotent by its keys.
 """
 
 import threading
@@ -33,8 +33,8 @@ RETRY_SECONDS = 30.0
 """The time for which a transaction is retried while the database is unreachable, in seconds."""
 
 POOL_SIZE = 8
-"""The maximum number of Postgres connections of a process. Its threads share them, because a small server allows only a few
-dozen.
+"""The maximum number of Postgres connections of a process. The threads of the process share them, because a small server allows
+only a few dozen.
 """
 
 POOL_SECONDS = 60.0
@@ -50,8 +50,8 @@ _CLIENT_TIMEOUTS = {
     "keepalives_count": 3,
     "tcp_user_timeout": 10_000,
 }
-"""Postgres connection options that detect a silently cut network link after about 10 s. With the kernel's defaults the wait
-would be 15 minutes or two hours. Times are in seconds, `tcp_user_timeout` is in ms.
+"""The Postgres connection options that detect a silently cut network link after about 10 s. With the kernel's defaults it would
+take 15 minutes or two hours. `tcp_user_timeout` is in ms, all other times are in seconds.
 """
 
 _SERVER_TIMEOUTS = {
@@ -62,14 +62,14 @@ _SERVER_TIMEOUTS = {
     "idle_in_transaction_session_timeout": 15_000,
     "lock_timeout": 10_000,
 }
-"""The same timeouts for the Postgres server; keepalives are in seconds, the others in ms. If a client is cut off or stopped in
-a transaction, its row locks are released; a statement that waits too long for a lock fails.
+"""The corresponding timeouts of the Postgres server. Keepalives are in seconds, the others in ms. If a client is cut off or
+stopped in a transaction, the server releases the client's row locks. A statement that waits too long for a lock fails.
 """
 
 URL_HINT = "Set AGENTRL_DATABASE_URL to sqlite:///FILE or postgresql://USER@HOST/NAME."
 
 _UNUSABLE_FILE_ERRORS = ("not a database", "unable to open", "readonly database", "disk image is malformed")
-"""Parts of SQLite's messages for a file that it cannot use; retrying does not help."""
+"""Parts of SQLite's error messages for a file that SQLite cannot use. A retry does not help."""
 SMALLEST_PAGE = 512
 """The size of the smallest SQLite database that is not empty, in bytes."""
 _DISK_FULL_ERROR = "database or disk is full"
@@ -79,7 +79,7 @@ def database_url(text: str) -> URL:
     """Parse the URL of a SQLite file or a Postgres database.
 
     Raises:
-        ConfigError: the URL is neither, or its password is not escaped.
+        ConfigError: the URL is of another kind, or the password in it is not escaped.
     """
     try:
         url = make_url(text)
@@ -97,11 +97,12 @@ def database_url(text: str) -> URL:
 
 
 def _may_be_sqlite(file: Path) -> bool:
-    """Return False if the file is too short for a SQLite database; SQLite would overwrite such a file.
+    """Return False if the file is too short for a SQLite database. SQLite would overwrite such a file.
 
-    A missing or empty file counts as usable, and SQLite itself checks longer ones. This function never opens the file. Closing
-    it would release all locks that this process has on it, SQLite's among them. Another process could then take itself for the
-    last user and delete the log that this process still uses.
+    A missing or empty file is accepted. A longer file is accepted too, because SQLite checks it.
+
+    This function never opens the file. If it closed the file again, all locks of this process on the file would be released,
+    SQLite's too. Another process could then believe that it is the last user, and delete the log that this process still uses.
     """
     try:
         size = file.stat().st_size
@@ -111,7 +112,7 @@ def _may_be_sqlite(file: Path) -> bool:
 
 
 class Database:
-    """A database. Threads share the object; each transaction has its own connection."""
+    """A database. Threads may share the object, because each transaction has its own connection."""
 
     def __init__(self, url: str) -> None:
         """Create the folder of a SQLite file; open no connection yet.
@@ -157,12 +158,14 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Open a read transaction, which sees one state of the database. Fail at once if the database is unreachable."""
+        """Open a read transaction, which sees one consistent state of the database. Fail at once, without retries, if the
+        database is unreachable.
+        """
         with self._translate_errors(), self._connect_for_reading() as connection, connection.begin():
             yield connection
 
     def ask(self, query: Callable[[Connection], T]) -> T:
-        """Run `query` in one read transaction; repeat it if the connection was lost.
+        """Run `query` in one read transaction, and run it again if the connection was lost.
 
         Raises:
             ServiceError: the database was unreachable for RETRY_SECONDS.
@@ -170,7 +173,7 @@ class Database:
         return self._retry(lambda: self._read_once(query))
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in one write transaction; repeat it if the connection was lost.
+        """Run `work` in one write transaction, and run it again if the connection was lost.
 
         Raises:
             ServiceError: the database was unreachable for RETRY_SECONDS.
@@ -182,8 +185,8 @@ class Database:
             return query(connection)
 
     def _connect_for_reading(self) -> Connection:
-        """Open a connection whose transactions each see one state. SQLite does this by default, Postgres needs REPEATABLE
-        READ.
+        """Open a connection on which each transaction sees one consistent state. SQLite does this by default; Postgres needs
+        REPEATABLE READ.
         """
         options = {"agentrl_read": True} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
         return self.engine.connect().execution_options(**options)
@@ -244,12 +247,12 @@ class _PendingWrite:
 
 
 class _GroupCommit:
-    """Group commit for SQLite: while one thread of the process writes, other threads queue; the next thread commits all queued
-    writes.
+    """Group commit for SQLite: one thread of the process commits the writes of all threads that wait.
 
-    SQLite allows one writer, and a writer that finds it busy sleeps and tries again. So the process takes the lock once for all
-    of its threads. If a transaction has several writes, each runs in a savepoint, so a failing write does not roll back the
-    others.
+    SQLite allows one writer at a time. A writer that finds the database locked sleeps and tries again. To avoid this, the
+    process acquires the lock once for all of its threads. While one thread writes, the others queue, and the next thread
+    commits all queued writes in one transaction. Each of these writes runs in a savepoint, so a failing write does not roll
+    back the others.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -286,8 +289,10 @@ class _GroupCommit:
                 errand.done = True
 
     def _commit(self, errands: Sequence[_PendingWrite]) -> _PendingWrite | None:
-        """Run the writes in one transaction. If one failed and SQLite rolled back the whole transaction (disk full), return
-        that one.
+        """Run the writes in one transaction.
+
+        If a write fails and SQLite rolls back the whole transaction (for example because the disk is full), return the failed
+        write; else return None.
         """
         connection = self._connection = self._connection or self._engine.connect()
         with connection.begin():
@@ -304,7 +309,9 @@ class _GroupCommit:
         return None
 
     def close(self) -> None:
-        """Close the connection. It stays open between transactions, which saves a quarter of the time of a short one."""
+        """Close the connection. Between transactions it stays open, which saves a quarter of the time of a short
+        transaction.
+        """
         with self._turn:
             self._release_connection()
 
@@ -325,8 +332,8 @@ class _GroupCommit:
 def transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable[Concatenate[Database, P], T]:
     """Turn a query into a write transaction: `claim_group(db, ...)` runs `claim_group(tx, ...)` inside `db.write`.
 
-    It has two fault points: `claim_group.before`, before the commit, and `claim_group.after`, after the commit and before the
-    caller gets the result.
+    The transaction has two fault points: `claim_group.before`, before the commit, and `claim_group.after`, between the commit
+    and the return to the caller.
     """
     before, after = f"{query.__name__}.before", f"{query.__name__}.after"
 
@@ -355,7 +362,7 @@ def read_transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable
 
 
 def insert(tx: Connection, table: Table) -> "postgresql.Insert | sqlite.Insert":
-    """Return the database dialect's INSERT, which supports ON CONFLICT."""
+    """Return an INSERT statement of the database's dialect, which supports ON CONFLICT."""
     if tx.dialect.name == "postgresql":
         from sqlalchemy.dialects import postgresql
 

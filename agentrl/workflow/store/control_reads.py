@@ -20,7 +20,9 @@ Row = Mapping[str, Any]
 
 @read_transaction
 def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
-    """Return the unfinished work of all running runs, except runs that wait for another run to rebuild their checkpoint."""
+    """Return the unfinished work of all running runs. Runs that wait for another run to rebuild their checkpoint are left
+    out.
+    """
     now = int(tx.execute(select(now_ms())).scalar_one())
     running = tx.execute(
         select(schema.runs.c.id, schema.runs.c.name, is_broken(schema.runs.c.id))
@@ -78,7 +80,7 @@ def _group_seconds(tx: Connection, run_id: int) -> float:
 
 
 def count_running_runs(database: Database) -> int:
-    """Return the number of running runs. The embedded stack stops some time after this is 0.
+    """Return the number of running runs. The embedded stack stops some time after this number becomes 0.
 
     Raises:
         ServiceError: the database is unreachable. There is no retry, because the caller also supervises workers.
@@ -89,7 +91,8 @@ def count_running_runs(database: Database) -> int:
 
 @read_transaction
 def load_run_to_serve(tx: Connection, run: str) -> Row:
-    """Return the run's row, with the `weights` of its rewards, and `stored`: whether it trains on stored groups.
+    """Return the run's row with two additional values: `weights`, the weights of its rewards, and `stored`, True if it trains
+    on stored groups.
 
     Raises:
         NotFoundError: there is no such run.
@@ -103,7 +106,7 @@ def load_run_to_serve(tx: Connection, run: str) -> Row:
 
 @read_transaction
 def list_runs_beside(tx: Connection, run: str) -> list[str]:
-    """Return the names of the other running runs, without this run's own evaluations."""
+    """Return the names of all running runs except this run and its evaluations."""
     mine = select(schema.runs.c.id).where(schema.runs.c.name == run)
     others = select(schema.runs.c.name).where(*IS_AT_WORK, schema.runs.c.name != run)
     others = others.where(func.coalesce(schema.runs.c.measures_id, 0).not_in(mine))
@@ -111,7 +114,7 @@ def list_runs_beside(tx: Connection, run: str) -> list[str]:
 
 
 def some_run_overlaps(database: Database) -> bool:
-    """Return whether any running run samples rollouts during its updates.
+    """Return whether a running run samples rollouts during its updates.
 
     Raises:
         ServiceError: the database is unreachable. There is no retry.

@@ -1,6 +1,8 @@
-"""Read-only access to the database with the plain driver: importing SQLAlchemy takes longer than listing rows.
+"""Read-only database access through the plain driver (sqlite3 or psycopg). It is fast to start: importing SQLAlchemy takes
+longer than listing rows.
 
-A query of plain SQL (`select_rows`) runs in a `DriverTransaction` as in a transaction of SQLAlchemy, whose driver it then uses.
+A query of plain SQL (`select_rows`) accepts a `DriverTransaction`. It also accepts a transaction of SQLAlchemy, and then uses
+the driver's connection in it.
 """
 
 import json
@@ -32,27 +34,27 @@ _POSTGRES = re.compile(
     r"postgres(?:ql)?(?:\+psycopg)?://(?:(?P<user>[\w.%-]*)(?::(?P<password>[\w.%-]*))?@)?(?P<host>[\w.-]*)(?::(?P<port>\d+))?"
     r"/(?P<dbname>[\w-]+)(?:\?(?P<more>[\w=&%/.-]+))?"
 )
-"""Postgres URLs that every driver reads the same way; SQLAlchemy parses the others."""
+"""The pattern of plain Postgres URLs: all drivers parse them in the same way. Other URLs are left to SQLAlchemy."""
 _NAMED_PARAMETER = re.compile(r"(?<![:\w]):(\w+)(?!:)")
 WAIT_SECONDS = 30.0
-"""Seconds that a command waits for SQLite's lock."""
+"""The longest wait of a command for SQLite's lock, in seconds."""
 STEPS_BETWEEN = 10_000
-"""The number of SQLite instructions between two checks of the time limit."""
+"""The number of SQLite instructions between two checks of the timeout."""
 PLANNER_SETTINGS = {"random_page_cost": 1.1}
-"""Planner settings of each Postgres connection. By default Postgres plans for a spinning disk and would read a whole table to
-find one run's newest steps.
+"""The planner settings of each Postgres connection. By default Postgres assumes a spinning disk, and would read a whole table
+to find the newest steps of one run.
 """
 
 
 class Queryable(Protocol):
-    """A store that is read: a `Database`, a `Reader`, the page's `ReadOnlyStore`, or an open transaction."""
+    """A store that can be read: a `Database`, a `Reader`, the page's `ReadOnlyStore`, or an open transaction."""
 
     def ask(self, query: Callable[[Any], T]) -> T:
         """Run `query` in one read transaction."""
 
 
 class DriverTransaction:
-    """A read transaction of the driver."""
+    """A read transaction on a connection of the plain driver."""
 
     def __init__(self, connection: Any, is_sqlite: bool, read_json: Callable[[str], Any] = json.loads) -> None:
         """Wrap a read-only connection.
@@ -60,7 +62,7 @@ class DriverTransaction:
         Args:
             connection: the driver's connection.
             is_sqlite: True for SQLite, False for Postgres.
-            read_json: the parser of SQLite's JSON columns.
+            read_json: the function that parses SQLite's JSON columns.
         """
         self._connection = connection
         self.is_sqlite = is_sqlite
@@ -71,11 +73,11 @@ class DriverTransaction:
         return query(self)
 
     def text(self, query: str) -> str:
-        """Return the query with its parameters as the driver writes them."""
+        """Return the query with its parameters in the driver's syntax."""
         return _driver_text(query, self.is_sqlite)
 
     def rows(self, query: str, parameters: Mapping[str, Any]) -> list[Row]:
-        """Return the rows of a query as `select_rows` does."""
+        """Run a query and return its rows. See `select_rows`."""
         return _read_rows(self._connection.execute(self.text(query), parameters), self._readers)
 
 
@@ -84,18 +86,18 @@ def _driver_text(query: str, is_sqlite: bool) -> str:
 
 
 class Reader:
-    """A database that commands and the Python API read through its driver.
+    """A database that commands and the Python API read through the plain driver.
 
-    If the database is of another revision or away, or its URL is not plain, `Database` reads it: that upgrades, waits or says
-    what is wrong.
+    In three cases `Database` reads instead: the database has another revision, it is unreachable, or its URL is not plain.
+    `Database` then upgrades it, retries, or raises an error with the cause.
     """
 
     def __init__(self, url: str, open_database: "Callable[[], Database]") -> None:
-        """Open no connection yet.
+        """Store the URL without opening a connection.
 
         Args:
             url: the database's URL.
-            open_database: opens the database with SQLAlchemy.
+            open_database: the function that opens the database with SQLAlchemy.
         """
         self.url = url
         self._file, self._parts = sqlite_path(url), postgres_parts(url)
@@ -107,7 +109,7 @@ class Reader:
         """Run `query` in one read transaction.
 
         Raises:
-            ServiceError: the database is of another revision, or stayed away.
+            ServiceError: the database has another revision, or it remained unreachable.
         """
         if self._database is None and (self._file or self._parts):
             try:
@@ -133,9 +135,9 @@ def sqlite_transaction(
     """Open a read transaction of a SQLite file.
 
     Args:
-        lock_seconds: how long it waits while a writer has the lock.
-        statement_seconds: the longest that it may last; None: no limit.
-        read_json: makes the value of a JSON text.
+        lock_seconds: the longest wait while a writer has the lock, in seconds.
+        statement_seconds: the time after which the transaction's statements are interrupted, in seconds; None for no limit.
+        read_json: the function that parses a JSON text.
     """
     opened = sqlite3.connect(sqlite_url(file, "rw"), uri=True, timeout=lock_seconds, isolation_level=None)
     with closing(opened) as connection:
@@ -149,7 +151,12 @@ def sqlite_transaction(
 
 @contextmanager
 def postgres_transaction(parts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[DriverTransaction]:
-    """Open a read transaction of a Postgres database: psycopg's arguments, and the settings of the session."""
+    """Open a read transaction of a Postgres database.
+
+    Args:
+        parts: the arguments of `psycopg.connect`.
+        settings: the server settings of the session, by name.
+    """
     import psycopg
 
     options = " ".join(f"-c {name}={value}" for name, value in settings.items())
@@ -167,13 +174,13 @@ def _driver_error_types(postgres: bool) -> tuple[type[Exception], ...]:
 
 
 def sqlite_path(url: str) -> Path | None:
-    """Return the file of a plain SQLite URL; None for any other URL."""
+    """Return the path of the file in a plain SQLite URL; None for any other URL."""
     match = _SQLITE.fullmatch(url)
     return Path(unquote(match[1])) if match and match[1] != ":memory:" else None
 
 
 def postgres_parts(url: str) -> dict[str, Any]:
-    """Return psycopg's arguments for a plain Postgres URL; empty for any other URL."""
+    """Return the arguments of `psycopg.connect` for a plain Postgres URL; empty for any other URL."""
     match = _POSTGRES.fullmatch(url)
     if not match:
         return {}
@@ -182,7 +189,7 @@ def postgres_parts(url: str) -> dict[str, Any]:
 
 
 def newest_revision() -> str:
-    """Return the newest database revision of this code, from the file names of the migrations."""
+    """Return the newest database revision that this code knows, from the file names of the migrations."""
     from agentrl import migrations
 
     folder = Path(str(migrations.__file__)).parent / "versions"
@@ -194,7 +201,10 @@ def _revision(tx: DriverTransaction) -> str:
 
 
 def sql_read_transaction(query: Callable[Concatenate[Any, P], T]) -> "Callable[Concatenate[Queryable | Connection, P], T]":
-    """Return a query of plain SQL (`select_rows`) as one read transaction, or as a part of the transaction that it is given."""
+    """Turn a query of plain SQL (`select_rows`) into a function that takes a store or an open transaction.
+
+    With a store, the query runs in one read transaction. With an open transaction, the query becomes part of it.
+    """
 
     @wraps(query)
     def run(db: "Queryable | Connection", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -208,10 +218,11 @@ def sql_read_transaction(query: Callable[Concatenate[Any, P], T]) -> "Callable[C
 
 
 def select_rows(tx: Any, query: str, /, **parameters: Any) -> list[Row]:
-    """Return the rows of a query, its parameters written `:name`.
+    """Run a query of plain SQL and return its rows. The query names its parameters as `:name`.
 
-    SQLite returns moments, booleans and JSON as text and numbers. A result column is read as the column of that name in
-    `tables.schema`, where a name has one type in all tables; so a computed column of such a type takes such a name.
+    SQLite returns times, booleans and JSON as text and numbers. So each result column is converted like the column of the same
+    name in `tables.schema`, where a name has the same type in all tables. A computed column of such a type must therefore have
+    such a name.
     """
     if isinstance(tx, DriverTransaction):
         return tx.rows(query, parameters)
@@ -224,7 +235,9 @@ def select_rows(tx: Any, query: str, /, **parameters: Any) -> list[Row]:
 
 @contextmanager
 def driver_cursor(tx: "Connection", text: str) -> Iterator[Any]:
-    """Open a cursor of the driver in a transaction of SQLAlchemy, to run `text`; its errors are raised as SQLAlchemy's."""
+    """Open a cursor of the driver in a transaction of SQLAlchemy, to run `text`. Errors of the driver are raised as
+    SQLAlchemy's errors.
+    """
     cursor: Any = tx.connection.cursor()
     try:
         yield cursor
@@ -235,7 +248,7 @@ def driver_cursor(tx: "Connection", text: str) -> Iterator[Any]:
 
 
 Readers = Mapping[str, Callable[[Any], Any]]
-"""Column -> what makes its Python value of the driver's."""
+"""The type of a mapping from a column's name to the function that converts the driver's value to a Python value."""
 
 
 def _read_rows(cursor: Any, readers: Readers) -> list[Row]:
@@ -249,7 +262,10 @@ def _read_rows(cursor: Any, readers: Readers) -> list[Row]:
 
 
 def _sqlite_readers(read_json: Callable[[str], Any]) -> Readers:
-    """Return the readers of SQLite. A value of another type stays as it is: another program may have written it."""
+    """Return the functions that convert SQLite's values to Python values, by column name.
+
+    A value of an unexpected type is not converted, because another program may have written it.
+    """
 
     def read_document(value: Any) -> Any:
         return read_json(value) if isinstance(value, str) else value
@@ -265,7 +281,7 @@ def _sqlite_readers(read_json: Callable[[str], Any]) -> Readers:
 
 
 def _utc(value: datetime | None) -> datetime | None:
-    """Return the moment in UTC; Postgres gives it in the time zone of the session."""
+    """Convert a time to UTC. Postgres returns times in the time zone of the session."""
     return None if value is None else value.astimezone(UTC)
 
 
@@ -274,5 +290,5 @@ _POSTGRES_READERS: Readers = dict.fromkeys(MOMENTS, _utc)
 
 
 def among(numbers: Iterable[int]) -> str:
-    """Return the numbers as the list of an SQL IN; `NULL` for an empty list, which matches nothing."""
+    """Return the numbers as the list of an SQL IN. For an empty list return `NULL`, which matches no row."""
     return ", ".join(str(int(number)) for number in numbers) or "NULL"

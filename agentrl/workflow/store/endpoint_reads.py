@@ -1,5 +1,5 @@
-"""Queries of the endpoint: the attempt of a key, and the process that samples for it. The endpoint writes only its own
-lease.
+"""Database queries of the endpoint: the attempt of a key, and the process that samples for that attempt. The endpoint writes
+nothing but its lease.
 """
 
 from collections.abc import Collection
@@ -20,10 +20,10 @@ ENDPOINT = "endpoint"
 
 @dataclass(frozen=True, slots=True)
 class AttemptLocation:
-    """The attempt of a key, and the process that serves its requests.
+    """The attempt of a key, and the process that serves the attempt's requests.
 
-    `over` says why the attempt takes no more requests; empty while it does. `address` is the "host:port" of the process that
-    holds the episode's group; None while no process holds it.
+    `over` is the reason why the attempt takes no more requests; it is empty while the attempt takes requests. `address` is the
+    "host:port" of the process that holds the episode's group; it is None while no process holds the group.
     """
 
     run: str
@@ -35,7 +35,7 @@ class AttemptLocation:
 
 @read_transaction
 def find_places(tx: Connection, key_hashes: Collection[str]) -> dict[str, AttemptLocation]:
-    """Return the location of each attempt by the hash of its key; unknown hashes are left out."""
+    """Return the location of each attempt, by the hash of its key. Unknown hashes are left out."""
     agents, episodes, groups, runs = schema.agent_attempts, schema.episodes, schema.groups, schema.runs
     is_held = groups.c.lease_until >= now_ms()
     rows = tx.execute(
@@ -77,9 +77,9 @@ def _why_over(status: str, attempt: int, newest: int, episode_status: str) -> st
 
 
 def some_run_has_agent(database: Database) -> bool:
-    """Return whether any running run uses an external agent. Only then the embedded stack needs an endpoint.
+    """Return whether a running run uses an external agent. The embedded stack needs an endpoint only in this case.
 
-    Return False for the login of a tools or agents worker, which may not read runs.
+    Return False for the login of a tools or agents worker, because that login may not read runs.
 
     Raises:
         ServiceError: the database is unreachable. There is no retry, because the caller also supervises workers.

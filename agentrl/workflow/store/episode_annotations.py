@@ -1,4 +1,6 @@
-"""Annotations of episodes: written once per attempt, never changed, and assigned to the newest step unless they name one."""
+"""Annotations of episodes. An annotation is written once per attempt and never changed. If it names no step, it is assigned to
+the newest step.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,11 +26,11 @@ _OF_EPISODES = (
 
 @transaction
 def add_annotations(tx: Connection, episode: int, attempt: int, annotations: Sequence[Annotation]) -> None:
-    """Write the annotations of the episode's attempt; existing ones are not written again.
+    """Write annotations of the episode's attempt. Annotations that are already stored are not written again.
 
     Raises:
         StateError: the episode has ended, or has a newer attempt.
-        ConflictError: the attempt would have too many annotations, or one names a step that does not exist yet.
+        ConflictError: the attempt would have too many annotations, or an annotation names a step that does not exist yet.
     """
     current = select(_EPISODES.attempt, _EPISODES.status, schema.runs.c.name).where(_EPISODES.id == episode)
     row = tx.execute(current.join(schema.runs, schema.runs.c.id == _EPISODES.run_id)).one_or_none()
@@ -48,10 +50,11 @@ def add_annotations(tx: Connection, episode: int, attempt: int, annotations: Seq
 
 @transaction
 def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, annotations: Sequence[Annotation]) -> None:
-    """Write annotations from the worker that holds the episode's group; existing ones are not written again.
+    """Write annotations as the worker that holds the episode's group. Annotations that are already stored are not written
+    again.
 
     Args:
-        steps: the number of steps so far. Annotations that name no step belong to the last of these.
+        steps: the number of steps so far. An annotation that names no step is assigned to the last of these steps.
 
     Raises:
         Fenced: another worker holds the group.
@@ -63,7 +66,7 @@ def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, ann
 def insert_annotations(
     tx: Connection, episode: int, attempt: int, step: int | None, run: str, annotations: Sequence[Annotation]
 ) -> None:
-    """Insert the annotations that are not stored yet; those that name no step get `step`."""
+    """Insert the annotations that are not stored yet. An annotation that names no step is assigned to `step`."""
     of_all = {"episode_id": episode, "attempt": attempt, "run": run}
     rows = [
         {
@@ -81,12 +84,14 @@ def insert_annotations(
 
 @read_transaction
 def load_annotations(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
-    """Return the annotations of each episode's current attempt, by episode id, in order; episodes without any are left out."""
+    """Return the annotations of each episode's current attempt, by episode id, in the order of writing. Episodes without
+    annotations are left out.
+    """
     return annotations_of(tx, episodes)
 
 
 def annotations_of(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
-    """Do the work of `load_annotations` within an open transaction."""
+    """Return the annotations of each episode, read in the transaction `tx`. See `load_annotations`."""
     annotations: dict[int, tuple[Annotation, ...]] = {}
     for row in tx.execute(_OF_EPISODES, {"episodes": list(episodes)}).mappings():
         annotations[row["episode_id"]] = (*annotations.get(row["episode_id"], ()), annotation_value(row))
@@ -94,12 +99,12 @@ def annotations_of(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[A
 
 
 def annotation_rows(annotations: Sequence[Annotation]) -> list[dict[str, Any]]:
-    """Return a tool's annotations as JSON for the row of its call."""
+    """Encode the annotations of a tool as JSON values for the row of the tool's call."""
     return [_row(annotation) for annotation in annotations]
 
 
 def tools_annotations(rows: Sequence[Mapping[str, Any]] | None) -> tuple[Annotation, ...]:
-    """Return a tool's annotations from the JSON in the row of its call."""
+    """Decode the annotations of a tool from the JSON values in the row of the tool's call."""
     return tuple(annotation_value({"step": None, "source": "tool", **row}) for row in rows or ())
 
 

@@ -53,7 +53,7 @@ def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[A
 
 
 def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> tuple[Episode, ...]:
-    """Return the episodes that meet the condition, with the steps of their current attempt, ordered by group and sample.
+    """Return the episodes that meet the condition, with the steps of their current attempt, ordered by group and sample number.
 
     The first steps of a fork are read from its parent, which has the same task.
 
@@ -118,8 +118,9 @@ def _load_calls(tx: Connection, condition: Any) -> dict[int, list[Any]]:
 
 
 def members_of(iteration: int) -> ColumnElement[bool]:
-    """Return the SQL condition for the episodes of an iteration: those of its own groups and of the stored groups that it
-    trains on.
+    """Return the SQL condition for the episodes of an iteration.
+
+    These are the episodes of the groups that the iteration sampled, and of the stored groups that it trains on.
     """
     # One condition for both: with an OR of two Postgres would read every episode.
     own = select(schema.groups.c.id).where(schema.groups.c.iteration_id == iteration)

@@ -1,4 +1,6 @@
-"""The policy versions that ended the epochs of a run, for `RUN@epoch3` and for the links to their checkpoints."""
+"""The policy version at the end of each epoch of a run, for references such as `RUN@epoch3` and for the links to
+checkpoints.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,13 +17,17 @@ MAX_ITERATIONS = 2**31 - 2
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """A reference to the version that ended an epoch, by the epoch's number from 1."""
+    """A reference to the policy version at the end of an epoch. `number` is the epoch's number, counted from 1."""
 
     number: int
 
 
 def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
-    """Return the version that ended the epoch of that number, from 1, of the run (its row).
+    """Return the policy version at the end of an epoch.
+
+    Args:
+        run: the run's row.
+        epoch: the epoch's number, counted from 1.
 
     Raises:
         NotFoundError: the epoch has not ended, or the run has no such epoch.
@@ -36,7 +42,7 @@ def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
 
 @sql_read_transaction
 def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
-    """Return whether the version may have ended an epoch, judged by the iterations planned so far."""
+    """Return whether the version may be the last one of an epoch, judged by the iterations that are planned so far."""
     query = "SELECT epoch FROM iterations WHERE run_id = :run AND number IN (:last, :next)"
     epochs = [row["epoch"] for row in select_rows(tx, query, run=run_id, last=version - 1, next=version)]
     return len(epochs) == 1 or len(set(epochs)) == 2
@@ -44,7 +50,7 @@ def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
 
 @sql_read_transaction
 def load_epoch_ends(tx: Any, run_id: int) -> EpochEnds:
-    """Return the checkpoints in the run's folder that ended an epoch."""
+    """Return the checkpoints in the run's folder that are the last ones of an epoch."""
     query = "SELECT id, name, iterations, output_dir, config, manifest FROM runs WHERE id = :id"
     (run,) = select_rows(tx, query, id=run_id)
     not_collected = "SELECT version, path FROM policies WHERE run_id = :id AND collected_at IS NULL AND path <> ''"
@@ -68,9 +74,10 @@ def find_run_of_folder(tx: Any, folder: str) -> str:
 
 
 def _epoch_end_versions(tx: Any, run: Mapping[str, Any], only: int | None = None) -> dict[int, int]:
-    """Return the version after the last iteration of each completely planned epoch, by the epoch's number from 1.
+    """Return the policy version after the last iteration of each completely planned epoch, by the epoch's number, counted from
+    1.
 
-    With `only`, look at the one epoch of that number from 0.
+    If `only` is given, return only the version of that epoch. `only` is counted from 0.
     """
     query = "SELECT epoch, max(number) AS last, count(*) AS planned FROM iterations WHERE run_id = :run"
     args = {"run": run["id"]}

@@ -1,8 +1,8 @@
-"""Evaluations of a run's policies. They are planned in the commit that publishes a version.
+"""Evaluations of a run's policies. The transaction that publishes a policy version also plans its evaluation.
 
-Each evaluation is a run of its own that samples with one version and updates nothing. So it is claimed, sent, resumed and
-replayed like any run, and no update waits for it. The evaluation of version 0 is written at submission. The later ones are
-copies of it with the same tasks and the same draws, so results differ only because the weights differ.
+Each evaluation is a separate run, which samples with one version and updates nothing. So it is claimed, sent, resumed and
+replayed like any run, and no update waits for it. The evaluation of version 0 is written at submission. Each later evaluation
+is a copy of it with the same tasks and the same random draws. Its result therefore differs only because the weights differ.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ Row = Mapping[str, Any]
 
 
 def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
-    """Plan the evaluation of the version that the run has just published, if that version is due for evaluation.
+    """Plan the evaluation of the version that the run has just published, if an evaluation of that version is due.
 
-    A version is due every `eval.every` versions, and at the end of the run. The evaluation of a paused run is paused too, until
-    the run is resumed or done. If the run's first evaluation is missing, for example after a downgrade of the database, an
-    event says so, and the run continues without the evaluation.
+    It is due every `eval.every` versions, and at the end of the run. The evaluation of a paused run is paused too, until the
+    run is resumed or done. If the run's first evaluation is missing (for example after a downgrade of the database), an event
+    says so, and the run continues without this evaluation.
     """
     every = run["config"].get("eval", {}).get("every")
     if not every or (version % every and version < run["iterations"]):
@@ -50,7 +50,7 @@ def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
 
 
 def _copy_rows(tx: Connection, model: int, run_id: int, names: tuple[str, ...], table: Any) -> None:
-    """Copy the table's rows of the run `model` to the run `run_id`."""
+    """Copy the columns `names` of the table's rows from the run `model` to the run `run_id`."""
     rows = select(literal(run_id), *(table.c[name] for name in names)).where(table.c.run_id == model)
     tx.execute(insert(table).from_select(["run_id", *names], rows))
 
@@ -66,7 +66,9 @@ def _insert_policy(tx: Connection, run: int, version: int, run_id: int) -> int:
 
 
 def select_open_evals(tx: Connection, run: int, version: int | None = None) -> list[int]:
-    """Return the ids of the open iterations of the run's running evaluations; with `version`, only of that version's."""
+    """Return the ids of the open iterations of the run's running evaluations. If `version` is given, return only those that
+    evaluate it.
+    """
     iterations, runs = schema.iterations.c, schema.runs.c
     mine = select(iterations.id).join(schema.runs, runs.id == iterations.run_id).where(runs.measures_id == run)
     mine = mine.where(iterations.status.in_(OPEN), runs.status == "running").order_by(iterations.id)

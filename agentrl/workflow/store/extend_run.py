@@ -1,8 +1,8 @@
-"""Extension of a run: further iterations are planned as if the run had been submitted with them.
+"""Extension of a run: more iterations are planned, as if the run had been submitted with them.
 
-An iteration's tasks, draws and sampling version follow from its number alone. So an extended run equals, bit for bit, a run
-that was submitted with the final length. The exception is a learning rate that decays until the end; such a run cannot be
-extended.
+An iteration's number alone decides its tasks, its random draws and its sampling version. So an extended run equals, bit for
+bit, a run that was submitted with the final length. A run whose learning rate decays until the end is an exception, and cannot
+be extended.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,11 @@ EXTENDABLE = (*RESUMABLE, "done")
 
 @transaction
 def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterations: int | None = None) -> Mapping[str, Any]:
-    """Add epochs or iterations to a run, and set it running again as `planning.resume` does.
+    """Add epochs or iterations to a run, and resume it as `planning.resume` does.
 
     Args:
-        key: the key of this request. If it is repeated, for example after a commit whose reply was lost, it takes effect once.
+        key: the key of this request. If a request with the same key is repeated (for example because the commit's reply was
+            lost), it has no further effect.
         epochs: the number of epochs to add.
         iterations: the number of iterations to add.
 
@@ -35,8 +36,9 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
         The run's row from before the change.
 
     Raises:
-        StateError, ConfigError: the run cannot be extended.
-        CheckpointError: the weights that the next iteration samples with were collected.
+        StateError: the run's state does not allow an extension.
+        ConfigError: the run's config does not allow this extension.
+        CheckpointError: the weights that the next iteration samples with were removed.
     """
     # Locked: two that extend it at once, or an update that publishes meanwhile, come one after the other.
     tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == find_run(tx, run)["id"]).with_for_update()).one()
@@ -62,10 +64,15 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
 
 
 def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
-    """Raise StateError or ConfigError if the run (its row) cannot be extended.
+    """Check that a run can be extended.
 
     Args:
-        stored: whether the run trains on stored groups.
+        row: the run's row.
+        stored: True if the run trains on stored groups.
+
+    Raises:
+        StateError: the run's state does not allow an extension.
+        ConfigError: the run's config does not allow an extension.
     """
     name, decay = row["name"], row["config"]["update"].get("decay", "none")
     if row["kind"] != "train":
@@ -87,7 +94,9 @@ def _fresh_run_hint(row: Mapping[str, Any]) -> str:
 
 
 def _with_length(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dict[str, Any]:
-    """Return the config with the new length: in epochs if the run was submitted in epochs and the length is a multiple, else in
+    """Return the config with the new length.
+
+    The length is given in epochs if the run was submitted in epochs and `total` is a multiple of `of_an_epoch`; else in
     iterations.
     """
     whole, rest = divmod(total, of_an_epoch)
@@ -96,7 +105,9 @@ def _with_length(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dic
 
 
 def _plan_published_iterations(tx: Connection, row: Mapping[str, Any], total: int) -> None:
-    """Plan the iterations whose policy is already published. A run that had not ended usually needs none."""
+    """Plan the new iterations whose sampling policy is already published. For a run that has not ended, there are usually no
+    such iterations.
+    """
     planned = tx.execute(
         select(func.max(schema.iterations.c.number)).where(schema.iterations.c.run_id == row["id"])
     ).scalar_one()

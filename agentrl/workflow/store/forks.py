@@ -1,8 +1,8 @@
-"""Forks: new episodes that branch off a stored one at a step. And runs that train on stored groups.
+"""Forks, which are new episodes that branch off a stored episode at a step; and runs that train on stored groups.
 
-The first steps of a fork are read from its parent and never copied. Its own steps begin at `fork_step`. The forks of one
-request form one group of kind `fork`, so they share a baseline. The parent can be in the group too, as a row without steps of
-its own.
+The first steps of a fork are read from its parent and never copied. The fork samples its steps from `fork_step` on. The forks
+of one request form one group of the kind `fork`, so they share a baseline. The parent may be in the group too. It is then
+represented by a row that has no steps, because its steps are inherited from the parent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ from agentrl.workflow.trajectory import OPEN, Episode, Message
 
 @dataclass(frozen=True)
 class Fork:
-    """The place at which a fork run's episodes branch off.
+    """The point at which the episodes of a fork run branch off.
 
     Args:
         parent: the id of the parent episode.
         step: the number of the first step that the forks sample themselves.
-        opening: the messages that this step reads in place of the env's; None for the env's.
-        with_parent: True if the parent is in the group too, and trains from that step on.
+        opening: the messages that this step reads instead of the env's messages; None for the env's messages.
+        with_parent: True if the parent is in the group too, and trains from this step on.
     """
 
     parent: int
@@ -38,7 +38,9 @@ class Fork:
 
 @dataclass(frozen=True)
 class ForkPoint:
-    """The episode to fork, its run's row, the run and version of the policy that sampled the step, and the run's rewards."""
+    """The data of a fork: the episode, its run's row, the run and version of the policy that sampled the step, and the weights
+    and code hash of the run's rewards.
+    """
 
     episode: Episode
     run: Mapping[str, Any]
@@ -102,7 +104,7 @@ def find_reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]
 
 
 def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fork) -> None:
-    """Plan the single iteration of a fork run: one group of `size` new episodes, and the parent if `fork.with_parent`."""
+    """Plan the single iteration of a fork run: one group with `size` new episodes and, if `fork.with_parent`, the parent."""
     parent = episode_row(tx, fork.parent, locked=True)  # so that two forks at once do not count their samples alike
     iteration_id: int = tx.execute(
         schema.iterations.insert()
@@ -134,7 +136,7 @@ def insert_fork(tx: Connection, run_id: int, policy_id: int, size: int, fork: Fo
 
 
 def _next_sample(tx: Connection, fork: Fork) -> int:
-    """Return the next sample number over all forks of this step. New numbers make a second fork draw other tokens."""
+    """Return the first sample number that no fork of this step has. A second fork therefore draws other tokens."""
     siblings = (schema.episodes.c.parent_id == fork.parent) & (schema.episodes.c.fork_step == fork.step)
     return int(tx.execute(select(func.coalesce(func.max(schema.episodes.c.sample) + 1, 0)).where(siblings)).scalar_one())
 
@@ -172,8 +174,10 @@ def _insert_stand_in(tx: Connection, shared: Mapping[str, Any], parent: Mapping[
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run whose groups are trained on: its row, the version of its first policy, its usable groups, the number of groups
-    asked for, and the weights and code hash of one reward set.
+    """A run on whose groups another run trains.
+
+    Its row, the version of its first policy, its usable groups, the number of requested groups, and the weights and code hash
+    of one reward set.
     """
 
     row: Mapping[str, Any]
@@ -186,12 +190,13 @@ class StoredRun:
 
 @read_transaction
 def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, least: int) -> StoredRun:
-    """Return the run with its finished groups that have at least `least` done episodes with a reward in the set `name`.
+    """Return the run and its usable groups. A group is usable if it is done and has at least `least` done episodes with a
+    reward.
 
     Args:
-        only: the ids of the groups to use; empty for all.
-        name: the name of the reward set.
-        least: the minimum number of such episodes in a group.
+        only: the ids of the groups to use; empty for all groups of the run.
+        name: the name of the reward set in which the rewards are looked up.
+        least: the minimum number of done episodes with a reward in a group.
 
     Raises:
         NotFoundError: the run has no such reward set.
@@ -221,8 +226,9 @@ def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str,
 
 @read_transaction
 def find_episode_counted_twice(tx: Connection, groups: Sequence[int]) -> int | None:
-    """Return the id of an episode that would train twice: its group is among `groups`, and so is a fork's group that contains
-    it. None if there is none.
+    """Return the id of an episode that would train twice; None if there is no such episode.
+
+    An episode would train twice if `groups` contains both its own group and a fork's group that includes it as the parent.
     """
     parents, forks = schema.episodes.alias(), schema.episodes
     stood_in = forks.c.inherited_steps > forks.c.fork_step  # a fork has just those before it

@@ -20,7 +20,7 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import StepRecord, StopReason, Task
 
 EXACT = "exact_tokens"
-"""The key in a run's manifest that says whether its token ids and logprobs are exactly those of its sampler."""
+"""The key in a run's manifest that says whether the stored token ids and logprobs are exactly those of the sampler."""
 ATTEMPT = 0
 _RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, schema.groups.c, schema.episodes.c
 
@@ -30,10 +30,10 @@ class ImportedEpisode:
     """An episode to be imported.
 
     Args:
-        key: its id in the system that it comes from.
-        rewards: the parts of its reward by name; `reward` is their weighted sum.
-        answer: its final answer.
-        started_at, finished_at: its times; None if unknown.
+        key: the episode's id in the system from which it is imported.
+        rewards: the parts of the episode's reward by name; `reward` is their weighted sum.
+        answer: the episode's final answer.
+        started_at, finished_at: the times of its start and end; None if unknown.
     """
 
     key: str
@@ -82,7 +82,9 @@ def write_import(tx: Connection, submission: Submission, episodes: Sequence[Impo
 def _write_group(
     tx: Connection, fence: Fence, of_run: Mapping[str, int], siblings: Sequence[ImportedEpisode], run: str, policy: int
 ) -> list[int]:
-    """Insert the group's episodes with their steps and annotations; return their ids. They are still open afterwards."""
+    """Insert the group's episodes with their steps and annotations; return the episodes' ids. The episodes are not ended
+    yet.
+    """
     numbers: list[int] = []
     for sample, _ in enumerate(siblings):
         values = {**of_run, "group_id": fence.group, "sample": sample, "attempt": ATTEMPT}
@@ -100,7 +102,9 @@ def _write_group(
 
 
 def _record(number: int, episode: ImportedEpisode, record: StepRecord, policy: int) -> StepRecord:
-    """The record with its rows' numbers; the first of an episode keeps the name of its trace."""
+    """Return the record with the ids of its episode and its policy. The first step of an episode also stores the name of the
+    trace.
+    """
     request = record.request
     if request is not None and record.step.index == 0:
         request = replace(request, asked={"trace": episode.key})

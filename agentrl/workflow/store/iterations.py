@@ -1,7 +1,8 @@
-"""The groups of an iteration: new ones for the tasks that are next in order, or stored ones that it trains on.
+"""The groups of an iteration. They are new groups for the next tasks in the run's order, or stored groups that the iteration
+trains on.
 
-With dynamic sampling, groups of other tasks may be added to the first ones. The order in which a run passes over its tasks
-follows from its seed, the epoch and the tasks alone.
+With dynamic sampling, an iteration may get more groups, which have other tasks. The order of the tasks in a run depends only on
+its seed, the epoch and the tasks.
 """
 
 import hashlib
@@ -17,7 +18,9 @@ from agentrl.workflow.tables.columns import now_ms
 
 
 class Slot(NamedTuple):
-    """A place in an iteration: its number, its task's id, and the number of its group's first sample."""
+    """A group's position in an iteration: the slot's number, the id of the group's task, and the sample number of the group's
+    first episode.
+    """
 
     number: int
     task: int
@@ -25,12 +28,13 @@ class Slot(NamedTuple):
 
 
 def task_order(seed: int, epoch: int | str, keys: Sequence[str], difficulties: Sequence[float | None] = ()) -> list[int]:
-    """Return the positions of the tasks, sorted by hash(seed, epoch, task). The order is the same on every machine.
+    """Return the indices of the tasks in the order of one epoch. The order is the same on every machine.
+
+    The tasks are sorted by difficulty, if difficulties are given, and then by hash(seed, epoch, task).
 
     Args:
         keys: the keys of the tasks.
-        difficulties: the difficulties of the tasks. If given, they sort first: lowest first, None last; the hash sorts equal
-            ones.
+        difficulties: the difficulties of the tasks. The lowest comes first, None comes last.
     """
     digests = [hashlib.sha256(f"{seed}|{epoch}|{key}".encode()).digest() for key in keys]
     order = sorted(range(len(keys)), key=digests.__getitem__)
@@ -44,30 +48,34 @@ def iterations_per_epoch(tasks: int, tasks_per_iteration: int) -> int:
 
 
 def epoch_length(tx: Connection, run: Mapping[Any, Any]) -> int:
-    """Return the number of iterations in an epoch of the run (its row); 0 if it trains on stored groups."""
+    """Return the number of iterations in an epoch of a run; 0 if the run trains on stored groups.
+
+    Args:
+        run: the run's row.
+    """
     tasks = tx.execute(select(func.count()).where(schema.run_tasks.c.run_id == run["id"])).scalar_one()
     return iterations_per_epoch(tasks, run["config"]["rollout"]["tasks_per_iteration"])
 
 
 def epochs_of(iterations: int, of_an_epoch: int) -> int:
-    """Return the number of epochs that this many iterations begin."""
+    """Return the number of epochs that this many iterations start. `of_an_epoch` is the number of iterations in an epoch."""
     return -(-iterations // of_an_epoch)
 
 
 def staleness_of(config: Mapping[str, Any]) -> int:
-    """Return the run's maximum staleness S, in versions: iteration i samples with version max(0, i - S), i counted from 0."""
+    """Return the run's maximum staleness S, in versions. Iteration i, counted from 0, samples with version max(0, i - S)."""
     return int(config["rollout"].get("max_staleness", 0))  # runs older than this option lack it
 
 
 def dynamic_sampling_of(config: Mapping[str, Any]) -> int:
-    """Return the factor by which dynamic sampling may multiply an iteration's groups to get enough with variance; 1 if it is
-    off.
-    """
+    """Return the factor by which dynamic sampling may multiply the groups of an iteration; 1 if dynamic sampling is off."""
     return int(config["rollout"].get("dynamic_sampling", 1))
 
 
 def wanted_groups(tx: Connection, iteration: int, config: Mapping[str, Any]) -> int:
-    """Return the number of groups that were planned first, which is the maximum that trains; 0 without dynamic sampling."""
+    """Return the number of groups that were planned first; 0 without dynamic sampling. With dynamic sampling at most this many
+    groups train.
+    """
     if dynamic_sampling_of(config) == 1:
         return 0
     planned = select(func.count()).where(schema.groups.c.iteration_id == iteration).scalar_subquery()
@@ -77,9 +85,10 @@ def wanted_groups(tx: Connection, iteration: int, config: Mapping[str, Any]) -> 
 
 
 def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -> int:
-    """Plan an iteration with its groups and episodes, which sample with exactly that policy; return the iteration's id.
+    """Plan an iteration with its groups and episodes; return the iteration's id. The episodes sample with exactly the policy
+    `policy_id`.
 
-    A run that trains on stored groups gets the next of these, and has nothing to roll out.
+    In a run that trains on stored groups, the iteration gets the next of these groups, and no episodes are planned.
     """
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     stored = tx.execute(select(schema.run_groups.c.group_id).where(schema.run_groups.c.run_id == run_id)).scalars().all()
@@ -101,10 +110,10 @@ def insert_iteration(tx: Connection, run_id: int, number: int, policy_id: int) -
 
 
 def insert_more_groups(tx: Connection, run: Mapping[Any, Any], iteration: Mapping[str, Any], planned: int, count: int) -> None:
-    """Add `count` groups to an iteration that has `planned` groups, and invalidate its claims.
+    """Add `count` groups to an iteration that has `planned` groups, and invalidate the claims on the iteration.
 
-    Their tasks follow from the seed, the iteration and the slot alone. Tasks that the iteration does not have yet come first.
-    After them all tasks come again, with new sample numbers and therefore other draws.
+    The tasks of the new groups depend only on the seed, the iteration and the slot. Tasks that the iteration does not have yet
+    come first. After that all tasks are used again, with new sample numbers and therefore other random draws.
     """
     _, first = _pick_tasks(tx, run, iteration["number"])
     ids, keys, _ = _load_all_tasks(tx, run)
@@ -149,7 +158,10 @@ def _load_all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], 
 def _pick_in_turn(
     run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Sequence[str], difficulties: Sequence[float | None] = ()
 ) -> tuple[int, list[int]]:
-    """Return the epoch of the iteration of that number, both from 0, and the ids that this iteration uses."""
+    """Return the epoch of an iteration, and the ids that the iteration uses.
+
+    The epoch and the iteration's `number` are counted from 0.
+    """
     size = run["config"]["rollout"]["tasks_per_iteration"]
     epoch, position = divmod(number, iterations_per_epoch(len(ids), size))
     order = task_order(run["seed"], epoch, keys, difficulties)
@@ -161,9 +173,9 @@ def _count_episodes(tx: Connection, groups: Sequence[int]) -> int:
 
 
 def insert_groups(tx: Connection, run: Mapping[Any, Any], iteration_id: int, slots: Sequence[Slot]) -> dict[int, int]:
-    """Plan groups with their episodes in these slots; return the group ids by slot.
+    """Plan a group with its episodes for each slot; return the groups' ids by slot number.
 
-    The episodes use the texts in the run's config, except in a search run, which chooses the texts itself.
+    The episodes use the texts in the run's config. A search run is an exception, because it chooses the texts itself.
     """
     of_iteration = {"run_id": run["id"], "iteration_id": iteration_id}
     tx.execute(

@@ -1,9 +1,9 @@
 """Leases of services, groups and iterations, and the handling of lost workers.
 
-A holder renews its lease. If the lease of a claim expires, the next worker that claims the row takes it over (`rollout_claims`,
-`train_claims`) and records the loss of the previous worker. A supervisor that sees its worker end records the loss and ends the
-worker's leases at once. A worker whose GPU failed hands its claims back, which does not count as a loss. A run fails after
-`MAX_DEVICE_LOSSES` failed devices without progress.
+A holder renews its lease. If the lease of a claim expires, the next worker that claims the row takes over the work
+(`rollout_claims`, `train_claims`), and the previous worker is recorded as lost. A supervisor that sees a worker end records the
+loss and ends the worker's leases at once. A worker whose GPU failed hands its claims back, which does not count as a loss. A
+run fails after `MAX_DEVICE_LOSSES` failed devices without progress.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -21,20 +21,23 @@ OOM_HINT = "Lower rollout.group_size or update.microbatch_tokens, or set model.l
 """Advice for a worker that ran out of memory."""
 
 LOSS_EVENTS = ("oom", "worker_lost", "device_lost")
-"""Kinds of events that name a lost worker: killed by the kernel for lack of memory, lost for another reason, or ended because
-its GPU failed.
+"""The kinds of events that name a lost worker. The kernel killed it for lack of memory (`oom`), it was lost for another reason
+(`worker_lost`), or it ended because its GPU failed (`device_lost`).
 """
 EXIT_MS = 3000
-"""The time that a process may take to exit, in ms. Its claims stay leased for that long: while its connection to the broker is
-open, the broker could deliver the retry message to the exiting process.
+"""The time that a process may take to exit, in ms. Its claims stay leased for this time. The broker could otherwise deliver the
+retry message to the exiting process, whose connection is still open.
 """
 MAX_DEVICE_LOSSES = 5
-"""The number of lost devices after which a run fails, counted since one of its groups or iterations last ended."""
+"""The number of device failures after which a run fails. The count starts again when a group or an iteration of the run ends.
+"""
 
 
 @transaction
 def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -> bool:
-    """Acquire or renew the lease of a service of which only one may run; return False while another process holds it."""
+    """Acquire or renew the lease of a service of which only one process may run. Return False if another process holds the
+    lease.
+    """
     leases = schema.service_leases
     until = now_ms() + int(seconds * 1000)
     acquired = tx.execute(
@@ -55,14 +58,14 @@ def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -
 
 @transaction
 def release_service_lease(tx: Connection, name: str, holder: str) -> None:
-    """Remove the lease of a service that has ended, if this holder has it."""
+    """Delete the lease of a service that has ended, if `holder` still holds the lease."""
     leases = schema.service_leases
     tx.execute(delete(leases).where(leases.c.name == name, leases.c.holder == holder))
 
 
 @transaction
 def publish_service(tx: Connection, name: str, holder: str, seconds: float) -> None:
-    """Store the address of a service of which several may run; the latest address replaces the others."""
+    """Store the address of a service of which several processes may run. The newest address replaces an older one."""
     values = {"holder": holder, "lease_until": now_ms() + int(seconds * 1000)}
     statement = insert(tx, schema.service_leases).values(name=name, **values)
     tx.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
@@ -79,8 +82,10 @@ def service_holder(tx: Connection, name: str) -> str | None:
 
 @transaction
 def record_oom(tx: Connection, worker: str, role: str) -> None:
-    """Write an event to every run with claims of the worker `host:pid`, which the kernel killed for lack of memory; end its
-    leases.
+    """Record that the kernel killed the worker `host:pid` for lack of memory, and end the worker's leases.
+
+    An event is written to every run of which the worker held a claim. If the worker held no claim, one event without a run is
+    written.
     """
     held = (select(table.c.run_id).where(*is_held_by(table, worker)) for table in (schema.groups, schema.iterations))
     runs: set[int | None] = set(tx.execute(union(*held)).scalars())
@@ -91,9 +96,10 @@ def record_oom(tx: Connection, worker: str, role: str) -> None:
 
 @transaction
 def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
-    """Write an event to every running run that the worker `host:pid` ended, and which work it held; end its leases.
+    """Record that the worker `host:pid` ended, and end the worker's leases.
 
-    If a worker dies repeatedly at its start, equal events in a row are written once.
+    An event is written to every running run, with the work that the worker held. If a worker dies repeatedly at its start,
+    equal consecutive events are written once.
 
     Args:
         how: how the worker ended, as a verb phrase.
@@ -109,21 +115,25 @@ def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
 
 
 def _end_leases(tx: Connection, worker: str) -> None:
-    """End the leases of a worker whose process has ended, so its claims are taken over at once. They count as lost."""
+    """End the leases of a worker whose process has ended, so other workers can claim the work at once. Each claim then counts
+    as lost.
+    """
     for table in (schema.groups, schema.iterations):
         now = now_ms()
         tx.execute(update(table).where(*is_held_by(table, worker), table.c.lease_until > now).values(lease_until=now - 1))
 
 
 def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, seen_ms: int) -> None:
-    """Write an event that the worker of a claim is lost: its lease expired, and the claim `heir` continues. Write it only once.
+    """Write an event that a worker is lost, because the lease of its claim expired and the claim `heir` continues the work.
+
+    Nothing is written if the loss has already been recorded.
 
     Args:
         claim: the name of the lost claim, which starts with its worker's `host:pid`.
         what: the claimed work, in words.
         heir: the name of the new claim.
-        seen_ms: when the lost worker last renewed its lease, in ms since 1970. A loss event from before that time is about an
-            earlier process with the same name and pid (a container restarts with both), so it does not count.
+        seen_ms: the time at which the lost worker last renewed its lease, in ms since 1970. Older events are ignored: they are
+            about an earlier process with the same host and pid, because a restarted container keeps both.
     """
     worker, events = claim.partition("/")[0], schema.events.c
     seen = datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=seen_ms - 1000)  # SQLite's events have whole seconds
@@ -138,21 +148,22 @@ def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, se
 
 
 def memory_hint(tx: Connection, run: int, claim: str) -> str:
-    """Return advice on memory if the claim's worker was killed for lack of it; else an empty string."""
+    """Return advice on memory if the claim's worker was killed for lack of memory; else an empty string."""
     events, worker = schema.events.c, claim.partition("/")[0]
     query = select(events.id).where(events.run_id == run, events.kind == "oom", events.subject == worker)
     return f", the last time out of memory. {OOM_HINT}" if tx.execute(query.limit(1)).first() else ""
 
 
 def is_held_by(table: Any, worker: str) -> tuple[ColumnElement[bool], ...]:
-    """Return the SQL conditions for the open rows of a table of claims that the worker `host:pid` holds."""
+    """Return the SQL conditions for the open rows of `table` that the worker `host:pid` holds."""
     return table.c.worker.startswith(f"{worker}/", autoescape=True), table.c.status.in_(OPEN)
 
 
 def describe_held_work(tx: Connection, run: int, worker: str, role: str) -> str:
-    """Return the claims of the run that the worker held, in words.
+    """Return a phrase that names how many claims of the run the worker held.
 
-    Calls have no known holder, because all of them are sent again. So a tools worker is described by all open calls.
+    Tool calls have no known holder, because all of them are sent again. So for a tools worker the phrase also counts all open
+    calls of the run.
     """
     counts = [
         (tx.execute(select(func.count()).select_from(table).where(table.c.run_id == run, *is_held_by(table, worker))), word)
@@ -174,10 +185,10 @@ def _count_open_calls(run: int) -> Any:
 
 @transaction
 def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> None:
-    """Hand back all claims of the worker `host:pid` because its device failed; no loss and no attempt is counted.
+    """Release all claims of the worker `host:pid` because its device failed. This counts neither as a loss nor as an attempt.
 
-    Other workers may claim them after `EXIT_MS`. A run whose devices fail `MAX_DEVICE_LOSSES` times without progress fails;
-    otherwise it would repeat forever.
+    Other workers may claim the work after `EXIT_MS`. A run fails if its devices fail `MAX_DEVICE_LOSSES` times without
+    progress; otherwise it would repeat forever.
 
     Args:
         reason: the device's error.
@@ -197,7 +208,7 @@ def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> Non
 def record_cpu_after_loss(tx: Connection, run: int, worker: str) -> str:
     """Write an event that the worker uses the CPU, if a device failed in this run before.
 
-    Return the sentence of the event, else an empty string.
+    Return the text of the event, or an empty string if no event was written.
     """
     events = schema.events.c
     losses = select(func.count()).select_from(schema.events).where(events.run_id == run, events.kind == "device_lost")
@@ -209,7 +220,9 @@ def record_cpu_after_loss(tx: Connection, run: int, worker: str) -> str:
 
 
 def _count_losses(tx: Connection, run: int) -> int:
-    """Return the number of devices that the run has lost since it was resumed and since a group or iteration of it ended."""
+    """Return the number of device failures in the run since it was last resumed and since a group or an iteration of it last
+    ended.
+    """
     events, count = schema.events.c, select(func.count()).select_from(schema.events)
     count = count.where(events.run_id == run, events.kind == "device_lost")
     resumed = select(func.max(events.id)).where(events.run_id == run, events.kind == "resumed").scalar_subquery()

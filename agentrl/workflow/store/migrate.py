@@ -1,6 +1,7 @@
-"""Database migrations. They run under a lock, so many workers may start at once. Views and triggers are recreated after each.
+"""Database migrations. They run under a lock, so many workers may start at once. Views and triggers are recreated after each
+migration.
 
-Opening a SQLite database upgrades it. A Postgres database is upgraded only by the command `agentrl db upgrade`; before that,
+Opening a SQLite database upgrades it. A Postgres database is upgraded only by the command `agentrl db upgrade`; until then,
 workers refuse to start.
 """
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 log = getLogger("agentrl.migrate")
 READER_ROLE, TOOLS_ROLE, AGENTS_ROLE = "agentrl_reader", "agentrl_tools", "agentrl_agents"
 FIRST, FIRST_COMMIT = "0012", "18ff0d1"
-"""The oldest migration in this code, and the commit at which it was the newest. Only that commit has the migrations before it.
+"""The oldest migration in this code, and the commit of agentrl at which that migration was the newest. Only that commit has the
+earlier migrations.
 """
 LOCK_KEY = 7213094551
 LOCK_SECONDS = 60.0
@@ -53,7 +55,7 @@ def _current(tx: Connection) -> str | None:
 
 
 def _is_foreign(tx: Connection) -> bool:
-    """Return whether the database has tables, but not those of agentrl."""
+    """Return whether the database belongs to another program: it has tables, but not those of agentrl."""
     names = inspect(tx).get_table_names()
     return bool(names) and "alembic_version" not in names
 
@@ -62,8 +64,8 @@ def open_database(url: str) -> Database:
     """Open the database, ready to use. A SQLite database is upgraded at once.
 
     Raises:
-        ServiceError: the database does not answer; it was written by a newer agentrl or by another program; or it is a
-            Postgres database of another revision.
+        ServiceError: the database does not answer, a newer agentrl or another program wrote it, or it is a Postgres database of
+            another revision.
     """
     database = Database(url)
     with database.read() as tx:
@@ -117,7 +119,7 @@ def upgrade(database: Database, revision: str = "head") -> None:
 
 
 def downgrade(database: Database, revision: str) -> None:
-    """Downgrade the database to `revision`; `base` empties it."""
+    """Downgrade the database to `revision`. The revision `base` empties the database."""
     from alembic import command
 
     with _migration_lock(database):
@@ -140,7 +142,9 @@ def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
 
 @contextmanager
 def _connect_without_foreign_keys(database: Database) -> Iterator[Connection]:
-    """Open a connection without foreign key checks on SQLite: to alter a table, SQLite drops it while others refer to it."""
+    """Open a connection that does not check foreign keys on SQLite. To alter a table, SQLite drops it while other tables refer
+    to it.
+    """
     with database.engine.connect() as connection:
         if not database.is_sqlite:
             yield connection
@@ -155,7 +159,7 @@ def _connect_without_foreign_keys(database: Database) -> Iterator[Connection]:
 
 
 def _grant_reader(tx: Connection) -> None:
-    """Grant the role of `agentrl sql` SELECT on the named tables and views, and nothing else."""
+    """Grant the role of `agentrl sql` the right to SELECT from the named tables and views, and no other right."""
     if not _has_role(tx, READER_ROLE, "that `agentrl sql` reads as"):
         return
     names = ", ".join([*schema.TABLES_FOR_READERS, *VIEWS, "alembic_version"])
@@ -167,7 +171,7 @@ def _grant_reader(tx: Connection) -> None:
 
 
 def _grant_worker(tx: Connection, role: str, purpose: str, rights: Mapping[str, Sequence[str]]) -> bool:
-    """Grant a worker's login role its rights; return False if there is no such role."""
+    """Grant the rights of a worker to its login role. Return False if the role does not exist."""
     if not _has_role(tx, role, purpose):
         return False
     tx.execute(text(f"GRANT USAGE ON SCHEMA public TO {role}"))
@@ -177,7 +181,7 @@ def _grant_worker(tx: Connection, role: str, purpose: str, rights: Mapping[str, 
 
 
 def _has_role(tx: Connection, role: str, purpose: str) -> bool:
-    """Create the role if it is missing and this login may; return whether it exists."""
+    """Return whether the role exists. If it is missing, create it, if this login has the right to do so."""
     count = text("SELECT count(*) FROM pg_roles WHERE rolname = :role")
     if not tx.execute(count, {"role": role}).scalar_one():
         # A migration of another database on the same server may be making it too.
@@ -195,8 +199,9 @@ def _has_role(tx: Connection, role: str, purpose: str) -> bool:
 
 
 def weak_passwords(database: Database, where: Settings) -> list[str]:
-    """Return the names of the configured passwords that are easy to guess: shorter than 12 characters, or with `agentrl` in
-    them.
+    """Return the names of the configured passwords that are easy to guess.
+
+    A password is easy to guess if it is shorter than 12 characters or contains `agentrl`.
     """
     if database.is_sqlite:
         return []

@@ -13,7 +13,10 @@ from agentrl.workflow.trajectory import Episode
 
 @read_transaction
 def load_candidates(tx: Connection, run_id: int, groups: Collection[int], reward_set: str) -> list[Candidate]:
-    """Return the done, untainted episodes of the run's groups that have a reward in the set, with that reward."""
+    """Return the episodes of the run's groups that offline training may use, each with its reward.
+
+    These are the done, untainted episodes that have a reward in the set.
+    """
     episodes = schema.episodes.c
     done = (episodes.run_id == run_id) & (episodes.status == "done") & episodes.tainted.is_(False)
     query = select(episodes.id, episodes.group_id, episodes.task_id, episodes.reward).where(done)
@@ -33,7 +36,9 @@ def load_candidates(tx: Connection, run_id: int, groups: Collection[int], reward
 
 @read_transaction
 def load_chosen_episodes(tx: Connection, ids: Sequence[int]) -> list[Episode]:
-    """Return the episodes of these ids with all of their tokens, in the given order. A repeated id gives a repeated episode."""
+    """Return the episodes with these ids and all of their tokens, in the order of `ids`. An id that occurs twice gives two
+    episodes.
+    """
     by_id: dict[int, Episode] = {}
     for part in split_in_parts(ids):
         some = schema.episodes.c.id.in_(part)

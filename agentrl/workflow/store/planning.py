@@ -1,8 +1,8 @@
 """Runs: their submission, and the planning, sending, pausing and cancelling of their iterations.
 
-All rows of an iteration (its own, its groups' and their episodes') are inserted in one transaction. It is the transaction that
-publishes the policy which the iteration samples with. The first iteration is inserted at submission; with max_staleness n the
-first n + 1 are. A message may be lost or sent twice, but the planned rows are never lost.
+One transaction inserts all rows of an iteration (the iteration, its groups and their episodes). The same transaction publishes
+the policy with which the iteration samples. The first iteration is inserted at submission; with max_staleness n, the first n +
+1 iterations are. A message may be lost or sent twice, but the planned rows are never lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ from agentrl.workflow.trajectory import OPEN, PolicyRef, Task, storable
 
 RESUMABLE = ("paused", "failed", "running")
 GROWING = ("serve", "search", "import")
-"""The kinds of runs that plan no episodes at submission."""
+"""The kinds of runs for which no episodes are planned at submission."""
 IS_AT_WORK = (schema.runs.c.status == "running", schema.runs.c.kind != "serve")
-"""SQL conditions for runs that workers execute. A `serve` run has its own process."""
+"""The SQL conditions for running runs that workers execute. A `serve` run is excluded, because it has its own process."""
 _SERVE_HINT = "Start another: agentrl serve --policy RUN"
 
 
@@ -39,24 +39,24 @@ class Submission:
     """The submission of a run.
 
     Args:
-        name: the unique name. If a run with this name was submitted with the same config, that run is returned.
-        kind: `train`, `eval` for one iteration without an update, `fork` for one group without an update, or one of GROWING for
-            one iteration to which groups are added.
-        config, manifest: JSON values that are stored with the run.
-        policy: the weights that the run starts from.
+        name: the unique name of the run. If a run with this name was submitted with the same config, that run is returned.
+        kind: `train`; `eval` for one iteration without an update; `fork` for one group without an update; or a kind in GROWING,
+            for one iteration to which groups are added later.
+        config, manifest: the JSON values that are stored with the run.
+        policy: the weights with which the run starts.
         tasks: the dataset rows, in the dataset's order.
         weights, code_hash: the weights of the rewards by name, and the hash of the rewards' source code.
-        epochs, length: the length of the run, in epochs or (`length`) in iterations.
-        stem: the prefix of a generated name; if the name is taken, the run is called `stem-N`. Empty if a person chose the
+        epochs, length: the length of the run, either in epochs or (`length`) in iterations.
+        stem: the prefix of a generated name. If the name is taken, the run is called `stem-N`. Empty if a person chose the
             name.
-        root: the folder in which `output_dir` is named after the run; empty if a person chose `output_dir`.
+        root: the parent folder of `output_dir`, which has the run's name; empty if a person chose `output_dir`.
         groups: the ids of stored groups to train on; empty for a run that samples new groups from the tasks.
-        reward_set: the name of the reward set whose rewards train.
-        fork: the place at which a fork run's episodes branch off; None for other runs.
-        evaluation: the submission of the first evaluation of the run's policies; its name is derived from this run's name.
-        roles: content hash of a task -> the task's role in a search; the others have the role `train`.
-        difficulties: content hash of a task -> its difficulty. The lowest comes first in an epoch. If empty, the seed decides
-            the order.
+        reward_set: the name of the reward set whose rewards are used for training.
+        fork: the point at which the episodes of a fork run branch off; None for other runs.
+        evaluation: the submission of the first evaluation of the run's policies. Its name is derived from this run's name.
+        roles: the role of each task in a search, by the task's content hash. Tasks that are left out have the role `train`.
+        difficulties: the difficulty of each task, by the task's content hash. In an epoch the lowest difficulty comes first. If
+            empty, the seed decides the order.
     """
 
     name: str
@@ -84,26 +84,29 @@ class Submission:
     difficulties: Mapping[str, float] = field(default_factory=dict)
 
     def with_name(self, name: str) -> "Submission":
-        """Return a copy with another name, also in its config and its output folder."""
+        """Return a copy with another name. The name in the copy's config and in its output folder changes too."""
         output = f"{self.root}/{name}" if self.root else self.output_dir
         return replace(self, name=name, config={**self.config, "name": name}, output_dir=output)
 
     @property
     def iterations(self) -> int:
-        """The number of iterations: `length`, or epochs x ceil(n / tasks_per_iteration) with n tasks or n stored groups. It is
-        1 for a fork and for the kinds in GROWING.
+        """The number of iterations.
+
+        It is 1 for a fork and for the kinds in GROWING. Else it is `length` or, without a length, epochs x ceil(n /
+        tasks_per_iteration), with n tasks or n stored groups.
         """
         return 1 if self._is_one else self.length or (self.epochs or 1) * self._per_epoch
 
     @property
     def passes(self) -> int:
-        """The number of epochs, counting a last one that does not reach all tasks."""
+        """The number of epochs. A last epoch that does not reach all tasks is included."""
         return 1 if self._is_one else epochs_of(self.iterations, self._per_epoch)
 
     @property
     def episodes(self) -> int:
-        """The number of new episodes that are planned, without those that dynamic sampling adds. It is 0 for stored groups and
-        for the kinds in GROWING.
+        """The number of new episodes that are planned, without those that dynamic sampling adds.
+
+        It is 0 for a run on stored groups and for the kinds in GROWING.
         """
         if self.kind in GROWING:
             return 0
@@ -112,7 +115,7 @@ class Submission:
 
     @property
     def _is_one(self) -> bool:
-        """True if the run has exactly one iteration, regardless of its tasks."""
+        """True if the run has exactly one iteration, independent of the number of its tasks."""
         return self.fork is not None or self.kind in GROWING
 
     @property
@@ -133,23 +136,24 @@ class SubmittedRun:
 
 @transaction
 def submit(tx: Connection, submission: Submission, failed: str = "") -> SubmittedRun:
-    """Insert the run with its tasks, its starting policy and its first iterations; or return the same run if it exists.
+    """Insert the run with its tasks, its starting policy and its first iterations. If the same run already exists, return that
+    run.
 
-    If a generated name is taken, the next free one is used. If the reply of an earlier commit of this submission was lost, its
-    run is found under any name.
+    If a generated name is taken, the next free name is used. If the reply of an earlier commit of this submission was lost, the
+    committed run is returned, even if it has another name.
 
     Args:
-        failed: the reason that the run cannot start. If given, the run is stored as failed, and its evaluation as paused.
+        failed: the reason why the run cannot start. If given, the run is stored as failed, and its evaluation as paused.
 
     Raises:
-        ConflictError: a run of that name exists and was submitted with another config or from other weights.
-        CheckpointError: the run's weights have just been collected.
+        ConflictError: a run of that name exists, with another config or other starting weights.
+        CheckpointError: the run's starting weights have just been removed.
     """
     return insert_submission(tx, submission, failed)
 
 
 def insert_submission(tx: Connection, submission: Submission, failed: str = "") -> SubmittedRun:
-    """Do the work of `submit` within an open transaction."""
+    """Insert the run in the transaction `tx`. See `submit`."""
     while (run_id := _insert_submission(tx, submission)) is None:
         if existing := _find_own(tx, submission):
             return existing
@@ -175,7 +179,11 @@ def _insert_evaluation(tx: Connection, run_id: int, run: str, evaluation: Submis
 
 
 def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str, Any] = MappingProxyType({})) -> int | None:
-    """Insert the run and its rows; return its id, or None if the name is taken. `more` has further columns of its row."""
+    """Insert the run and its rows; return the run's id, or None if the name is taken.
+
+    Args:
+        more: additional columns of the run's row.
+    """
     run_id = insert_run(tx, _row_of(submission) | dict(more))
     if run_id is None:
         return None
@@ -212,7 +220,7 @@ def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str
 
 
 def _check_not_collected(tx: Connection, ref: PolicyRef) -> None:
-    """Raise CheckpointError if the weights were collected since they were looked up."""
+    """Raise CheckpointError if the weights were removed after the caller looked them up."""
     gone = select(schema.policies.c.id).where(schema.policies.c.path == ref.path, schema.policies.c.collected_at.is_not(None))
     if ref.path and tx.execute(gone.limit(1)).first():
         raise CheckpointError(f"The weights in {ref.path!r} have just been removed.", "Choose another policy version.")
@@ -236,7 +244,9 @@ def insert_run(tx: Connection, values: Mapping[str, Any]) -> int | None:
 
 
 def _find_own(tx: Connection, submission: Submission) -> SubmittedRun | None:
-    """Return the run that an earlier attempt of this submission committed, if the reply of that commit was lost; else None."""
+    """Return the run that an earlier attempt of this submission committed before its reply was lost; None if there is no such
+    run.
+    """
     runs = schema.runs.c
     mine = runs.manifest["id"].as_string() == submission.manifest.get("id", "")
     row = tx.execute(select(runs.id, runs.name, runs.iterations, runs.status).where(mine)).first()
@@ -244,7 +254,7 @@ def _find_own(tx: Connection, submission: Submission) -> SubmittedRun | None:
 
 
 def _find_same(tx: Connection, submission: Submission) -> SubmittedRun:
-    """Return the existing run of this name; raise ConflictError if it differs from the submission."""
+    """Return the existing run with the submission's name; raise ConflictError if the run differs from the submission."""
     row = find_run(tx, submission.name)
     submitted = (
         _with_current_defaults(submission.config),
@@ -267,7 +277,7 @@ def _find_same(tx: Connection, submission: Submission) -> SubmittedRun:
 
 
 def _with_current_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with defaults for keys that did not exist when it was stored."""
+    """Return the config with default values for the keys that were added to agentrl after the config was stored."""
     try:
         return RunConfig.model_validate(config).model_dump(mode="json")
     except ValueError:  # of another release, which alone knows what it means
@@ -279,7 +289,7 @@ def _without_length(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_sha256(tx: Connection, run_id: int) -> str:
-    """Return the hash of the weights that the run started from; empty for an untrained base."""
+    """Return the hash of the weights with which the run started; empty for an untrained base model."""
     first = (
         select(schema.policies.c.sha256).where(schema.policies.c.run_id == run_id).order_by(schema.policies.c.version).limit(1)
     )
@@ -327,17 +337,21 @@ def log(tx: Connection, run_id: int | None, kind: str, subject: str = "", detail
 
 @read_transaction
 def db_clock_ms(tx: Connection) -> int:
-    """Return the database's time in ms since 1970. Read it before a message is sent, and pass it as the time of sending."""
+    """Return the database's time in ms since 1970.
+
+    Call this before sending a message, and pass the result to `mark_groups_sent` or `mark_train_sent` as the time of sending.
+    """
     return int(tx.execute(select(now_ms())).scalar_one())
 
 
 @transaction
 def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None = None) -> None:
-    """Count another message for each group, and store the time of sending.
+    """Add one to the number of messages of each group, and store the time of sending.
 
     Args:
-        sent_ms: the `db_clock_ms` from before the message was sent; None for now. A worker may take the message and be lost
-            before this commit. With a later time, the control loop would wait for that message as if it were still queued.
+        sent_ms: the result of `db_clock_ms` from before the message was sent; None for the current time. A worker may receive
+            the message and be lost before this commit. If the stored time were later, the control loop would wait for that
+            message as if it were still in the queue.
     """
     marks = {"sent_ms": now_ms() if sent_ms is None else sent_ms, "sends": schema.groups.c.sends + 1}
     tx.execute(update(schema.groups).where(schema.groups.c.id.in_(groups)).values(marks))
@@ -345,7 +359,7 @@ def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None 
 
 @transaction
 def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) -> None:
-    """Count another message for the iteration's train job, and store the time of sending. See `mark_groups_sent`."""
+    """Add one to the number of messages of the iteration's train job, and store the time of sending. See `mark_groups_sent`."""
     tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration)
@@ -374,12 +388,12 @@ def start_iteration(tx: Connection, iteration: int) -> list[int]:
 
 @read_transaction
 def find_free_name(tx: Connection, stem: str) -> str:
-    """Return `stem-N` with the first N that no run has."""
+    """Return `stem-N` with the smallest N for which no run has that name."""
     return _numbered_name(tx, stem)
 
 
 def eval_name(tx: Connection, run: str, version: int) -> str:
-    """Return the name of the run's evaluation of that version, with a number appended if the name is taken."""
+    """Return the name of the evaluation of that version of the run. If the name is taken, a number is appended."""
     name = f"{run[:48]}-eval-{version}"
     row = tx.execute(select(schema.runs.c.id).where(schema.runs.c.name == name)).first()
     return _numbered_name(tx, name) if row else name
@@ -396,7 +410,14 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 
 
 def check_resumable(row: Mapping[str, Any]) -> None:
-    """Raise StateError if the run (its row) is done, cancelled, of another format, or of the kind `serve`."""
+    """Check that the run can be resumed.
+
+    Args:
+        row: the run's row.
+
+    Raises:
+        StateError: the run is done or cancelled, has another format, or is of the kind `serve`.
+    """
     if row["kind"] == "serve":
         raise StateError(f"Run {row['name']!r} was served by a process, and only that process could continue it.", _SERVE_HINT)
     if row["status"] not in RESUMABLE:
@@ -408,12 +429,12 @@ def check_resumable(row: Mapping[str, Any]) -> None:
 
 @transaction
 def resume(tx: Connection, run: str) -> Mapping[str, Any]:
-    """Resume a paused or failed run and its paused evaluations; work without a live lease is sent again at once.
+    """Resume a paused or failed run and its paused evaluations. Work without a live lease is sent again at once.
 
-    If an iteration paused the run because too few of its episodes were done, it trains with those that are.
+    If the run was paused because too few episodes of an iteration were done, the iteration trains with those that are done.
 
     Raises:
-        StateError: the run cannot be resumed: see `check_resumable`.
+        StateError: the run cannot be resumed. See `check_resumable`.
     """
     row = find_run(tx, run)
     check_resumable(row)
@@ -422,13 +443,12 @@ def resume(tx: Connection, run: str) -> Mapping[str, Any]:
 
 
 def resume_row(tx: Connection, row: Mapping[str, Any]) -> None:
-    """Do the work of `resume` for the row of a run that may be resumed."""
+    """Resume the run of this row in the transaction `tx`. See `resume`; the caller has checked that the run can be resumed."""
     _resume(tx, row)
     resume_evals(tx, row["id"])
 
 
 def resume_evals(tx: Connection, run_id: int) -> None:
-    """Resume the run's paused evaluations."""
     for evaluation in _load_own_evals(tx, run_id, ("paused",)):
         _resume(tx, evaluation)
 
@@ -462,33 +482,35 @@ def _resume(tx: Connection, row: Mapping[str, Any]) -> None:
 
 
 def _load_own_evals(tx: Connection, run_id: int, statuses: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of the run's own evaluations that have one of these statuses."""
+    """Return the rows of the run's own evaluations whose status is in `statuses`."""
     mine = select(schema.runs).where(schema.runs.c.measures_id == run_id, schema.runs.c.status.in_(statuses))
     return [dict(row) for row in tx.execute(mine.order_by(schema.runs.c.id)).mappings()]
 
 
 def newest_version(run_id: Any) -> ScalarSelect[int]:
-    """Return the SQL of the run's newest published version; the update with the same number, from 0, starts from it."""
+    """Return the SQL for the run's newest published version. If the version is k, the update of the iteration with number k
+    (counted from 0) starts from it.
+    """
     return select(func.max(schema.policies.c.version)).where(schema.policies.c.run_id == run_id).scalar_subquery()
 
 
 def select_sampled_policies(run_id: Any) -> Select[tuple[int]]:
-    """Select the ids of the policies that the run's open groups sample with."""
+    """Select the ids of the policies with which the run's open groups sample."""
     iterations, groups = schema.iterations.c, schema.groups.c
     waiting = select(iterations.policy_id).join(schema.groups, groups.iteration_id == iterations.id)
     return waiting.where(groups.run_id == run_id, groups.status.in_(OPEN))
 
 
 def select_sampled_paths(run_id: Any) -> Select[tuple[str]]:
-    """Select the checkpoint paths of the policies that the run's open groups sample with.
+    """Select the checkpoint paths of the policies with which the run's open groups sample.
 
-    Several versions may have the same path: the version of a skipped update has the path of the version before it.
+    Several versions may have the same path, because the version of a skipped update has the path of the previous version.
     """
     return select(schema.policies.c.path).where(schema.policies.c.id.in_(select_sampled_policies(run_id)))
 
 
 def is_broken(run_id: Any) -> ColumnElement[bool]:
-    """Return the SQL condition that a checkpoint of the run is marked as broken and waits to be rebuilt."""
+    """Return the SQL condition that a checkpoint of the run is marked as broken and has not been rebuilt yet."""
     return exists().where(schema.policies.c.run_id == run_id, schema.policies.c.broken != "")
 
 
@@ -498,9 +520,9 @@ def _is_unheld(table: Any) -> Any:
 
 @transaction
 def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str, Any]:
-    """Pause, cancel or fail a run. Workers finish or drop the work they hold, and nothing new is sent. Idempotent.
+    """Pause, cancel or fail a run. Workers finish or drop their current work, and no more messages are sent. Idempotent.
 
-    The run's own evaluations are paused and cancelled with it.
+    If the run is paused or cancelled, its own evaluations are too.
 
     Raises:
         StateError: the run has already ended, or it is a `serve` run, which cannot be paused.
@@ -541,7 +563,7 @@ def open_iterations(tx: Connection, run_id: int) -> list[int]:
 
 
 def set_run_status(tx: Connection, run_id: int, status: str, reason: str, leaving: Sequence[str] = (*OPEN, "paused")) -> None:
-    """Set the run's status and reason, if its current status is one of `leaving`."""
+    """Set the run's status and reason, if its current status is in `leaving`."""
     over = datetime.now(UTC) if status in ("done", "failed") else None
     changed = tx.execute(
         update(schema.runs)

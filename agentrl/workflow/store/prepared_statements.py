@@ -1,9 +1,9 @@
-"""Statements of the hot path: compiled by SQLAlchemy once, then given to the driver itself.
+"""Statements of frequent queries. SQLAlchemy compiles each statement once, and the driver executes it directly.
 
-Through SQLAlchemy's `execute` the same statements take 2.0 times the processor time of a step on SQLite (494 us instead of 230,
-with a call 1,004 instead of 506) and 1.4 times on Postgres (1,373 us instead of 1,041); the other writers of the process wait
-meanwhile. These are medians of 24 interleaved pairs of 50 steps (`bench.performance.writes`). Types, transactions and errors
-remain SQLAlchemy's.
+SQLAlchemy's `execute` needs more processor time for the same statements of a step. On SQLite it needs 2.0 times as much (494 us
+instead of 230; for a step with a call, 1,004 instead of 506), on Postgres 1.4 times as much (1,373 us instead of 1,041). During
+that time the other writers of the process wait. These are medians of 24 interleaved pairs of 50 steps
+(`bench.performance.writes`). Types, transactions and errors are still those of SQLAlchemy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,11 @@ def _dialect(name: str) -> Dialect:
 
 @dataclass(frozen=True, slots=True)
 class _CompiledStatement:
-    """The SQL text for one driver, the statement's own values, and functions that convert the other values for the driver."""
+    """A statement that is compiled for one driver.
+
+    `text` is the SQL text. `own` has the values that are part of the statement. `convert` has the functions that convert a
+    caller's values for the driver, by name.
+    """
 
     text: str
     own: Values
@@ -46,8 +50,8 @@ class _CompiledStatement:
 
 @dataclass(frozen=True)
 class PreparedStatement:
-    """A statement that is compiled once. Each call must pass the same names: its bind parameters and the columns that it
-    sets.
+    """A statement that is compiled once. Each call must pass values for the same names, which are the bind parameters and the
+    columns that the statement sets.
     """
 
     statement: Select[Any] | Insert | Update
@@ -61,7 +65,9 @@ class PreparedStatement:
         return rows
 
     def run(self, tx: Connection, *rows: Values) -> int:
-        """Run the statement once for each of the rows, pipelined on Postgres; return the number of changed rows."""
+        """Run the statement once for each element of `rows`; return the number of changed rows. On Postgres the statements are
+        pipelined.
+        """
         compiled = self._compiled_for(tx, rows[0])
         with driver_cursor(tx, compiled.text) as cursor:
             if len(rows) == 1:

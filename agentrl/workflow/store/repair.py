@@ -1,8 +1,8 @@
-"""Repair of a published checkpoint: it is marked as broken and rebuilt from the version before it. Then all rows that name it
-refer to the rebuilt one.
+"""Repair of a published checkpoint. The checkpoint is marked as broken and rebuilt from the previous version. Then all rows
+with its path are changed to the path of the rebuilt checkpoint.
 
-Version k came from exactly version k - 1 and the recorded episodes of iteration k, so the same update makes it again. The train
-token of the run's open iteration is the fence. No episode, consumption or iteration changes its state.
+Version k was made from version k - 1 and the recorded episodes of iteration k, so the same update makes version k again. The
+fence is the train token of the run's open iteration. No episode, consumption or iteration changes its state.
 """
 
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ class Rebuild:
 
     Args:
         broken: the policy with the broken checkpoint.
-        start: the policy that its update started from.
-        groups: the groups that the update trained on; empty if the checkpoint came from another run.
+        start: the policy with which the update started.
+        groups: the groups on which the update trained; empty if the checkpoint came from another run.
         advantages: the advantages that the update recorded, by episode id.
-        max_groups: as in `IterationWork`.
+        max_groups: see `IterationWork`.
     """
 
     broken: PolicyRef
@@ -43,19 +43,19 @@ class Rebuild:
 
 @transaction
 def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
-    """Mark the checkpoint as broken; the run does not use it until it is rebuilt.
+    """Mark the checkpoint as broken, so the run does not use it until it is rebuilt.
 
-    A run that does not train, such as an evaluation, waits for the run that made the checkpoint, if that run is running.
+    A run that does not train (such as an evaluation) waits for the run that made the checkpoint, if that run is running.
 
-    A late report changes nothing. It is late if the version is neither the newest nor still sampled with, or if the checkpoint
-    was rebuilt in another folder.
+    An outdated report changes nothing. A report is outdated if no open group samples with the version and it is not the newest,
+    or if the checkpoint has already been rebuilt in another folder.
 
     Args:
-        path: the checkpoint.
-        fault: what is wrong with it.
+        path: the checkpoint's path.
+        fault: what is wrong with the checkpoint.
 
     Returns:
-        The id of the iteration whose train job rebuilds it; None if no run does.
+        The id of the iteration whose train job rebuilds the checkpoint; None if no run rebuilds it.
     """
     policies = schema.policies.c
     kind = tx.execute(select(schema.runs.c.kind).where(schema.runs.c.id == run_id)).scalar_one()
@@ -84,14 +84,18 @@ def _mark(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
 
 
 def _select_needed_path(run_id: int, path: str) -> Select[tuple[str]]:
-    """Select the path if the training run still needs it, as its newest version or because open groups sample with it."""
+    """Select the path if the training run still needs the checkpoint: it is the newest version, or open groups sample with
+    it.
+    """
     policies = schema.policies.c
     used = (policies.version == newest_version(run_id)) | policies.id.in_(select_sampled_policies(run_id))
     return select(policies.path).where(policies.run_id == run_id, policies.path == path, used)
 
 
 def _find_maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
-    """Return the run that first published the checkpoint; None if it was rebuilt in another folder meanwhile."""
+    """Return the row of the run that first published the checkpoint; None if the checkpoint has meanwhile been rebuilt in
+    another folder.
+    """
     publishers = (
         select(schema.runs)
         .join(schema.policies, schema.policies.c.run_id == schema.runs.c.id)
@@ -103,7 +107,7 @@ def _find_maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
 
 @read_transaction
 def recovery_hint(tx: Connection, run: str, path: str) -> str:
-    """Return the advice for a run without training that failed because of a broken checkpoint."""
+    """Return advice for a run that does not train and that failed because of a broken checkpoint."""
     maker = _find_maker(tx, path)
     if maker is None:
         return f"It was rebuilt in another folder: type `agentrl resume {run}`."
@@ -139,7 +143,7 @@ def load_rebuild(tx: Connection, work: IterationWork) -> Rebuild:
 
 @read_transaction
 def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tuple[int, str, str]]:
-    """Return the (version, path, sha256) of the run's policies before that version that were not collected, newest first."""
+    """Return the run's policies before that version whose files were not removed, as (version, path, sha256), newest first."""
     policies = schema.policies.c
     query = select(policies.version, policies.path, policies.sha256)
     query = query.where(policies.run_id == run_id, policies.version < version, policies.collected_at.is_(None))
@@ -148,7 +152,7 @@ def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tupl
 
 @transaction
 def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path: str, sha256: str) -> None:
-    """Replace the broken checkpoint by the rebuilt one in every row, and release the iteration.
+    """Store the path and hash of the rebuilt checkpoint in every row that has the broken one, and release the iteration.
 
     Raises:
         Fenced: another trainer holds the iteration.

@@ -1,7 +1,7 @@
-"""Retention of checkpoints: which ones rows still need, and which policies are collected.
+"""Retention of checkpoints: which checkpoints are still needed by database rows, and which ones can be removed.
 
-A policy is first marked as collected in its row, and its files are removed after the commit. So the row is never wrong about a
-removed checkpoint.
+A policy whose files are removed is called collected. First its row is marked as collected, and the files are removed after the
+commit. So the row of a removed checkpoint always says that it was removed.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,14 +22,14 @@ from agentrl.workflow.trajectory import OPEN
 
 ALIVE_STATUSES = ("planned", "running", "paused")
 RESTART_CHECKPOINTS = 2
-"""The number of newest checkpoints that a resumable run keeps: the newest, and the one from which it can be rebuilt. With
-max_staleness n, a run keeps n more, which its rollouts need.
+"""The number of newest checkpoints that a resumable run keeps: the newest, and the previous one, from which the newest can be
+rebuilt. With max_staleness n, the run keeps n more, with which its rollouts sample.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """A run's checkpoint folder, and the key with which the names of its checkpoints end."""
+    """A run's checkpoint folder, and the key that is the end of each of its checkpoints' names."""
 
     run_id: int
     run: str
@@ -53,18 +53,18 @@ def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Ch
 
 @read_transaction
 def find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
-    """Return the needs that `collect` would return, without marking anything."""
+    """Return the needs that `collect` would return, without marking a policy as collected."""
     return _find_needs(tx, run_id, present, keep_last)[0]
 
 
 @transaction
 def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
-    """Mark the run's unneeded policies as collected, and return which checkpoints are still needed, and why.
+    """Mark the run's unneeded policies as collected. Return which checkpoints are still needed, and why.
 
     Args:
-        present: the names of the folders on this disk; only these are collected.
-        keep_last: the number of adapters to keep of an ended run, even if episodes name more; None keeps all that episodes
-            name.
+        present: the names of the checkpoint folders on this disk. Only these are marked.
+        keep_last: the number of newest adapters to keep of an ended run, even if stored episodes refer to more; None to keep
+            all to which episodes refer.
     """
     needs, unneeded = _find_needs(tx, run_id, present, keep_last)
     if unneeded:
@@ -76,7 +76,8 @@ def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: in
 
 @transaction
 def drop_unsaved(tx: Connection, run_id: int) -> list[str]:
-    """Mark as collected the checkpoints that the run does not keep (`update.save_every`) and nothing needs; return their paths.
+    """Mark as collected the checkpoints that are no longer needed and that `update.save_every` does not keep; return their
+    paths.
 
     The caller may remove the files after the commit.
     """
@@ -109,8 +110,8 @@ def _save_every(run: Mapping[Any, Any]) -> int | None:
 
 
 def _saved_paths(tx: Connection, run: Mapping[Any, Any], rows: Sequence[Any]) -> set[str]:
-    """Return the paths that the run keeps permanently: every `save_every`th version, each epoch's last, the best and the
-    last.
+    """Return the paths that the run keeps permanently: every `save_every`th version, the last of each epoch, the best, and the
+    final version.
     """
     every, of_an_epoch = _save_every(run) or 1, epoch_length(tx, run) or run["iterations"]
     ends = (find_best_version(tx, run["id"]), run["iterations"])
@@ -118,13 +119,13 @@ def _saved_paths(tx: Connection, run: Mapping[Any, Any], rows: Sequence[Any]) ->
 
 
 def _min_checkpoints(status: str, config: Mapping[str, Any]) -> int:
-    """Return the number of newest checkpoints that a run must keep. A done run keeps some because it may be extended."""
+    """Return the number of newest checkpoints that a run must keep. A done run keeps some too, because it may be extended."""
     restartable = RESTART_CHECKPOINTS + staleness_of(config)
     return {"done": restartable - 1, "cancelled": 1}.get(status, restartable)
 
 
 def _find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> tuple[Needs, list[str]]:
-    """Return the needs after collecting, and the paths to collect."""
+    """Return the needs that remain after collecting, and the paths to collect."""
     rows = _load_policies(tx, run_id)
     gone = {row.path for row in rows if row.collected_at is not None}
     paths = list(dict.fromkeys(row.path for row in rows if row.run_id == run_id and row.path not in gone))  # newest first
@@ -148,7 +149,9 @@ def _find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last
 
 
 def _load_policies(tx: Connection, run_id: int) -> Sequence[Any]:
-    """Return all rows of `policies` that name one of the run's checkpoints, of any run, newest version first."""
+    """Return all rows of `policies`, from any run, that have the path of one of the run's checkpoints; the newest version
+    first.
+    """
     policies, runs, iterations = schema.policies, schema.runs, schema.iterations
     mine = select(policies.c.path).where(policies.c.run_id == run_id, policies.c.path != "")
     others = policies.alias()
@@ -171,11 +174,11 @@ def _load_policies(tx: Connection, run_id: int) -> Sequence[Any]:
 def _kept_paths(
     rows: Sequence[Any], run: Mapping[Any, Any], mine: Sequence[str], keep_last: int | None, saved: set[str] | None
 ) -> set[str]:
-    """Return the paths that stay.
+    """Return the paths of the checkpoints that are kept.
 
     Args:
-        mine: the run's own paths, newest first.
-        saved: the paths that the run keeps permanently; None if it keeps all that episodes name.
+        mine: the paths of the run's own checkpoints, newest first.
+        saved: the paths that the run keeps permanently; None if it keeps all to which episodes refer.
     """
     by_name = {row.path for row in rows if row.sampled} if saved is None else saved
     if keep_last is not None and run["status"] not in ALIVE_STATUSES:

@@ -1,4 +1,4 @@
-"""Rescoring: a run's done episodes are scored again, and the scores are added as a new reward set in one transaction."""
+"""Rescoring: rewards are computed again for a run's done episodes. One transaction adds the new rewards as a new reward set."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -54,10 +54,10 @@ def add_reward_set(
     weights: Mapping[str, float],
     scored: Mapping[int, Mapping[str, Part]],
 ) -> None:
-    """Write the reward set with the reward parts of each episode, by episode id.
+    """Write the reward set with the reward parts of each episode. `scored` has the parts by episode id.
 
     Raises:
-        ConflictError: the run has a set of that name with other code or weights.
+        ConflictError: the run has a reward set of that name with other code or weights.
     """
     statement = (
         insert(tx, schema.reward_sets)

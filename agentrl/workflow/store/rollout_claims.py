@@ -1,7 +1,7 @@
-"""Claims of rollouts: how groups are claimed, handed back and failed, and how their episodes end.
+"""Claims of groups for rollouts: how a group is claimed, handed back and failed, and how its episodes end.
 
-Every write of a rollout is fenced by its group's attempt number. If a worker was considered lost and returns, its attempt is
-outdated, and its writes are rejected. Tool results are not fenced: the first one counts.
+Every write of a rollout is fenced by its group's attempt number. If a worker that was considered lost returns, its attempt
+number is outdated, and its writes are rejected. Results of tool calls are not fenced: the first result is stored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ from agentrl.workflow.tables.columns import Utc, is_lease_free, now_ms
 from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, SamplingKey, Task, storable
 
 MAX_LOSSES = 5
-"""The number of workers that may be lost while holding a row. At this number a group's episodes end as infra_error, and the run
-of an iteration fails.
+"""The number of lost workers at which a row fails. When this many workers were lost while holding a group, the group's open
+episodes end as infra_error. When this many were lost while holding an iteration, the run fails.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A claim on a group. Its writes count only while the group has this attempt number."""
+    """A claim on a group. Its writes are accepted only while the group has this attempt number."""
 
     group: int
     attempt: int
@@ -42,7 +42,9 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class HeldEpisodes:
-    """The contents of a claim: the run's name, and each episode's attempt and number of steps, by episode id."""
+    """The episodes of a claimed group. `attempts` and `steps` have each episode's attempt number and number of steps, by
+    episode id. `run` is the run's name.
+    """
 
     run: str
     attempts: Mapping[int, int]
@@ -51,10 +53,11 @@ class HeldEpisodes:
 
 @dataclass(frozen=True)
 class GroupWork:
-    """Everything that a rollout job needs of one group. `episodes` are the unfinished ones, with their committed steps.
+    """The data that a rollout job needs of one group. `episodes` are the unfinished episodes with their committed steps.
 
-    `opening` has the messages that a fork's first own step reads in place of the env's; None for the env's. `resources` are the
-    texts that the episodes use, by name. `clock` is the time that chat templates read whenever a prompt is rendered.
+    `opening` has the messages that the first step after a fork reads instead of the env's messages; None for the env's
+    messages. `resources` are the texts that the episodes use, by name. `clock` is the time that chat templates read whenever a
+    prompt is rendered.
     """
 
     fence: Fence
@@ -84,8 +87,8 @@ class GroupWork:
 class Outcome:
     """The end of an episode: done with a stop_reason and reward parts, or failed or infra_error with an error.
 
-    `of_agent`: True if an external agent decided the turns and ran its own calls. `own_weights` has the weights of reward parts
-    that the run's weights do not name.
+    `of_agent` is True if an external agent decided the turns and ran its own tool calls. `own_weights` has the weights of
+    reward parts to which the run's weights do not refer.
     """
 
     episode: int
@@ -102,8 +105,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class CompletedWork:
-    """What the end of an episode completed: `group` is True if it was the group's last, `iteration` the id of the completed
-    iteration.
+    """The work that the end of an episode completed.
+
+    `group` is True if the episode was the last open one of its group. `iteration` is the id of the iteration if all groups of
+    the iteration have ended; else None.
     """
 
     group: bool
@@ -116,15 +121,17 @@ _GROUPS, _EPISODES = schema.groups.c, schema.episodes.c
 
 
 def _is_open(status: Column[str]) -> ColumnElement[bool]:
-    """Return the SQL condition that a status is not terminal. It avoids IN, whose length is only known when the statement
-    runs.
+    """Return the SQL condition that a status is not final. It avoids IN, because the length of an IN list is only known when
+    the statement runs.
     """
     return or_(*(status == value for value in OPEN))
 
 
 @cache
 def _free_group(lease_seconds: float) -> Select[Any]:
-    """Select the group `wanted` if it is open and no worker except `claimant` holds a live lease on it."""
+    """Return the query for the group `:wanted`. It finds the group if it is open and no worker except `:claimant` holds a live
+    lease on it.
+    """
     return (
         select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, _GROUPS.lease_until, schema.runs.c.status)
         .join(schema.runs, schema.runs.c.id == _GROUPS.run_id)
@@ -153,11 +160,12 @@ _TAKE_GROUP = (
 def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -> GroupWork | None:
     """Claim the group and load its work.
 
-    Return None if the group has ended, has a live worker, or its run is not running or waits for a broken checkpoint.
+    Return None if the group has ended or another worker holds a live lease on it. Also return None if the run is not running or
+    waits for a broken checkpoint.
 
     Args:
-        worker: a name that is unique to this claim. If the reply of the commit was lost, the repeated claim is recognised by
-            it.
+        worker: a name that is unique to this claim. If the reply of the commit was lost and the claim is repeated, this name
+            identifies it.
         lease_seconds: the length of the lease, in seconds.
     """
     before = tx.execute(_free_group(lease_seconds), {"wanted": group, "claimant": worker}).one_or_none()
@@ -184,8 +192,8 @@ _MEASURED_AT = select(_MEASURED.c.created_at).where(_MEASURED.c.id == schema.run
 CLOCK = case((_GROUPS.kind == "serve", _GROUPS.started_at), else_=func.coalesce(_MEASURED_AT, schema.runs.c.created_at)).label(
     "clock"
 )
-"""The time that chat templates read: the time of the run's submission (also for its evaluations) or, for a served episode, the
-time of its first request.
+"""The time that chat templates read: the time of the run's submission. For an evaluation that a run planned itself, it is the
+submission of that run. For a served episode, it is the time of the first request.
 
 All turns of an episode read the same time, on each worker and in `replay --verify`. With the real clock, templates that print
 the date (Llama 3.2, Granite, SmolLM3) would change earlier turns at midnight.
@@ -249,7 +257,7 @@ def _load_work(tx: Connection, fence: Fence) -> GroupWork:
 
 @transaction
 def note_code(tx: Connection, run_id: int, code_hash: str) -> None:
-    """Record once, as an event, that the code of the run's rewards differs from the code at submission."""
+    """Write an event that the code of the run's rewards differs from the code at submission. Each hash is recorded once."""
     tx.execute(
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # so that of two at once one sees the other
@@ -264,13 +272,13 @@ _OPEN_AMONG = select(_GROUPS.id).where(_GROUPS.id.in_(bindparam("groups", expand
 
 @read_transaction
 def are_all_closed(tx: Connection, groups: Sequence[int]) -> bool:
-    """Return whether all of the groups have ended."""
+    """Return whether all of these groups have ended."""
     return tx.execute(_OPEN_AMONG, {"groups": list(groups)}).first() is None
 
 
 @read_transaction
 def find_ready_iteration(tx: Connection, group: int) -> int | None:
-    """Return the id of the group's iteration if all of its groups have ended; else None."""
+    """Return the id of the group's iteration if all groups of the iteration have ended; else None."""
     mine = select(schema.groups.c.iteration_id).where(schema.groups.c.id == group).scalar_subquery()
     rows = tx.execute(
         select(schema.groups.c.iteration_id, schema.groups.c.status).where(schema.groups.c.iteration_id == mine)
@@ -280,7 +288,7 @@ def find_ready_iteration(tx: Connection, group: int) -> int | None:
 
 @transaction
 def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float) -> set[int]:
-    """Renew the leases of these claims, and return the ids of the groups that are still held."""
+    """Renew the leases of these claims, and return the ids of the groups that the claims still hold."""
     held = set()
     for fence in fences:
         extended = tx.execute(
@@ -298,7 +306,7 @@ def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float)
 
 @transaction
 def hand_back(tx: Connection, fence: Fence) -> None:
-    """End the claim early; the group is sent again at once, and no loss is counted."""
+    """Release the claim early. The group is sent again at once, and no loss is counted."""
     tx.execute(
         update(schema.groups)
         .where(schema.groups.c.id == fence.group, schema.groups.c.attempt == fence.attempt, schema.groups.c.status == "running")
@@ -308,9 +316,10 @@ def hand_back(tx: Connection, fence: Fence) -> None:
 
 @transaction
 def fail_attempt(tx: Connection, fence: Fence, error_class: str, error: str, max_attempts: int) -> bool:
-    """Count a system failure against the group; at `max_attempts` failures its open episodes end as infra_error.
+    """Add one to the group's system failures, and release the claim. At `max_attempts` failures, the group's open episodes end
+    as infra_error.
 
-    Return whether this was the last attempt.
+    Return True if this was the last attempt.
     """
     failures = tx.execute(
         update(schema.groups)
@@ -369,7 +378,7 @@ _OPEN_GROUP = PreparedStatement(
 def finish_episodes(
     tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
 ) -> CompletedWork:
-    """End episodes with their rewards, and the group with its last episode.
+    """End episodes with their rewards. The group ends with its last episode.
 
     Raises:
         Fenced: another worker holds the group.
@@ -380,7 +389,7 @@ def finish_episodes(
 def end_episodes(
     tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
 ) -> CompletedWork:
-    """Do the work of `finish_episodes` within an open transaction."""
+    """End episodes in the transaction `tx`. See `finish_episodes`."""
     held = check_claim(tx, fence)
     open_ones = set(_open_episodes(tx, fence))
     ended = [outcome for outcome in outcomes if outcome.episode in open_ones]
@@ -404,8 +413,8 @@ def end_episodes(
 
 
 def _leave_unobserved(tx: Connection, episodes: Sequence[int]) -> None:
-    """Mark the open calls that the agents of these episodes ran themselves as unobserved: no request will show their
-    results.
+    """Mark open calls that external agents ran themselves as unobserved, because no later request of these episodes can show
+    their results.
     """
     calls = schema.tool_calls.c
     if episodes:
@@ -461,10 +470,10 @@ _HELD_EPISODES = PreparedStatement(
 
 
 def check_claim(tx: Connection, fence: Fence) -> HeldEpisodes:
-    """Return the contents of the claim.
+    """Return the run's name and the episodes of the claimed group.
 
     Raises:
-        Fenced: the claim is no longer valid.
+        Fenced: another worker holds the group.
     """
     rows = _HELD_EPISODES.rows(tx, {"group": fence.group, "attempt": fence.attempt})
     if not rows:

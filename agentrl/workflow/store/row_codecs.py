@@ -1,4 +1,4 @@
-"""Conversion of single rows to values and back: packed tokens, messages, tasks, steps. No function here queries the
+"""Conversion of single rows to values and back: packed tokens, messages, tasks and steps. No function here queries the
 database.
 """
 
@@ -39,7 +39,7 @@ def no_episode_error(episode: int) -> NotFoundError:
 
 
 def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> Episode:
-    """Return the episode of a row of `episodes`, with its task and its steps."""
+    """Build an episode from its row in `episodes`, its task and its steps."""
     episode = Episode(
         task=task,
         sample=row["sample"],
@@ -60,18 +60,18 @@ def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> 
 
 
 SHARED = "shared"
-"""The key in a step's stored prompt under which the number of messages is stored that it shares with its parent's line of
-steps.
+"""A key in the stored prompt of a step. Its value is the number of messages that the prompt shares with its parent step and the
+steps before it.
 """
 
 
 def step_row(record: StepRecord, run: str, attempt: int, options: int | None = None) -> dict[str, Any]:
-    """Return the row of a step in the table `steps`. `step_value` reads it back.
+    """Return the row of a step for the table `steps`. `step_value` is the inverse.
 
     Args:
-        run: the name of its run.
-        attempt: its episode's attempt.
-        options: the row of what its request brought.
+        run: the name of the step's run.
+        attempt: the attempt number of the step's episode.
+        options: the id of the row in `request_options` with the request's tools and template options; None without them.
     """
     step, request, now = record.step, record.request, datetime.now(UTC)
     answered = request is not None and bool(record.calls) and all(item.result for item in record.calls)
@@ -105,7 +105,7 @@ def step_row(record: StepRecord, run: str, attempt: int, options: int | None = N
 
 
 def token_row(step: Step) -> dict[str, bytes]:
-    """Return the row of a step's tokens."""
+    """Return the row of a step's tokens for the table `step_tokens`."""
     return {
         "prompt_ids": pack("i", step.prompt_ids),
         "sampled_ids": pack("i", step.sampled_ids),
@@ -114,7 +114,12 @@ def token_row(step: Step) -> dict[str, bytes]:
 
 
 def call_row(item: CallRecord, number: int, kind: str) -> dict[str, Any]:
-    """Return the row of a step's call, by its number and kind; a call of the kind `agent` is never sent."""
+    """Return the row of a tool call for the table `tool_calls`. A call of the kind `agent` is never sent to a worker.
+
+    Args:
+        number: the position of the call in its step, counted from 0.
+        kind: the kind of the call.
+    """
     now = datetime.now(UTC)
     return {
         "call": number,
@@ -133,10 +138,10 @@ def call_row(item: CallRecord, number: int, kind: str) -> dict[str, Any]:
 
 
 def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], before: Sequence[Step] = ()) -> Step:
-    """Build the step of a row of `steps`, with its tokens, the version that sampled it, and the rows of its calls.
+    """Build a step from its row in `steps` with its tokens, the version that sampled it, and the rows of its calls.
 
     Args:
-        before: the earlier steps of the same attempt, in order; the step may share their messages.
+        before: the earlier steps of the same attempt, in order. The step's prompt may share their messages.
     """
     tool_calls = tuple(
         ToolCall(
@@ -167,7 +172,9 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
 
 
 def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ...]:
-    """Return the messages of a step's prompt. Those that it shares with its parent's line are taken from the steps `before`."""
+    """Return the messages of a step's prompt. Messages that the prompt shares with the parent step are taken from the steps in
+    `before`.
+    """
     messages = row["prompt"]
     if not messages or SHARED not in messages[0]:
         return tuple(message_value(message) for message in messages)
@@ -176,18 +183,20 @@ def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ..
 
 
 def _prompt_rows(step: Step, shared: int = 0) -> list[dict[str, Any]]:
-    """Return a step's prompt for its JSON column; the first `shared` messages are those of its parent step."""
+    """Return a step's prompt for its JSON column. The first `shared` messages are replaced by their number, because the parent
+    step has them.
+    """
     head: list[dict[str, Any]] = [{SHARED: shared}] if shared else []
     return head + [message_row(message) for message in step.prompt[shared:]]
 
 
 def task_value(row: Mapping[Any, Any]) -> Task:
-    """Build the task of a row with the columns of `tasks`."""
+    """Build a task from a row with the columns of `tasks`."""
     return Task(row["key"], tuple(message_value(m) for m in row["messages"]), row["reference"], row["metadata"])
 
 
 def message_value(row: Mapping[str, Any]) -> Message:
-    """Build the message of a JSON value."""
+    """Build a message from its JSON value."""
     calls = tuple(
         ToolCall(call["name"], call["arguments"], call.get("error"), call.get("loose", False))
         for call in row.get("tool_calls", ())
@@ -196,7 +205,7 @@ def message_value(row: Mapping[str, Any]) -> Message:
 
 
 def message_row(message: Message) -> dict[str, Any]:
-    """Return the message as a JSON value."""
+    """Return the JSON value of a message."""
     row: dict[str, Any] = {"role": message.role, "content": storable(message.content)}
     if message.thought:
         row["thought"] = storable(message.thought)
@@ -216,7 +225,9 @@ def annotation_value(row: Mapping[Any, Any]) -> Annotation:
 
 
 def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:
-    """Return the part, step and value of each row that stores the parts: one row per part, or one per step."""
+    """Return the rows that store the reward parts, each with part, step and value. A part with one value has one row, a part
+    with a value per step has a row per step.
+    """
     return [
         {"part": name, "step": step, "value": value}
         for name, part in parts.items()
@@ -225,7 +236,7 @@ def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:
 
 
 def part_values(rows: Iterable[Any]) -> dict[str, "Part"]:
-    """Build the reward parts of an episode from its rows in one reward set, in the order of the rows."""
+    """Build the reward parts of an episode from its rows in one reward set. The parts have the order of the rows."""
     parts: dict[str, Part] = {}
     for row in rows:
         before = parts.get(row.part, ())
@@ -234,7 +245,7 @@ def part_values(rows: Iterable[Any]) -> dict[str, "Part"]:
 
 
 def clean_tree(value: Any) -> Any:
-    """Return the JSON value with strings and numbers that every database can store."""
+    """Return a copy of the JSON value in which every database can store the strings and numbers."""
     if isinstance(value, str):
         return storable(value)
     if isinstance(value, Mapping):
@@ -253,5 +264,5 @@ def pack(kind: str, values: Iterable[float]) -> bytes:
 
 
 def unpack(kind: str, blob: bytes) -> list[Any]:
-    """Return the values of a blob made by `pack`."""
+    """Return the values in a blob that `pack` made."""
     return list(struct.unpack(f"<{len(blob) // 4}{kind}", blob))

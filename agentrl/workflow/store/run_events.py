@@ -1,4 +1,4 @@
-"""Events that users are notified about: a run has ended, or waits."""
+"""Events about which users are notified: a run has ended or waits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,16 +12,17 @@ RUN_ENDS = ("done", "failed", "cancelled")
 """Kinds of events with which a run ends."""
 WAITING = ("waiting", "paused")
 LAST_SENT = "last notified event"
-"""The name of the row in `service_leases` whose holder is the id of the last event that was sent."""
+"""The name of a row in `service_leases`. The row's holder is the id of the last event that was sent."""
 MAX_EVENTS = 100
 
 
 @transaction
 def list_unsent_events(tx: Connection) -> list[Mapping[str, Any]]:
-    """Return the events that were not sent yet, oldest first.
+    """Return the events that have not been sent as notifications yet, oldest first.
 
-    Each has `id`, `event` (run_end or waiting), the `run` and its `kind`, `status`, `detail` and `at`. The first call returns
-    an empty list, because earlier events are not sent. A run's own evaluations are left out.
+    Each event has `id`, `event` (run_end or waiting), the `run` and its `kind`, `status`, `detail` and `at`. The first call in
+    a database returns an empty list, because events from before that call are not sent. Events of evaluations that a run
+    planned itself are left out.
     """
     events, runs, leases = schema.events.c, schema.runs.c, schema.service_leases.c
     newest = tx.execute(select(func.coalesce(func.max(events.id), 0))).scalar_one()

@@ -1,7 +1,7 @@
-"""The format of a run: the number of the rules by which it is sampled, scored, trained and verified.
+"""The format of a run: a number that identifies the rules of sampling, scoring, training and verification.
 
-A change of these rules increases the number, in a migration that pauses the running runs. A run with another number stays
-readable, but cannot be resumed, forked, rescored or verified: the code of its rules no longer exists, and new rules would mix
+A change of these rules increases the number, in a migration that pauses the running runs. A run with another number can still
+be read, but it cannot be resumed, forked, rescored or verified. The code of its rules no longer exists, and new rules would mix
 two experiments.
 """
 
@@ -10,16 +10,16 @@ from agentrl.workflow.errors import StateError
 RUN_FORMAT = 6
 """The format number of new runs. docs/stability.md says what each format changed."""
 LAST_COMMITS = {1: "1db31d1", 2: "1db31d1", 3: "e1be674", 4: "2287f9b", 5: "d799b05"}
-"""An older format -> the last commit of agentrl that supports it."""
+"""The last commit of agentrl that supports each older format, by the format's number."""
 
 
 def check_format(run: str, number: int, verb: str) -> None:
-    """Check that the run has the format that this agentrl supports.
+    """Check that this agentrl supports the run's format.
 
     Args:
         run: the run's name.
-        number: the run's format number.
-        verb: what the caller wants to do with the run, for the message.
+        number: the number of the run's format.
+        verb: what the caller wants to do with the run, for the error message.
 
     Raises:
         StateError: the run has another format. The message names the commit of agentrl that supports it.

@@ -1,4 +1,6 @@
-"""Names of runs and policies: a run by name or number, its policies as `RUN`, `RUN@3`, `RUN@best`, `RUN@epoch3`."""
+"""Names of runs and policies: a run is found by name or number, and its policies by `RUN`, `RUN@3`, `RUN@best` or
+`RUN@epoch3`.
+"""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -11,17 +13,17 @@ from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.trajectory import PolicyRef
 
 Version = int | Literal["best"] | Epoch | None
-"""A reference to a version of a run's policy; None is the newest."""
+"""A reference to a version of a run's policy. None is the newest version."""
 MAX_NAME_CHARS = 64
 """The maximum length of a run's name, in characters."""
 
 
 @sql_read_transaction
 def find_run(tx: Any, run: str, columns: str = "*") -> Row:
-    """Return these columns of the run's row, by name or number.
+    """Return these columns of the run's row. `run` is the run's name or number.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such run.
     """
     rows = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", name=run)
     if not rows and run.isascii() and run.isdigit() and len(run) < 19:
@@ -38,7 +40,7 @@ def is_run(tx: Any, name: str) -> bool:
 
 
 def _similar_name_hint(tx: Any, run: str) -> str:
-    """Suggest a similar name among the newest 200 runs; empty if none is similar."""
+    """Return a hint that suggests a similar name among the newest 200 runs; empty if no name is similar."""
     names = (
         [row["name"] for row in select_rows(tx, "SELECT name FROM runs ORDER BY id DESC LIMIT 200")]
         if len(run) <= MAX_NAME_CHARS
@@ -49,7 +51,7 @@ def _similar_name_hint(tx: Any, run: str) -> str:
 
 
 def parse_version(word: str) -> Version:
-    """Parse `3`, `v3`, `best` or `epoch3`.
+    """Parse the text of a version, such as `3`, `v3`, `best` or `epoch3`.
 
     Raises:
         ConfigError: the text is not a version.
@@ -63,11 +65,12 @@ def parse_version(word: str) -> Version:
 
 
 def find_stored_policy(db: Queryable, run: str, version: Version) -> PolicyRef:
-    """Return a policy that the run published: that version, the best by its evaluations, or (None) the newest.
+    """Return a policy that the run published: the version with that number, the best version by the evaluations, or (None) the
+    newest.
 
     Raises:
         NotFoundError: there is no such run or version.
-        CheckpointError: `agentrl gc` or `--save-every` has removed its weights.
+        CheckpointError: `agentrl gc` or `--save-every` has removed the version's weights.
     """
     row = find_policy(db, run, version)
     return PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"])
@@ -75,11 +78,11 @@ def find_stored_policy(db: Queryable, run: str, version: Version) -> PolicyRef:
 
 @sql_read_transaction
 def find_policy(tx: Any, run: str, version: Version) -> Row:
-    """Return the row of the run's policy of that version, with the run's `base`, `base_hash` and `config`.
+    """Return the row of the run's policy with that version, together with the run's `base`, `base_hash` and `config`.
 
     Raises:
         NotFoundError: there is no such run or version.
-        CheckpointError: `agentrl gc` or `--save-every` has removed its weights.
+        CheckpointError: `agentrl gc` or `--save-every` has removed the version's weights.
     """
     row = find_run(tx, run)
     version = _require_best_version(tx, row) if version == "best" else version
@@ -105,22 +108,28 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
 
 @sql_read_transaction
 def find_policy_at(tx: Any, path: str) -> str:
-    """Return `RUN@VERSION` of the policy that was first published with this checkpoint path; empty if there is none."""
+    """Return the name `RUN@VERSION` of the policy that was first published with this checkpoint path; empty if there is no such
+    policy.
+    """
     query = "SELECT r.name, p.version FROM policies p JOIN runs r ON r.id = p.run_id WHERE p.path = :path ORDER BY p.id LIMIT 1"
     rows = select_rows(tx, query, path=path)
     return f"{rows[0]['name']}@{rows[0]['version']}" if rows else ""
 
 
 def find_best_version(tx: Any, run_id: int) -> int | None:
-    """Return the version with the highest mean reward on the held-out split, the first of equals; None if none was evaluated
-    yet.
+    """Return the version with the highest mean reward on the held-out split; None if no version has been evaluated.
+
+    If several versions have the same mean reward, return the first of them.
     """
     version: int | None = select_rows(tx, "SELECT best_version FROM v_runs WHERE id = :id", id=run_id)[0]["best_version"]
     return version
 
 
 def _require_best_version(tx: Any, run: Mapping[str, Any]) -> int:
-    """Return the best version of the run (its row).
+    """Return the best version of a run. See `find_best_version`.
+
+    Args:
+        run: the run's row.
 
     Raises:
         NotFoundError: no version was evaluated yet.

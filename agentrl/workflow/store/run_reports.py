@@ -1,7 +1,7 @@
-"""The trackers that runs are written to: which reports are due, and what was written.
+"""Reports of runs to trackers: which reports are due, and what has been written.
 
-A report is due while its run is running. Otherwise it is due until the tracker has the run's status, for at most one hour after
-the run's end. `agentrl report` writes an older one.
+A report is due while its run is running. After that it stays due until the tracker has the run's final status, for at most one
+hour after the run's end. `agentrl report` writes an older report.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import storable
 
 DUE_HOURS = 1
-"""The time for which a report stays due after its run's end, in hours. If the tracker is away for longer, `agentrl report`
-writes the rest.
+"""The time for which a report stays due after its run's end, in hours. If the tracker is unreachable for longer, `agentrl
+report` writes the rest.
 """
 MAX_EVALS = 1000
 _REPORTS = schema.reports.c
@@ -29,13 +29,13 @@ _REPORTS = schema.reports.c
 
 @dataclass(frozen=True, slots=True)
 class TrackerReport:
-    """A run in a tracker.
+    """The report of a run to a tracker.
 
     Args:
-        handle: the tracker's id of the run; empty before the run is opened there.
+        handle: the run's id in the tracker; empty before the run is created there.
         iteration: the number of the last iteration that was written.
-        status: the run's last status that was written to the tracker; empty before the first.
-        error: the error of the last write; empty if it succeeded.
+        status: the last status of the run that was written to the tracker; empty if no status was written.
+        error: the error of the last write; empty if the write succeeded.
     """
 
     run_id: int
@@ -50,7 +50,7 @@ class TrackerReport:
 
 @transaction
 def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int) -> int:
-    """Add trackers to a run; reports of trackers that it already has become due again. Return the run's id.
+    """Add trackers to a run; return the run's id. If the run already has a tracker, the tracker's report becomes due again.
 
     Raises:
         NotFoundError: there is no such run.
@@ -65,7 +65,7 @@ def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int)
 
 @read_transaction
 def list_due_reports(tx: Connection) -> list[TrackerReport]:
-    """Return the reports that are due, those of the newest runs first."""
+    """Return the reports that are due, in the order of their runs, newest run first."""
     runs, recently = schema.runs.c, datetime.now(UTC) - timedelta(hours=DUE_HOURS)
     due = (runs.status == "running") | (
         (_REPORTS.status != runs.status) & (func.coalesce(runs.finished_at, recently) >= recently)
@@ -91,7 +91,7 @@ def _report(row: Mapping[Any, Any]) -> TrackerReport:
 
 @transaction
 def record_opened(tx: Connection, report: TrackerReport, handle: str, url: str) -> None:
-    """Store the tracker's id and page of the run; write an event if the page is new."""
+    """Store the run's id in the tracker and the URL of its page there. If the URL is new, write an event."""
     _change(tx, report, handle=handle, url=url)
     if url != report.url:
         log(tx, report.run_id, "reporting", report.tracker, url)
@@ -99,13 +99,13 @@ def record_opened(tx: Connection, report: TrackerReport, handle: str, url: str) 
 
 @transaction
 def record_written(tx: Connection, report: TrackerReport, iteration: int, status: str | None = None) -> None:
-    """Store the last iteration that was written and, if everything was written, the run's `status`."""
+    """Store the last iteration that was written. If everything was written, also store the run's `status`."""
     _change(tx, report, iteration=iteration, error="", **({} if status is None else {"status": status}))
 
 
 @transaction
 def record_failure(tx: Connection, report: TrackerReport, error: str) -> None:
-    """Store the error of a failed write. Only the first failure after a success becomes an event."""
+    """Store the error of a failed write. Only the first failure after a success is also written as an event."""
     before = tx.execute(select(_REPORTS.error).where(*_is(report)).with_for_update()).scalar_one_or_none()
     if before is None:
         return
@@ -124,7 +124,9 @@ def _change(tx: Connection, report: TrackerReport, **values: Any) -> None:
 
 
 def lease_name(run_id: int, tracker: str) -> str:
-    """Return the name of the lease (`leases.take_service_lease`) that the one process which writes this report holds."""
+    """Return the name of the lease of this report. Only the process that holds it (`leases.take_service_lease`) writes the
+    report.
+    """
     return f"report {run_id} {tracker}"[:64]
 
 
@@ -144,9 +146,10 @@ def load_run_status(tx: Any, run_id: int) -> str:
 
 @sql_read_transaction
 def load_own_evals(tx: Any, run_id: int, after: int) -> list[Row]:
-    """Return the run's own evaluations of versions above `after`, ordered by version, with `status` and results.
+    """Return the evaluations that the run planned itself of versions above `after`, ordered by version, with `status` and
+    results.
 
-    The results are None while an evaluation is not done.
+    The results are None if the evaluation is not done.
     """
     query = """
         SELECT m.measures_version AS version, m.status, m.finished_at, v.mean_reward, v.low, v.high, v.accuracy, v.pass_at,

@@ -1,4 +1,6 @@
-"""A run's texts: each version is stored once, with links to the groups whose episodes use it."""
+"""The texts of a run (such as prompts). Each version of a text is stored once, and is linked to the groups whose episodes use
+it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ _VERSIONS, _LINKS = schema.resources.c, schema.group_resources.c
 
 @dataclass(frozen=True, slots=True)
 class VersionOrigin:
-    """The origin of a version: a note, and the texts that it was made from, by name."""
+    """The origin of a version of a text: a note, and the texts from which it was made, by name."""
 
     note: str = ""
     before: Mapping[str, str] | None = None
@@ -31,7 +33,7 @@ def link_resources(
 
 
 def version_of(tx: Connection, run_id: int, name: str, text: str, origin: VersionOrigin) -> int:
-    """Return the id of the text's row; insert a new version if the run does not have this text."""
+    """Return the id of the version with this text. If the run does not have the text yet, insert a new version."""
     mine = (_VERSIONS.run_id == run_id) & (_VERSIONS.name == name)
     digest = sha256(text.encode()).hexdigest()
     stored_id = tx.execute(select(_VERSIONS.id).where(mine, _VERSIONS.content_hash == digest)).scalar_one_or_none()

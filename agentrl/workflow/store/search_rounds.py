@@ -1,6 +1,7 @@
 """The rows of a search: tried candidates, planned groups, answers of the critic, and the final choice.
 
-A search is one iteration. Each round adds groups to it in one commit, until the search has chosen.
+A search is one iteration. Each round adds groups to the iteration in one commit. The last round ends when the search has chosen
+its texts.
 """
 
 from collections import Counter
@@ -27,7 +28,7 @@ _ITERATIONS, _GROUPS, _CRITIC = schema.iterations.c, schema.groups.c, schema.cri
 
 @dataclass(frozen=True)
 class SearchTasks:
-    """The tasks of a search run by role and id."""
+    """The tasks of a search run: for each role, the tasks by id."""
 
     train: Mapping[int, Task]
     choose: Mapping[int, Task]
@@ -36,7 +37,9 @@ class SearchTasks:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group to be rolled out: its task's id, its texts by name, and the origin of these texts."""
+    """A group to be rolled out: the id of its task, the texts that its episodes use (by name), and the origin of these
+    texts.
+    """
 
     task: int
     candidate: Mapping[str, str]
@@ -45,7 +48,6 @@ class PlannedGroup:
 
 @read_transaction
 def load_search_tasks(tx: Connection, run_id: int) -> SearchTasks:
-    """Return the run's tasks by role."""
     roles = schema.run_tasks.c
     query = select(schema.tasks, roles.role).join(schema.run_tasks, roles.task_id == schema.tasks.c.id)
     tasks: dict[str, dict[int, Task]] = {"train": {}, "choose": {}, "held_out": {}}
@@ -77,7 +79,7 @@ def load_parts(tx: Connection, iteration: int) -> dict[int, dict[str, float]]:
 
 @read_transaction
 def load_answers(tx: Connection, run_id: int) -> dict[str, str]:
-    """Return the answers of the run's critic, by the key of the request."""
+    """Return the answers of the run's critic, by the key of the critic's request."""
     return {row.key: row.answer for row in tx.execute(select(_CRITIC.key, _CRITIC.answer).where(_CRITIC.run_id == run_id))}
 
 
@@ -85,8 +87,9 @@ def load_answers(tx: Connection, run_id: int) -> dict[str, str]:
 def record_answer(
     tx: Connection, run_id: int, model: str, key: str, messages: Sequence[Mapping[str, Any]], answer: str, seconds: float
 ) -> str:
-    """Store a critic's answer; return the stored one, because another process may have stored one for the same request
-    first.
+    """Store a critic's answer, and return the stored answer.
+
+    If another process has already stored an answer to the same request, that answer is kept and returned.
     """
     cleaned = [{name: storable(str(text)) for name, text in message.items()} for message in messages]
     values = {"run_id": run_id, "key": key, "model": model, "messages": cleaned, "answer": storable(answer), "seconds": seconds}
@@ -96,10 +99,10 @@ def record_answer(
 
 @transaction
 def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGroup]) -> None:
-    """Add groups to the search's iteration, and end the claim on it.
+    """Add groups to the search's iteration, and release the claim on the iteration.
 
     Raises:
-        Fenced: another process holds the iteration, or it has ended.
+        Fenced: another process holds the iteration, or the iteration has ended.
     """
     mine = (_ITERATIONS.id == work.id) & (_ITERATIONS.train_token == work.token) & _ITERATIONS.status.in_(OPEN)
     if tx.execute(select(_ITERATIONS.id).where(mine).with_for_update()).first() is None:
@@ -121,10 +124,10 @@ def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGrou
 
 @transaction
 def finish_search(tx: Connection, work: IterationWork, chosen: Mapping[str, str] | None) -> None:
-    """End the run, and mark the texts that it chose.
+    """End the search run, and mark the texts that the search chose.
 
     Raises:
-        Fenced: another process holds the iteration, or it has ended.
+        Fenced: another process holds the iteration, or the iteration has ended.
     """
     close_iteration(tx, work, UpdateRecord((), {}))
     ids = [

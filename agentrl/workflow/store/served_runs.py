@@ -1,8 +1,8 @@
 """Runs of the kind `serve`: one process serves a policy, and adds an episode for each of its clients.
 
-The process holds the lease of the run's only iteration. Every episode is a group of its own. Like any episode of an agent, it
-has a row in `agent_attempts`: the client is the agent. It ends with a request of the client, after a time without requests, or
-with the process.
+The process holds the lease of the run's only iteration. Every episode is a separate group. Like any episode of an agent, it has
+a row in `agent_attempts`; here the client is the agent. An episode ends with a request of its client, after a time without
+requests, or with the process.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,7 +24,9 @@ _RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, sch
 KEEP_DAYS = "keep_days"
 """The key in a run's manifest for the number of days for which its episodes are kept."""
 MAX_DAYS = 36_500
-"""The maximum for KEEP_DAYS; larger values count as this, because no valid date lies further back."""
+"""The maximum number of days for KEEP_DAYS. A larger value is treated as this value, because no valid date is further in the
+past.
+"""
 FORGOTTEN_AT_ONCE = 200
 """The maximum number of episodes that one transaction deletes."""
 _USED = schema.consumptions.c
@@ -33,7 +35,9 @@ _FORKS = schema.episodes.alias("forks")
 
 @dataclass(frozen=True, slots=True)
 class ServedRun:
-    """A run that this process serves. `worker` is the name of its claim on the `iteration`, `token` the fence."""
+    """A run that this process serves. `worker` is the name of the process's claim on the `iteration`, and `token` is the fence
+    of that claim.
+    """
 
     id: int
     name: str
@@ -57,7 +61,7 @@ def open_run(tx: Connection, submission: Submission, worker: str, lease_seconds:
 
     Raises:
         ConflictError: a run of that name exists.
-        CheckpointError: the run's weights have just been collected.
+        CheckpointError: the run's weights have just been removed.
     """
     submitted = insert_submission(tx, submission)
     if not submitted.created:
@@ -76,8 +80,8 @@ def open_episode(tx: Connection, run: ServedRun, client: str, key_hash: str, lea
 
     Args:
         client: the client's name for the episode; it becomes the key of the task.
-        key_hash: sha256 of the key with which the client's requests are forwarded.
-        lease_seconds: the length of the agent row's lease, in seconds.
+        key_hash: the sha256 of the key with which the client's requests are forwarded.
+        lease_seconds: the length of the lease in `agent_attempts`, in seconds.
 
     Raises:
         Fenced: this process no longer serves the run.
@@ -120,7 +124,7 @@ def _find_task(tx: Connection, task: Task) -> int:
 
 @transaction
 def close_run(tx: Connection, run: ServedRun, reason: str = "") -> None:
-    """End the run, and cancel its open episodes. Do nothing if this process no longer serves it."""
+    """End the run and cancel its open episodes. If this process no longer serves the run, do nothing."""
     try:
         _check_served(tx, run)
     except Fenced:
@@ -141,7 +145,7 @@ def _lost_runs(lease_seconds: float) -> Select[Any]:
 
 @transaction
 def end_lost_runs(tx: Connection, lease_seconds: float, only: Collection[int] | None = None) -> list[str]:
-    """End the runs whose process died, and their open episodes as infra_error; return the runs' names.
+    """End the `serve` runs whose process died; return their names. Their open episodes end as infra_error.
 
     Args:
         only: the ids of the runs that may be ended; None for all.
@@ -156,7 +160,7 @@ def end_lost_runs(tx: Connection, lease_seconds: float, only: Collection[int] | 
 
 
 def _end(tx: Connection, run: int, status: str, reason: str) -> None:
-    """End a run; its open episodes get this status."""
+    """End a run. Its open episodes get the status `status`."""
     now = datetime.now(UTC)
     lose_agents(tx, run, reason)
     ended = {"status": status, "error": reason, "error_class": "lost" if reason else "", "finished_at": now}
@@ -170,14 +174,14 @@ def _end(tx: Connection, run: int, status: str, reason: str) -> None:
 
 @read_transaction
 def find_kept(tx: Connection) -> dict[int, float]:
-    """Return for each run with such a limit the number of days for which its episodes are kept, by run id."""
+    """Return the number of days for which each run keeps its episodes, by run id. Runs without such a limit are left out."""
     days = _RUNS.manifest[KEEP_DAYS].as_float()
     rows = tx.execute(select(_RUNS.id, days.label("days")).where(_RUNS.kind == "serve", days.is_not(None)))
     return {row.id: row.days for row in rows}
 
 
 def forget_old(db: Database) -> int:
-    """Delete ended episodes of `serve` runs that are older than their run's limit; return their number."""
+    """Delete ended episodes of `serve` runs that are older than their run's limit; return the number of deleted episodes."""
     count = 0
     for run, days in find_kept(db).items():
         before = datetime.now(UTC) - timedelta(days=min(days, MAX_DAYS))
@@ -194,10 +198,10 @@ def forget_ended(db: Database, run: ServedRun) -> None:
 
 @transaction
 def forget_episodes(tx: Connection, run: int, before: datetime) -> int:
-    """Delete at most FORGOTTEN_AT_ONCE of the run's episodes that ended before that time, with their content; return their
-    number.
+    """Delete ended episodes of the run with their content; return the number of deleted episodes.
 
-    Episodes that another run trains on or has trained on stay, and so do episodes that were forked.
+    One call deletes at most FORGOTTEN_AT_ONCE episodes, of those that ended before `before`. Episodes that another run uses or
+    has used for training are not deleted, and neither are episodes that have forks.
     """
     ended = select(_EPISODES.id, _EPISODES.group_id).where(_EPISODES.run_id == run, _EPISODES.finished_at < before)
     for table in (schema.run_groups, schema.iteration_groups):

@@ -1,7 +1,8 @@
-"""The two transactions of a step. T1 *sampled*: tokens, logprobs, and a pending row per tool call. T2 *observed*: all results.
+"""The two transactions of a step. T1, *sampled*, writes the tokens, the logprobs, and a pending row per tool call. T2,
+*observed*, marks that all results are stored.
 
-Nothing is sent to the `tools` queue before T1, and the policy reads no result before T2. Steps that end together are committed
-together. The judges of an ended episode are called in the same way, through rows of another kind (`commit_asked`).
+No call is sent to the `tools` queue before T1, and the policy reads no result before T2. Steps that end at the same time are
+committed together. Judges of an ended episode are called in the same way, with rows of the kind `grade` (`commit_asked`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,9 @@ from agentrl.workflow.trajectory import CallRecord, Step, StepRecord, ToolCall, 
 
 @dataclass(frozen=True, slots=True)
 class JudgeQuestions:
-    """Calls to the judges of an ended episode: its last `step`, and the arguments for each judge by name."""
+    """The calls to the judges of an ended episode. `step` is the episode's last step, and `questions` has the arguments of each
+    judge by the judge's name.
+    """
 
     episode: int
     step: int
@@ -64,9 +67,9 @@ _CALLS_OF_GROUP = PreparedStatement(
 
 @transaction
 def commit_sampled(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[list[int]]:
-    """T1: insert the sampled steps, at most one per episode, and a pending row per tool call.
+    """Commit T1: insert the sampled steps, at most one per episode, and a pending row per tool call.
 
-    Return the ids of each step's calls. A step that is already stored, because the reply of its commit was lost, is not written
+    Return the ids of each step's calls. A step that is already stored (because the reply of its commit was lost) is not written
     again.
 
     Raises:
@@ -80,10 +83,11 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[StepRecord]) 
 
 
 def insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisodes, options: int | None = None) -> None:
-    """Write the rows of sampled steps, of their tokens and of their calls, and count them in their episodes.
+    """Write the rows of sampled steps, their tokens and their calls, and update the counts in their episodes.
 
     Args:
-        options: the row of what their requests brought.
+        options: the id of the row in `request_options` with the tools and template options of the steps' requests; None without
+            them.
     """
     _NEW_STEP.run(tx, *(step_row(record, held.run, held.attempts[record.episode], options) for record in records))
     _NEW_TOKENS.run(tx, *(step_key(record.episode, record.step.index, held) | token_row(record.step) for record in records))
@@ -98,7 +102,7 @@ def insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisod
 
 
 def step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:
-    """Return the bind parameters of `THE_STEP`."""
+    """Return the values of the bind parameters in `THE_STEP`."""
     return {"of_episode": episode, "of_attempt": held.attempts[episode], "of_number": step}
 
 
@@ -108,7 +112,7 @@ def _call_row(item: CallRecord, episode: int, step: int, number: int, held: Held
 
 
 def _step_counts(record: StepRecord) -> dict[str, Any]:
-    """What a sampled step adds to its episode."""
+    """Return the numbers that a sampled step adds to the counts of its episode."""
     return {
         "episode": record.episode,
         "prompted": len(record.step.prompt_ids),
@@ -135,7 +139,7 @@ _CALL_RESULTS = select(_CALLS.id, _CALLS.result, _CALLS.error_class, _CALLS.seco
 
 @read_transaction
 def load_results(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
-    """Return the results of these calls by call id, with the annotations of their tools; calls without a result are left
+    """Return the results of these calls with the annotations of their tools, by call id. Calls without a result are left
     out.
     """
     rows = tx.execute(_CALL_RESULTS, {"calls": list(calls)})
@@ -164,7 +168,8 @@ _COUNT_RESULTS = PreparedStatement(
 
 @transaction
 def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, Step]]) -> None:
-    """T2: mark each (episode, step) as observed. The step has all of its results, and from now on the policy may read them.
+    """Commit T2: mark each (episode, step) as observed. Each step has all of its results, and the policy may read them after
+    this commit.
 
     Raises:
         Fenced: another worker holds the group.
@@ -190,9 +195,10 @@ _ROWS_OF_STEP = (
 
 @transaction
 def commit_asked(tx: Connection, fence: Fence, questions: Sequence[JudgeQuestions]) -> list[list[int]]:
-    """Insert a pending row per question to a judge, in the episode's last step; existing rows stay unchanged.
+    """Insert a pending row for each call to a judge, in the last step of the episode. Existing rows are not changed.
 
-    Return the ids of each episode's rows, in the order of its questions. They may be sent only after this commit.
+    Return the ids of each episode's rows, in the order of the episode's questions. The calls may be sent only after this
+    commit.
 
     Raises:
         Fenced: another worker holds the group.
@@ -221,7 +227,7 @@ def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisod
 
 @transaction
 def restart_episode(tx: Connection, fence: Fence, episode: int) -> None:
-    """Start the episode again with the next attempt number; the old attempt's steps stay.
+    """Start the episode again with the next attempt number. The rows of the old attempt's steps are not deleted.
 
     Raises:
         Fenced: another worker holds the group.

@@ -1,4 +1,4 @@
-"""Tags and notes that people attach to a run. They do not affect it."""
+"""Tags and notes that people attach to a run. They do not affect the run."""
 
 from collections.abc import Sequence
 

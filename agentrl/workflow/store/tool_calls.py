@@ -1,4 +1,4 @@
-"""Tool calls. Each takes effect once and has one result, even if its message is delivered several times."""
+"""Tool calls. Each call takes effect once and has one result, even if its message is delivered several times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ UNKNOWN_OUTCOME = ToolResult(
 
 @dataclass(frozen=True, slots=True)
 class CallWork:
-    """What a tools worker needs of one call. `kind` is `call` for a call of the model, or `grade` for a call whose tool is a
-    judging reward.
+    """The data that a tools worker needs of one call.
+
+    `kind` is `call` for a call of the model, and `grade` for a call to a reward that judges the episode.
     """
 
     id: int
@@ -49,7 +50,9 @@ _CALL = (
 
 @read_transaction
 def find_call(tx: Connection, call: int) -> CallWork | None:
-    """Return the call; None if it has a result, its episode has ended, or an external agent runs it itself."""
+    """Return the call. Return None if the call has a result, its episode is not running, or an external agent runs the call
+    itself.
+    """
     row = tx.execute(_CALL, {"wanted": call}).one_or_none()
     return CallWork(*row) if row else None
 
@@ -65,7 +68,8 @@ def load_config(tx: Connection, run: int) -> Mapping[str, Any]:
 def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Literal["ours", "running", "lost"]:
     """Commit the start of a call that must not run twice.
 
-    Return `ours` if this attempt may run it, `running` while another attempt may still be running it, and `lost` after that.
+    Return `ours` if this attempt may run the call, `running` if another attempt may still be running it, and `lost` if the time
+    of the other attempt is over.
 
     Args:
         worker: a name that is unique to this attempt.
@@ -92,17 +96,17 @@ def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Litera
 
 @transaction
 def count_sending(tx: Connection, sent: Sequence[int]) -> None:
-    """Count another message for each of these calls that has no result."""
+    """Add one to the number of messages of each of these calls that has no result."""
     again = update(schema.tool_calls).where(_CALLS.id.in_(sent), _CALLS.result.is_(None))
     tx.execute(again.values(sends=_CALLS.sends + 1))
 
 
 @transaction
 def lost_calls(tx: Connection, max_sends: int) -> list[int]:
-    """Return the ids of the calls of running episodes that have no result and fewer than `max_sends` messages; count another
-    message for each.
+    """Return the ids of calls whose message must be sent again, and add one to the number of messages of each.
 
-    They include started calls that must not run twice: see `start_once`.
+    These are the calls of running episodes that have no result and fewer than `max_sends` messages. Started calls that must not
+    run twice are included: see `start_once`.
     """
     iterations = select(schema.iterations.c.id).where(schema.iterations.c.status == "running")
     waiting = (
@@ -127,7 +131,7 @@ _RECORD_RESULT = PreparedStatement(
 
 @transaction
 def record_result(tx: Connection, call: int, result: ToolResult, started_at: datetime, worker: str) -> bool:
-    """Store the call's result unless it has one; return whether this result was stored."""
+    """Store the result of the call if the call has no result yet. Return whether this result was stored."""
     values = {
         "status": "unknown_outcome" if result.error_class == "unknown_outcome" else "done",
         "result": storable(result.content),

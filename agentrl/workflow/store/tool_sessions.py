@@ -1,8 +1,8 @@
-"""Sessions of tools: the worker that owns an episode's interpreter, and the cells from which it can be rebuilt.
+"""Sessions of tools: the worker that runs an episode's interpreter, and the cells with which the interpreter can be rebuilt.
 
-A session belongs to one attempt of an episode. Its cells are the episode's calls of that tool, in order; in a fork, the
-inherited steps' cells come first. The owner holds a lease in the session's row. Results of calls are not fenced: the first one
-counts.
+A session belongs to one attempt of an episode. Its cells are the episode's calls of the session's tool, in order. In a fork,
+the cells of the inherited steps come first. The worker that owns the session holds a lease in the session's row. Results of
+calls are not fenced: the first result is stored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,9 @@ class SessionKey:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A call of a session. `result` is None if it has none yet; `result.exit` is None if the call did not reach the session."""
+    """A call in a session. `result` is None if the call has no result yet. `result.exit` is None if the call did not reach the
+    session.
+    """
 
     id: int
     step: int
@@ -44,8 +46,10 @@ def _matches(key: SessionKey) -> ColumnElement[bool]:
 
 @transaction
 def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> str:
-    """Claim the session for `owner`, to start its interpreter, unless another live worker has it; return the worker that has
-    it.
+    """Claim the session for `owner`, which then starts the interpreter. If another worker holds a live lease, leave the session
+    to that worker.
+
+    Return the name of the worker that holds the session.
     """
     until = now_ms() + int(lease_seconds * 1000)
     acquired = tx.execute(
@@ -64,7 +68,9 @@ def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> s
 
 @transaction
 def keep(tx: Connection, owner: str, lease_seconds: float) -> set[SessionKey]:
-    """Renew the leases of the owner's sessions, release those whose episode has ended, and return the others."""
+    """Renew the leases of the owner's sessions, and release the sessions whose episode has ended. Return the sessions that the
+    owner still holds.
+    """
     its = (_EPISODES.id == _SESSIONS.episode_id) & (_EPISODES.attempt == _SESSIONS.attempt)
     goes_on = exists(_EPISODES.id).where(its, _EPISODES.status == "running")
     mine = update(schema.tool_sessions).where(_SESSIONS.owner == owner)
@@ -76,16 +82,16 @@ def keep(tx: Connection, owner: str, lease_seconds: float) -> set[SessionKey]:
 
 @transaction
 def leave(tx: Connection, owner: str) -> None:
-    """Release all of the owner's sessions because it stops; other workers may claim them at once."""
+    """Release all sessions of an owner that stops. Other workers may claim them at once."""
     tx.execute(update(schema.tool_sessions).where(_SESSIONS.owner == owner).values(owner="", lease_until=None))
 
 
 @transaction
 def taint(tx: Connection, key: SessionKey, what: str) -> None:
-    """Mark the episode as tainted, so no update trains on it: a repeated cell of the session gave another result.
+    """Mark the episode as tainted because a repeated cell gave another result. No update trains on a tainted episode.
 
     Args:
-        what: the difference, for the session's row.
+        what: a text that describes the difference, for the session's row.
     """
     tx.execute(update(schema.tool_sessions).where(_matches(key)).values(differs=what))
     same = (_EPISODES.id == key.episode) & (_EPISODES.attempt == key.attempt)
@@ -94,7 +100,7 @@ def taint(tx: Connection, key: SessionKey, what: str) -> None:
 
 @read_transaction
 def load_cells_until(tx: Connection, key: SessionKey, call: int) -> list[Cell]:
-    """Return the session's cells up to and including that call, in order."""
+    """Return the cells of the session in order, up to and including the call with the id `call`."""
     position = tx.execute(select(_CALLS.step, _CALLS.call).where(_CALLS.id == call)).one()
     before = (_CALLS.step < position.step) | ((_CALLS.step == position.step) & (_CALLS.call <= position.call))
     return [*_load_inherited_cells(tx, key.episode, key.tool), *_load_cells(tx, key, before)]

@@ -1,6 +1,7 @@
-"""Claims of iterations for training. If too few groups have variance, an iteration samples more groups instead.
+"""Claims of iterations for training. If too few groups of an iteration have variance, more groups are planned instead.
 
-The claim increments a token, and the commit checks it (`train_commits`). So a second trainer is fenced out.
+The claim increments a token, and the commit checks that token (`train_commits`). So the commit of an outdated trainer is
+rejected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +25,12 @@ from agentrl.workflow.trajectory import OPEN, Group, PolicyRef, storable
 
 @dataclass(frozen=True)
 class IterationWork:
-    """Everything that a train job needs of one iteration.
+    """The data that a train job needs of one iteration.
 
-    `policy` is the policy that the update starts from, with its optimizer state. `key` distinguishes this run's checkpoints
-    from others. With `rebuilds`, the run's broken checkpoint must be rebuilt first, and `groups` is empty. `max_groups` is the
-    maximum number of groups that train with dynamic sampling, where only groups with variance train (`choose_groups`); it is 0
-    without dynamic sampling, where all groups train. `iterations` is the run's number of iterations.
+    `policy` is the policy with which the update starts, including its optimizer state. `key` distinguishes the checkpoints of
+    this run from those of other runs. If `rebuilds` is True, the run's broken checkpoint must be rebuilt first, and `groups` is
+    empty. With dynamic sampling, only groups with variance train (`choose_groups`), and `max_groups` is the maximum number of
+    them. Without dynamic sampling, all groups train, and `max_groups` is 0. `iterations` is the run's number of iterations.
     """
 
     id: int
@@ -50,13 +51,15 @@ class IterationWork:
 
     @property
     def iteration(self) -> int:
-        """The iteration's number from 1, which is also the policy version that its update makes."""
+        """The iteration's number, counted from 1. The update's policy version has the same number."""
         return self.number + 1
 
 
 @dataclass(frozen=True, slots=True)
 class MoreGroupsPlanned:
-    """The result if too few groups had variance: there is no claim, but more groups were planned and must be sent."""
+    """The result of a claim if too few groups had variance. The iteration is not claimed. More groups were planned, and must be
+    sent.
+    """
 
     iteration: int
     varied: int
@@ -68,12 +71,13 @@ class MoreGroupsPlanned:
 def claim_iteration(
     tx: Connection, iteration: int, worker: str, lease_seconds: float
 ) -> IterationWork | MoreGroupsPlanned | None:
-    """Claim the iteration and load its episodes; None if it is not ready, has ended, is claimed, or its run is not running.
+    """Claim the iteration and load its episodes. Return None if it is not ready, has ended or is claimed, or if its run is not
+    running.
 
-    It is ready if all of its groups have ended and the policy that its update starts from is published. With dynamic sampling,
-    more groups are planned first if too few have variance, even before that policy is published.
+    An iteration is ready if all of its groups have ended and the policy with which its update starts is published. With dynamic
+    sampling, more groups are planned if too few have variance; this does not wait for the policy.
 
-    If fewer than half of the planned episodes are done, the run is paused instead, with a reason.
+    If fewer than half of the planned episodes are done, the run is paused with that reason, and None is returned.
     """
     row = _lock_ready_iteration(tx, iteration, worker, lease_seconds)
     if row is None:
@@ -96,7 +100,10 @@ def claim_iteration(
 
 
 def _lock_ready_iteration(tx: Connection, iteration: int, worker: str, lease_seconds: float) -> Mapping[str, Any] | None:
-    """Return the iteration with its run, locked, if the worker may claim it. `newest` is the run's newest published version."""
+    """Lock the iteration and return its row with columns of its run; None if the worker may not claim the iteration.
+
+    `newest` is the newest published version of the run.
+    """
     iterations, runs = schema.iterations, schema.runs
     open_groups = (
         select(func.count())
@@ -123,10 +130,9 @@ def _pause_run(tx: Connection, row: Mapping[str, Any], reason: str) -> None:
 
 
 def _load_group_rewards(tx: Connection, iteration: int) -> list[list[float]] | None:
-    """Return the trainable rewards of each of the iteration's groups; None if a group has not ended after all.
+    """Return the rewards of the trainable episodes of each group; None if a group has not ended.
 
-    The iteration is already locked when this reads. So the second of two concurrent claims sees the groups that the first
-    planned.
+    The caller has locked the iteration. So the second of two concurrent claims sees the groups that the first claim planned.
     """
     groups, episodes = schema.groups.c, schema.episodes.c
     rows = tx.execute(select(groups.id, groups.status).where(groups.iteration_id == iteration)).all()
@@ -140,7 +146,9 @@ def _load_group_rewards(tx: Connection, iteration: int) -> list[list[float]] | N
 
 
 def _plan_more_groups(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequence[float]]) -> MoreGroupsPlanned | None:
-    """Plan more groups for those without variance; return None if no more are needed or the limit is reached."""
+    """Plan more groups to replace those without variance. Return None if enough groups have variance or the limit is
+    reached.
+    """
     varied, planned = sum(map(varies, rewards)), len(rewards)
     more = groups_to_plan(varied, planned - row["more_groups"], planned, dynamic_sampling_of(row["config"]))
     if not more:
@@ -209,7 +217,9 @@ def _load_newest_policy(tx: Connection, run_id: int, base: str, base_hash: str) 
 
 @transaction
 def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
-    """Renew the trainer's lease; return False if another trainer holds the iteration or it has ended."""
+    """Renew the trainer's lease. Return False if another trainer holds the iteration, or if the iteration was handed back or
+    has ended.
+    """
     extended = tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration, schema.iterations.c.train_token == token, schema.iterations.c.worker != "")
@@ -221,7 +231,7 @@ def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: floa
 
 @transaction
 def hand_back_iteration(tx: Connection, iteration: int, token: int) -> None:
-    """End the trainer's claim early, without counting a loss."""
+    """Release the trainer's claim early. No loss is counted."""
     tx.execute(
         update(schema.iterations)
         .where(
@@ -233,7 +243,7 @@ def hand_back_iteration(tx: Connection, iteration: int, token: int) -> None:
 
 @transaction
 def fail_update(tx: Connection, work: IterationWork, error: str, max_attempts: int) -> None:
-    """Release the iteration after a system failure; the run fails at `max_attempts` failures."""
+    """Record a system failure of the update, and release the iteration. At `max_attempts` failures the run fails."""
     failed = tx.execute(
         update(schema.iterations)
         .where(

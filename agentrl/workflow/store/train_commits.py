@@ -1,7 +1,8 @@
-"""Commits that end an update, an evaluation or a run. Each happens completely or not at all, and only once.
+"""Commits that end an update, an evaluation or a run. Each commit happens completely or not at all, and only once.
 
-The claim increments a token (`train_claims`), and the commit checks it, so a second trainer is fenced out. Only the commit
-publishes a policy: the checkpoint's files exist before it and are unused without it.
+The claim increments a token (`train_claims`), and the commit checks that token, so the commit of an outdated trainer is
+rejected. A policy is published by the commit alone. The checkpoint's files are written before the commit, and no process uses
+them without it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,12 +33,12 @@ class UpdateRecord:
     """The record of an update.
 
     Args:
-        metrics: one mapping per optimizer step; only the names in `schema.UPDATE_METRICS`, `rows` and `tokens` are stored.
-        advantages: episode id -> advantage, for the episodes that were consumed.
-        dropped: slot -> the reason that its group did not train.
-        path, sha256: the new checkpoint; empty if the update was skipped.
-        skipped: the reason that no optimizer step was taken; empty if one was.
-        bad: True if a NaN or Inf caused the skip; repeated bad updates fail the run.
+        metrics: one mapping per optimizer step. Only `rows`, `tokens` and the names in `schema.UPDATE_METRICS` are stored.
+        advantages: the advantage of each consumed episode, by episode id.
+        dropped: the reason why a group did not train, by the group's slot.
+        path, sha256: the path and hash of the new checkpoint; empty if the update was skipped.
+        skipped: the reason why no optimizer step was taken; empty if a step was taken.
+        bad: True if a NaN or Inf caused the skip. Repeated bad updates fail the run.
         seconds: the duration of the update, in seconds.
         costs: the values of the names in `schema.UPDATE_COSTS`.
     """
@@ -55,10 +56,10 @@ class UpdateRecord:
 
 @dataclass(frozen=True, slots=True)
 class PublishedUpdate:
-    """The policy version that the commit published, and the work that can start: an iteration to roll out, and one to train.
+    """The policy version that the commit published, and the work that can start next.
 
-    Without staleness `trains` is None, because the next iteration must be rolled out first. `measured_by` has the ids of the
-    iterations of its evaluations.
+    `next_iteration` can be rolled out, and `trains` is an iteration that can be trained. Without staleness `trains` is None,
+    because the next iteration must be rolled out first. `measured_by` has the ids of the iterations that evaluate the version.
     """
 
     version: int
@@ -70,10 +71,10 @@ class PublishedUpdate:
 @transaction
 def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> PublishedUpdate:
     """Commit an update: end the iteration, consume its episodes, publish the policy, and plan the iteration that samples with
-    it.
+    that policy.
 
     Raises:
-        Fenced: another trainer holds the iteration, or it has ended; the result of the update is discarded.
+        Fenced: another trainer holds the iteration, or the iteration has ended. The result of the update is discarded.
     """
     committed = _find_own_commit(tx, work)
     if committed is not None:
@@ -102,7 +103,7 @@ def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max
 
 
 def _find_own_commit(tx: Connection, work: IterationWork) -> PublishedUpdate | None:
-    """Return what this claim has already published, if the reply of its commit was lost; else None."""
+    """Return the update that this claim has already committed, if the reply of that commit was lost; else None."""
     mine = select(schema.iterations.c.id).where(
         schema.iterations.c.id == work.id, schema.iterations.c.train_token == work.token, schema.iterations.c.status == "done"
     )
@@ -112,7 +113,7 @@ def _find_own_commit(tx: Connection, work: IterationWork) -> PublishedUpdate | N
 
 
 def _load_published(tx: Connection, work: IterationWork) -> PublishedUpdate:
-    """Return what the commit of this work published; without work to start if the run is not running."""
+    """Return the update that this claim committed. If the run is not running, the result names no work to start."""
     iterations, following = schema.iterations.c, work.number + 1 + staleness_of(work.config)
     of_run = select(iterations.id).join(schema.runs, schema.runs.c.id == iterations.run_id)
     of_run = of_run.where(iterations.run_id == work.run_id, iterations.status.in_(OPEN), schema.runs.c.status == "running")
@@ -127,10 +128,10 @@ def _load_published(tx: Connection, work: IterationWork) -> PublishedUpdate:
 
 
 def close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
-    """End the iteration, and store its sums.
+    """End the iteration, and store the sums of its episodes.
 
     Raises:
-        Fenced: another worker holds the iteration, or it has ended.
+        Fenced: another worker holds the iteration, or the iteration has ended.
     """
     closed = tx.execute(
         update(schema.iterations)
@@ -221,10 +222,10 @@ def _plan_next_iteration(
 
 @transaction
 def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
-    """End an eval run with its score.
+    """End an eval run, and store its score.
 
     Raises:
-        Fenced: another worker holds the iteration.
+        Fenced: another worker holds the iteration, or the iteration has ended.
     """
     close_iteration(tx, work, UpdateRecord((), {}))
     tx.execute(
@@ -250,10 +251,10 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
 
 @transaction
 def finish_fork(tx: Connection, work: IterationWork) -> None:
-    """End a fork run; its group can then be trained on.
+    """End a fork run. Other runs can then train on its group.
 
     Raises:
-        Fenced: another worker holds the iteration.
+        Fenced: another worker holds the iteration, or the iteration has ended.
     """
     close_iteration(tx, work, UpdateRecord((), {}))
     set_run_status(tx, work.run_id, "done", "")
@@ -263,15 +264,16 @@ def finish_fork(tx: Connection, work: IterationWork) -> None:
 def confirm_base(
     tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[str, str], facts: Mapping[str, Any] = NO_FACTS
 ) -> None:
-    """Store the hashes of the run's base when it is first loaded; check at each later load that they are the same.
+    """Check that this machine has the same base model as the run. At the first load, store the model's hashes instead.
 
     Args:
-        base_hash: the hash of the base model here.
-        chat_hashes: the hashes of the tokenizer, the chat template and the model's own code, for the manifest.
-        facts: further facts about the base, for the manifest.
+        base_hash: the hash of the base model on this machine.
+        chat_hashes: the hashes of the tokenizer, the chat template and the model's own code on this machine; stored in the
+            manifest.
+        facts: further facts about the base model; stored in the manifest.
 
     Raises:
-        ModelError: the base, its tokenizer or its template differs here.
+        ModelError: the base model, its tokenizer, its template or its code differs on this machine.
     """
     row = tx.execute(select(schema.runs).where(schema.runs.c.id == run).with_for_update()).mappings().one()
     recorded = {name: row["manifest"].get(name, here) for name, here in chat_hashes.items()}
@@ -290,10 +292,10 @@ def confirm_base(
 
 @read_transaction
 def find_optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str | None:
-    """Return the path of the checkpoint whose optimizer state no later update can need; None if there is none.
+    """Return the path of the checkpoint whose optimizer state no later update can need; None if there is no such checkpoint.
 
-    The newest version keeps its state. So do the versions that are still sampled with, and the one from which the oldest of
-    these can be rebuilt.
+    The optimizer state is kept for the newest version, for the versions with which rollouts may still sample, and for the
+    version from which the oldest of these can be rebuilt.
     """
     trained = select(schema.policies.c.path).where(schema.policies.c.run_id == run, schema.policies.c.kind == "trained")
     trained = trained.where(schema.policies.c.version > 0)  # which a run that starts from another's policy has from there
@@ -303,5 +305,5 @@ def find_optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str 
 
 @transaction
 def fail_run(tx: Connection, run: int, reason: str) -> None:
-    """End the run as failed; `agentrl resume` continues it after the cause is fixed."""
+    """Set the run's status to failed. After the cause is fixed, `agentrl resume` continues the run."""
     set_run_status(tx, run, "failed", reason)

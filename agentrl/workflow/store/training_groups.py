@@ -1,4 +1,4 @@
-"""The training data of an iteration: its groups with their full episodes, and the rewards of one reward set."""
+"""The training data of an iteration: its groups with their complete episodes, and the rewards of one reward set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,8 +11,9 @@ from agentrl.workflow.trajectory import WHOLE, Episode, Group
 
 
 def _load_slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
-    """Return the slot and task id of each group by group id: the iteration's own groups, or the stored ones that it trains
-    on.
+    """Return the slot and the task id of each group on which the iteration trains, by group id.
+
+    These are the groups that the iteration sampled, or the stored groups that it uses.
     """
     groups, stored = schema.groups.c, schema.iteration_groups.c
     own = select(groups.id, groups.slot, groups.task_id).where(groups.iteration_id == iteration)
@@ -26,7 +27,7 @@ def _load_slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
 
 
 def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group, ...]:
-    """Return the groups that the iteration trains on, with the rewards of that set."""
+    """Return the groups on which the iteration trains, with the rewards of that reward set."""
     slots = _load_slots(tx, iteration)
     rows = tx.execute(select(schema.tasks).where(schema.tasks.c.id.in_({task for _, task in slots.values()}))).mappings()
     tasks = {row["id"]: task_value(row) for row in rows}
@@ -39,9 +40,10 @@ def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group,
 
 
 def _load_rewards(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
-    """Return the episodes with their rewards, and their steps' rewards, in that set of their own run.
+    """Return the episodes with the rewards of their steps and, in a set other than `default`, with their own reward in the set.
 
-    An episode without a reward in the set cannot train.
+    Each episode's rewards come from the reward set of that name in the episode's run. An episode without a reward in the set
+    cannot train.
     """
     sets = schema.reward_sets.c
     runs = select(schema.episodes.c.run_id).where(members_of(iteration))
@@ -69,8 +71,9 @@ def _select_step_rewards(reward_set: str) -> Select[tuple[int, int, float]]:
 
 
 def _with_rewards(episode: Episode, earned: Mapping[int, float], default: bool) -> Episode:
-    """Return the episode with its steps' rewards. In a set other than `default`, its reward is the sum of all rewards in the
-    set.
+    """Return the episode with the rewards of its steps.
+
+    In a reward set other than `default`, the episode's reward is the sum of all of its rewards in the set.
     """
     if earned:
         steps = tuple(replace(step, reward=earned.get(step.index, 0.0)) for step in episode.steps)

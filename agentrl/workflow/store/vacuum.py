@@ -1,8 +1,9 @@
-"""`agentrl vacuum`: free the space of deleted rows; on Postgres, also update the planner's statistics.
+"""`agentrl vacuum`: free the space of deleted rows. On Postgres, also update the planner's statistics.
 
-SQLite gets no statistics. Each query and view has one plan that is right without them. With them, SQLite's planner ignores the
-LIMIT and sorts whole tables to show a page. It is safe at any moment: SQLite compacts in its own transaction, and Postgres
-while others read and write.
+SQLite gets no statistics. Each query and view is written so that SQLite chooses the right plan without them. With statistics,
+SQLite's planner ignores the LIMIT, and sorts whole tables to show a page.
+
+The command is safe at any time. SQLite compacts in one transaction. On Postgres others can read and write meanwhile.
 """
 
 import os
@@ -35,10 +36,10 @@ class VacuumResult:
 
 
 def vacuum(database: Database) -> VacuumResult:
-    """Compact the database while others use it, and update the planner statistics of Postgres.
+    """Compact the database while others use it, and update the planner's statistics on Postgres.
 
     Raises:
-        ServiceError: another process writes or locks a table for too long, or the disk has no room for SQLite's copy.
+        ServiceError: another process writes or locks a table for too long, or the disk has not enough space for SQLite's copy.
     """
     return _vacuum_sqlite(Path(str(database.url.database))) if database.is_sqlite else _vacuum_postgres(database)
 
@@ -61,7 +62,9 @@ def _vacuum_sqlite(file: Path) -> VacuumResult:
 
 
 def _check_room(file: Path, connection: sqlite3.Connection) -> None:
-    """Check the disk space: SQLite writes all used pages to a temporary file, and from there to its log beside the database."""
+    """Check the free disk space. SQLite copies all used pages to a temporary file, and then to its log in the database's
+    folder.
+    """
     pages, free, size = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )
@@ -78,7 +81,7 @@ def _check_room(file: Path, connection: sqlite3.Connection) -> None:
 
 
 def _sqlite_temp_folder() -> Path:
-    """Return the folder of SQLite's temporary files: the first writable one of its candidates."""
+    """Return the folder of SQLite's temporary files: the first folder of SQLite's candidates that is writable."""
     candidates = (os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp")
     return next((Path(place) for place in candidates if place and os.access(place, os.W_OK)), Path())
 

@@ -1,4 +1,6 @@
-"""The meanings of the views' columns by name. A name means the same in every view, unless the view says otherwise."""
+"""The meanings of the views' columns by name. A name has the same meaning in every view, unless a view declares another meaning
+for it.
+"""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Column types that the tables share, for SQLite and Postgres, and the database's own clock."""
+"""Column types that the tables share, for SQLite and Postgres, and the database's clock."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -26,7 +26,7 @@ Id = BigInteger().with_variant(Integer, "sqlite")
 
 
 class Utc(TypeDecorator[datetime]):
-    """A timestamp in UTC: `timestamptz` on Postgres, ISO text on SQLite; always timezone-aware in Python."""
+    """A timestamp in UTC: `timestamptz` on Postgres and ISO text on SQLite. In Python it is always timezone-aware."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -43,7 +43,9 @@ class Utc(TypeDecorator[datetime]):
 
 
 class now_ms(FunctionElement[int]):  # noqa: N801 - reads as a SQL function
-    """The database's own clock, in ms since 1970. Leases are compared with it, never with a worker's clock."""
+    """The SQL for the database's current time, in ms since 1970. Leases are compared with this time, never with a worker's
+    clock.
+    """
 
     type = BigInteger()
     inherit_cache = True
@@ -60,7 +62,7 @@ def _now_postgres(element: Any, compiler: Any, **kwargs: Any) -> str:
 
 
 def id_column() -> Column[int]:
-    """Return the primary key: an integer that the table assigns."""
+    """Return the column of a primary key: an integer that the database assigns."""
     return Column("id", Id, primary_key=True, autoincrement=True)
 
 
@@ -70,7 +72,7 @@ def reference_column(name: str, target: str, nullable: bool = False, index: bool
 
 
 def text_column(name: str, default: str | None = "") -> Column[str]:
-    """Return a text column, empty by default; with the default None it may be NULL."""
+    """Return a text column. If `default` is None the column may be NULL; else `default` is its default value."""
     return Column(name, Text, nullable=default is None, server_default=default)
 
 
@@ -90,7 +92,7 @@ def seconds_column(name: str) -> Column[float]:
 
 
 def time_column(name: str) -> Column[datetime]:
-    """Return a column for a timestamp that is NULL until the event."""
+    """Return a column for the timestamp of an event. It is NULL until the event happens."""
     return Column(name, Utc, nullable=True)
 
 
@@ -106,24 +108,30 @@ def run_name_column() -> Column[str]:
 
 
 def check_one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
-    """Return the constraint that the column has one of these values."""
+    """Return the constraint that the column must contain one of these values."""
     listed = ", ".join(f"'{value}'" for value in values)
     return CheckConstraint(f"{column} IN ({listed})", name=column)
 
 
 CLOCK_JUMP_LEASES = 10
-"""The number of lease lengths by which a lease may end after now. A later end means that the database's clock was set back."""
+"""The maximum time from now to the end of a lease, in lease lengths. If a lease ends later, the database's clock was set back.
+"""
 
 
 def is_lease_free(lease_until: Column[int], seconds: float) -> ColumnElement[bool]:
-    """Return the SQL condition that no worker holds a live lease of this length in seconds, by the database's own clock.
+    """Return the SQL condition that no worker holds a live lease. The condition uses the database's clock.
 
-    If the clock was set back, a lease counts as live for at most CLOCK_JUMP_LEASES lease lengths.
+    If that clock was set back, a lease may end too late. So a lease that ends more than CLOCK_JUMP_LEASES lease lengths from
+    now counts as free.
+
+    Args:
+        lease_until: the column with the end of the lease, in ms since 1970.
+        seconds: the length of a lease, in seconds.
     """
     until = func.coalesce(lease_until, 0)
     return (until < now_ms()) | (until > now_ms() + int(CLOCK_JUMP_LEASES * seconds * 1000))
 
 
 def first_time(column: Column[datetime], moment: datetime) -> ColumnElement[datetime]:
-    """Return the SQL of the column's timestamp, or of `moment` if it is NULL."""
+    """Return the SQL for the column's timestamp; if the column is NULL, for `moment`."""
     return func.coalesce(column, literal(moment, Utc()))

@@ -1,6 +1,7 @@
-"""Creates the views and functions, and the triggers that keep terminal states terminal: SQL that every migration recreates.
+"""Creation of the views and functions, and of the triggers that protect final statuses. Every migration creates them again.
 
-The triggers refuse to move an episode, group, iteration or run out of a terminal state, whoever writes.
+The triggers reject every update that changes the final status of an episode, group, iteration or run, no matter who sends it.
+One exception is in LENGTHENED.
 """
 
 from typing import TYPE_CHECKING
@@ -20,12 +21,12 @@ FUNCTIONS = {
           * (CASE WHEN (bits >> 23) & 255 = 0 THEN (bits & 8388607) * power(2::float8, -149)
              ELSE ((bits & 8388607) + 8388608) * power(2::float8, ((bits >> 23) & 255) - 150) END) END""",
 }
-"""Postgres function -> the SQL of the value of one packed little-endian word. `store.reads.user_sql` defines the same functions
-for SQLite.
+"""The SQL of each Postgres function that decodes packed little-endian values. The SQL computes one value from its 4 bytes,
+which are in `bits`. `store.reads.user_sql` defines the same functions for SQLite.
 """
 
 LENGTHENED = {"runs": "OLD.status = 'done' AND NEW.status = 'running' AND NEW.iterations > OLD.iterations"}
-"""Table -> the one exception to FINAL_STATUSES: a done run may be extended."""
+"""The SQL conditions, by table, under which a final status may change. The only case is a done run that is extended."""
 
 FINAL_STATUSES = {
     "episodes": sorted(TERMINAL),
@@ -33,7 +34,9 @@ FINAL_STATUSES = {
     "iterations": ["cancelled", "done"],
     "runs": ["cancelled", "done"],
 }
-"""Table -> the statuses that no update may change. A failed run may be resumed, so `failed` is not final for runs."""
+"""The final statuses of each table, by the table's name: no update may change them. A failed run may be resumed, so `failed` is
+not final for runs.
+"""
 
 
 def create(tx: "Connection") -> None:
@@ -51,7 +54,7 @@ def create(tx: "Connection") -> None:
 
 
 def drop(tx: "Connection") -> None:
-    """Drop all views, functions and triggers that exist, because a migration runs without them."""
+    """Drop all views, functions and triggers that exist. A migration runs without them."""
     from sqlalchemy import text
 
     for name in VIEWS:
@@ -67,7 +70,7 @@ def drop(tx: "Connection") -> None:
 
 
 def view_sql(kind: type[ViewRow]) -> str:
-    """Return the SELECT of a view."""
+    """Return the SELECT statement of a view."""
     columns = ", ".join(f"{column.sql} AS {name}" for name, column in kind.COLUMNS.items())
     return " UNION ALL ".join(f"SELECT {columns} FROM {source}" for source in kind.SOURCES)
 

@@ -1,9 +1,11 @@
 """The tables of agentrl with their constraints and indexes, for SQLite and Postgres.
 
-Values that are filtered or grouped by are typed columns. Only `step_tokens` has packed little-endian int32 and float32 blobs,
-so no list or view reads a blob. Its columns are also the action mask: the policy was given `prompt_ids`, and sampled
-`sampled_ids` itself. Constraints keep the invariants, not code. Unique keys make every job idempotent. Checks tie a status to
-the columns that it requires. Triggers (`views`) refuse to change a terminal state.
+Values by which rows are filtered or grouped are typed columns. Only `step_tokens` has blobs, which are packed little-endian
+int32 and float32 values. So no list and no view reads a blob. The blobs also contain the action mask: `prompt_ids` are tokens
+that the policy read, and `sampled_ids` are tokens that the policy sampled.
+
+The database enforces the invariants by constraints; they do not depend on code. Unique keys make every job idempotent. Check
+constraints tie a status to the columns that it requires. Triggers (`create_views`) reject a change of a final status.
 """
 
 from sqlalchemy import (
@@ -113,9 +115,10 @@ run_tasks = Table(
     Column("difficulty", Float(53), nullable=True),
     check_one_of("role", TASK_ROLES),
 )
-"""The tasks of a run. A search run uses some of them to choose, and others to measure the choice.
+"""The tasks of a run. A search run uses some of its tasks to choose texts, and other tasks to measure the chosen texts.
 
-`difficulty` orders them in each epoch, the lowest first; NULL comes last, in the order of the seed.
+In each epoch the tasks are ordered by `difficulty`, lowest first. Tasks without a difficulty come last, in an order that the
+seed decides.
 """
 
 run_groups = Table(
@@ -124,7 +127,7 @@ run_groups = Table(
     Column("run_id", Id, ForeignKey("runs.id"), primary_key=True),
     Column("group_id", Id, ForeignKey("groups.id"), primary_key=True),
 )
-"""The stored groups that a run trains on, if it samples none itself."""
+"""The stored groups on which a run trains, if it samples no groups itself."""
 
 run_tags = Table(
     "run_tags",
@@ -133,7 +136,7 @@ run_tags = Table(
     Column("tag", String(64), primary_key=True, index=True),
     created_column(),
 )
-"""Words with which people mark a run to find it again."""
+"""Tags of runs: words that people attach to a run so they find it again."""
 
 run_notes = Table(
     "run_notes",
@@ -143,7 +146,7 @@ run_notes = Table(
     Column("text", Text, nullable=False),
     created_column(),
 )
-"""Texts that people wrote about a run."""
+"""Notes on runs: texts that people wrote."""
 
 reports = Table(
     "reports",
@@ -158,8 +161,8 @@ reports = Table(
     text_column("error"),
     created_column(),
 )
-"""The trackers that a run is written to: its id there, the last iteration written, and the last status of the run that was
-written.
+"""The trackers to which a run is reported: the run's id in the tracker, the last iteration that was written, and the last
+status of the run that was written.
 """
 
 policies = Table(
@@ -180,7 +183,7 @@ policies = Table(
 )
 
 UPDATE_COSTS = ("peak_memory_bytes", "tflops", "mfu")
-"""The columns of `iterations` for the cost of an update, besides its seconds."""
+"""The columns of `iterations` for the cost of an update, except its duration in seconds."""
 
 iterations = Table(
     "iterations",
@@ -256,7 +259,7 @@ iteration_groups = Table(
     reference_column("group_id", "groups", index=True),
     text_column("dropped"),
 )
-"""The stored groups of one iteration, in a run that samples none itself."""
+"""The stored groups on which an iteration trains, in a run that samples no groups itself."""
 
 episodes = Table(
     "episodes",
@@ -403,7 +406,9 @@ tool_sessions = Table(
     text_column("differs"),
     created_column(),
 )
-"""The owner of an episode's interpreter, by the name of the owner's queue, and how often an interpreter was started."""
+"""The sessions of episodes' interpreters: the worker that owns the interpreter, by the name of the worker's queue, and the
+number of times that an interpreter was started.
+"""
 
 agent_attempts = Table(
     "agent_attempts",
@@ -432,7 +437,7 @@ agent_attempts = Table(
     check_one_of("status", AGENT_STATUS),
     CheckConstraint("status <> 'running' OR key_hash IS NOT NULL", name="running_has_key"),
 )
-"""The attempts of agents at episodes: one process per attempt, and how it ended."""
+"""The attempts of agents at episodes. Each attempt has one process; the row says how it ended."""
 
 annotations = Table(
     "annotations",
@@ -454,7 +459,9 @@ annotations = Table(
     check_one_of("source", ANNOTATION_SOURCES),
     check_one_of("kind", ANNOTATION_KINDS),
 )
-"""Annotations of episodes by agents, tools and hooks. The same emission is stored once per attempt and never changed."""
+"""The annotations that agents, tools and hooks wrote to episodes. An annotation is stored once per attempt, even if it is sent
+again, and is never changed.
+"""
 
 resources = Table(
     "resources",
@@ -472,7 +479,9 @@ resources = Table(
     UniqueConstraint("run_id", "name", "version"),
     UniqueConstraint("run_id", "name", "content_hash"),
 )
-"""The texts of a run. Version 0 comes from its config, and a search tried the later ones; the chosen version is marked."""
+"""The texts of a run, such as prompts, in all versions. Version 0 is the text in the run's config; a search tried the later
+versions. `chosen` marks the version that a search chose.
+"""
 
 group_resources = Table(
     "group_resources",
@@ -480,7 +489,7 @@ group_resources = Table(
     Column("group_id", Id, ForeignKey("groups.id"), primary_key=True),
     Column("resource_id", Id, ForeignKey("resources.id"), primary_key=True, index=True),
 )
-"""The versions of texts that the episodes of a group use."""
+"""The versions of texts that the episodes of each group use."""
 
 critic_calls = Table(
     "critic_calls",
@@ -495,7 +504,8 @@ critic_calls = Table(
     created_column(),
     UniqueConstraint("run_id", "key"),
 )
-"""The requests of a search to its critic, and the answers. Each request is sent once, whichever process continues the search.
+"""The requests of a search to its critic, and the critic's answers. The answer to a request is stored once, so a process that
+continues the search does not send the request again.
 """
 
 reward_sets = Table(
@@ -545,7 +555,7 @@ UPDATE_METRICS = (
     "explained_variance",
     "log_ratio_clamped",
 )
-"""The columns of `updates` with the metrics of one optimizer step."""
+"""The columns of `updates` that contain the metrics of an optimizer step."""
 
 updates = Table(
     "updates",
@@ -613,13 +623,13 @@ service_leases = Table(
 
 
 TABLES_FOR_READERS = tuple(table for table in metadata.tables if table != "service_leases")
-"""The tables from which `agentrl_reader` may select, besides all views."""
+"""The tables that the role `agentrl_reader` may read. It may also read all views."""
 
 FIXED_CALL_COLUMNS = {column.name for column in tool_calls.primary_key} | {
     *("run", "episode_id", "attempt", "step_id", "step", "call", "tool", "arguments", "loose", "kind", "effects"),
     "created_at",
 }
-"""The columns of a call that are written before it runs; the others hold its outcome."""
+"""The columns of a tool call that are written before it runs. The other columns contain its outcome."""
 
 RIGHTS_OF_TOOLS = {
     "alembic_version": ["SELECT"],
@@ -632,10 +642,14 @@ RIGHTS_OF_TOOLS = {
     ],
     "tool_sessions": ["SELECT", "INSERT", "UPDATE"],
 }
-"""Table -> the rights of `agentrl_tools`. They are the minimum for a tools worker, because it runs what a model requests."""
+"""The rights of the role `agentrl_tools`, by table. They are the minimum that a tools worker needs, because that worker runs
+what a model requests.
+"""
 
 FIXED_AGENT_COLUMNS = {*("id", "run", "episode_id", "attempt", "sends", "sent_ms", "created_at")}
-"""The columns of an agent's attempt that an agents worker may not change; the others hold its claim and the outcome."""
+"""The columns of `agent_attempts` that an agents worker may not change. The other columns contain the worker's claim and the
+outcome.
+"""
 
 RIGHTS_OF_AGENTS = {
     "alembic_version": ["SELECT"],
@@ -650,4 +664,6 @@ RIGHTS_OF_AGENTS = {
         f"UPDATE ({', '.join(column.name for column in agent_attempts.c if column.name not in FIXED_AGENT_COLUMNS)})",
     ],
 }
-"""Table -> the rights of `agentrl_agents`. They are the minimum for an agents worker, without the tasks' references."""
+"""The rights of the role `agentrl_agents`, by table. They are the minimum that an agents worker needs. They exclude the tasks'
+references.
+"""

@@ -1,4 +1,4 @@
-"""Views as classes: a class declares a view's columns, and an instance is one of its rows."""
+"""Views as classes: the class declares a view's columns, and an instance is a row of that view."""
 
 from abc import ABCMeta
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from agentrl.workflow.tables.column_meanings import MEANINGS
 
 
 class Column(NamedTuple):
-    """A view's column: how SQL computes it, and its meaning."""
+    """A column of a view: the SQL that computes it, and its meaning."""
 
     sql: str
     meaning: str
@@ -19,15 +19,18 @@ def column(sql: str, meaning: str = "") -> Any:
     """Declare a column of a view.
 
     Args:
-        sql: an expression over the view's source; `{seconds:START,END}` is the time between two moments.
-        meaning: empty if the column means what MEANINGS says of its name.
+        sql: an SQL expression over the view's source. `{seconds:START,END}` in it is replaced by the seconds between two
+            timestamps.
+        meaning: the meaning of the column; empty to use the meaning of its name in MEANINGS.
     """
     return Column(sql, meaning)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(column,))
 class _ViewType(ABCMeta):
-    """The type of views. It makes a slot of each column: a command that starts loads all views in less than a millisecond."""
+    """The metaclass of views. It creates a slot for each column. This is fast: a starting command loads all views in less than
+    a millisecond.
+    """
 
     def __new__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], view: str = "", source: str | Sequence[str] = ()
@@ -44,10 +47,11 @@ class _ViewType(ABCMeta):
 
 
 class ViewRow(Mapping[str, Any], metaclass=_ViewType):
-    """A frozen row of a view. It has an attribute for each column, and is itself a mapping of column to value.
+    """An immutable row of a view. It has an attribute for each column, and is also a mapping from column names to values.
 
-    A subclass declares a view: `class RunRow(ViewRow, view="v_runs", source="runs r")`. The view selects the columns from its
-    source; from several sources it has the rows of all. The docstring is the view's meaning.
+    A subclass declares a view: `class RunRow(ViewRow, view="v_runs", source="runs r")`. The view selects its columns from this
+    source. If a view has several sources, it contains the rows of all of them. The docstring of the class is the meaning of the
+    view.
     """
 
     __slots__: tuple[str, ...]
@@ -56,10 +60,10 @@ class ViewRow(Mapping[str, Any], metaclass=_ViewType):
     COLUMNS: ClassVar[Mapping[str, Column]]
 
     def __init__(self, **values: Any) -> None:
-        """Take a value for each column.
+        """Create a row from its values by column name.
 
         Raises:
-            TypeError: a value is missing or has no column.
+            TypeError: the value of a column is missing, or there is no column for a value.
         """
         if values.keys() != self.COLUMNS.keys():
             raise TypeError(f"{type(self).__name__} has the columns {', '.join(self.COLUMNS)}, not {', '.join(values)}.")
@@ -91,7 +95,7 @@ class ViewRow(Mapping[str, Any], metaclass=_ViewType):
 
     @classmethod
     def meaning(cls) -> str:
-        """Return the meaning of the view."""
+        """Return the meaning of the view, which is the docstring of the class."""
         text = " ".join(str(cls.__doc__).split())
         return text[0].lower() + text[1:].removesuffix(".")
 

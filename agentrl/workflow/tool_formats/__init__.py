@@ -1,7 +1,7 @@
-"""Tool formats: each file here describes how a family of models writes its tool calls. See `ToolFormat`.
+"""Tool formats. Each file of this folder describes how a family of models writes its tool calls. See `ToolFormat`.
 
-Parsing is bounded, and linear in the length of any text: `read` is called once for each place where calls may begin. For text
-that it cannot parse it raises `Unreadable`. The exception has the index at which parsing continues, which is after all text
+Parsing takes time linear in the length of any text, because `read` is called once for each place where calls may begin. If
+`read` cannot parse the text, it raises `Unreadable` with the index at which parsing continues. This index is after all text
 that `read` has looked at.
 """
 
@@ -16,29 +16,30 @@ Schema = Mapping[str, Any]
 """A tool in the form of chat templates: `{"type": "function", "function": {...}}`."""
 
 HERMES = "hermes"
-"""The format of older runs, and of models whose template shows no format."""
+"""The format of older runs, and of models whose template does not show a format."""
 
 AUTO = "auto"
-"""The name for the format that the model's chat template writes."""
+"""The name that selects the format that the model's chat template writes."""
 
 _REST = re.compile(r"\s*+\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """A format of tool calls: how to write and parse them. A call that is written and parsed again is unchanged.
+    """A format of tool calls: how to write and how to parse them. Parsing a written call returns the same call.
 
     Args:
         name: the file's name.
-        begins: a pattern for the places where calls may begin in a turn, after its thought.
-        read: a function (text, index at which calls begin, offered tools) -> (the calls there, the index at which their text
-            ends). It raises Unreadable (`call_json`) if any of the calls is wrong; then none is made.
-        write: a function (the turn's text without its calls, the calls, the tools) -> the turn as such a model writes it.
-        marks: the format is used if a template's source contains all of these texts. They only matter if the template writes no
-            calls itself.
-        ends: special tokens that end a turn with calls, in addition to the template's own.
-        certain: a pattern for text that is certainly a call; None: `begins`.
-        json: whether calls are JSON objects. Then a turn that is one such object is a call too (`chat.parsing`).
+        begins: a pattern of the places in a turn at which calls may begin. The thought of the turn is not searched.
+        read: a function from (text, index at which calls begin, offered tools) to (the calls, the index at which their text
+            ends). If one of the calls is wrong, it raises Unreadable (`call_json`) and returns no call.
+        write: a function from (the turn's text without its calls, the calls, the tools) to the turn in the form that such a
+            model writes.
+        marks: texts that identify the format: it is used if the source of a chat template contains all of them. They are only
+            needed for templates that write no calls themselves.
+        ends: special tokens that end a turn with calls, in addition to those of the template.
+        certain: a pattern of text that is certainly a call; None: `begins`.
+        json: True if calls are JSON objects. Then a turn that is one such object is a call too (`chat.parsing`).
     """
 
     name: str
@@ -57,16 +58,16 @@ class ToolFormat:
 
 
 def append_calls(content: str, calls: str) -> str:
-    """Return the content, if any, followed by the calls on the next line."""
+    """Join the content and the calls of a turn. If there is content, the calls begin on a new line."""
     return f"{content}\n{calls}" if content else calls
 
 
 def skip_mark(text: str, at: int, mark: str) -> int:
-    """Return the index after the next mark; the text's length if there is none."""
+    """Return the index after the next mark, or the length of the text if there is no mark."""
     place = text.find(mark, at)
     return len(text) if place < 0 else place + len(mark)
 
 
 def nothing_after(text: str, at: int) -> bool:
-    """Return True if only white space follows."""
+    """Return True if only white space follows the index `at`."""
     return _REST.match(text, at) is not None

@@ -2,7 +2,7 @@
 
 A call is `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a line break, the fence and `<｜tool▁call▁end｜>`.
 
-All calls are between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`; the latter may be missing.
+All calls are between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`. The end mark may be missing.
 
 `deepseek_v31` is the newer form. In a name `&`, `<` and `>` are escaped as in HTML.
 """
@@ -24,14 +24,14 @@ _NAME = r"([^\s<>{`]++)"
 def marked_format(
     name: str, *, before: str = "", between: str, after: str = "", gap: str = "", marks: tuple[str, ...]
 ) -> ToolFormat:
-    """Return the format of a version of DeepSeek.
+    """Create the format of a version of DeepSeek.
 
     Args:
         before: the text of a call before its name.
         between: the text between the name and the arguments.
         after: the text after the arguments.
         gap: the text between two calls.
-        marks: the marks of such a template, in addition to those of all versions.
+        marks: the marks that identify the templates of this version, in addition to those of all versions.
     """
     how = f"after {START} stand calls, {CALL}{before}NAME{between}{{...}}{after}{END_CALL}"
     opens_call = re.compile(rf"\s*+{CALL}\s*+{before}{_NAME}\s*+{between.strip()}\s*+")

@@ -1,7 +1,8 @@
 """function_gemma: `<start_function_call>call:NAME{key:<escape>text<escape>,other:1}<end_function_call>`. For FunctionGemma.
 
 Text is between `<escape>` marks, or in quotes if it contains such a mark. Numbers, lists, true, false and null are as in JSON.
-Keys that are not identifiers are written as text. `brace_format` makes the format of Gemma 4, which has other marks.
+Keys that are not identifiers are written as text. `brace_format` creates this format and that of Gemma 4, which has other
+marks.
 """
 
 import re
@@ -18,9 +19,10 @@ _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def brace_format(name: str, start: str, end: str, quote: str, ends: tuple[str, ...]) -> ToolFormat:
-    """Return the format of a family that writes calls in this form between its own marks.
+    """Create the format of a family that writes calls in this form with its own marks.
 
     Args:
+        start, end: the marks before and after a call.
         quote: the mark before and after a text.
         ends: special tokens that end a turn with calls.
     """

@@ -1,6 +1,7 @@
-"""gemma: a line of Python for each call in a block, "```tool_code", which "```" closes. For Gemma 3.
+"""gemma: calls as lines of Python in a block that begins with "```tool_code" and ends with "```". For Gemma 3.
 
-Its template renders neither calls nor tools, so the prompt must describe them. A list of calls without a block is `pythonic`.
+Gemma's template renders neither calls nor tools, so the prompt must describe them. A list of calls without a block has the
+format `pythonic`.
 """
 
 from agentrl.workflow.tool_formats.olmo3 import line_format

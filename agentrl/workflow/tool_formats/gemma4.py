@@ -1,6 +1,6 @@
 """gemma4: `<|tool_call>call:NAME{key:<|"|>text<|"|>,other:1}<tool_call|>`. For Gemma 4.
 
-It is `function_gemma` with other marks.
+The format is that of `function_gemma` with other marks.
 """
 
 from agentrl.workflow.tool_formats.function_gemma import brace_format

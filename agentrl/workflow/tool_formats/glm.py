@@ -1,7 +1,7 @@
 """glm: a tag for each key and value, `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`. GLM 4.x.
 
-A value is plain text if the tool's schema says so. Otherwise it is JSON if it parses, else text, as in `qwen_coder`. A text
-that would be parsed as another value is written in JSON's quotes.
+If the tool's schema says that a value is text, the value is plain text. Otherwise it is JSON if it can be parsed, else text, as
+in `qwen_coder`. A text that would be parsed as another value is written in JSON's quotes.
 """
 
 import re

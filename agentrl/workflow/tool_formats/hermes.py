@@ -1,6 +1,6 @@
 """hermes: each call in tags, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. For Hermes, Qwen 2.5, Qwen 3.
 
-"parameters" are used as the arguments if there are no "arguments". A last call without its closing tag counts if its object is
+If there are no "arguments", "parameters" are the arguments. A last call without its closing tag is accepted if its object is
 complete; otherwise its error is `UNCLOSED`.
 """
 

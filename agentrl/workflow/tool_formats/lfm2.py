@@ -1,7 +1,7 @@
 """lfm2: all calls between marks, `<|tool_call_start|>[name(arg=1), ...]<|tool_call_end|>`. For LFM2 and LFM2.5.
 
-The list is in Python, as in `pythonic`. If the prompt asks for it, the list is in JSON, `[{"name": ..., "arguments": {...}},
-...]`. Text may contain raw line breaks in both.
+The list is Python, as in `pythonic`. If the prompt asks for JSON, the list is `[{"name": ..., "arguments": {...}}, ...]`. In
+both forms, text may contain raw line breaks.
 """
 
 import re

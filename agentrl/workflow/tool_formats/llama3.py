@@ -1,7 +1,7 @@
 """llama3: a turn that is an object, `{"name": ..., "parameters": {...}}`, or several with `; ` between them. For Llama 3.
 
-`<|python_tag|>` may precede the first object, and text may precede that tag. "arguments" are used if there are no "parameters".
-A turn that begins with an object without a name is an answer.
+`<|python_tag|>` may precede the first object, and text may precede that tag. If there are no "parameters", "arguments" are
+used. A turn that begins with an object without a name is an answer.
 """
 
 import re

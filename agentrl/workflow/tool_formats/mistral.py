@@ -1,6 +1,7 @@
 """mistral: all calls in one list, `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`. For Mistral 7B v0.3 to Small 3.1.
 
-`mistral_args` is the newer form. `list_format` makes the formats of other families that write a JSON list after a mark.
+`mistral_args` is the newer form. `list_format` creates this format and those of other families that write a JSON list after a
+mark.
 """
 
 import re
@@ -15,17 +16,17 @@ _VALUE = re.compile(r"\s*+(?=[\[{])")
 
 
 def list_format(name: str, *starts: str, end: str = "", space: str = "", marks: tuple[str, ...] = ()) -> ToolFormat:
-    """Return the format of a family that writes all calls of a turn in one JSON list after a mark.
+    """Create the format of a family that writes all calls of a turn in one JSON list after a mark.
 
-    A single object counts as a list of one. "parameters" are used if there are no "arguments". A call may be the value of
-    "function" in another object. Other keys, such as "id", are ignored.
+    A single object is read as a list with one call. If there are no "arguments", "parameters" are used. A call may be the value
+    of "function" in another object. Other keys, such as "id", are ignored.
 
     Args:
-        starts: the marks with which calls may begin. The first one is written. The others count only before a "[", because they
-            mean something else in other families.
+        starts: the marks with which calls may begin. The first mark is written. The others are recognised only before a "[",
+            because they mean something else in other families.
         end: the mark after the list, which may be missing.
-        space: the text between mark and list.
-        marks: the marks of such a template; empty: the first of `starts`.
+        space: the text between the mark and the list.
+        marks: the marks that identify a template of this family; empty: the first of `starts`.
     """
     how = f'after {starts[0]} stands a list, [{{"name": ..., "arguments": {{...}}}}]'
     begins = "|".join([re.escape(starts[0]), *(f"{re.escape(start)}(?=\\s*+\\[)" for start in starts[1:])])
@@ -54,13 +55,13 @@ def list_format(name: str, *starts: str, end: str = "", space: str = "", marks: 
 
 
 def read_call_list(text: str, at: int, how: str) -> tuple[tuple[ToolCall, ...], int]:
-    """Return the calls of the JSON list, or of the single object, that begins at `at`, and the index at which it ends.
+    """Parse the JSON list, or the single object, that begins at index `at`. Return its calls and the index at which it ends.
 
     Args:
         how: the error message for the model if the value is not a list of calls.
 
     Raises:
-        Unreadable: the value is not a list of calls; then none is made.
+        Unreadable: the value is not a list of calls. No call is returned then, even if some are valid.
     """
     value, end = scan_json(text, at)
     values = value if isinstance(value, list) else [value]
@@ -76,7 +77,7 @@ def _call(value: dict[str, Any], end: int) -> ToolCall:
 
 
 def skip_end(text: str, at: int, mark: str) -> int:
-    """Return the index after the mark if only white space precedes it, else `at`."""
+    """Return the index after the mark if only white space precedes the mark; else return `at`."""
     match = re.compile(r"\s*+" + re.escape(mark)).match(text, at) if mark else None
     return match.end() if match else at
 

@@ -1,4 +1,4 @@
-"""mistral_args: each call after its mark, `[TOOL_CALLS]NAME[ARGS]{...}`. Mistral Small 3.2, Magistral, Devstral and later.
+"""mistral_args: each call after a mark, `[TOOL_CALLS]NAME[ARGS]{...}`. Mistral Small 3.2, Magistral, Devstral and later.
 
 An id between name and arguments, `[CALL_ID]...`, is ignored. In a name `&`, `[` and white space are escaped as in HTML.
 """

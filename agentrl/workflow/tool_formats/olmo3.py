@@ -1,7 +1,7 @@
-"""olmo3: a line of Python for each call between tags, `<function_calls>name(arg=1)</function_calls>`. For OLMo 3.
+"""olmo3: calls as lines of Python between tags, `<function_calls>name(arg=1)</function_calls>`. For OLMo 3.
 
-The lines are parsed like the calls in `pythonic`'s list. `line_format` makes the formats of other families that write such
-lines. The closing tag may be missing at the end of a turn.
+Each line is parsed like a call in a list of `pythonic`. `line_format` creates this format and those of other families that
+write such lines. The closing tag may be missing at the end of a turn.
 """
 
 import re
@@ -14,12 +14,12 @@ from agentrl.workflow.trajectory import ToolCall
 
 
 def line_format(name: str, start: str, end: str, marks: tuple[str, ...]) -> ToolFormat:
-    """Return the format of a family that writes each call of a turn as a line of Python between two marks.
+    """Create the format of a family that writes the calls of a turn as lines of Python between two marks.
 
     A call may be inside of `print(...)`.
 
     Args:
-        marks: the marks of such a template.
+        marks: the marks that identify a template of this family.
     """
     how = f"between {start} and {end} each line is a call, name(arg=1)"
 

@@ -1,10 +1,10 @@
 """pythonic: a turn that is a list of calls in Python, `[name(arg=1), other(text="...")]`. For Llama 3.2, 4, LFM2, ToolACE.
 
-Values are literals: text in any of Python's quotes, which may contain raw line breaks; numbers, True, False, None (JSON's words
-too), lists, tuples and dicts. `**{"any key": 1}` passes keys that are not identifiers. Nothing is evaluated. Between
-`<|python_start|>` and `<|python_end|>` (LFM2: `<|tool_call_start|>`, `<|tool_call_end|>`) the list may be anywhere in the turn.
+Values are literals: text in any of Python's quotes, which may contain raw line breaks; numbers, True, False, None (also true,
+false, null), lists, tuples and dicts. `**{"any key": 1}` passes keys that are not identifiers. No code is evaluated. A list
+between `<|python_start|>` and `<|python_end|>` (LFM2: `<|tool_call_start|>`, `<|tool_call_end|>`) may be anywhere in the turn.
 
-`olmo3`, `gemma` and `lfm2` parse such calls with `CallReader` too, and `function_gemma` parses its own form with it.
+`olmo3`, `gemma`, `lfm2` and `function_gemma` use `CallReader` too.
 """
 
 import re
@@ -46,17 +46,17 @@ _HOW = "calls are a list, [name(arg=1), ...]"
 
 @cache
 def _token(quote: str) -> re.Pattern[str]:
-    """Return the pattern of a token. If `quote` is not empty, a text may also be between two of these marks."""
+    """Return the pattern of a token. If `quote` is not empty, it is another mark that may enclose a text."""
     marked = f"{re.escape(quote)}(?P<plain>.*?){re.escape(quote)}|" if quote else "(?P<plain>(?!))|"
     return re.compile(_TOKENS.replace("MARKED", marked), re.DOTALL | re.VERBOSE)
 
 
 class CallReader:
-    """A parser of calls that reads one token after another. `at` is the end of the last token.
+    """A parser that reads calls token by token. `at` is the index at which the last token ends.
 
     Args:
         how: the error message for the model about text that is not a call.
-        quote: a mark before and after a text; if it is set, keys need no quotes.
+        quote: the mark before and after a text. If it is set, keys need no quotes.
     """
 
     def __init__(self, text: str, at: int, how: str = _HOW, quote: str = "") -> None:
@@ -73,23 +73,23 @@ class CallReader:
         self.next = _token(self.quote).match(self.text, self.at)
 
     def sign(self) -> str:
-        """Return the next token if it is a sign, else ""."""
+        """Return the next token if it is a sign, else an empty text."""
         return (self.next["sign"] or "") if self.next else ""
 
     def take(self, sign: str) -> bool:
-        """Skip the sign if it is the next token. Return True if it was."""
+        """If the next token is the sign, skip it and return True."""
         if self.sign() != sign:
             return False
         self.advance()
         return True
 
     def need(self, sign: str) -> None:
-        """Skip the sign. Raise an exception if it is not the next token."""
+        """Skip the sign. Raise an exception if the next token is not the sign."""
         if not self.take(sign):
             raise self.wrong()
 
     def name(self) -> str:
-        """Read a name. Raise an exception if it is not the next token."""
+        """Read a name. Raise an exception if the next token is not a name."""
         name = self.next["name"] if self.next else None
         if not name:
             raise self.wrong()
@@ -97,7 +97,7 @@ class CallReader:
         return name
 
     def wrong(self, why: str = "") -> Unreadable:
-        """Return the error for the next token."""
+        """Return the error for the next token, which is not valid at this place."""
         if self.next is None and self._breaks_off():
             return Unreadable(UNFINISHED, len(self.text))
         near = self.text[self.at : self.at + 20]
@@ -111,7 +111,6 @@ class CallReader:
         return marked or at == len(self.text) or self.text[at] in "\"'"
 
     def call(self) -> ToolCall:
-        """Read a call."""
         name = self.name()
         self.need("(")
         arguments: dict[str, Any] = {}
@@ -147,7 +146,7 @@ class CallReader:
         return call
 
     def checked(self, name: str, arguments: dict[str, Any]) -> ToolCall:
-        """Return the call, after a check that its arguments are within the limits. Its text ends at `at`."""
+        """Check that the arguments are within the limits, and return the call, whose text ends at `at`."""
         try:
             why = describe_json_error(arguments)
         except ValueError as error:
@@ -164,7 +163,6 @@ class CallReader:
         return {name: self.value(2)}
 
     def value(self, depth: int) -> Any:
-        """Read a literal."""
         if depth > MAX_NESTING:
             raise self.wrong(f"a call may nest {MAX_NESTING} objects and arrays within each other, not more")
         for opens, closes in ("[]", "()"):
@@ -239,10 +237,10 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 
 def read_list(text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
-    """Return the calls of the list that begins at `at`, and the index at which it ends.
+    """Parse the list that begins at index `at`. Return its calls and the index at which it ends.
 
     Raises:
-        Unreadable: one of the calls cannot be parsed; then none is made.
+        Unreadable: one of the calls cannot be parsed. No call is returned then.
     """
     reader = CallReader(text, at + 1)
     calls: list[ToolCall] = []

@@ -1,9 +1,9 @@
 """qwen_coder: a tag for each argument, `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-For Qwen3-Coder. A value is plain text if the tool's schema says so. Otherwise it is JSON if it parses, else text. A text that
-would be parsed as another value is written in JSON's quotes. Line breaks next to the tags do not belong to the value. The outer
-tags may be missing. A `</parameter>` may be missing too: the value then ends before a line that opens a parameter, or before
-the end of the call.
+For Qwen3-Coder. If the tool's schema says that a value is text, the value is plain text. Otherwise it is JSON if it can be
+parsed, else text. A text that would be parsed as another value is written in JSON's quotes. Line breaks next to the tags do not
+belong to the value. The outer tags may be missing. A `</parameter>` may be missing too: the value then ends before a line that
+opens a parameter, or before the end of the call.
 """
 
 import re
@@ -38,7 +38,7 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list:
 _HOW = "a call is <tool_call><function=NAME>, a <parameter=KEY>VALUE</parameter> for each argument, </function></tool_call>"
 
 Kinds = frozenset[str]
-"""The JSON types that a value may have by its schema; empty if they are unknown."""
+"""The JSON types that the schema allows for a value; empty if they are unknown."""
 
 
 def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
@@ -66,19 +66,19 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 
 def _explain_wrong(text: str, at: int, read: int) -> Unreadable:
-    """Return the error for a call that continues with the text at `at`."""
+    """Return the error for a call in which the text at index `at` is wrong."""
     if _BEGUN_CALL.match(text, at) or nothing_after(text, at):
         return Unreadable(UNFINISHED, len(text))
     return Unreadable(_HOW, skip_mark(text, read, END_CALL))
 
 
 def _stands_alone(text: str) -> bool:
-    """Return True if a text between tags does not end the value early."""
+    """Return True if the text contains nothing that would end the value too early."""
     return _ENDS_VALUE.search(f"\n{text}\n") is None
 
 
 def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -> ToolCall:
-    """Return the call whose text is from `at` to `end`. `glm` uses it too.
+    """Return the call whose text is from index `at` to `end`. The format `glm` uses this function too.
 
     Raises:
         Unreadable: the text or the arguments exceed the limits.
@@ -93,7 +93,7 @@ def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -
 
 
 def read_value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool], end: int) -> Any:
-    """Return the value of a text between tags. `glm` uses it too.
+    """Return the value of a text between tags. The format `glm` uses this function too.
 
     Args:
         kinds: the JSON types that the value may have.
@@ -110,7 +110,7 @@ def read_value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool], end
 
 
 def _value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> Any:
-    """Return the value of a text between the tags; for JSON that exceeds the limits, the error."""
+    """Return the value of a text between the tags, or an error object if the text is JSON that exceeds the limits."""
     try:
         value, why = (_CONSTANTS[text], "") if text in _CONSTANTS else decode_json(text)
     except ValueError:
@@ -124,12 +124,12 @@ def _value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> Any:
 
 
 def _is_plain(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> bool:
-    """Return True if the text needs no quotes between the tags."""
+    """Return True if the text can be written between the tags without quotes."""
     return stands_alone(text) and "\0" not in text and _value(text, kinds, stands_alone) == text
 
 
 def spell_value(value: Any, kinds: Kinds, stands_alone: Callable[[str], bool], tags: Sequence[str]) -> str:
-    """Return the text between tags that parses back to the value. It contains none of the closing `tags`."""
+    """Return a text that is parsed back to the value. The text contains none of the closing `tags`."""
     if isinstance(value, str) and _is_plain(value, kinds, stands_alone):
         return value
     quoted = dump_json(value)
@@ -139,7 +139,7 @@ def spell_value(value: Any, kinds: Kinds, stands_alone: Callable[[str], bool], t
 
 
 def argument_kinds(name: str, tools: Sequence[Schema]) -> Mapping[str, Kinds]:
-    """Return the JSON types of a tool's arguments by name, for those whose schema has types."""
+    """Return the JSON types of the tool's arguments, by name. Arguments without types in the schema are left out."""
     kinds: dict[str, Kinds] = {}
     for tool in tools:
         function = tool.get("function")

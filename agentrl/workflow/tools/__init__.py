@@ -1,9 +1,9 @@
-"""Tools: each file here is a tool, a typed function with a docstring that the model may call. See `Tool`.
+"""Tools. Each file of this folder defines a tool: a typed function with a docstring, which the model may call. See `Tool`.
 
-A resource that is costly to set up (an index, a connection) is made once per process: keep it in a
-`runtime.once_per_process.Once` that the function uses, and pass that as the tool's `opens`. For a tool with a parameter (a
-folder, a database), call a function of its file, such as `search_in(folder)`, and put the returned tool into an env. Under its
-plain name the tool reads the machine's settings.
+A resource that is costly to set up (an index, a connection) is created once per process. Put it into a
+`runtime.once_per_process.Once` that the function uses, and pass this as the tool's `opens`. A tool with a parameter (a folder,
+a database) is created by a function of its file, such as `search_in(folder)`; put the returned tool into an env. The tool that
+a run selects by its plain name reads the machine's settings.
 """
 
 import inspect
@@ -32,29 +32,30 @@ SHOWN_PROBLEMS = 5
 NAMES = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 """The pattern of tool names that a model can write and the row of a call can store."""
 MAX_TOLD = 65536
-"""The maximum size of a tool's description and parameters, in bytes. They are part of every prompt."""
+"""The maximum size of a tool's description and parameters, in bytes. They are a part of every prompt."""
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A typed function that the model may call; the model sees its signature and docstring.
+    """A typed function that the model may call. The model sees the function's signature and docstring.
 
     A parameter may have any type that pydantic supports (`Literal["a", "b"]`, `list[int]`, a model). `Annotated[int,
     Field(ge=1, description="...")]` restricts and describes it.
 
     Args:
-        function: returns what the model reads, as text (see `answer`). It raises ToolFailure for a mistake of the model, and
-            InfraError for a system failure, after which the call is sent again.
+        function: the function, which returns the text that the model reads (see `answer`). It raises ToolFailure for a mistake
+            of the model. It raises InfraError for a failure of the system; the call is then sent again.
         effects: `none` (pure), `repeatable` (may run twice), `once` (a call that was started is never run again).
         timeout_seconds: the time limit of a call, in seconds.
-        max_characters: the maximum length of the text that the model reads; longer text is cut, with a note.
-        memory_mb: the memory limit of a sandboxed call, in MB; None for the sandbox's own limit. A tool that runs in the worker
+        max_characters: the most characters of the text that the model reads. Longer text is cut, with a note.
+        memory_mb: the memory limit of a sandboxed call, in MB; None: the sandbox's own limit. A tool that runs in the worker
             itself has no such limit.
-        needs: called when a run is submitted; raises ConfigError if the machine lacks what the tool needs.
-        opens: makes a long-lived resource (a `Once`); called before the time limit of a call starts.
-        variables: the environment variables that the tool reads. If a tools worker has other values than the command that
-            submits a run, the command says so.
+        needs: a function that is called when a run is submitted. It raises ConfigError if the machine lacks something that the
+            tool needs.
+        opens: a function that creates a long-lived resource (a `Once`). It is called before the time limit of a call starts.
+        variables: the environment variables that the tool reads. The command that submits a run warns if a tools worker has
+            other values than the command.
     """
 
     function: Callable[..., object]
@@ -73,7 +74,7 @@ class Tool:
 
     @property
     def title(self) -> str:
-        """The tool's name for error messages."""
+        """The tool's name in error messages."""
         return f"The tool {self.name!r:.80}"
 
     @cached_property
@@ -110,14 +111,14 @@ class Tool:
         return function_schema(self.name, description, parameters)
 
     def described(self, text: str) -> Self:
-        """Return the same tool with another description, which is what a model reads about it."""
+        """Return a copy of the tool with another description. The model reads the description."""
         tool = copy(self)
         spec = self.schema["function"]
         vars(tool)["schema"] = function_schema(self.name, text, spec["parameters"])
         return tool
 
     def check_name(self) -> None:
-        """Check that a model can write the tool's name and that the row of a call can store it.
+        """Check that a model can write the tool's name, and that the row of a call can store the name.
 
         Raises:
             ConfigError: the name is invalid.
@@ -129,8 +130,8 @@ class Tool:
         """Check that the tool can be offered on this machine.
 
         Raises:
-            ConfigError: its types have no JSON schema, its description is missing or too long, or this machine lacks what it
-                needs.
+            ConfigError: the tool's types have no JSON schema, its description is missing or too long, or this machine lacks
+                something that the tool needs.
         """
         self.check_name()
         self._check_size()
@@ -156,7 +157,7 @@ class Tool:
             )
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """Run the tool; return its text, cut to `max_characters`.
+        """Run the tool, and return its text, cut to `max_characters`.
 
         Raises:
             ToolFailure: the arguments have wrong names or types, or the tool refused the call.
@@ -165,7 +166,7 @@ class Tool:
         return clip(self.answer(arguments), self.max_characters)
 
     def run(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run the tool; return its text as a result.
+        """Run the tool, and return its text as a `ToolResult`.
 
         Raises:
             ToolFailure, InfraError: see `call`.
@@ -173,7 +174,9 @@ class Tool:
         return ToolResult(self.call(arguments))
 
     def answer(self, arguments: Mapping[str, Any]) -> str:
-        """Run the tool; return the function's value as text, not cut. A dict, list or tuple becomes JSON if possible.
+        """Run the tool, and return the function's value as text, without a limit on its length.
+
+        A dict, list or tuple becomes JSON if possible.
 
         Raises:
             ToolFailure, InfraError: see `call`.
@@ -185,7 +188,7 @@ class Tool:
         return str(value)
 
     def returned(self, arguments: Mapping[str, Any]) -> object:
-        """Run the tool; return the function's value.
+        """Run the tool, and return the function's value.
 
         Raises:
             ToolFailure, InfraError: see `call`.
@@ -198,12 +201,12 @@ class Tool:
         return self.function(**values)
 
     def overdue(self) -> AgentRLError:
-        """Return the error of a call that passed its time limit. For most tools it is the model's failure."""
+        """Return the error for a call that exceeded the time limit. For most tools, the timeout is a failure of the model."""
         return ToolTimeout(f"{self.name} took longer than {self.timeout_seconds:g} s")
 
     @property
     def _usage(self) -> str:
-        """The parameters in short: `query (string), k (integer, optional)`."""
+        """Return a short list of the parameters: `query (string), k (integer, optional)`."""
         parameters = self.schema["function"]["parameters"]
         needed = parameters.get("required", [])
         parts = [
@@ -234,25 +237,28 @@ def function_schema(name: str, description: str, parameters: Mapping[str, Any]) 
 
 
 def clip(text: str, limit: int) -> str:
-    """Cut the text to `limit` characters, and note how many were cut."""
+    """Cut the text to `limit` characters, and add a note with the number of removed characters."""
     return text if len(text) <= limit else f"{text[:limit]}\n[cut: {len(text) - limit} more characters]"
 
 
 def failure(tool: Tool, error: BaseException) -> ToolResult:
-    """Return the result that the model reads if a call raised: the model's own mistake, or a note that the tool failed."""
+    """Return the result that the model reads after a call raised an exception.
+
+    For a mistake of the model, the result is the error message. Otherwise it says that the tool failed.
+    """
     if isinstance(error, ToolFailure):
         return ToolResult(clip(str(error), tool.max_characters), error.error_class)
     return ToolResult(clip(f"{tool.name} failed: {type(error).__name__}: {error}", tool.max_characters), "tool_crash")
 
 
 def run_within(tool: Tool, run: Callable[[], ToolResult], seconds: float | None) -> ToolResult:
-    """Run a call in a thread of its own, and return its result; errors become a result that the model reads.
+    """Run a call in a separate thread, and return its result. Errors become a result that the model reads.
 
-    In a thread of its own, a call that never ends blocks nothing else.
+    Because of the thread, a call that never ends does not block the caller.
 
     Args:
-        run: runs the tool.
-        seconds: the time limit, in seconds; None if the call has its own.
+        run: the function that runs the tool.
+        seconds: the time limit, in seconds; None if the call limits its time itself.
     """
     answer, began = Future[ToolResult](), time.monotonic()
 

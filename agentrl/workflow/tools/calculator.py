@@ -1,7 +1,8 @@
 """calculator: exact arithmetic for the model, with integers and fractions, without floats and `eval`.
 
-It accepts numbers (with commas between thousands), `+ - * / // % **`, signs and parentheses. Limits are checked before anything
-is computed: on the length of the text, the depth of nesting, and the size of every intermediate result.
+The calculator accepts numbers (with commas between thousands), `+ - * / // % **`, signs and parentheses. Limits apply to the
+length of the text, to the depth of nesting, and to the size of every intermediate result. They are checked before a value is
+computed.
 """
 
 import ast
@@ -30,10 +31,11 @@ Operation = Callable[[Fraction, Fraction], Fraction]
 def calculate(expression: str) -> str:
     """Return the value of an arithmetic expression, as text.
 
-    Integers and terminating decimals are exact; other values are rounded to 10 significant digits.
+    Integers and terminating decimals are exact. Other values are rounded to 10 significant digits.
 
     Raises:
-        ToolFailure: the text is not arithmetic, divides by zero, or is too long, too deep or too large.
+        ToolFailure: the text is not arithmetic, divides by zero, is too long, is nested too deep, or has a value that is too
+            large.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ToolFailure(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are read")
@@ -115,7 +117,7 @@ def _print(value: Fraction) -> str:
 
 
 def _decimal_places(denominator: int) -> int | None:
-    """Return the number of digits after the decimal point; None if there is no end."""
+    """Return the number of digits after the decimal point; None if the decimal does not terminate."""
     places = 0
     for prime in (2, 5):
         power = 0

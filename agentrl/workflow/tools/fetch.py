@@ -1,9 +1,9 @@
-"""fetch: the text of a web page on the hosts in AGENTRL_FETCH_HOSTS; if it names none, the tool is off.
+"""fetch: the text of a web page on a host in AGENTRL_FETCH_HOSTS. If the variable names no host, the tool is off.
 
-The list has names and addresses, each with `:PORT` unless the port is 80 or 443; `*.example.org` allows every host below it. A
+The list has names and addresses, each with `:PORT` unless the port is 80 or 443. `*.example.org` allows every host below it. A
 redirect is followed only to a host on the list. A name that resolves to a private address (loopback, a local network, a cloud's
-metadata service) is refused. An address that is itself on the list may be private. The request goes to exactly the address that
-was checked. Time and size are limited, and nothing of this machine (proxies, credentials, cookies) is sent.
+metadata service) is refused, unless the address itself is on the list. The request goes to exactly the address that was
+checked. Time and size are limited. Proxies, credentials and cookies of this machine are not used.
 """
 
 import codecs
@@ -33,7 +33,7 @@ HINT = "Set hosts: AGENTRL_FETCH_HOSTS=docs.python.org,*.example.org"
 
 
 def fetch_from(hosts: Sequence[str]) -> Tool:
-    """Create the tool for these hosts."""
+    """Create a fetch tool for these hosts."""
     return _tool(lambda: hosts)
 
 
@@ -47,7 +47,7 @@ def _tool(allowed: Callable[[], Sequence[str]], variables: tuple[str, ...] = ())
 
 
 def check(hosts: Sequence[str]) -> None:
-    """Check that the tool is on.
+    """Check that the list of hosts is valid and not empty.
 
     Raises:
         ConfigError: the list has no host, or an entry is not a host.
@@ -87,7 +87,7 @@ def _url(text: str) -> httpx2.URL:
 
 
 def _fetch_once(url: httpx2.URL, hosts: Sequence[str], end: float) -> str | httpx2.URL:
-    """Send one request; return the text, or the URL of a redirect."""
+    """Send one request. Return the text of the page, or the URL of a redirect."""
     address = _address(url, hosts)
     try:
         response, read = within(max(0.1, end - time.monotonic()), _request(url, address))
@@ -101,7 +101,7 @@ def _fetch_once(url: httpx2.URL, hosts: Sequence[str], end: float) -> str | http
 
 
 async def _request(url: httpx2.URL, address: str) -> tuple[httpx2.Response, bytes]:
-    """Return the response and its body; the body of a redirect is empty."""
+    """Send the request, and return the response and its body. The body of a redirect is empty."""
     headers = {"Host": url.netloc.decode("ascii"), "Accept": "text/*, application/json", "Accept-Encoding": "identity"}
     # The request goes to the address, so that a second lookup of the name cannot lead elsewhere; certificates name the host.
     where, name = url.copy_with(host=address), {"sni_hostname": url.host}
@@ -113,7 +113,7 @@ async def _request(url: httpx2.URL, address: str) -> tuple[httpx2.Response, byte
 
 
 def _address(url: httpx2.URL, hosts: Sequence[str]) -> str:
-    """Return an address of the URL's host to which a request may be sent."""
+    """Return an address of the URL's host, after checking that requests to it are allowed."""
     port = url.port or PORTS[url.scheme]
     if not any(_is_allowed(host, url.host, port) for host in hosts):
         raise ToolFailure(f"{url.host}:{port} may not be fetched; allowed: {', '.join(hosts)}")
@@ -173,7 +173,9 @@ def _content_type(response: httpx2.Response) -> str:
 
 
 def _charset(response: httpx2.Response) -> str:
-    """Return the page's character encoding. Python's other codecs, such as punycode, are slow and never a page's encoding."""
+    """Return the character encoding of the page. If it names another codec of Python, such as punycode, return UTF-8, because
+    these codecs are slow.
+    """
     try:
         name = codecs.lookup(response.charset_encoding or "utf-8").name
     except (LookupError, ValueError):

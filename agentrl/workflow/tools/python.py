@@ -1,11 +1,11 @@
 """python: runs a program in the sandbox and returns its output. Each call starts a new interpreter.
 
-The model reads the code's failures (an exception, too much time, memory or output) with the output so far. The limit on
-processor time is the model's, and the wall-clock limit is the system's. If a program waited too long for a core, or if the
-sandbox failed, there is no observation, and the call is sent again.
+If the code fails (an exception, too much time, memory or output), the model reads the failure and the output so far. The limit
+on processor time applies to the model's code, and exceeding it is the model's failure. The wall-clock limit protects the
+system. If a program waited too long for a core, or if the sandbox failed, there is no observation, and the call is sent again.
 
-The process has one sandbox, of the kind that the machine's settings name (`AGENTRL_SANDBOX`). If none works, a run that offers
-this tool is refused, and the message says what to install.
+The process has one sandbox, of the kind that the machine's settings name (`AGENTRL_SANDBOX`). If no sandbox works, a run that
+offers this tool is refused, and the message says what to install.
 """
 
 from collections.abc import Mapping
@@ -33,18 +33,18 @@ SANDBOX = ("AGENTRL_SANDBOX", "AGENTRL_SANDBOX_PYTHON", "AGENTRL_SANDBOX_IMAGE")
 
 @Once
 def sandbox() -> Sandbox:
-    """Return the process's sandbox, selected at the first call."""
+    """Return the sandbox of this process. The first call selects it."""
     return find_sandbox(settings())
 
 
 @dataclass(frozen=True)
 class CodeTool(Tool):
-    """A tool whose function returns a program, which runs in the sandbox.
+    """A tool whose function returns a program. The program runs in the sandbox.
 
     Args:
-        cpu_seconds: the processor time of one call, in seconds. `timeout_seconds` is not the model's limit: a call passes it
-            only if the machine is too busy.
-        keeps: True to run the programs of an episode as cells of one session, which keeps names from one call to the next.
+        cpu_seconds: the processor time of one call, in seconds. A call exceeds `timeout_seconds` only if the machine is too
+            busy, so that timeout is not the model's failure.
+        keeps: True to run the programs of an episode as cells of one session, so names last from one call to the next.
     """
 
     cpu_seconds: float = CPU_SECONDS
@@ -56,21 +56,21 @@ class CodeTool(Tool):
         return Limits(self.cpu_seconds, memory_bytes=(self.memory_mb or MEMORY_MB) * MIB, output_bytes=OUTPUT_BYTES)
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """Run the program; return what the model reads.
+        """Run the program, and return the text that the model reads.
 
         Raises:
             ToolFailure: the arguments have wrong names or types, or the program failed.
             InfraError: the system failed.
-            ConfigError: the tool needs a session, and there is none here.
+            ConfigError: the tool needs a session, and this process has none for it.
         """
         return self._observation(self._run_program(arguments))
 
     def run(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """See `Tool.run`. The failure of a program is a result too."""
+        """See `Tool.run`. The failure of a program is a result, not an exception."""
         return self._tool_result(self._run_program(arguments))
 
     def open(self) -> Session:
-        """Open a session in the process's sandbox, with this tool's limits.
+        """Open a session in the sandbox of this process, with this tool's limits.
 
         Raises:
             InfraError: the session did not start.
@@ -111,18 +111,18 @@ class CodeTool(Tool):
         return replace(tool_result, cpu_seconds=result.cpu_seconds, exit=seen)
 
     def overdue(self) -> AgentRLError:
-        """See `Tool.overdue`. Here it is a system failure."""
+        """See `Tool.overdue`. For this tool, a timeout is a failure of the system."""
         return InfraError(f"{self.name} was not served within {self.timeout_seconds:g} s.")
 
 
 class Notebook:
-    """The sessions of a conversation in this process, without workers: one for each tool that keeps a session."""
+    """The sessions of a conversation that runs in this process, without workers: one for each tool that keeps a session."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
 
     def run(self, tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run the tool and return its result; a mistake of the model is a result too.
+        """Run the tool and return its result. A mistake of the model is a result, not an exception.
 
         Raises:
             InfraError: the system failed.
@@ -133,7 +133,7 @@ class Notebook:
             return failure(tool, error)
 
     def call(self, tool: Tool, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run the tool in a thread of its own and within its time limit; whatever it raises is a result for the model."""
+        """Run the tool in a separate thread and within its time limit. Every exception becomes a result for the model."""
         limit = None if keeps_session(tool) else tool.timeout_seconds  # a session has its own limit
         return run_within(tool, partial(self.run, tool, arguments), limit)
 
@@ -144,7 +144,7 @@ class Notebook:
 
     @property
     def alive(self) -> bool:
-        """True if all interpreters, and so the names in them, still exist."""
+        """True if all interpreters still exist, with the names that their cells defined."""
         return all(session.alive for session in self._sessions.values())
 
     def close(self) -> None:
@@ -153,15 +153,15 @@ class Notebook:
 
 
 def keeps_session(tool: object) -> TypeGuard[CodeTool]:
-    """Return whether the tool's calls are cells of a session that lasts for the episode."""
+    """Return True if the tool's calls are cells of a session that lasts for the episode."""
     return isinstance(tool, CodeTool) and tool.keeps
 
 
 def observation(result: CodeResult, limits: Limits) -> str:
-    """Return the text that the model reads of a program that succeeded.
+    """Return the text that the model reads after a program that succeeded.
 
     Raises:
-        CodeFailure: the program failed; the error has its output and the reason that it was killed.
+        CodeFailure: the program failed. The error has the program's output and, if it was killed, the reason.
         InfraError: the system failed.
     """
     if system_failed(result):
@@ -177,12 +177,14 @@ def observation(result: CodeResult, limits: Limits) -> str:
 
 
 def system_failed(result: CodeResult) -> bool:
-    """Return whether the result says nothing about the code, because the sandbox failed or the machine was too busy."""
+    """Return True if the sandbox failed or the machine was too busy. The result then says nothing about the code."""
     return result.status in ("sandbox_fault", "starved")
 
 
 def reasons(limits: Limits) -> dict[str, str]:
-    """Return the reason that the model reads for each status; a status that a traceback explains has none."""
+    """Return, for each status of a sandbox result, the reason that the model reads. A status that a traceback explains has no
+    reason.
+    """
     return {
         "timeout_cpu": f"[stopped: it used up its {limits.cpu_seconds:g} s of processor time]",
         "timeout_wall": "[stopped: it slept or waited for too long]",

@@ -50,7 +50,7 @@ Search = Callable[[str, int], Sequence[Passage]]
 
 
 def search_in(collection: str | Path | Callable[[], Iterable[Passage]]) -> Tool:
-    """Create the tool for a folder, a .jsonl file, a URL, or the passages that a function returns."""
+    """Create a search tool for a folder, a .jsonl file, a URL, or the passages that a function returns."""
     return _tool(lambda: collection)
 
 
@@ -78,7 +78,7 @@ def check(collection: str | Path | Callable[[], Iterable[Passage]]) -> None:
     """Check that the collection exists.
 
     Raises:
-        ConfigError: it does not exist, or is a file of another kind.
+        ConfigError: the collection does not exist, or is a file of another kind.
     """
     if callable(collection) or is_url(str(collection)):
         return
@@ -91,7 +91,7 @@ def check(collection: str | Path | Callable[[], Iterable[Passage]]) -> None:
 
 
 def open_search(collection: str | Path | Callable[[], Iterable[Passage]]) -> Search:
-    """Open the collection for search; build its index if it needs one.
+    """Open the collection for search. If the collection is not a URL, build an index.
 
     Raises:
         ConfigError: the collection does not exist or is empty.
@@ -109,7 +109,8 @@ def open_search(collection: str | Path | Callable[[], Iterable[Passage]]) -> Sea
 
 
 def index(passages: Iterable[Passage]) -> Search:
-    """Index the passages for search by BM25. A word of the title counts twice, and equal passages keep their order.
+    """Index the passages for search by BM25. A word in the title has twice the weight, and passages with equal scores keep
+    their order.
 
     Raises:
         ConfigError: there is no passage.
@@ -212,7 +213,7 @@ def _search_server(url: str, query: str, k: int) -> list[Passage]:
 
 
 async def _post(url: str, request: dict[str, Any]) -> tuple[int, bytes]:
-    """Send a request to the server; return the response's status and body.
+    """Send a request to the search server, and return the status and body of the response.
 
     Raises:
         ServiceError: the body exceeds the size limit.

@@ -1,6 +1,6 @@
-"""sql: runs one SELECT on a database that the model can only read; an empty query lists the tables.
+"""sql: runs one SELECT on a database that the model can only read. An empty query lists the tables.
 
-Under its plain name the tool reads the database in AGENTRL_SQL_DATABASE; `sql_over(...)` creates a tool for an env's own
+Selected by its plain name, the tool reads the database in AGENTRL_SQL_DATABASE. `sql_over(...)` creates a tool for an env's own
 database. See `sql.databases` for the names of databases.
 """
 
@@ -23,7 +23,7 @@ CREATE = re.compile(r"\s*CREATE\s", re.IGNORECASE)
 
 
 def sql_over(database: str | Path) -> Tool:
-    """Create the tool for a SQLite file, a .sql script or a Postgres database."""
+    """Create an SQL tool for a SQLite file, a .sql script or a Postgres database."""
     return _tool(lambda: str(database))
 
 

@@ -1,6 +1,7 @@
-"""Trackers: services and files outside of agentrl that plot the metrics of runs. Each file here is one; see `Tracker`.
+"""Trackers: services and files outside of agentrl that plot the metrics of runs. Each file of this folder defines one; see
+`Tracker`.
 
-A separate process writes a run to a tracker, from the rows of the database. The tracker's package is imported when a session is
+A separate process reads the rows of a run and writes them to a tracker. The tracker's package is imported when a session is
 opened, so other processes never import it.
 """
 
@@ -17,7 +18,7 @@ from agentrl.workflow.config import flatten
 ITERATION = "iteration"
 EVALUATION = "eval/version"
 PROJECT = "agentrl"
-"""The project or experiment of the runs, unless the tracker's own environment variable names another."""
+"""The default project or experiment of the runs. The tracker's own environment variable may name another."""
 SAMPLES = "rollout/samples"
 """The name under which texts of sampled episodes are written."""
 
@@ -27,7 +28,7 @@ class TrackedRun:
     """A run in the form that trackers receive.
 
     Args:
-        key: an identifier that no other run has, in any store.
+        key: an identifier that is unique over all stores.
         name: the run's name.
         config: the values by dotted key, from `masked_config`.
         tags: tags by which the run can be found.
@@ -45,14 +46,15 @@ class TrackedRun:
 
 @dataclass(frozen=True, slots=True)
 class TrackedStep:
-    """The metrics of an iteration or of an evaluation. A tracker writes all of them or none.
+    """The metrics of an iteration or of an evaluation. A tracker writes either all of them or none.
 
     Args:
-        series: ITERATION or EVALUATION: the metric that numbers these steps. Steps are written in increasing order.
-        number: the iteration from 1, or the policy version from 0.
-        at: the time at which it ended.
+        series: ITERATION or EVALUATION, which is also the name of the metric with the step's number. Steps are written in
+            increasing order.
+        number: the iteration, counted from 1, or the policy version, counted from 0.
+        at: the time at which the iteration or evaluation ended.
         metrics: finite numbers by name, without the metric named by `series`.
-        text: sampled episodes as Markdown; empty: none.
+        text: sampled episodes as Markdown; empty if there are none.
     """
 
     series: str
@@ -71,7 +73,7 @@ class TrackerSession(Protocol):
     """A run that is open in a tracker.
 
     Attributes:
-        handle: the tracker's own id of the run, with which a later session continues it.
+        handle: the tracker's own id of the run, with which a later session continues the run.
         url: the URL of the run; for files, the command that shows them.
     """
 
@@ -79,22 +81,23 @@ class TrackerSession(Protocol):
     url: str
 
     def last_numbers(self) -> Mapping[str, int]:
-        """Return the number of the last step that the tracker has, by series. A series without a step is left out."""
+        """Return, for each series, the number of the last step that the tracker has. A series without a step is left out."""
 
     def log(self, step: TrackedStep) -> None:
         """Write a step."""
 
     def finish(self, status: str) -> None:
-        """Write everything that is buffered, and close the session. `status` is the run's."""
+        """Write all buffered data, and close the session. `status` is the status of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """A tracker.
+    """A service or file format that plots the metrics of runs.
 
     Args:
-        package: the module that it imports, which is also the extra that installs it.
-        open: opens a session for a run. The second argument is the handle of an earlier session; empty: none.
+        package: the module that the tracker imports, which is also the name of the extra that installs it.
+        open: a function that opens a session for a run. Its second argument is the handle of an earlier session; empty if there
+            is none.
     """
 
     package: str
@@ -102,7 +105,7 @@ class Tracker:
 
 
 TEXT_KEYS = ("resources", "served_tools", "model.chat_template")
-"""Config keys with prompts and descriptions. A tracker gets only their lengths."""
+"""The config keys whose values are prompts and descriptions. A tracker receives only the lengths of these texts."""
 MASK = "***"
 _SECRETS = (
     (re.compile(r"(?<=://)[^/\s@]+(?=@)"), MASK),  # the user and password of a URL
@@ -119,7 +122,7 @@ _SECRETS = (
 )
 _SECRET_NAME = re.compile(r"(?i)token|secret|passw|key$|credential")
 MIN_SECRET_CHARS = 8
-"""The fewest characters of a variable's value that is masked. Shorter values occur in harmless texts."""
+"""The fewest characters of a secret that is masked. Shorter values also occur in harmless texts."""
 
 
 def masked_config(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -127,14 +130,15 @@ def masked_config(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict
 
     Args:
         config: the stored config.
-        environ: this process's environment variables. The values of variables with names of secrets are masked everywhere.
+        environ: this process's environment variables. If the name of a variable looks like that of a secret, its value is
+            masked everywhere.
     """
     secrets, values = _secrets_of(environ), dict(flatten(config))
     return {key: _length(value) if key in TEXT_KEYS else _masked(value, secrets) for key, value in values.items()}
 
 
 def mask_text(text: str, environ: Mapping[str, str]) -> str:
-    """Mask the secrets in the text, as `masked_config` does. A tracker's URL or message may contain its key."""
+    """Mask the secrets in a text, such as a tracker's URL or message, as `masked_config` does."""
     return str(_masked(text, _secrets_of(environ)))
 
 
@@ -181,16 +185,16 @@ METRICS: Mapping[str, str] = {
         for name in ("seconds", "rollout_seconds", "update_seconds", "tokens_per_second", "peak_memory_bytes", "tflops", "mfu")
     },
 }
-"""The name of the metric for each column of a run's curves."""
+"""A mapping from a column of a run's curves to the name of the metric."""
 EVAL_METRICS: Mapping[str, str] = {
     "mean_reward": "eval/reward", "low": "eval/reward_low", "high": "eval/reward_high", "accuracy": "eval/accuracy",
     "episodes": "eval/episodes", "errors": "eval/errors",
 }  # fmt: skip
-"""The name of the metric for each column of an evaluation; pass@k is `eval/pass_at_K`."""
+"""A mapping from a column of an evaluation to the name of the metric. pass@k has the name `eval/pass_at_K`."""
 
 
 def iteration_metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a row of the curves (`store.reads.curves.COLUMNS`)."""
+    """Return the metrics of an iteration from a row of the curves (`store.reads.curves.COLUMNS`)."""
     values = dict(row)
     if row["seconds"] and row["tokens"] is not None:
         values["tokens_per_second"] = row["tokens"] / row["seconds"]
@@ -206,5 +210,5 @@ def eval_metrics(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _finite(pairs: Any) -> Iterator[tuple[str, float]]:
-    """Yield the pairs whose value is a finite number, because not every tracker can store others."""
+    """Yield the pairs whose value is a finite number. Some trackers cannot store other values."""
     return ((name, float(value)) for name, value in pairs if isinstance(value, int | float) and math.isfinite(value))

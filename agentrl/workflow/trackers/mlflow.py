@@ -8,14 +8,14 @@ from typing import Any
 from agentrl.workflow.trackers import EVALUATION, ITERATION, PROJECT, SAMPLES, TrackedRun, TrackedStep, Tracker
 
 STATUS = {"done": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
-"""MLflow's status for each final status of a run. A paused run stays RUNNING there."""
+"""A mapping from the final status of a run to MLflow's status. A paused run stays RUNNING in MLflow."""
 MAX_PARAM_CHARS = 6000
 PARAMS_PER_CALL = 100
 
 
 class _Session:
-    """A session in MLflow. A batch of metrics is one transaction; a repeated value with the same step and time is stored
-    once.
+    """A session in MLflow. A batch of metrics is one transaction. A value that is repeated with the same step and time is
+    stored once.
     """
 
     def __init__(self, run: TrackedRun, handle: str) -> None:

@@ -8,8 +8,8 @@ from agentrl.workflow.trackers import EVALUATION, ITERATION, SAMPLES, TrackedRun
 
 
 class _Session:
-    """A session that adds a new event file to the run's folder. A step is one event, which is written completely or
-    truncated.
+    """A session that adds a new event file to the run's folder. A step is one event. A reader ignores an event that was not
+    written completely.
     """
 
     def __init__(self, run: TrackedRun, handle: str) -> None:

@@ -1,4 +1,4 @@
-"""Trackio: a run in its local database (`TRACKIO_DIR`), which `trackio show` serves and `trackio sync` uploads."""
+"""Trackio: a run in Trackio's local database (`TRACKIO_DIR`), which `trackio show` serves and `trackio sync` uploads."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,9 @@ REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
 class _Session:
-    """A session in Trackio, whose own thread writes the metrics. What a killed session wrote is read from its database."""
+    """A session in Trackio. A thread of Trackio writes the metrics. After a kill, the next session reads from Trackio's
+    database which steps were written.
+    """
 
     def __init__(self, run: TrackedRun, handle: str) -> None:
         import trackio as package

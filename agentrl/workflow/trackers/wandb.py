@@ -13,8 +13,8 @@ from agentrl.workflow.trackers import EVALUATION, ITERATION, PROJECT, SAMPLES, T
 
 
 class _Session:
-    """A session in W&B, which numbers the rows of its history itself; the iteration is the x axis. What a killed session sent
-    is read from the server, or from the offline files.
+    """A session in W&B. W&B numbers the rows of its history itself, so the iteration is a metric that serves as the x axis.
+    After a kill, the next session reads from the server, or from the offline files, which steps were sent.
     """
 
     def __init__(self, run: TrackedRun, handle: str) -> None:
@@ -59,8 +59,9 @@ def _escape(text: str) -> str:
 
 
 def _read_offline(folder: Path, handle: str) -> dict[str, float]:
-    """Return the last values of the run's offline files, by metric. Summaries cannot be used, because they are only written at
-    the end.
+    """Return the last value of each metric in the run's offline files.
+
+    The history is read, because summaries are only written at the end.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -77,8 +78,8 @@ def _read_offline(folder: Path, handle: str) -> dict[str, float]:
 
 
 def _read_chunks(content: bytes) -> Iterator[bytes]:
-    """Yield the records of a `.wandb` file: a log in LevelDB's format after a header of 7 bytes. A truncated end is left
-    out.
+    """Yield the records of a `.wandb` file, which is a log in LevelDB's format after a header of 7 bytes. A truncated last
+    record is left out.
     """
     position, record = 7, b""
     for _ in count():

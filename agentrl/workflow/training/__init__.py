@@ -1,1 +1,1 @@
-"""Training: advantages, losses, updates and trainers; supervised and preference training outside of a run."""
+"""Training: advantages, losses, updates and trainers, and the offline trainings `sft` and `dpo`, which need no run."""

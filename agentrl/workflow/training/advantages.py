@@ -1,9 +1,11 @@
 """Advantages: how much better than expected each sampled token was. Pure functions of tensors; no model, episode or row.
 
-These functions receive only the sampled tokens that train, one after another, without the tokens between them. So values,
-returns and advantages pass over the text of tools. (verl's REINFORCE++ multiplies the running return by the mask, so a terminal
-reward is lost at the first tool text before it.) They do not pass from one chain to another (`workflow.token_chains`): rewards
-after a chain's end are part of its last token's reward.
+The tensors contain only the sampled tokens that train, one after another. Tokens between them, such as the text of a tool's
+result, are left out, so values, returns and advantages skip that text. (verl's REINFORCE++ multiplies the running return by the
+mask. There, a terminal reward does not reach the tokens before the last tool text.)
+
+Values, returns and advantages do not pass from one chain to another (`workflow.token_chains`). The reward of a chain's last
+token includes the rewards that come after the end of the chain.
 """
 
 import math
@@ -26,15 +28,16 @@ class TokenRewards:
     """The rewards of an update's tokens: N episodes of up to T tokens, padded on the right.
 
     Args:
-        rewards: (N, T) float64. A step's reward is at the step's last token. Every other reward is at the last token of each
-            chain. If the KL is in the reward, kl_coef x KL is subtracted at each token.
-        mask: (N, T), True if there is a token.
+        rewards: (N, T) float64. The last token of a step has the step's reward. The last token of each chain has every other
+            reward. If the KL is in the reward, kl_coef x KL is subtracted at each token.
+        mask: (N, T), True for a token and False for padding.
         turns: (N, T), the index of each token's step.
-        groups: (N,), equal for episodes of one group.
-        values: (N, T) float64, the reward that a critic expects from each token on; None if the algorithm has no critic.
-        outcomes: (N,) float64, each episode's recorded reward; None: the sum of its tokens' rewards. Sums in another order
-            differ in their last digit, but equal rewards must be equal.
-        chains: (N, T), the number of each token's chain; None: all tokens are of one chain.
+        groups: (N,), the number of each episode's group.
+        values: (N, T) float64, the sum of the rewards from each token on, as the critic predicts it; None if the algorithm has
+            no critic.
+        outcomes: (N,) float64, each episode's recorded reward; None: the sum of its tokens' rewards. Sums in different orders
+            differ in their last digit, but equal rewards must stay equal.
+        chains: (N, T), the number of each token's chain; None: each episode is one chain.
     """
 
     rewards: Tensor
@@ -47,13 +50,13 @@ class TokenRewards:
 
     @property
     def totals(self) -> Tensor:
-        """Each episode's reward, (N,)."""
+        """The reward of each episode, (N,)."""
         return torch.where(self.mask, self.rewards, 0.0).sum(-1) if self.outcomes is None else self.outcomes
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Each token's advantage (N, T) and, with a critic, the target of its value (N, T)."""
+    """The advantage of each token, (N, T), and, with a critic, the target of each token's value, (N, T)."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -71,11 +74,13 @@ def group_relative(rewards: Tensor, epsilon: float = VERL_EPSILON) -> Tensor:
 
     Args:
         rewards: (G,), the scalar rewards of one group's episodes.
-        epsilon: 1e-6 is verl's and the default, 1e-4 is TRL's. With the smaller one, A depends less on the scale of the
-            rewards. Equal rewards are detected exactly, not by epsilon.
+        epsilon: 1e-6 (the default, as in verl) or 1e-4 (as in TRL). With a smaller epsilon, A depends less on the scale of the
+            rewards. Whether all rewards are equal is tested exactly, without epsilon.
 
     Returns:
-        (G,) float64. Equal rewards give exactly 0. A group of one keeps its reward, as in verl (mean 0, std 1).
+        (G,) float64. Equal rewards give exactly 0. In a group of one episode, the advantage is the reward, as in verl (mean 0,
+            std
+        1).
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2 (outcome supervision).
     """
@@ -94,11 +99,13 @@ def center_on_mean(rewards: Tensor) -> Tensor:
 
 
 def relative_to_group(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """Return the advantages of GRPO: the reward minus the group's mean, divided by `scale`.
+    """Return the advantages of GRPO: the reward minus the group's mean, divided as the option `scale` says.
 
-    "group" divides by the standard deviation of the group. "batch" divides by that of all rewards of the update, so a group
-    with almost equal rewards is not amplified (TRL's `scale_rewards="batch"`; arXiv 2508.08221). "none" does not divide, which
-    gives Dr.GRPO.
+    - "group" divides by the standard deviation of the group's rewards.
+    - "batch" divides by the standard deviation of all rewards of the update. So a group with almost equal rewards is not
+        amplified
+      (TRL's `scale_rewards="batch"`; arXiv 2508.08221).
+    - "none" does not divide. This gives Dr.GRPO.
     """
     epsilon = TRL_EPSILON if options.convention == "trl" else VERL_EPSILON
     if options.scale == "group":
@@ -111,15 +118,19 @@ def relative_to_group(earned: TokenRewards, options: AlgorithmConfig) -> Advanta
 
 
 def leave_one_out(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """Return RLOO's advantages: R - mean of the others = (R - mean) G / (G - 1). Source: arXiv 2402.14740, equation 8."""
+    """Return RLOO's advantages: R - the mean reward of the group's other episodes = (R - mean) G / (G - 1).
+
+    Source: arXiv 2402.14740, equation 8.
+    """
     return _credit_groups(earned, lambda rewards: center_on_mean(rewards) * (len(rewards) / max(1, len(rewards) - 1)))
 
 
 def best_of_group(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """Return Pass@k's advantages: the best episode's lead over the second, divided by the group's std; 0 for the others.
+    """Return Pass@k's advantages: only the best episode of a group has one, all others have 0.
 
-    If several episodes share the best reward, all advantages are 0. Source: arXiv 2503.19595 (an unbiased gradient of the
-    expected best of k), as in verl.
+    It is the best reward minus the second best, divided by the standard deviation of the group's rewards. If several episodes
+    share the best reward, all advantages are 0. Source: arXiv 2503.19595 (an unbiased gradient of the expected best of k), as
+    in verl.
     """
 
     def credit(rewards: Tensor) -> Tensor:
@@ -133,10 +144,10 @@ def best_of_group(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
 
 
 def optimal_baseline(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """Return OPO's advantages: R - sum(length R) / sum(length).
+    """Return OPO's advantages: R - sum(length R) / sum(length), over the episodes of a group.
 
-    This baseline has the least variance if gradients grow with length. Source: arXiv 2505.23585, equation 9; the length is
-    counted in sampled tokens.
+    The length is the number of sampled tokens. This baseline has the least variance if gradients grow with length. Source:
+    arXiv 2505.23585, equation 9.
     """
     lengths = earned.mask.sum(-1).double()
 
@@ -165,17 +176,18 @@ def group_baseline_whitened(earned: TokenRewards, options: AlgorithmConfig) -> A
 
 
 def returns_to_go(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """Return REINFORCE's advantages: the discounted sum of the rewards from each token on, without a baseline.
+    """Return REINFORCE's advantages: for each token, the discounted sum of its reward and all later ones, without a baseline.
 
-    With discount 1 and one terminal reward, every token has that reward. Source: Williams (1992).
+    With discount 1 and one terminal reward, the advantage of every token is that reward. Source: Williams (1992).
     """
     return Advantages(_returns(earned, options))
 
 
 def returns_whitened(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """Return REINFORCE++'s advantages: returns to go, whitened over all tokens of the update.
+    """Return REINFORCE++'s advantages: the discounted sum of rewards from each token on, whitened over all tokens of the
+    update.
 
-    Source: arXiv 2501.03262, equations 5 to 7. The return passes over tool tokens, unlike verl's (see the module).
+    Source: arXiv 2501.03262, equations 5 to 7. Unlike in verl, the return skips the tokens of tools (see the module).
     """
     return Advantages(whiten(_returns(earned, options), earned.mask))
 
@@ -197,11 +209,12 @@ def turn_gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     A turn k is one decision. Its value V_k is the value of its first token, and its reward r_k is the sum of its tokens'
     rewards. Over turns, A_k = delta_k + discount lambda A_k+1, delta_k = r_k + discount V_k+1 - V_k. Inside a turn, the last
     token has A_t = r_t + discount (V_k+1 + lambda A_k+1) - V_t, and earlier tokens have A_t = r_t + V_t+1 - V_t + lambda A_t+1.
-    There is no discount inside a turn: time passes only between turns. So a turn's length does not change how far back a reward
-    reaches. A token pays for no KL of earlier tokens. With discount and lambda 1 this equals `gae`. returns = A + V at each
-    token.
 
-    Source: after VAGEN's Bi-Level GAE, arXiv 2510.16907; there the last token has A_k itself.
+    There is no discount inside a turn: time passes only between turns. So a turn's length does not change how far back a reward
+    reaches. The advantage of a token does not contain the KL penalty of earlier tokens. With discount and lambda 1 this equals
+    `gae`. returns = A + V at each token.
+
+    Source: after VAGEN's Bi-Level GAE, arXiv 2510.16907. There, the advantage of a turn's last token is A_k.
     """
     values = _values(earned)
     discount, lambda_ = _decays(options)
@@ -226,9 +239,10 @@ def turn_gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Return (values - mean) / sqrt(variance + 1e-8) of the values where the mask is True, variance unbiased; 0 elsewhere.
+    """Return (values - mean) / sqrt(variance + 1e-8) where the mask is True, and 0 elsewhere.
 
-    Equal values, or a single one, give exactly 0.
+    The mean and the unbiased variance are those of the values under the mask. Equal values give exactly 0, and so does a single
+    value.
     """
     chosen = values[mask]
     if not len(chosen) or torch.equal(chosen, chosen[:1].expand_as(chosen)):
@@ -268,7 +282,7 @@ def _values(earned: TokenRewards) -> Tensor:
 
 
 def _accumulate_backwards(earned: TokenRewards, values: Tensor, discount: float, lambda_: float) -> Tensor:
-    """Return A_t = delta_t + discount lambda A_t+1, (N, T), from each chain's last token backwards; 0 if there is no token."""
+    """Compute A_t = delta_t + discount lambda A_t+1, (N, T), in each chain from its last token to its first; 0 for padding."""
     rewards, mask = earned.rewards, earned.mask
     chains = torch.zeros_like(mask, dtype=torch.long) if earned.chains is None else earned.chains
     advantages = torch.zeros_like(values)

@@ -1,9 +1,13 @@
 """Demonstrations to train on: conversations, or questions with answers. `agentrl sft --dataset FILE.jsonl`
 
-The rows come from any file, folder or hub dataset that `dataset_rows` reads. A row has `messages`, a list in the format of chat
-APIs (`role`, `content`, an assistant's `tool_calls`, a tool's `name`, `reasoning_content`), and the offered `tools`, if any. Or
-it has `question` or `prompt`, and `answer`, `response` or `completion`, as texts or as lists of messages; in a row with a
-preference pair the answer is `chosen`. All turns of the assistant are learned. Other columns are ignored.
+The rows come from any file, folder or hub dataset that `dataset_rows` reads. A row has one of two forms:
+
+- a conversation: `messages`, a list in the format of chat APIs (`role`, `content`, an assistant's `tool_calls`, a tool's
+  `name`, `reasoning_content`), and `tools`, if tools were offered
+- a question with an answer: `question` or `prompt`, and `answer`, `response` or `completion`. Each is a text or a list of
+  messages. In a row with a preference pair, the answer is `chosen`.
+
+All turns of the assistant are learned. Other columns are ignored.
 """
 
 import json
@@ -32,10 +36,10 @@ class Demonstration:
 
 
 def read_demonstrations(config: DatasetConfig) -> list[Demonstration]:
-    """Return the demonstrations of a dataset's rows, in their order; at most `config.max_tasks`.
+    """Read the demonstrations of a dataset, at most `config.max_tasks`, in the order of its rows.
 
     Raises:
-        DatasetError: the dataset cannot be read, has no demonstrations, or has malformed rows; the message names them.
+        DatasetError: the dataset cannot be read, has no demonstrations, or has malformed rows. The message names these rows.
     """
     demonstrations: list[Demonstration] = []
     problems: list[str] = []
@@ -91,7 +95,7 @@ def line_of(demonstration: Demonstration) -> bytes:
     """Return the JSON line of a demonstration, in the format that `read_demonstrations` reads.
 
     Raises:
-        ValueError: the line could not be read again; the message says why.
+        ValueError: `read_demonstrations` could not read the line; the message has the reason.
     """
     row: dict[str, Any] = {"messages": [message_row(message) for message in demonstration.messages]}
     if demonstration.tools:

@@ -1,8 +1,8 @@
 """Losses: pure functions of (B, T) token tensors. The files of `workflow/algorithms` select them by name.
 
-A surrogate returns each token's loss. `policy_loss` adds KL and entropy, and aggregates. A microbatch never divides by its own
-counts: `aggregate` divides by the counts of the whole minibatch (`Normaliser`). So the microbatches' losses add up to the
-minibatch's, and the gradient does not depend on the split.
+A surrogate returns each token's loss. `policy_loss` adds KL and entropy, and aggregates the sum over the tokens. A microbatch
+never divides by its own counts: `aggregate` divides by the counts of the complete minibatch (`Normaliser`). So the losses of
+the microbatches add up to the loss of the minibatch, and the gradient does not depend on the split.
 """
 
 import math
@@ -22,14 +22,14 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """Counts over a whole minibatch.
+    """Counts over a complete minibatch, by which losses are divided.
 
     Args:
         tokens: the number of trained tokens.
         rows: the number of rows with at least one trained token.
         width: the most tokens that an episode may sample, a constant of the run. Some aggregations divide by it.
-        episodes: the number of episodes that the rows belong to; the weights of an episode's rows sum to 1. 0: each row is an
-            episode of its own.
+        episodes: the number of episodes that the rows belong to. The weights of an episode's rows sum to 1. With 0, each row
+            counts as an episode.
     """
 
     tokens: int
@@ -49,7 +49,7 @@ class TokenBatch:
 
     Args:
         logprobs: logprobs under the policy that trains, at the sampling temperature; they carry the gradient.
-        old: the denominator of the ratio (PPO's "old"), a constant.
+        old: the logprobs in the denominator of the ratio (PPO's "old"), without a gradient.
         advantages: the advantage of each token.
         mask: True if the token trains. Values at other tokens have no effect.
         reference: logprobs under the frozen reference; None if no KL is needed.
@@ -70,7 +70,10 @@ class TokenBatch:
         return torch.where(self.mask, self.logprobs - self.old, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def log_ratio_clamped(self) -> Tensor:
-        """Return True for each token that trains and whose log ratio is clamped, so its ratio has no gradient; (B, T)."""
+        """Return (B, T), True for tokens that train and whose log ratio was clamped.
+
+        The ratio of such a token has no gradient.
+        """
         return self.mask & ((self.logprobs - self.old).abs() > MAX_LOG_RATIO)
 
 
@@ -78,7 +81,8 @@ class TokenBatch:
 class LossTerms:
     """A microbatch's share of the minibatch's loss (a scalar with a gradient), and sums for the metrics.
 
-    `sums` are sums over trained tokens. Divided by the minibatch's token count, they are the metrics of those names.
+    `sums` are sums over trained tokens, by metric. A sum divided by the minibatch's number of tokens is the metric of that
+    name.
     """
 
     loss: Tensor
@@ -86,7 +90,7 @@ class LossTerms:
 
 
 Surrogate = Callable[[TokenBatch, AlgorithmConfig], tuple[Tensor, Tensor]]
-"""A function from tokens and the run's options to each token's loss, and where a clip was active; both (B, T)."""
+"""A function from tokens and the run's options to two (B, T) tensors: each token's loss, and True if its clip was active."""
 
 
 def policy_loss(surrogate: Surrogate, batch: TokenBatch, options: AlgorithmConfig, normaliser: Normaliser) -> LossTerms:
@@ -137,10 +141,11 @@ def clipped_sequence(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tenso
 
 
 def clipped_sequence_mean(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return GSPO's loss: the clipped surrogate of the row's geometric mean ratio. Its gradient is shared by the tokens.
+    """Return GSPO's loss: the clipped surrogate of the geometric mean of a row's ratios.
 
-    r = exp(mean over the row's tokens of log ratio), written sg(r) pi / sg(pi), so each token has its own advantage and
-    gradient. Source: arXiv 2507.18071, equations 7 and 14 (GSPO-token).
+    The mean is r = exp(mean over the row's tokens of log ratio). At each token it is written as sg(r) pi / sg(pi), where sg
+    stops the gradient. So each token has its own advantage and gradient. Source: arXiv 2507.18071, equations 7 and 14
+    (GSPO-token).
     """
     mean = batch.log_ratio().sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
     own = torch.where(batch.mask, batch.logprobs - batch.logprobs.detach(), 0.0)
@@ -149,10 +154,11 @@ def clipped_sequence_mean(batch: TokenBatch, options: AlgorithmConfig) -> tuple[
 
 
 def clipped_weight(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return CISPO's loss -sg(clipped ratio) A log pi: the weight is clipped, and no token loses its gradient.
+    """Return CISPO's loss -sg(clipped ratio) A log pi, where sg stops the gradient.
 
-    In the convention verl, the ratio is limited to 1 - clip_low and 1 + clip_high. In trl, it is at most clip_high, an absolute
-    cap, without a lower bound. Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5.
+    Only the weight is clipped, so every token keeps a gradient. With the convention `verl`, the ratio is limited to 1 -
+    clip_low and 1 + clip_high. With `trl`, it is at most clip_high, an absolute cap, without a lower bound. Source: MiniMax-M1,
+    arXiv 2506.13585, equations 4 and 5.
     """
     ratio = batch.log_ratio().exp().detach()
     assert options.clip_high is not None  # settled
@@ -164,10 +170,11 @@ def clipped_weight(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor,
 
 
 def soft_gate(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return SAPO's loss -A sigmoid(tau (r - 1)) 4 / tau. The gate closes softly as the ratio leaves 1, in place of a clip.
+    """Return SAPO's loss -A sigmoid(tau (r - 1)) 4 / tau.
 
-    tau is tau_positive if A > 0, else tau_negative, so tokens of bad answers lose their gradient sooner. At r = 1 its slope is
-    A, the same as the ratio's. Source: arXiv 2511.20347, equations 5 and 6.
+    Instead of a clip, the gradient fades as the ratio r moves away from 1. tau is tau_positive if A > 0, else tau_negative, so
+    tokens of bad answers lose their gradient sooner. At r = 1, the gradient with respect to r is -A, the same as that of -A r.
+    Source: arXiv 2511.20347, equations 5 and 6.
     """
     assert options.tau_positive is not None  # settled
     assert options.tau_negative is not None
@@ -185,11 +192,11 @@ def _clips(options: AlgorithmConfig) -> tuple[float, float, float | None]:
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return PPO's pessimistic loss per token, and where the clip was active; both (B, T).
+    """Return, by token, PPO's pessimistic loss and True if the clip was active; both (B, T).
 
-    The loss is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(log_ratio). With `dual_clip`, it is at most -A
-    dual_clip if A < 0. Source: arXiv 1707.06347, equation 7; dual clip arXiv 1912.09729, equation 5 (on at 3 in verl, off in
-    TRL).
+    The loss is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(log_ratio). With `dual_clip`, a token with A < 0 has
+    a loss of at most -A dual_clip. Source: arXiv 1707.06347, equation 7; dual clip arXiv 1912.09729, equation 5 (on at 3 in
+    verl, off in TRL).
     """
     ratio = log_ratio.exp()
     plain = -advantages * ratio
@@ -204,9 +211,10 @@ def clipped_surrogate(
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Return 0.5 max((v - R)^2, (clip(v, V +- clip) - R)^2) per token, V the values before the update; (B, T).
+    """Return the critic's loss per token, (B, T): 0.5 max((v - R)^2, (clip(v, V +- clip) - R)^2).
 
-    Source: as in OpenAI's baselines and verl; arXiv 1506.02438, section 5, without the clip.
+    v are the critic's values, V its values before the update, R the returns. Source: OpenAI's baselines and verl; without the
+    clip, arXiv 1506.02438, section 5.
     """
     plain = (values - returns) ** 2
     if clip is None:
@@ -218,12 +226,14 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float | No
 def importance_weights(
     proximal: Tensor, behavior: Tensor, mask: Tensor, cap: float, level: str = "token", beyond: str = "truncate"
 ) -> tuple[Tensor, Tensor]:
-    """Return truncated importance weights of tokens, and where they were truncated; both (B, T).
+    """Return, by token, the truncated importance weight and True if it was truncated; both (B, T).
 
-    The weight is min(exp(proximal - behavior), cap), a constant without gradient; 1 where `mask` is False. It turns the
-    expectation over the sampler's tokens into that over tokens of the weights that the update starts from. The cap bounds the
-    variance, at the price of a bias. If both weights are the same, it is 1 up to rounding. A surrogate is proportional to its
-    advantage. So the caller multiplies the advantage by this weight, which weights the surrogate and not the KL.
+    The weight corrects for tokens that were sampled with other weights, or other arithmetic, than the update starts from. It is
+    min(exp(proximal - behavior), cap), without a gradient, and 1 where `mask` is False. The cap bounds the variance, at the
+    price of a bias. If sampler and trainer use the same weights, the importance weight is 1 up to rounding.
+
+    The caller multiplies the advantage by this weight. A surrogate is proportional to its advantage, so the surrogate is
+    weighted and the KL is not.
 
     Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), as in verl; the
     truncation is rho-bar of IMPALA, arXiv 1802.01561, equation 1; masking: IcePop (2025).
@@ -233,7 +243,7 @@ def importance_weights(
         behavior: logprobs as the sampler computed them.
         mask: True if the token trains.
         cap: the largest weight, at least 1.
-        level: `token`, or `sequence`: the product over the row's tokens is the weight of each of them.
+        level: `token`: each token has its own weight. `sequence`: each token has the product over all tokens of its row.
         beyond: the treatment of weights above the cap: `truncate` sets them to the cap, `mask` sets them to 0.
     """
     difference = torch.where(mask, proximal - behavior, 0.0).detach()
@@ -245,7 +255,7 @@ def importance_weights(
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Return the KL estimate `logprobs - reference`, (B, T). It is unbiased, has high variance and may be negative.
+    """Return the KL estimate `logprobs - reference`, (B, T). It is unbiased, has high variance and can be negative.
 
     Its expected gradient is 0, so it is of use only in rewards.
     """
@@ -253,15 +263,18 @@ def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Return half the squared difference: biased, of low variance; its gradient is that of the true KL; (B, T) in and out."""
+    """Return the KL estimate 0.5 (logprobs - reference)^2, (B, T). It is biased and has low variance.
+
+    Its expected gradient is that of the true KL.
+    """
     return 0.5 * (logprobs - reference) ** 2
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Return the low-variance, non-negative KL estimate exp(d) - d - 1, d = reference - logprobs; (B, T) in and out.
+    """Return the KL estimate exp(d) - d - 1 with d = reference - logprobs, (B, T).
 
-    d is at most `MAX_LOG_RATIO`. Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath, arXiv 2402.03300,
-    equation 4; the clamp as in verl.
+    It has low variance and is never negative. d is at most `MAX_LOG_RATIO`. Source: Schulman, "Approximating KL divergence"
+    (2020); DeepSeekMath, arXiv 2402.03300, equation 4; the clamp as in verl.
     """
     difference = (reference - logprobs).clamp(max=MAX_LOG_RATIO)
     return difference.exp() - difference - 1
@@ -276,13 +289,14 @@ KL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3"
 
 
 def aggregate(per_token: Tensor, mask: Tensor, name: str, normaliser: Normaliser, weights: Tensor | None = None) -> Tensor:
-    """Return a microbatch's share of the masked aggregation `name` of (B, T) values. The shares add up to the minibatch's loss.
+    """Return a microbatch's share of the masked aggregation `name` of (B, T) values.
 
-    The names are `token-mean` (DAPO), `seq-mean-token-mean` (the GRPO paper), `seq-mean-token-sum`, and Dr.GRPO's
+    The shares add up to the minibatch's loss. The names are `token-mean` (DAPO), `seq-mean-token-mean` (the GRPO paper),
+    `seq-mean-token-sum`, and Dr.GRPO's
     `seq-mean-token-sum-norm`: the sum divided by sequences x T, as verl 0.9.1 and TRL do.
 
-    `token-mean` counts tokens, in whatever row they are. In all others a sequence is an episode. Its rows, one per chain, have
-    `weights` (B,) that sum to 1, so every episode has the same weight, whatever its number of chains.
+    In `token-mean`, every token has the same weight. In all others, every episode has the same weight: a sequence is an
+    episode, and the `weights` (B,) of its rows (one per chain) sum to 1.
     """
     values = torch.where(mask, per_token, 0.0)
     if weights is not None and name != "token-mean":

@@ -1,4 +1,4 @@
-"""A policy as one plain model: its LoRA is added to its base, and a quantised base is dequantised."""
+"""The conversion of a policy to one plain model: its LoRA is added to its base, and a quantised base is dequantised."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from agentrl.workflow.trajectory import PolicyRef
 def merge(
     ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], target: Path, device: str, threads: int
 ) -> dict[str, Any]:
-    """Make a model folder from a stored policy, and return the folder's record.
+    """Make a model folder from a stored policy. Return the record of the folder's origin.
 
     Args:
         ref: the policy.
@@ -33,7 +33,7 @@ def merge(
         threads: CPU threads; 0: torch's choice.
 
     Raises:
-        ModelError: the base cannot be loaded or is not the run's, or the disk has no room for the new model.
+        ModelError: the base cannot be loaded, the base is not the run's, or the disk has no room for the new model.
         CheckpointError: the policy's weights differ from the recorded ones.
     """
     policy = open_with_weights(ref, config, manifest, device, threads)
@@ -77,8 +77,8 @@ def _check_room(folder: Path, module: Any) -> None:
 def merge_weights(policy: Policy) -> Any:
     """Return the trained weights as a model without adapter and quantisation. The policy cannot be used afterwards.
 
-    A 4-bit or 8-bit base is dequantised first. So the adapter is added to exactly the numbers that it was trained with, and the
-    sum is not quantised again (as `merge_and_unload` would do).
+    A base in 4 or 8 bits is dequantised first. So the adapter is added to exactly the numbers that it was trained with. The sum
+    is not quantised again, as `merge_and_unload` would do.
     """
     with policy.training() as module:
         if policy.kind == "full":

@@ -1,8 +1,8 @@
-"""The last checkpoint of an offline training. A killed training that is restarted continues from it.
+"""The last checkpoint of an offline training (`sft`, `dpo`). A killed training continues from it when it is started again.
 
-It is in the folder `.NAME.training` next to the model `NAME` that is being made. It is sealed and renamed like a run's
-checkpoints, and removed when the model is written. The draws of a step depend only on its number, so a step reads only weights,
-optimizer state and that number.
+The checkpoint is in the folder `.NAME.training`, next to the model `NAME` that the training makes. It is written, sealed and
+renamed like a run's checkpoints, and removed when the model is written. The random draws of a step depend only on the step's
+number. So weights, optimizer state and the number of steps are all that a checkpoint needs.
 """
 
 import fcntl
@@ -31,20 +31,20 @@ from agentrl.workflow.training.optimizer import LossScale, optimizer_state, set_
 AGAIN_HINT = "type the same command again"
 INTERRUPTED_HINT = "Type its command again to go on with it, or pass --force to begin anew."
 MIN_SECONDS_APART = 60.0
-"""The least time between two checkpoints, in seconds, if no number of steps is given."""
+"""The least time between two checkpoints, in seconds, if no number of steps is set."""
 MAX_TIME_SHARE = 20
-"""The divisor of a training's time that gives the most time for checkpoints: 1/20 of it, if no number of steps is given."""
+"""The limit of the time for checkpoints: 1/20 of the training's time, if no number of steps is set."""
 LAST = "last"
 """The name of the folder of the last checkpoint."""
 MAX_STATE = 1 << 16
-"""The most bytes that are read of the progress file."""
+"""The largest progress file that is read, in bytes."""
 
 
 @contextmanager
 def catch_interrupt() -> Iterator[Callable[[], bool]]:
     """Catch the first Ctrl-C, so the current step can be completed; a second Ctrl-C ends the process at once.
 
-    The context yields a function that returns True after a Ctrl-C. Outside of the main thread it always returns False.
+    The context yields a function that returns True after the first Ctrl-C. Outside of the main thread it always returns False.
     """
     pressed = False
     if threading.current_thread() is not threading.main_thread():  # only that one hears of it
@@ -64,13 +64,14 @@ def catch_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 class Resumable:
-    """The progress of one training.
+    """The progress of one offline training, and its last checkpoint.
 
     Args:
-        folder: the folder of its last checkpoint; it may not exist yet.
-        key: the hash of recipe, model and data. A checkpoint with another key belongs to another training.
-        every: the steps between two checkpoints; None: as few checkpoints as `MIN_SECONDS_APART` and `MAX_TIME_SHARE` allow.
-        clock: the time at which its examples were rendered; None if none were rendered.
+        folder: the folder of the last checkpoint; it need not exist.
+        key: the hash of recipe, model and data. A checkpoint with a different key belongs to another training.
+        every: the number of steps from one checkpoint to the next. None: the time decides, by `MIN_SECONDS_APART` and
+            `MAX_TIME_SHARE`.
+        clock: the time at which chat templates rendered the training's examples; None if nothing was rendered.
     """
 
     def __init__(self, folder: Path, key: str, every: int | None, clock: datetime | None = None) -> None:
@@ -119,10 +120,10 @@ class Resumable:
         loss_scale: LossScale,
         now: bool = False,
     ) -> None:
-        """Write a checkpoint after step `done`, if one is due or `now` is true. After the last step none is written.
+        """Write a checkpoint after step `done` if one is due, or if `now` is True. Write none after the last step.
 
         Raises:
-            CheckpointError: writing failed; the checkpoint before it is unchanged.
+            CheckpointError: writing failed; the previous checkpoint is unchanged.
         """
         if done == steps or not (now or self._is_due(done)):
             return
@@ -153,17 +154,20 @@ class Resumable:
 def open_resumable(
     target: Path, key: str, every: int | None, overwrite: bool, clock: datetime | None = None
 ) -> Iterator[Resumable]:
-    """Lock the training of the model `target`, and yield its progress. At a regular end its checkpoint is removed.
+    """Lock the training of the model `target`, and yield its progress.
+
+    Remove its checkpoint if the context ends without an exception.
 
     Args:
         key: see `Resumable`.
         every: see `Resumable`.
-        overwrite: whether to remove a broken checkpoint, or one of another training, instead of raising an exception.
-        clock: the time at which its examples were rendered; see `rendering_clock`.
+        overwrite: whether to remove the checkpoint if it is broken or belongs to another training. If False, this raises an
+            exception.
+        clock: see `Resumable`; `rendering_clock` returns it.
 
     Raises:
-        ConflictError: another process makes that model, or another training of it was interrupted.
-        CheckpointError: the checkpoint is broken, or none can be written there.
+        ConflictError: another process makes that model, or another training of that model was interrupted.
+        CheckpointError: the checkpoint is broken, or the folder cannot be written.
     """
     place = _place(target)
     with _lock_folder(place, target):
@@ -181,10 +185,10 @@ def open_resumable(
 
 
 def rendering_clock(target: Path) -> datetime:
-    """Return the time for rendering examples: that of the interrupted training of the model `target`, else now, in UTC.
+    """Return the time that chat templates use to render a training's examples, in UTC.
 
-    A chat template may print the date. With the stored time, a training that continues after midnight has the same examples and
-    the same key.
+    It is the time of the interrupted training of the model `target`, or now if none was interrupted. A chat template may print
+    the date. With the stored time, a training that continues after midnight has the same examples and the same key.
     """
     try:
         return datetime.fromisoformat(_read_state(_place(target) / LAST)["clock"]).astimezone(UTC)
@@ -218,7 +222,7 @@ def _read_state(folder: Path) -> Any:
 
 
 def _check(last: Path, key: str, target: Path) -> None:
-    """Raise an exception if there is a checkpoint that is broken, or that has another key."""
+    """Raise an exception if the checkpoint exists and is broken or has a different key."""
     if not last.exists():
         return
     try:
@@ -239,7 +243,7 @@ def _unusable(folder: Path) -> CheckpointError:
 
 @contextmanager
 def _lock_folder(place: Path, target: Path) -> Iterator[None]:
-    """Make the folder and lock it for this process. At the end, remove the folder if it is empty."""
+    """Make the folder and lock it for this process. When the context ends, remove the folder if it is empty."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         lock = os.open(place, os.O_RDONLY)

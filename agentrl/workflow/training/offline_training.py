@@ -1,8 +1,8 @@
 """Offline training: the loop that `supervised` and `preference` share, and the model folder that it makes.
 
-An example is a set of training rows that are learned together: a demonstration, an episode, or a pair of episodes. An objective
-defines the loss. The result is a model folder in the hub's format, with LoRA merged. It is written under a temporary name and
-renamed, so another process never reads an incomplete one. Its `training.json` records its origin.
+An example is a demonstration, an episode, or a pair of episodes. Its training rows are learned in the same step. An objective
+defines the loss. The result is a model folder in the hub's format, with LoRA merged. The folder is written under a temporary
+name and renamed, so another process never reads an incomplete one. Its `training.json` records its origin.
 """
 
 import hashlib
@@ -38,12 +38,15 @@ T = TypeVar("T")
 
 
 class ProgressListener(Protocol):
-    """A listener on the progress of a training."""
+    """A listener that receives the progress of a training."""
 
     def begins(self, parameters: Parameters, steps: int, done: int) -> None:
-        """Receive the number of parameters, the number of steps, and the steps that a killed process has already done.
+        """Receive the size of the training before its first step.
 
-        It is called before the first step.
+        Args:
+            parameters: the number of parameters of the model and of those that train.
+            steps: the number of all steps.
+            done: the number of steps that an interrupted training has already done.
         """
 
     def step(self, done: int, steps: int, tokens: int, metrics: Metrics) -> None:
@@ -53,7 +56,7 @@ class ProgressListener(Protocol):
             done: the number of steps done.
             steps: the number of all steps.
             tokens: the number of tokens that the step read.
-            metrics: the metrics of the step, `loss` first.
+            metrics: the metrics of the step; the first is `loss`.
         """
 
 
@@ -87,8 +90,9 @@ class Recipe:
         batch_size: the examples per step.
         learning_rate: the highest learning rate.
         seed: the seed of new weights, the teacher, the order, and the choice of held-out examples.
-        gradient_accumulation_steps: the least number of pieces that a step's examples are split into; the gradient is the same.
-        held_out: the share of the examples that is measured and not learned.
+        gradient_accumulation_steps: the least number of pieces that a step's examples are split into. It does not change the
+            gradient.
+        held_out: the share of the examples that are held out: their loss is measured, and they are not learned.
         optimizer: the name of the optimizer, as in `update.optimizer`.
     """
 
@@ -102,20 +106,20 @@ class Recipe:
 
 
 def recipe_for(examples: int, passes: int, learning_rate: float, batch_size: int | None = None) -> Recipe:
-    """Return the recipe for `passes` passes over that many examples."""
+    """Return a recipe whose steps make `passes` passes over `examples` examples."""
     batch_size = batch_size or BATCH_SIZE
     return Recipe(passes * math.ceil(examples / batch_size), batch_size, learning_rate)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The start of a training on stored episodes: the model of the run that sampled them, at one of its policies.
+    """The start of a training on stored episodes: the model of the run that sampled them, and one of the run's policies.
 
     Args:
         model: the section `model` of the run's config.
         policy: the weights to start from.
-        temperature: the temperature at which the episodes were sampled. Logits are divided by it here too. So on average,
-            training on all samples of a policy does not change it; only the choice of episodes does.
+        temperature: the temperature at which the episodes were sampled. The training divides logits by it too. So training on
+            all samples of a policy would not change the policy on average; only the choice of episodes does.
         manifest: the run's manifest, with its hashes of tokenizer and template.
     """
 
@@ -131,7 +135,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A model that was trained.
+    """A model that an offline training made.
 
     Args:
         folder: the model's folder.
@@ -150,14 +154,15 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class Objective(Generic[T]):
-    """The objective of a training.
+    """The objective of an offline training: its rows, weights and loss.
 
     Args:
         rows: a function that returns an example's rows.
-        weight: a function that returns an example's weight. A batch's loss is the sum over its examples, divided by the sum of
-            their weights.
-        terms: a function of two arguments: the examples, and for each example a tensor (rows,) with the summed logprob of
-            each of its rows, in nats. It returns sums over these examples by name; the first, `loss`, carries the gradient.
+        weight: a function that returns an example's weight. A batch's loss is the sum of its examples' losses, divided by the
+            sum of their weights.
+        terms: a function that returns sums over examples by name; `loss` is the first and carries the gradient. Its first
+            argument is the examples. Its second has, for each example, a tensor (rows,) with the summed logprob of each of the
+            example's rows, in nats.
         temperature: the divisor of the logits.
     """
 
@@ -169,7 +174,7 @@ class Objective(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """A module to train, and what its folder needs besides the weights. `policy` is set if the module is that of a policy."""
+    """A module to train, and what its folder needs besides the weights. `policy` is set if the module belongs to a policy."""
 
     module: Any
     chat: Chat
@@ -195,9 +200,10 @@ def load_learner(start: Start, device: str, threads: int) -> Learner:
 
 
 def rows_by_episode(episodes: Sequence[Episode]) -> list[tuple[Row, ...]]:
-    """Return each episode's training rows, in which only tokens that it sampled itself train.
+    """Return the training rows of each episode.
 
-    An episode without such tokens has no rows.
+    Only the tokens that the episode sampled itself train, not those of a fork's parent. An episode without such tokens has no
+    rows.
     """
     by_episode: list[list[Row]] = [[] for _ in episodes]
     for row in rows_of(episodes):
@@ -224,10 +230,10 @@ def training_key(learner: Learner, recipe: Recipe, source: Mapping[str, Any], ex
 
 
 def split_examples(examples: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
-    """Return the examples to learn and those to hold out.
+    """Split the examples into those to learn and those to hold out.
 
-    The second list has `share` of the examples. If `share` is above 0, each list has at least one; if it is 0, none are
-    held out.
+    The second list has the given `share` of the examples. If `share` is above 0, each list has at least one example. If `share`
+    is 0, the second list is empty.
     """
     if not share:
         return list(examples), []
@@ -245,18 +251,18 @@ def train(
     held_out: Sequence[T] = (),
     resumable: Resumable | None = None,
 ) -> Metrics:
-    """Train the module's trainable parameters in place; the metrics of the last step.
+    """Train the module's trainable parameters in place. Return the metrics of the last step.
 
     Args:
-        held_out: examples whose loss is measured ten times on the way, and at the end, as `held_out`.
-        resumable: where it goes on, and where it writes its checkpoints.
+        held_out: examples whose loss is measured about ten times during the training and at its end, as the metric `held_out`.
+        resumable: the checkpoint to continue from and to write; None: the training cannot be continued.
 
     Raises:
         ModelError: the loss or the gradient is no longer finite.
         CheckpointError: a checkpoint cannot be read or written.
         InfraError: memory does not suffice for one example, or for the optimizer's moments.
-        DeviceLost: the GPU failed; what the last checkpoint has is kept.
-        Stopped: ctrl-C; what is done is kept, where there is a place for it.
+        DeviceLost: the GPU failed. The last checkpoint is unchanged.
+        Stopped: Ctrl-C was pressed. With `resumable`, a checkpoint has been written.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     device = next(module.parameters()).device
@@ -306,9 +312,9 @@ def train(
 def accumulate(
     module: nn.Module, batch: Sequence[T], objective: Objective[T], backoff: OomBackoff[T], factor: float = 1.0
 ) -> Metrics:
-    """Compute the gradient of one batch times `factor`, and return the batch's metrics.
+    """Compute the gradient of a batch's loss times `factor`, and return the batch's metrics.
 
-    The gradient does not depend on how the batch is split.
+    The gradient does not depend on how the batch is split into pieces.
     """
     whole = sum(map(objective.weight, batch))
     for attempt in backoff.attempts(batch):
@@ -337,14 +343,14 @@ def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], b
 
 
 def row_logprob_sums(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:
-    """Return the logprobs of each example's rows (rows,), summed over the tokens that train, in nats."""
+    """Return one tensor (rows,) per example: for each row, the sum of the logprobs of its tokens that train, in nats."""
     counts = [len(objective.rows(example)) for example in examples]
     rows = [row for example in examples for row in objective.rows(example)]
     return list(torch.split(_sum_logprobs(module, rows, objective.temperature), counts))
 
 
 def _sum_logprobs(module: nn.Module, rows: Sequence[Row], temperature: float) -> Tensor:
-    """Return the logprobs of each row's trained tokens, summed (rows,), in nats."""
+    """Return a tensor (rows,): for each row, the sum of the logprobs of the tokens that train, in nats."""
     device = next(module.parameters()).device
     several = packing.pack_rows(rows, device) if keeps_apart(module) else None
     if several is not None:
@@ -356,14 +362,14 @@ def _sum_logprobs(module: nn.Module, rows: Sequence[Row], temperature: float) ->
 def backoff_over_rows(
     rows: Callable[[T], Sequence[Row]], tokens: int = PIECE_TOKENS, at_least: int = 1, apart: bool = False
 ) -> OomBackoff[T]:
-    """Return the splitter of examples into pieces that fit into memory.
+    """Return an `OomBackoff` that splits examples into pieces that fit into memory.
 
-    Examples that fit together are not split. Otherwise examples of similar length go together.
+    If all examples fit together, they stay one piece. Otherwise, examples of similar length are put together.
 
     Args:
         rows: a function that returns an example's rows.
         tokens: the most tokens of a piece, padding included.
-        at_least: the least number of pieces, if there are as many examples.
+        at_least: the least number of pieces; with fewer examples, each example is a piece.
         apart: whether several rows may be packed on one line.
     """
 
@@ -385,12 +391,15 @@ def backoff_over_rows(
 
 
 def schedule(step: int, steps: int) -> float:
-    """Return the share of the learning rate in a step: a linear rise over the first twentieth, times a half cosine."""
+    """Return the factor of the learning rate at a step, from 0 to 1.
+
+    It is a half cosine that falls to 0, times a linear rise over the first twentieth of the steps.
+    """
     return min(1.0, (step + 1) * 20 / steps) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Yield endless batches of row numbers. Each pass has every row once, in a new order."""
+    """Yield batches of row numbers without end. Each pass has every row once, in a new order that the seed decides."""
     rng = random.Random(f"sft order {seed}")
     while True:
         order = rng.sample(range(rows), rows)

@@ -1,7 +1,7 @@
-"""Work on items that do not all fit into memory: they are split into pieces, and into smaller ones if memory runs out.
+"""Work on items that do not all fit into memory: they are split into pieces, and into smaller pieces if memory runs out.
 
-Write `for attempt in backoff.attempts(rows):`, and in it `with attempt as microbatches:`. That block starts anew in each
-attempt.
+Write `for attempt in backoff.attempts(rows):` and, in the loop, `with attempt as microbatches:`. Each attempt runs the block of
+the `with` statement again from its beginning.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +19,14 @@ Pieces = Sequence[Sequence[T]]
 
 @dataclass(slots=True)
 class OomBackoff(Generic[T]):
-    """A splitter of items into pieces. A size that ran out of memory is not tried again.
+    """A splitter of items into pieces that fit into memory. It does not try a size again at which memory ran out.
 
     Args:
         tokens: the most tokens of a piece, padding included; it is lowered after each failed attempt.
-        cut: a function from the items and that number to the pieces; it cuts no item.
+        cut: a function that splits a list of items into pieces, given the most tokens of a piece. It never splits an item.
         size: a function that returns a piece's size in tokens, padding included.
-        item: the name of an item, for messages.
-        hint: what to do if not even one item fits.
+        item: the noun for an item, for messages.
+        hint: the advice in the error message if not even one item fits.
     """
 
     tokens: int
@@ -37,13 +37,14 @@ class OomBackoff(Generic[T]):
     _ran_out: bool = field(default=False, init=False)
 
     def attempts(self, items: Sequence[T]) -> Iterator[AbstractContextManager[Pieces[T]]]:
-        """Yield attempts at all of these items, until one does not run out of memory.
+        """Yield attempts to process all items, until memory suffices for one of them.
 
-        Each attempt is a context manager that yields the pieces. They are smaller than in the attempt before. Later calls start
-        with the size that worked.
+        Each attempt is a context manager that yields the pieces. After a failed attempt the pieces are smaller. The next call
+        of
+        `attempts` starts with the size that succeeded.
 
         Raises:
-            InfraError: raised inside the attempt: memory does not suffice even for one item at a time.
+            InfraError: memory does not suffice even for one item at a time. The context manager of the attempt raises this.
         """
         self._ran_out = True
         while self._ran_out:

@@ -1,7 +1,7 @@
-"""The optimizers and their state as named tensors; the schedules of the learning rate and of the KL's weight; the loss scale
-of models in float16.
+"""The optimizers and their state as named tensors; the schedules of the learning rate and of the KL's weight; the loss scale of
+models in float16.
 
-The learning rate follows from the iteration's number alone, so that a resumed run goes on with the one it would have had.
+The learning rate depends only on the iteration's number, so a resumed run continues with the same rates.
 """
 
 import math
@@ -22,10 +22,10 @@ NO_ROOM = "Train LoRA (model.lora_r=8), or keep the moments in 8 bits: update.op
 QUANTISED_ELEMENTS = 4096
 """The fewest elements of a parameter whose moments bitsandbytes keeps in 8 bits."""
 MAX_ERROR = 0.2
-"""The largest relative distance of the KL from its target that counts."""
+"""The largest relative difference between the KL and its target that `next_kl_coef` uses; larger ones are clipped to it."""
 
 KL_HORIZON = 10_000
-"""The default number of episodes in which kl_coef grows by at most a fifth."""
+"""The default horizon, in episodes: over that many episodes, kl_coef grows or falls by at most a fifth."""
 INITIAL_FACTOR = 2.0**16
 MAX_FACTOR = 2.0**24
 GROWTH_STEPS = 200
@@ -35,9 +35,10 @@ GROWTH_STEPS = 200
 def make_optimizer(
     name: str, parameters: Mapping[str, nn.Parameter], learning_rate: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.Optimizer:
-    """Return an optimizer by its name in the config.
+    """Make the optimizer that the config names.
 
-    `adamw` is AdamW (arXiv 1711.05101) as one fused kernel per parameter, which makes no copies. `adamw_8bit` keeps the moments
+    `adamw` is AdamW (arXiv 1711.05101) as one fused kernel per parameter, which makes no copies. `adamw_8bit` stores the
+    moments
     of large parameters in 8 bits (arXiv 2110.02861).
     """
     if name == "adamw":
@@ -49,10 +50,10 @@ def make_optimizer(
 
 
 def check_optimizer(name: str, device: str) -> None:
-    """Refuse an optimizer that does not work on this machine. One step of it is tried.
+    """Refuse an optimizer that does not work on this machine, after one step with it on a small tensor.
 
     Raises:
-        ConfigError: it does not work here; the message has the reason.
+        ConfigError: the optimizer does not work here; the message has the reason.
     """
     if name == "adamw":
         return
@@ -79,10 +80,10 @@ def take_step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Para
     """Make one optimizer step, completely or not at all.
 
     A parameter's first step allocates its moments. If memory runs out then, other parameters may have been updated already:
-    torch's AdamW allocates a whole parameter group before it updates it, bitsandbytes allocates and updates parameter by
+    torch's AdamW allocates a complete parameter group before it updates it, bitsandbytes allocates and updates parameter by
     parameter. So until all moments exist, the weights and moments from before the step are copied to the CPU. If memory runs
-    out, they are restored, and the step is tried once more. Later steps allocate no moments, so running out of memory in them
-    raises an exception at once.
+    out, they are restored, and the step is tried once more. Later steps allocate no moments; if memory runs out in such a step,
+    the exception is raised at once.
 
     Args:
         parameters: all parameters that the optimizer trains, by name.
@@ -125,7 +126,7 @@ def _restore(
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the optimizer's state by `<parameter>:<moment>`, on the CPU; empty before the first step."""
+    """Return the optimizer's state as tensors on the CPU, by `<parameter>:<moment>`. It is empty before the first step."""
     return {
         f"{name}:{moment}": torch.as_tensor(value).cpu().contiguous()
         for name, parameter in parameters.items()
@@ -136,10 +137,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
 def set_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Copy a state from `optimizer_state` into the optimizer.
+    """Copy a state that `optimizer_state` returned into the optimizer.
 
     Raises:
-        CheckpointError: the state is of other parameters, or of another optimizer.
+        CheckpointError: the state belongs to other parameters or to another optimizer.
     """
     states: dict[str, dict[str, Tensor]] = {}  # of no parameter that was left alone so far
     for key, tensor in tensors.items():
@@ -158,7 +159,7 @@ def set_optimizer_state(
 
 
 def _state_fits(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> bool:
-    """Return True if the state has the shapes that the optimizer keeps for the parameter."""
+    """Return True if the state has the names and shapes of the moments that the optimizer stores for the parameter."""
     shape = tuple(parameter.shape)
     if isinstance(optimizer, torch.optim.AdamW):
         expected: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
@@ -171,10 +172,10 @@ def _state_fits(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state
 
 
 def learning_rate_share(options: UpdateConfig, iteration: int, iterations: int) -> float:
-    """Return the share of the learning rate in an iteration, counted from 0.
+    """Return the factor of the learning rate in an iteration, from 0 to 1. Iterations are counted from 0 here.
 
-    It rises over `warmup` iterations, then falls to 0 after the last one. The first iteration after the warm-up has the full
-    rate. The decay extends over all iterations that follow.
+    The factor rises over the first `warmup` iterations. The next iteration has the factor 1. With a decay, the factor then
+    falls and would be 0 in the iteration after the last one.
     """
     if iteration < options.warmup:
         return (iteration + 1) / (options.warmup + 1)
@@ -185,10 +186,10 @@ def learning_rate_share(options: UpdateConfig, iteration: int, iterations: int) 
 
 
 def next_kl_coef(coef: float, kl: float, episodes: int, options: AlgorithmConfig) -> float:
-    """Return the weight of the KL after an update in which the KL to the reference was `kl`, in nats per token.
+    """Return the weight of the KL for the next update, from the KL to the reference in this one (`kl`, in nats per token).
 
-    It is coef (1 + clip(kl / target - 1, +-0.2) episodes / horizon); without a target it stays the same. Source: Ziegler et
-    al., arXiv 1909.08593, section 2.2.
+    It is coef (1 + clip(kl / target - 1, +-0.2) episodes / horizon). Without a target the weight does not change. Source:
+    Ziegler et al., arXiv 1909.08593, section 2.2.
     """
     if options.kl_target is None:
         return coef
@@ -199,12 +200,12 @@ def next_kl_coef(coef: float, kl: float, episodes: int, options: AlgorithmConfig
 class LossScale:
     """A power of two that multiplies the loss and is divided out of the gradients; 1 unless `module` has float16 weights.
 
-    The gradient of one token among many is smaller than float16's smallest number, 2**-24, and would become 0. A power of two
+    The gradient of one token among many can be smaller than float16's smallest number, 2**-24, and would become 0. The scale
     changes no bit of a gradient that neither under- nor overflows. A gradient that overflows is computed again with half the
-    factor; in the paper (dynamic loss scaling, Micikevicius et al. 2018, arXiv 1710.03740) that step is dropped.
+    scale. The paper drops that step instead (dynamic loss scaling, Micikevicius et al. 2018, arXiv 1710.03740).
 
     Raises:
-        ConfigError: the trainable weights themselves are float16, which has too few bits for their steps.
+        ConfigError: the trainable weights are float16, which has too few bits for optimizer steps.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -223,7 +224,14 @@ class LossScale:
                     parameter.grad.mul_(1 / self.factor)
 
     def must_repeat(self, loss: float, norm: float) -> bool:
-        """Record the loss and the gradient's norm of a backward pass; return whether to repeat it with a smaller factor."""
+        """Adapt the factor to the result of a backward pass.
+
+        Return True if the pass must be repeated, with a smaller factor.
+
+        Args:
+            loss: the loss.
+            norm: the norm of the gradient.
+        """
         if not self.is_used:
             return False
         if math.isfinite(norm):
@@ -238,9 +246,9 @@ class LossScale:
 
     @property
     def state(self) -> tuple[float, int]:
-        """The factor and the number of good steps, for a checkpoint.
+        """The factor and the number of steps without an overflow, for a checkpoint.
 
-        With them a resumed training scales like an uninterrupted one.
+        A training that is resumed with this state scales like an uninterrupted one.
         """
         return self.factor, self.good_steps
 

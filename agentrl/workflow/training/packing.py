@@ -1,6 +1,6 @@
 """Packing of several rows on one line, without attention between them. Rows of unequal length then need less padding.
 
-The positions of each row begin at 0. By them the model separates the rows (`models.logprobs.keeps_apart`).
+In each row, positions begin at 0. From these the model sees where a row begins (`models.logprobs.keeps_apart`).
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class PackedLines:
         input_ids: the token ids.
         positions: the position of each token in its row; 0 for padding.
         score_mask: True if the token trains.
-        owner: the number of each token's row.
+        owner: the number of the row that each token belongs to.
         rows: the number of rows.
     """
 
@@ -31,15 +31,19 @@ class PackedLines:
     rows: int
 
     def sums(self, values: Tensor) -> Tensor:
-        """Return sums (rows,) over each row's scored tokens. `values` are (B, T - 1), one for each token but the first."""
+        """Return the sum of `values` over the scored tokens of each row, (rows,).
+
+        Args:
+            values: (B, T - 1), a value for each token except the first of each line.
+        """
         score_mask = self.score_mask[:, 1:]
         return values.new_zeros(self.rows).index_add(0, self.owner[:, 1:][score_mask], values[score_mask])
 
 
 def assign_lines(rows: Sequence[Row]) -> list[list[int]]:
-    """Return the numbers of the rows on each line.
+    """Assign rows to lines. Return, for each line, the numbers of its rows.
 
-    No line is longer than the longest row. Rows are placed in order of length, longest first, each on the first line with room.
+    No line is longer than the longest row. The longest rows are placed first, each on the first line that has room.
     """
     lengths = [len(row.input_ids) for row in rows]
     lines: list[list[int]] = []
@@ -60,7 +64,7 @@ def packed_size(rows: Sequence[Row]) -> int:
 
 
 def pack_rows(rows: Sequence[Row], device: torch.device | str = "cpu") -> PackedLines | None:
-    """Return the rows packed on fewer lines than there are rows; None if that is impossible."""
+    """Pack the rows on fewer lines than there are rows. Return None if that is impossible."""
     lines = assign_lines(rows)
     if len(lines) == len(rows):
         return None

@@ -1,13 +1,16 @@
 """Direct preference optimisation on pairs of episodes of a group. The better episode becomes more likely than the worse one.
 
-Rafailov et al. 2023, arXiv 2305.18290. The implicit reward of an episode is beta x (its logprob under the policy - under the
-reference). It is a sum over the tokens that the episode sampled itself, without text of tools, templates or the parent of a
-fork. There are two references. "start" is the weights that the training starts from; they score all pairs once before it, and
-the margin begins at 0. "sampler" uses the logprobs that are stored with the tokens, so nothing is computed. Then the two
-episodes of a pair may have different references, and the margin begins at 0 only if the start weights sampled them.
+Rafailov et al. 2023, arXiv 2305.18290. The implicit reward of an episode is beta x (its logprob under the policy - its logprob
+under the reference). A logprob is summed over the tokens that the episode sampled itself, without text of tools, templates or
+the parent of a fork. There are two references:
 
-The metric `margin` is the mean difference of the two implicit rewards, and `accuracy` is the share of pairs with a margin above
-0.
+- "start": the weights that the training starts from. They score all pairs once before the training, and the margin begins at
+  0.
+- "sampler": the logprobs that are stored with the tokens, so nothing is computed. The two episodes of a pair may then have
+  different references. The margin begins at 0 only if the start weights sampled both.
+
+The metric `margin` is the mean difference between the two implicit rewards of a pair. `accuracy` is the share of pairs with a
+margin above 0.
 """
 
 from collections import Counter
@@ -54,7 +57,7 @@ PASSES = 3
 """The default number of passes over the pairs."""
 
 EMPTY = "nothing sampled"
-"""The reason why a pair is left out: one of its episodes sampled no tokens."""
+"""The reason for leaving out a pair in which an episode sampled no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,10 @@ class PreferencePair:
     """Two episodes of one group: their training rows, and the reference's logprobs.
 
     Args:
-        chosen, rejected: the rows of the better and of the worse episode.
-        reference: the reference's logprob of the chosen episode's sampled tokens minus that of the rejected one's, in nats.
+        chosen: the rows of the better episode.
+        rejected: the rows of the worse episode.
+        reference: the logprob of the chosen episode's sampled tokens minus that of the rejected episode's, both under the
+            reference, in nats.
     """
 
     chosen: tuple[Row, ...]
@@ -72,7 +77,7 @@ class PreferencePair:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """All rows, those of the chosen episode first."""
+        """All rows of the pair: those of the chosen episode, then those of the rejected one."""
         return (*self.chosen, *self.rejected)
 
 
@@ -91,7 +96,7 @@ def dpo(
     save_every: int | None = None,
     progress: ProgressListener = SILENT,
 ) -> TrainedModel:
-    """Train a run's model to prefer the first episode of each pair to the second, and save it.
+    """Train a run's model to prefer the first episode of each pair to the second, and save the model.
 
     Args:
         pairs: the selected pairs (`stats.best_episodes.select_pairs`), of one base and temperature.
@@ -101,13 +106,13 @@ def dpo(
         reference: "start" or "sampler", see the module.
         recipe: None: `PASSES` passes over the pairs at a learning rate of 1e-4.
         overwrite: whether an existing target is replaced.
-        save_every: the steps between two checkpoints; see `offline_checkpoint.Resumable`.
+        save_every: the number of steps from one checkpoint to the next; see `offline_checkpoint.Resumable`.
 
     Raises:
         ConflictError: the target exists, and `overwrite` is False.
         StateError: no pair has sampled tokens in both episodes.
         ConfigError: beta is not above 0, or the recipe's optimizer does not work here.
-        ModelError, CheckpointError: as `training.offline_training.load_learner` and `train` do.
+        ModelError, CheckpointError: see `training.offline_training.load_learner` and `train`.
     """
     refuse_existing(target, overwrite)
     if not 0 < beta < float("inf"):
@@ -140,14 +145,14 @@ def dpo(
 
 
 def dpo_loss(difference: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the loss of each pair and the margin of its implicit rewards; both (N,).
+    """Return the loss of each pair, and the margin between its two implicit rewards; both (N,).
 
     The loss is -log sigmoid(margin), margin = beta x ((lp_chosen - ref_chosen) - (lp_rejected - ref_rejected)). Source: arXiv
     2305.18290, equation 7.
 
     Args:
-        difference: (N,), the policy's logprob of the chosen episode minus that of the rejected one, in nats.
-        reference: (N,), the same difference under the reference, a constant.
+        difference: (N,), lp_chosen - lp_rejected: the policy's logprobs, in nats.
+        reference: (N,), ref_chosen - ref_rejected: the reference's logprobs, in nats, without a gradient.
         beta: the factor of the implicit reward, above 0.
     """
     margin = beta * (difference - reference)
@@ -167,10 +172,10 @@ def preference_objective(beta: float, temperature: float = 1.0) -> Objective[Pre
 
 
 def pair_differences(pairs: Sequence[PreferencePair], logprobs: Sequence[Tensor]) -> Tensor:
-    """Return (N,), the logprob of each pair's chosen rows minus that of its rejected rows, in nats.
+    """Return (N,): for each pair, the logprob of its chosen rows minus that of its rejected rows, in nats.
 
     Args:
-        logprobs: for each pair, the logprobs of its rows, the chosen ones first.
+        logprobs: for each pair, the logprobs of its rows, in the order of `PreferencePair.rows`.
     """
     return torch.stack(
         [rows[: len(pair.chosen)].sum() - rows[len(pair.chosen) :].sum() for pair, rows in zip(pairs, logprobs, strict=True)]
@@ -178,7 +183,7 @@ def pair_differences(pairs: Sequence[PreferencePair], logprobs: Sequence[Tensor]
 
 
 def sampler_differences(pairs: Sequence[PreferencePair]) -> list[float]:
-    """Return each pair's difference from the logprobs that the sampler recorded, in nats."""
+    """Return (N,): for each pair, the chosen logprob minus the rejected one, in nats, as the sampler recorded them."""
     return [_recorded_logprob(pair.chosen) - _recorded_logprob(pair.rejected) for pair in pairs]
 
 
@@ -188,7 +193,9 @@ def _recorded_logprob(rows: Sequence[Row]) -> float:
 
 @torch.no_grad()
 def model_differences(module: nn.Module, pairs: Sequence[PreferencePair], objective: Objective[PreferencePair]) -> list[float]:
-    """Return each pair's difference under the module's present weights, without dropout, in nats."""
+    """Compute (N,): for each pair, the chosen logprob minus the rejected one, in nats, under the module's present weights,
+    without dropout.
+    """
     module.eval()
     backoff: OomBackoff[int] = backoff_over_rows(lambda number: pairs[number].rows, apart=keeps_apart(module))
     for attempt in backoff.attempts(range(len(pairs))):

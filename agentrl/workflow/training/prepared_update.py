@@ -1,4 +1,6 @@
-"""The preparation of an update: constants of its tokens, and the rows of each step. See `training.trainer`."""
+"""The preparation of an update: the rows of each step, and values of their tokens that do not change during the update. See
+`training.trainer`.
+"""
 
 import math
 from collections import Counter
@@ -21,15 +23,15 @@ from agentrl.workflow.training.training_rows import Row, TokenLayout, pad
 from agentrl.workflow.trajectory import TRUNCATED, Group
 
 WHOLE = frozenset({"loss", "sampler_difference_max"})
-"""The metrics that are not sums over tokens."""
+"""The metrics that are not divided by the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenConstants:
-    """Values of tokens that are computed before the update begins; None if they are not needed.
+    """Values of tokens that are computed before an update and stay the same in all of its steps; None if they are not needed.
 
-    They are flat (tokens,), or laid out on the lines of a microbatch (B, T - 1). `start` are the policy's logprobs. The others
-    are named as in `training.losses` and `training.advantages`.
+    Each is flat, (tokens,), or laid out on the lines of a microbatch, (B, T - 1). `start` are the policy's logprobs before the
+    update. The other names are those of `training.losses` and `training.advantages`.
     """
 
     advantages: Tensor
@@ -39,7 +41,13 @@ class TokenConstants:
     returns: Tensor | None = None
 
     def on_lines(self, places: Tensor, mask: Tensor, dtype: torch.dtype) -> "TokenConstants":
-        """Return the values at these flat places, laid out where the mask of a microbatch (B, T - 1) is True."""
+        """Lay out the values of a microbatch's tokens on its lines, (B, T - 1).
+
+        Args:
+            places: the flat indices of the microbatch's trained tokens.
+            mask: (B, T - 1), True for each trained token.
+            dtype: the dtype of the result.
+        """
         flat = {one.name: getattr(self, one.name) for one in fields(self)}
         constants = {name: values[places].to(mask.device, dtype) for name, values in flat.items() if values is not None}
         return TokenConstants(**{name: pad(values, mask) for name, values in constants.items()})
@@ -47,13 +55,13 @@ class TokenConstants:
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The rows of one optimizer step that have a gradient, and counts over all of its rows."""
+    """The training rows of one optimizer step that have a gradient, and the counts over all rows of the step."""
 
     rows: Sequence[Row]
     normaliser: Normaliser
 
     def means(self, sums: Metrics) -> dict[str, float]:
-        """Return the means of sums over the rows' tokens, and the effective sample size as a share of these tokens.
+        """Turn sums over the rows' trained tokens into means, and compute the effective sample size as a share of these tokens.
 
         The effective sample size of weights w of n tokens is (sum w)^2 / (n sum w^2). It is 1 if all weights are equal, and
         near 0 if few tokens have all the weight (Kong, 1992).
@@ -75,7 +83,7 @@ class PreparedUpdate:
         minibatches: one per optimizer step of a pass, at least one.
         constants: the constants of the tokens.
         beside: metrics that are the same for all steps.
-        whole: metrics of the update only, not of its steps.
+        whole: metrics of the update that its steps do not have.
         advantages, dropped: see `Update`.
     """
 
@@ -89,9 +97,9 @@ class PreparedUpdate:
 
 
 def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Group], dict[int, str]]:
-    """Return the groups with only their trainable episodes, and why other groups are dropped, by slot.
+    """Return the groups with only their trainable episodes and, by slot, the reason why each remaining group is dropped.
 
-    A group-relative algorithm needs 2 trainable episodes in a group, any other needs 1.
+    A group needs 2 trainable episodes for a group-relative algorithm, and 1 for any other.
     """
     usable, dropped = [], {}
     for group in groups:
@@ -104,9 +112,9 @@ def select_groups(groups: Sequence[Group], needs_group: bool) -> tuple[list[Grou
 
 
 def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, float]:
-    """Return each episode's advantage by its id: the mean over its trained tokens; 0 if none of them trains.
+    """Return the advantage of each episode by its id: the mean over its trained tokens, or 0 if no token trains.
 
-    If all tokens have the same advantage, it is returned exactly.
+    If all tokens have the same advantage, the result is exactly that number.
     """
     advantages = {}
     for episode, line, length in zip(tokens.episodes, credited.advantages, tokens.lengths.tolist(), strict=True):
@@ -167,7 +175,7 @@ class UpdatePreparation:
     def _credit_tokens(
         self, tokens: TokenLayout, groups: Sequence[Group], idle: Set[int], critic: nn.Linear | None, kl_coef: float
     ) -> tuple[TokenConstants, Advantages, dict[str, float]]:
-        """Compute the inputs of the advantages, and the advantages. Episodes in `idle` get advantage 0.
+        """Compute the values and logprobs that the advantages need, and the advantages. Episodes in `idle` get advantage 0.
 
         Returns:
             The constants of the tokens, the advantages, and the metrics that are the same for all steps of the update.
@@ -192,10 +200,11 @@ class UpdatePreparation:
         return TokenConstants(credited.advantages[tokens.mask], start, reference, values, returns), credited, metrics
 
     def _minibatches(self, tokens: TokenLayout, idle: Set[int], advantages: Tensor) -> list[Minibatch]:
-        """Return one minibatch per optimizer step. A step without any gradient is left out: only momentum would move it.
+        """Return one minibatch per optimizer step.
 
-        A row without advantage has no gradient, unless the loss has a KL, an entropy bonus or a value loss. It is counted, but
-        the model does not read it.
+        Leave out steps without any gradient, because only momentum would move the weights. If no token of a row has an
+        advantage, the row has no gradient, unless the loss has a KL, an entropy bonus or a value loss. The counts include such
+        a row, but the model does not read it.
         """
         options, limits, episodes = self._options, self._config.rollout, len(tokens.episodes)
         step = self._config.update.batch_size or episodes
@@ -210,7 +219,10 @@ class UpdatePreparation:
         return minibatches
 
     def _add_logprobs(self, tokens: TokenLayout, minibatches: Sequence[Minibatch], constants: TokenConstants) -> TokenConstants:
-        """Add the logprobs that the steps need. With several steps these are the policy's logprobs before the first one."""
+        """Add the logprobs that the steps need: those of the reference, and those of the policy before the update.
+
+        An update of one step needs no policy logprobs, except for importance weights with LoRA dropout.
+        """
         used = [row for minibatch in minibatches for row in minibatch.rows]
         one_step = len(minibatches) * self._config.update.epochs == 1
         if one_step and not (self._corrects and self._config.model.lora_dropout):  # an importance weight has no dropout
@@ -223,7 +235,11 @@ class UpdatePreparation:
 
 
 def _idle_reasons(groups: Sequence[Group], idle: Mapping[str, Set[int]]) -> dict[int, str]:
-    """By slot, how many of the group's episodes do not train and why; the episodes of all groups are counted through."""
+    """Return, by slot, how many of the group's episodes do not train, and why.
+
+    Args:
+        idle: by reason, the numbers of the episodes that do not train, counted from 0 over the episodes of all groups.
+    """
     slots = [group.slot for group in groups for _ in group.episodes]
     reasons: dict[int, str] = {}
     for reason, numbers in idle.items():
@@ -236,7 +252,7 @@ def _idle_reasons(groups: Sequence[Group], idle: Mapping[str, Set[int]]) -> dict
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """Return 1 - Var(returns - values) / Var(returns) over the tokens.
 
-    It is 1 for a perfect critic, and 0 for one no better than the mean or if all returns are equal.
+    It is 1 for a perfect critic. It is 0 for a critic that is no better than the mean, and if all returns are equal.
     """
     chosen, expected = returns[mask], values[mask]
     if len(chosen) < 2 or not float(chosen.var()):

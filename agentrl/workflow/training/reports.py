@@ -13,23 +13,23 @@ class Update:
     """The report of an update.
 
     Args:
-        metrics: metrics of the whole update: `loss`, `grad_norm` (before clipping), `tokens` and `rows` that trained, and
-            `seconds`. Means over the tokens that the model read again (those with an advantage; all of them if the loss has a
-            KL, an entropy bonus or a critic): `entropy`, `ratio`, `clip_fraction`, `log_ratio_clamped`, `policy_kl` (to the
-            policy before the update), `kl` (to the reference, if kl_coef > 0; if it is in the reward, over all tokens and
-            before the update), `sampler_difference_mean` and its maximum `_max` (|sampler's - trainer's logprob|),
-            `importance_outside` (the share with a ratio of trainer to sampler outside of [0.9, 1.1]), the mean
+        metrics: metrics of the complete update. They are `loss`, `grad_norm` (before clipping), `tokens` and `rows` (the
+            numbers that trained), and `seconds`. Means over the tokens that the model read again (those with an advantage; all
+            of them if the loss has a KL, an entropy bonus or a critic): `entropy`, `ratio`, `clip_fraction`,
+            `log_ratio_clamped`, `policy_kl` (to the policy before the update), `kl` (to the reference, if kl_coef > 0; if it is
+            in the reward, over all tokens and before the update), `sampler_difference_mean` and its maximum `_max` (|sampler's
+            - trainer's logprob|), `importance_outside` (the share with a ratio of trainer to sampler outside of [0.9, 1.1]),
             `importance_weight`, `importance_truncated` (the share above the cap) and `effective_sample_size` of the weights
-            (`UpdateLoss` applies the weights if `RunConfig.importance_method` says so). With a critic `value_loss`, and
-            `explained_variance` before the update. With max_sampler_difference `sampler_dropped`, the number of episodes that
-            were not used because of it. With mask_truncated `truncated_dropped`, the number of episodes that a limit cut off.
-            With max_staleness > 0 `staleness`, in versions.
+            (`UpdateLoss` applies the weights if `RunConfig.importance_method` says so). With a critic: `value_loss`, and
+            `explained_variance` before the update. With max_sampler_difference: `sampler_dropped`, the number of episodes that
+            were not used because of it. With mask_truncated: `truncated_dropped`, the number of episodes that a limit cut off.
+            With max_staleness > 0: `staleness`, in versions.
         steps: the same metrics per optimizer step.
         advantages: the mean advantage over an episode's tokens, by the id of each used episode.
-        dropped: why a group was not used, or not all of its finished episodes, by slot.
-        skipped: why the weights were not updated; None if they were.
+        dropped: by slot, the reason why a group, or some of its finished episodes, were not used.
+        skipped: the reason why the weights were not updated; None if they were.
         bad: whether a value was not finite. The weights in memory may then be wrong, and the caller loads the last checkpoint.
-        costs: what the update cost: `tflops`, on a GPU `peak_memory_bytes` and `mfu` (see `training.update_cost`).
+        costs: the cost of the update: `tflops` and, on a GPU, `peak_memory_bytes` and `mfu` (see `training.update_cost`).
     """
 
     metrics: Metrics = field(default_factory=dict)
@@ -50,7 +50,7 @@ class UpdatePreview:
         after: `ratio`, `clip_fraction` and `policy_kl` of the same tokens with the weights after the step.
         gradient: (P,), the gradient of the policy's trainable weights on the CPU, clipped to max_grad_norm; None without a
             step.
-        blank: those of `critic` and `optimizer` that had no training yet.
+        blank: the names, among `critic` and `optimizer`, of the parts that have not been trained yet.
     """
 
     update: Update
@@ -60,7 +60,7 @@ class UpdatePreview:
 
 
 def add_up(parts: Iterable[Metrics]) -> dict[str, float]:
-    """Return the sums of the parts by name; the maximum if the name ends in `_max`."""
+    """Combine the metrics of several parts by name: the maximum if the name ends in `_max`, else the sum."""
     sums: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

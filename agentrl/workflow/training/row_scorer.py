@@ -24,9 +24,9 @@ NO_ROOM = "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or
 
 
 def _microbatch_tokens(policy: Policy, config: RunConfig) -> int:
-    """Return the tokens of a microbatch: the config's number, else what fits into a GPU's free memory.
+    """Return the most tokens of a microbatch: the number in the config, or what fits into the free memory of a GPU.
 
-    The gradient depends on it only by rounding. Under `numerics: exact` the number does not depend on the device.
+    The gradient depends on this number only by rounding. Under `numerics: exact` the number does not depend on the device.
     """
     if config.update.microbatch_tokens is not None:
         return config.update.microbatch_tokens
@@ -58,7 +58,7 @@ class RowScorer:
     def score(
         self, model: nn.Module, rows: Sequence[Row], critic: nn.Linear | None, trains: bool = False
     ) -> tuple[Microbatch, Scores]:
-        """Return the rows as a microbatch, and its scores.
+        """Lay out the rows as a microbatch and score it. Return both.
 
         Args:
             trains: whether the scores need all gradients that the loss needs.
@@ -83,9 +83,9 @@ class RowScorer:
         module: Callable[[], AbstractContextManager[nn.Module]],
         critic: nn.Linear | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the logprobs and the critic's values before the update, without dropout.
+        """Compute the logprobs and the critic's values before the update, without dropout.
 
-        Both are flat, (tokens,), and 0 for the tokens of other rows. The values are None without a critic.
+        Both are flat, (tokens,), and 0 for tokens that are not in `rows`. The values are None without a critic.
         """
         for attempt in self.oom_backoff.attempts(rows):
             logprobs: list[Tensor] = []
@@ -111,7 +111,7 @@ class RowScorer:
         return float(k3(start, now)[tokens.places(rows)].mean())
 
     def sampler_mismatch(self, tokens: TokenLayout) -> set[int]:
-        """Return the numbers of the episodes whose logprobs here differ too much from the sampler's.
+        """Return the numbers of the episodes in which the trainer's logprobs differ too much from the sampler's.
 
         The mean absolute difference of such an episode is above `update.max_sampler_difference`. Without that option the set is
         empty.
@@ -129,14 +129,14 @@ class RowScorer:
 
 @contextmanager
 def seed_dropout(key: str, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators with the key inside the context, so that dropout draws from it. Restore them at the end."""
+    """Seed torch's random generators for dropout with the key. Restore their states when the context ends."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
         yield
 
 
 def _may_share(policy: Policy, config: RunConfig) -> bool:
-    """Return True if a common beginning of rows may be read once."""
+    """Return True if the model may read the common beginning of several rows only once."""
     # Layers that are computed again keep no keys and values; bodies of float64 norm in float32, so that sums' order shows.
     if config.update.gradient_checkpointing or config.model.numerics == "exact":
         return False

@@ -1,8 +1,8 @@
 """Supervised fine-tuning: of the tiny model, of any model on demonstrations, and of a run's model on its best episodes.
 
-A demonstration is laid out token by token like an episode (opening, turn, continuation, turn). Only the assistant's turns are
-learned. Of a stored episode the exact tokens are used, and its sampled tokens are learned. With only the best episodes this is
-rejection sampling (RAFT, arXiv 2304.06767; STaR, arXiv 2203.14465).
+The token ids of a demonstration are laid out like those of an episode (opening, turn, continuation, turn). Only the assistant's
+turns are learned. A stored episode is used with its exact token ids, and its sampled tokens are learned. With only the best
+episodes this is rejection sampling (RAFT, arXiv 2304.06767; STaR, arXiv 2203.14465).
 """
 
 import math
@@ -52,7 +52,7 @@ from agentrl.workflow.training.training_rows import Row
 from agentrl.workflow.trajectory import Episode, Message, Task
 
 Segments = list[tuple[tuple[int, ...], bool]]
-"""A conversation as pieces of token ids; True for pieces of the assistant."""
+"""A conversation as pieces of token ids, each with True if the piece is the assistant's."""
 
 Example = tuple[Row, ...]
 """The rows of one demonstration or episode."""
@@ -68,7 +68,9 @@ UNSOLVED, TOO_LONG, EMPTY = "no demonstration", "longer than the model reads", "
 
 
 def default_recipe(model: str, full: bool) -> Recipe:
-    """Return the default recipe: measured for `tiny` on arithmetic, customary values for other models.
+    """Return the default recipe of a model.
+
+    For `tiny` it was measured on arithmetic; for other models the values are customary ones.
 
     Args:
         full: whether all weights train.
@@ -102,15 +104,15 @@ def sft(
         model: `tiny` for a new tiny model, else a folder or hub name.
         target: the model folder to make; see `models.lookup.sft_model_name`.
         recipe: None: `default_recipe`.
-        epochs: passes over the demonstrations; it replaces the recipe's steps.
-        max_tasks: only use the first `max_tasks` tasks.
+        epochs: the number of passes over the demonstrations; it replaces the recipe's number of steps.
+        max_tasks: the number of tasks to use, from the first one on.
         config: for an existing model: LoRA or all weights, quantised or not.
-        start: a run's policy to start from; `model` is its base.
+        start: a run's policy to start from; `model` is then the policy's base.
         overwrite: whether an existing target is replaced.
-        save_every: the steps between two checkpoints. A killed training continues from the last of them.
+        save_every: the number of steps from one checkpoint to the next. A killed training continues from the last checkpoint.
 
     Raises:
-        ConflictError: the target exists, or another training of it was interrupted, and `overwrite` is False.
+        ConflictError: `overwrite` is False, and the target exists or another training of it was interrupted.
         DatasetError: the dataset has no demonstrations, or none that fits the model.
         ConfigError: the recipe's optimizer does not work here.
         ModelError: the model cannot be loaded, its chat template cannot render such conversations, or the loss is not finite.
@@ -165,7 +167,7 @@ def sft_on_episodes(
     save_every: int | None = None,
     progress: ProgressListener = SILENT,
 ) -> TrainedModel:
-    """Fine-tune a run's model on the sampled tokens of these episodes, and save it.
+    """Fine-tune a run's model on the sampled tokens of these episodes, and save the model.
 
     Args:
         episodes: the selected episodes (`stats.best_episodes.select_best`), of one base and temperature.
@@ -173,12 +175,12 @@ def sft_on_episodes(
         target: the model folder to make.
         recipe: None: `PASSES` passes over the episodes at a learning rate of 1e-4.
         overwrite: whether an existing target is replaced.
-        save_every: the steps between two checkpoints; see `offline_checkpoint.Resumable`.
+        save_every: the number of steps from one checkpoint to the next; see `offline_checkpoint.Resumable`.
 
     Raises:
         ConflictError: the target exists, and `overwrite` is False.
-        StateError: no episode sampled a token of its own.
-        ModelError, CheckpointError: as `training.offline_training.load_learner` and `train` do.
+        StateError: no episode sampled a token itself.
+        ModelError, CheckpointError: see `training.offline_training.load_learner` and `train`.
     """
     refuse_existing(target, overwrite)
     rows = rows_by_episode(episodes)
@@ -233,9 +235,9 @@ def _load_existing(model: str, config: ModelConfig | None, device: str, threads:
 
 
 def demonstrations(dataset: Dataset | Sequence[Demonstration], limit: int | None, seed: int) -> Iterator[Demonstration | None]:
-    """Return an iterator over the first `limit` demonstrations, each in the form of an episode of the dataset's env.
+    """Yield a demonstration, or None, for each of the first `limit` tasks.
 
-    A task without a demonstration gives None.
+    A demonstration has the form of an episode of the dataset's env. None stands for a task without a demonstration.
 
     Raises:
         DatasetError: the dataset has no demonstrations.
@@ -258,7 +260,7 @@ def _demonstrate_in_env(dataset: Dataset, tasks: Sequence[Task], seed: int) -> I
 
 
 def texts_of(samples: Iterable[Demonstration | None]) -> list[str]:
-    """Return the texts that a tokenizer learns from: the demonstrations, split between the roles."""
+    """Return the texts that a new tokenizer is trained on: the demonstrations, split where the role changes."""
     plain = Chat(tiny_tokenizer([]))
     return [plain.decode(ids) for one in samples if one for ids, _ in segments_of(plain, one)]
 

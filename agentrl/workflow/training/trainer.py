@@ -1,9 +1,9 @@
-"""One update: it takes groups of finished episodes, and returns improved weights, or unchanged weights and the reason.
+"""One update of a policy: from groups of finished episodes to new weights, or to unchanged weights and the reason.
 
 An update is split into minibatches (one optimizer step each), and these into microbatches (one forward and backward pass each).
 The split into microbatches changes memory and time, never the gradient. A result that is not finite is never published: the
-update reports why, and its weights are restored or loaded again. All orders follow from the order of the groups, so an update
-can be repeated.
+update reports the reason, and the weights are restored or loaded again. All orders follow from the order of the groups, so an
+update can be repeated.
 """
 
 import json
@@ -48,11 +48,11 @@ from agentrl.workflow.training.update_loss import UpdateLoss
 from agentrl.workflow.trajectory import Group
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.1
-"""The least effective sample size of the importance weights, as a share of the tokens. Below it an update is skipped."""
+"""The least effective sample size of the importance weights, as a share of the tokens. An update below it is skipped."""
 
 
 class Unusable(Exception):
-    """A step that cannot be taken. The update is undone."""
+    """An optimizer step is impossible. The update is undone."""
 
 
 class NotFinite(Unusable):
@@ -66,8 +66,10 @@ def require_finite(loss: float, norm: float) -> None:
 
 
 def _combine_metrics(steps: Sequence[Metrics]) -> dict[str, float]:
-    """Return the steps' metrics as one: maxima are maxima, all else is weighed by tokens; what trained is counted once a
-    pass.
+    """Combine the metrics of several steps.
+
+    `tokens` and `rows` are summed over the steps, so each pass counts them again. `sampler_difference_max` is the maximum. All
+    others are means, weighted by the tokens of each step.
     """
     tokens = sum(step["tokens"] for step in steps)
     combined = {name: sum(step[name] * step["tokens"] for step in steps) / tokens for name in steps[0]}
@@ -85,7 +87,9 @@ def _undone(prepared: PreparedUpdate, error: Unusable) -> Update:
 
 
 class Trainer:
-    """A trainer of a policy. It keeps the state between updates: optimizer, rates, critic, KL weight, loss scale, counters.
+    """A trainer of a policy.
+
+    Between updates it holds the optimizer, learning rates, critic, KL weight, loss scale and counters.
 
     Args:
         policy: the policy whose trainable weights are updated; its lock is held during an update.
@@ -93,7 +97,7 @@ class Trainer:
         iterations: the run's number of iterations; only needed if the learning rate falls to 0 at their end.
 
     Raises:
-        ConfigError: an option that the algorithm does not read.
+        ConfigError: the algorithm does not read one of the options.
     """
 
     def __init__(self, policy: Policy, config: RunConfig, iterations: int = 0) -> None:
@@ -112,7 +116,7 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The policy's learning rate in the last update; the critic has its own."""
+        """The learning rate of the policy in the last update; the critic has another one."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
@@ -175,10 +179,12 @@ class Trainer:
         return UpdatePreview(Update(metrics, (step,), prepared.advantages, prepared.dropped), moved, gradient, blank)
 
     def _take_steps(self, prepared: PreparedUpdate, iteration: int) -> list[Metrics]:
-        """Take all optimizer steps, or none.
+        """Take all optimizer steps of the update. If one fails, restore the weights and states from before the first step.
+
+        Stop after a pass if the policy has moved too far from its start.
 
         Raises:
-            Unusable: a step cannot be taken.
+            Unusable: an optimizer step is impossible.
         """
         epochs = self._config.update.epochs
         before = self._snapshot() if len(prepared.minibatches) * epochs > 1 else None
@@ -199,7 +205,7 @@ class Trainer:
         return steps
 
     def _exceeds_max_kl(self, prepared: PreparedUpdate) -> bool:
-        """Return True if the policy has moved too far from its start for a further pass."""
+        """Return True if the policy has moved too far from its start to make another pass."""
         limit = self._config.update.max_kl
         if limit is None or prepared.constants.start is None:
             return False
@@ -225,9 +231,9 @@ class Trainer:
         return means | {"grad_norm": norm, "tokens": float(counts.tokens), "rows": float(counts.rows)}
 
     def _accumulate(self, prepared: PreparedUpdate, minibatch: Minibatch, learns: bool = True) -> dict[str, float]:
-        """Add up the gradients of the microbatches, and return sums over trained tokens.
+        """Compute and add up the gradients of the minibatch's microbatches. Return sums of metrics over trained tokens.
 
-        With `learns` False only the sums are computed.
+        With `learns` False, only the sums are computed.
         """
         again = self._config.update.gradient_checkpointing and learns
         for attempt in self._scorer.oom_backoff.attempts(minibatch.rows):
@@ -271,7 +277,7 @@ class Trainer:
             group["lr"] = rate * share
 
     def _untrained_parts(self) -> tuple[str, ...]:
-        """Return those of `critic` and `optimizer` that had no training yet."""
+        """Return the names, among `critic` and `optimizer`, of the parts that have not been trained yet."""
         critic = self._critic is not None and not any(bool(parameter.any()) for parameter in self._critic.parameters())
         return (*(("critic",) if critic else ()), *(() if self._optimizer.state else ("optimizer",)))
 
@@ -295,7 +301,10 @@ class Trainer:
     # checkpoints
 
     def save(self, folder: Path) -> Collection[str]:
-        """Write all that the next update reads, and the files of a model; the writer for `checkpoints.write`."""
+        """Write everything that the next update reads, and the files of a model, into the folder.
+
+        `checkpoints.write` calls this method.
+        """
         with self._policy.lock:
             self._policy.save_weights(folder / self._policy.weights_name)
             save_file(optimizer_state(self._optimizer, self._parameters), folder / checkpoints.OPTIMIZER)
@@ -312,8 +321,8 @@ class Trainer:
         """Restore the state that `save` wrote, bit for bit.
 
         Args:
-            folder: the checkpoint; None: start afresh from the base.
-            fresh: only load the weights, and start everything else afresh.
+            folder: the checkpoint; None: start from the untrained base.
+            fresh: whether to load only the weights; the optimizer and all other state are then new.
 
         Raises:
             CheckpointError: a file is missing, was changed, or belongs to another model.
@@ -329,9 +338,9 @@ class Trainer:
         self._load_optimizer(folder)
 
     def load_partial(self, folder: Path) -> None:
-        """Load a checkpoint of an update with another algorithm, or one whose optimizer state was dropped.
+        """Load a checkpoint that lacks parts: another algorithm wrote it, or its optimizer state was removed.
 
-        Parts that the checkpoint lacks start afresh: the critic, the moments. Raises as `load` does.
+        The missing parts (the critic, the moments) are made new. Raises as `load` does.
         """
         there = [name for name in (FILE, checkpoints.OPTIMIZER) if (folder / name).is_file()]
         checkpoints.verify(folder, without={checkpoints.OPTIMIZER}.difference(there), shared=False)

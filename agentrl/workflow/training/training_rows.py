@@ -1,17 +1,23 @@
-"""Episodes -> tensors. One training row per chain, padded on the right, grouped by length or beginning.
+"""The conversion of episodes to tensors. Each chain of an episode is one training row.
 
-An episode is one row, unless it has several chains (`workflow.token_chains`): because its template could not be continued, or
-because an agent began another conversation. Each begins with what it shares with another, which trains there, and has its
-episode's advantage. Positions of all tensors are those of `input_ids`; what is said of a token at t is predicted from the
-tokens before t, so a logprob tensor of shape (B, T - 1) goes with `[:, 1:]` of these.
+An episode usually is one chain. It has several if its template could not be continued, or if an agent began another
+conversation (`workflow.token_chains`). The row of a later chain begins with the tokens that it shares with another chain. These
+tokens train only in that other row. Every row has the advantage of its episode. Rows are padded on the right and grouped by
+length, or by a common beginning.
 
-The rows of a group begin with the same prompt. Where it saves work, a microbatch holds it once, and its lines begin with the
-last token before what trains.
+All tensors have the positions of `input_ids`. A logprob of token t is predicted from the tokens before t. So a logprob tensor
+of shape (B, T - 1) belongs to columns `[:, 1:]` of the other tensors.
 
-What is known of the trained tokens lies flat, (tokens,), row after row (`TokenLayout`). Credit sees it by episode, (N, T), an
-episode's tokens one after another; the model on the lines of a microbatch, (B, T - 1), among others: prompts, what tools said,
-what a fork has from its parent. A mask says where they are in either view: `pad(values, mask)` lays them out, `padded[mask]` is
-flat again.
+The rows of a group begin with the same prompt. If that saves work, a microbatch contains the prompt once. Then each line begins
+with the last token before the first trained one.
+
+Values of trained tokens are stored flat, (tokens,), row after row (`TokenLayout`). There are two views of them:
+
+- by episode, (N, T), for advantages: the trained tokens of each episode, one after another
+- on the lines of a microbatch, (B, T - 1), for the model: between other tokens, such as prompts, tool results and the tokens
+  of a fork's parent
+
+Each view has a mask: `pad(values, mask)` lays flat values out, and `padded[mask]` is flat again.
 """
 
 import math
@@ -34,7 +40,7 @@ PAD_ID = 0
 """The token id of padding. The attention mask hides it, so any id of the vocabulary would do."""
 
 CALL_TOKENS = 128
-"""The cost, in tokens, of the additional call of the model that reads shared beginnings."""
+"""The cost of the additional model call that reads shared beginnings, as a number of tokens."""
 
 PREFIX_TOKENS_PER_TOKEN = 16
 """The number of tokens of a shared beginning that take as much memory as one token of a row."""
@@ -42,20 +48,20 @@ PREFIX_TOKENS_PER_TOKEN = 16
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One training row as plain values; all sequences have one entry per token.
+    """One training row as plain values. Each sequence has one entry per token.
 
     Args:
         episode: the index into the episodes that the rows were made from.
         index: the number of the row within its episode.
-        input_ids: the exact ids, never tokenized again.
+        input_ids: the exact ids; text is never tokenized again.
         action_mask: True if the policy sampled the token.
-        loss_mask: True if the token trains: a part of `action_mask`, without the tokens of a fork's parent or of another chain.
-            At least one token trains.
+        loss_mask: True if the token trains. A subset of `action_mask`: tokens of a fork's parent or of another chain do not
+            train. At least one token trains.
         behavior_logprobs: logprobs as the sampler computed them; 0 if the token was not sampled.
         weight: the row's share of its episode; the shares of an episode's rows sum to 1.
 
     Attributes:
-        prefix: the number of tokens before the one that the first trained token is predicted from.
+        prefix: the number of tokens before the one that predicts the first trained token.
     """
 
     episode: int
@@ -84,7 +90,7 @@ class Microbatch:
     """The rows of one forward and backward pass, one per line; all (B, T) if no other shape is given.
 
     Args:
-        prefixes: the beginnings of the lines, if rows share them.
+        prefixes: the common beginnings of the lines; None if every line is complete.
         weights: (B,), the rows' weights.
     """
 
@@ -97,9 +103,9 @@ class Microbatch:
 
 
 def rows_of(episodes: Sequence[Episode]) -> list[Row]:
-    """Return the training rows of the episodes as their clients read them (`as_read`), in order.
+    """Return the training rows of the episodes, in the order of the episodes and their chains.
 
-    Rows without a trained token are left out.
+    Each episode is used as its client read it (`as_read`). Rows without a trained token are left out.
     """
     rows: list[Row] = []
     for number, (episode, _) in enumerate(map(as_read, episodes)):
@@ -119,9 +125,9 @@ def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1, share: boo
     The longest rows come first, so a microbatch that does not fit into memory fails early.
 
     Args:
-        tokens: the most padded tokens of a microbatch. A longer row gets a microbatch of its own.
-        at_least: the least number of microbatches, if there are as many rows.
-        share: whether rows with the same beginning go together instead, if the model then reads fewer tokens.
+        tokens: the most tokens of a microbatch, padding included. A longer row gets its own microbatch.
+        at_least: the least number of microbatches; with fewer rows, each row is a microbatch.
+        share: whether to group rows by a common beginning instead, if the model then reads fewer tokens.
     """
     max_rows = max(1, len(rows) // at_least)
     by_length = sorted(rows, key=lambda row: (-len(row.input_ids), row.episode, row.index))
@@ -144,7 +150,7 @@ def size(rows: Sequence[Row], share: bool = False) -> int:
 def collate(rows: Sequence[Row], device: torch.device | str = "cpu", share: bool = False) -> Microbatch:
     """Return the rows as tensors, padded on the right to the longest row.
 
-    With `share`, common beginnings are stored once, if the model then reads fewer tokens.
+    With `share`, a common beginning of rows is stored once, if the model then reads fewer tokens.
     """
     shared = share and size(rows, share) < size(rows)
     starts = [row.prefix if shared else 0 for row in rows]
@@ -166,7 +172,13 @@ def collate(rows: Sequence[Row], device: torch.device | str = "cpu", share: bool
 def _row(
     episode: int, index: int, before: Sequence[tuple[int, float | None]], steps: Sequence[Step], idle: Container[int]
 ) -> Row:
-    """The row of a chain after the tokens `before` it; the steps whose indices are `idle` do not train."""
+    """Make the training row of a chain.
+
+    Args:
+        before: the tokens before the chain's own steps, each with its logprob; None if the token was not sampled.
+        steps: the steps of the chain.
+        idle: the indices of the steps that do not train.
+    """
     ids = [token for token, _ in before]
     mask = [logprob is not None for _, logprob in before]
     trains = [False] * len(before)
@@ -180,9 +192,9 @@ def _row(
 
 
 class _Extent:
-    """The number of tokens that the model reads for rows that are added one by one.
+    """A counter of the tokens that the model reads. Rows are added one by one.
 
-    Each row comes with an identifier of its beginning; None if beginnings are not shared.
+    Each row is added with an identifier of its beginning, or with None if beginnings are not shared.
     """
 
     def __init__(self) -> None:
@@ -199,7 +211,7 @@ class _Extent:
             self._beginnings.add(beginning)
 
     def size(self) -> int:
-        """Return the number of padded tokens."""
+        """Return the number of tokens for all added rows, padding included."""
         whole = self.rows * self._longest
         if not self._beginnings:
             return whole
@@ -208,7 +220,11 @@ class _Extent:
 
 
 def _fill_microbatches(order: Sequence[tuple[Row, Hashable | None]], tokens: int, max_rows: int) -> tuple[list[list[Row]], int]:
-    """Return microbatches of the rows in this order, each as large as the limits allow, and the sum of their tokens."""
+    """Fill microbatches with the rows in this order, each as far as the limits allow.
+
+    Returns:
+        The microbatches, and the total number of tokens that the model reads for them.
+    """
     pieces: list[list[Row]] = []
     extent, total, last = _Extent(), 0, 0
     for row, beginning in order:
@@ -243,13 +259,13 @@ def _tensor(lines: Sequence[Sequence[float] | NDArray[np.float64]], dtype: DType
 
 
 def pad(values: Tensor, mask: Tensor) -> Tensor:
-    """Return flat values (tokens,) laid out where the mask is True; 0 elsewhere."""
+    """Lay out flat values (tokens,) at the places that are True in the mask; 0 at all other places."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """The order of the trained tokens of some episodes.
+    """The order of the trained tokens of some episodes in flat tensors.
 
     Args:
         episodes: the N episodes; `Row.episode` is the index into them.
@@ -265,7 +281,7 @@ class TokenLayout:
 
     @classmethod
     def of(cls, episodes: Sequence[Episode]) -> "TokenLayout":
-        """Return the layout of these episodes' training rows. The episodes are used as their clients read them (`as_read`)."""
+        """Return the layout of the trained tokens of these episodes. Each episode is used as its client read it (`as_read`)."""
         episodes = [as_read(episode)[0] for episode in episodes]
         rows = rows_of(episodes)
         counts = [sum(row.loss_mask) for row in rows]
@@ -277,11 +293,11 @@ class TokenLayout:
 
     @property
     def mask(self) -> Tensor:
-        """The mask (N, T), True if there is a token."""
+        """The mask (N, T) of the view by episode: True for a token, False for padding."""
         return torch.arange(int(self.lengths.max()) if len(self.lengths) else 0)[None] < self.lengths[:, None]
 
     def by_episode(self, values: Tensor) -> Tensor:
-        """Return flat values in the view by episode, (N, T) float64, on the CPU."""
+        """Lay out flat values by episode, (N, T) float64, on the CPU."""
         return pad(values.double().cpu(), self.mask)
 
     def places(self, rows: Sequence[Row]) -> Tensor:
@@ -289,7 +305,7 @@ class TokenLayout:
         return torch.cat([self.by_row[row.key] for row in rows])
 
     def flatten(self, rows: Sequence[Row], values: Tensor) -> Tensor:
-        """Return flat values (tokens,) of all tokens; 0 for tokens of other rows.
+        """Return flat values (tokens,) for all tokens of the layout; 0 for tokens that are not in `rows`.
 
         Args:
             rows: the rows that have values.
@@ -301,7 +317,7 @@ class TokenLayout:
         """Return the rewards of each token.
 
         Args:
-            groups: the groups of the episodes, in their order.
+            groups: the groups of the episodes, in the order of the episodes.
             penalty: (N, T), subtracted from the rewards.
             values: (N, T), the critic's values.
 
@@ -322,11 +338,11 @@ class TokenLayout:
 
 
 def _check(episode: Episode) -> None:
-    """Refuse an episode that cannot get advantages.
+    """Refuse an episode whose tokens cannot get advantages.
 
     Raises:
-        RewardError: its reward, or that of one of its steps, is missing or not a finite number.
-        StateError: it has no step.
+        RewardError: the reward of the episode or of a step is missing or not a finite number.
+        StateError: the episode has no step.
     """
     if not episode.steps:
         raise StateError(f"Episode {episode.id} is done and has no step.")
@@ -336,11 +352,10 @@ def _check(episode: Episode) -> None:
 
 
 def _fill_rewards(episode: Episode, rewards: Tensor, turns: Tensor, chains: Tensor) -> None:
-    """Write the rewards, turns and chains of an episode's tokens into tensors (T,).
+    """Write the rewards, steps and chains of an episode's tokens into the tensors (T,).
 
-    A step's reward is at its last token. The last token of each chain also gets two others: the part of the episode's reward
-    that belongs to no step, which all chains share, and the rewards of later steps of other chains. Rewards of a fork's
-    inherited steps go to no token.
+    The last token of a step gets the step's reward. The last token of each chain also gets the part of the episode's reward
+    that belongs to no step, and the rewards of later steps of other chains. Rewards of a fork's inherited steps go to no token.
     """
     end, rest = 0, float(episode.reward or 0.0) - sum(step.reward for step in episode.steps)
     idle = reasons_not_to_train(episode)

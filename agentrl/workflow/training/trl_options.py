@@ -1,7 +1,8 @@
-"""A run's options as those of TRL's `GRPOTrainer`, and the refusal of options that TRL lacks. See `training.trl_trainer`.
+"""The translation of a run's options to those of TRL's `GRPOTrainer`; options that TRL lacks are refused. See
+`training.trl_trainer`.
 
 TRL is an extra (`trl`). This module works without it, so the command line can check a run before it writes anything. An
-algorithm is identified by its advantage and loss functions, so a user's own algorithm can be one of TRL's too.
+algorithm is identified by its advantage and loss functions. So a user's algorithm with the same functions is supported too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,13 +32,14 @@ LOSSES: Mapping[str, Mapping[str, str]] = {
     "agentrl.workflow.training.losses:clipped_weight": {"token-mean": "cispo"},
     "agentrl.workflow.training.losses:soft_gate": {"seq-mean-token-mean": "sapo"},
 }
-"""TRL's `loss_type`, by surrogate and aggregation."""
+"""For each surrogate, TRL's `loss_type` by aggregation."""
 
 
 def check_run(config: RunConfig) -> None:
     """Refuse a run that TRL cannot train.
 
-    With a `broker_url` it is not checked that TRL is installed here, because workers may have packages that this machine lacks.
+    If the run has a `broker_url`, the installation of TRL is not checked: its workers may have packages that this machine
+    lacks.
 
     Raises:
         ConfigError: TRL cannot train the run; the message has the reason.
@@ -48,10 +50,10 @@ def check_run(config: RunConfig) -> None:
 
 
 def require_trl() -> None:
-    """Require the version of TRL that agentrl supports.
+    """Check that the supported version of TRL is installed.
 
     Raises:
-        ConfigError: TRL is not installed here, or in another version.
+        ConfigError: TRL is missing, or has another version.
     """
     try:
         version = metadata.version("trl")
@@ -70,7 +72,7 @@ def check_trl(config: RunConfig) -> None:
         config: the config of a training run.
 
     Raises:
-        ConfigError: an option is not supported; the message names it and the reason.
+        ConfigError: an option is not supported; the message has the option and the reason.
     """
     refusal = next(_refusals(config), None)
     if refusal is not None:
@@ -78,7 +80,7 @@ def check_trl(config: RunConfig) -> None:
 
 
 def grpo_options(config: RunConfig) -> dict[str, Any]:
-    """Return the options of the loss as fields of `trl.GRPOConfig`, without those of the KL (see `training.trl_trainer`)."""
+    """Return the options of the loss as fields of `trl.GRPOConfig`. Those of the KL are left to `training.trl_trainer`."""
     options, limits = resolve_options(config.algorithm), config.rollout
     fields = {
         "loss_type": _loss_type(options),
@@ -148,7 +150,7 @@ def _is_sequence_level(options: AlgorithmConfig) -> bool:
 
 
 def _losses(algorithm: Algorithm, options: AlgorithmConfig) -> Mapping[str, str]:
-    """Return TRL's `loss_type` of an algorithm by aggregation; empty if TRL does not have this algorithm."""
+    """Return TRL's `loss_type` for each aggregation of an algorithm; empty if TRL does not have the algorithm."""
     if algorithm.critic or algorithm.credit != CREDIT:
         return {}
     return LOSSES.get(algorithm.surrogate_of(options), {})

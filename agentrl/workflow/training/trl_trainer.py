@@ -1,14 +1,19 @@
 """TRL as a second trainer (`--trainer trl`): TRL's own `GRPOTrainer` makes the update; episodes and checkpoints stay agentrl's.
 
-TRL receives the samples through its `rollout_func`: the exact prompt and completion ids, the sampler's logprobs, the rewards,
-and as `env_mask` which tokens the policy sampled, so text of tools never trains. Advantages, loss, gradient and step are TRL's.
-TRL gets the policy's weights and agentrl's optimizer for one update. So saving, resuming and fencing work as with agentrl's
-trainer, and the two trainers can be compared on the same run. Both have the same gradient in TRL's convention
+TRL receives the samples through its `rollout_func`: the exact prompt and completion ids, the sampler's logprobs, and the
+rewards. `env_mask` marks the tokens that the policy sampled, so text of tools never trains. Advantages, loss, gradient and step
+are TRL's. For one update, TRL gets the policy's weights and agentrl's optimizer. So saving, resuming and fencing work as with
+agentrl's trainer, and the two trainers can be compared on the same run. Both have the same gradient in TRL's convention
 (`tests/training/test_trl.py`).
 
-TRL differs in these points: a group trains completely or not at all; an episode of several rows does not train; all rows are
-read, also those without advantage; the entropy bonus is a mean over the tokens of each microbatch. A value that is not finite
-is detected after TRL's step: such an update is bad, and its caller loads the last checkpoint.
+TRL differs in these points:
+
+- A group trains completely or not at all.
+- An episode of several rows does not train.
+- The model reads all rows, also those without an advantage.
+- The entropy bonus is a mean over the tokens of each microbatch.
+- A value that is not finite is detected only after TRL's step. Such an update is bad, and its caller loads the last
+  checkpoint.
 """
 
 import hashlib
@@ -50,7 +55,7 @@ METRICS = {
     "clip_ratio/region_mean": "clip_fraction",
     "cispo_clip_ratio": "clip_fraction",
 }
-"""The names of metrics: TRL's -> agentrl's."""
+"""The names of metrics: from TRL's to agentrl's."""
 
 
 class TrlTrainer(Trainer):
@@ -185,7 +190,9 @@ class TrlTrainer(Trainer):
 
 
 def select_whole_groups(groups: Sequence[Group], size: int) -> tuple[list[Group], dict[int, str]]:
-    """Return the groups whose episodes can all train and have one row each; and, by slot, why each other group is dropped."""
+    """Return the groups in which every episode can train and has one row and, by slot, the reason why each remaining group is
+    dropped.
+    """
     chosen, dropped = select_groups(groups, needs_group=True)
     whole_groups = []
     for group in chosen:
@@ -206,13 +213,13 @@ def _why_not(group: Group, size: int) -> str | None:
 
 
 def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
-    """Return the number of rows in one forward and backward pass. It divides the number of all rows.
+    """Return the number of rows in one forward and backward pass. The number of all rows is a multiple of it.
 
-    TRL pads every row to the longest prompt and the longest completion of all rows.
+    TRL pads every row to the longest prompt plus the longest completion.
 
     Args:
-        tokens: the most padded tokens of a microbatch; at least one row is read.
-        at_least: the least number of microbatches, if there are as many rows.
+        tokens: the most tokens of a microbatch, padding included; the result is at least one row.
+        at_least: the least number of microbatches; with fewer rows, each row is a microbatch.
     """
     width = max(row.prefix + 1 for row in rows) + max(len(row.input_ids) - row.prefix - 1 for row in rows)
     max_rows = max(1, min(tokens // width, len(rows) // at_least))
@@ -220,7 +227,10 @@ def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
 
 
 class _RecordedRollouts:
-    """TRL's `rollout_func`. A prompt is the number of its group, and its n-th occurrence gets the group's n-th row."""
+    """The `rollout_func` for TRL, which returns recorded rows.
+
+    A prompt is a group's number; its n-th occurrence gets the group's n-th row.
+    """
 
     def __init__(self, rows: Sequence[Row], rewards: Sequence[float], size: int) -> None:
         numbered = list(zip(rows, rewards, strict=True))
@@ -241,7 +251,7 @@ class _RecordedRollouts:
 
 
 def _rewards(reward: list[float], **_: Any) -> list[float]:
-    """Return the recorded rewards. This is TRL's reward function."""
+    """Return the recorded rewards. TRL calls this as its reward function."""
     return reward
 
 
@@ -259,7 +269,10 @@ def _set_kl_anchor(trl: Any, coef: float, reference: nn.Module | None) -> None:
 
 
 def _silence_trl() -> None:
-    """Turn off TRL's telemetry to the hub, and its warning that `rollout_func` may change. The version is pinned."""
+    """Turn off TRL's telemetry to the hub, and its warning that `rollout_func` may change.
+
+    agentrl supports only one version of TRL, so the warning is of no use.
+    """
     constants.HF_HUB_DISABLE_TELEMETRY = True
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
@@ -271,7 +284,7 @@ def _seed(seed: int, iteration: int) -> int:
 
 @contextmanager
 def _isolate_rng(device: torch.device) -> Iterator[None]:
-    """Restore every random generator of the process at the end, because TRL seeds them."""
+    """Restore the state of every random generator of the process when the context ends, because TRL seeds them."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -283,7 +296,9 @@ def _isolate_rng(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _restore_model(*models: nn.Module | None) -> Iterator[None]:
-    """Undo TRL's changes to the models at the end: another forward function, other special tokens, and new attributes."""
+    """Undo TRL's changes to the models when the context ends: a different forward function, different special tokens, new
+    attributes.
+    """
     mine = [thing for model in models if model is not None for thing in _objects_trl_changes(model)]
     before: list[tuple[Any, Mapping[str, Any]]] = [(thing, dict(vars(thing))) for thing in mine]
     try:

@@ -17,7 +17,7 @@ PEAK_TFLOPS = {
     "A100": 312.0, "A40": 149.7, "A10": 125.0, "H100 PCIe": 756.5, "H100 80GB HBM3": 989.5, "H200": 989.5,
     "L40S": 362.0, "L4": 121.0, "T4": 65.0, "V100-SXM2": 125.0, "V100-PCIE": 112.0,
 }  # fmt: skip
-"""The peak TFLOP/s of dense matrix products in bfloat16 or float16, from NVIDIA's data sheets, by CUDA's name of the card.
+"""The peak TFLOP/s of dense matrix products in bfloat16 or float16, from NVIDIA's data sheets, by the card's name in CUDA.
 
 The data sheets of H100, H200, L40S and L4 print the rate with sparsity, which is twice as high.
 """
@@ -25,11 +25,11 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class UpdateCost:
-    """A meter of an update's cost: call `begin`, then `add` for every input of the model, then `metrics`.
+    """A meter of an update's cost. Call `begin`, then `add` for every input of the model, then `metrics`.
 
     Args:
         module: the trained model.
-        device: its device.
+        device: the module's device.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -60,10 +60,11 @@ class UpdateCost:
     def add(self, rows: Sequence[Row], shares: bool, learns: bool) -> None:
         """Count the operations of one forward pass, and of the backward pass if `learns`.
 
-        In the forward pass, a token takes 2 operations for each weight of a matrix product. In the backward pass it takes 2 for
-        each weight that the gradient passes and 2 for each weight that trains (Kaplan et al. 2020, arXiv 2001.08361, table 1).
-        Attention takes 4 in the forward pass for each layer, channel and token that it attends to, and 8 in the backward pass
-        (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, but only for the tokens before it).
+        A token takes 2 operations in the forward pass for each weight of a matrix product. In the backward pass it takes 2 for
+        each weight that the gradient passes through, and 2 for each weight that trains (Kaplan et al. 2020, arXiv 2001.08361,
+        table 1). For each layer, channel and token that it attends to, attention takes 4 operations in the forward and 8 in the
+        backward pass (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Unlike there, a token attends only to itself and
+        earlier tokens.
 
         Args:
             shares: whether common beginnings of rows are read once.
@@ -82,8 +83,9 @@ class UpdateCost:
             self._flops += (2 + 2 * self._head_trains) * head * scored
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Return `tflops` (10**12 operations per second), on a GPU `peak_memory_bytes`, and `mfu` if the GPU's peak is known.
+        """Return the metrics of the cost.
 
+        They are `tflops` (10**12 operations per second), on a GPU `peak_memory_bytes`, and `mfu` if the GPU's peak is known.
         `mfu`, the model FLOPs utilisation, is the share of the peak in half precision. For float32 no peak is known.
         """
         metrics = {"tflops": self._flops / seconds / 1e12} if self._is_known and seconds else {}
@@ -118,5 +120,5 @@ def _size(layer: nn.Module) -> int:
 
 
 def _pairs(tokens: int) -> int:
-    """Return the number of pairs of a token and one that it attends to (itself included)."""
+    """Return the number of pairs (token, attended token); a token attends to itself and all earlier ones."""
     return tokens * (tokens + 1) // 2

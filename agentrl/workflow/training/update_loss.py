@@ -24,11 +24,14 @@ from agentrl.workflow.training.prepared_update import TokenConstants
 from agentrl.workflow.training.training_rows import Microbatch
 
 LOW_LOG_RATIO, HIGH_LOG_RATIO = math.log(0.9), math.log(1.1)
-"""The logarithms of 0.9 and 1.1. Tokens whose ratio of trainer to sampler is outside of them are counted."""
+"""The logarithms of 0.9 and 1.1.
+
+`importance_outside` is the share of tokens whose log ratio of trainer to sampler is outside this range.
+"""
 
 
 class UpdateLoss:
-    """The loss of a run's updates: a surrogate and, by the run's options, a KL, an entropy bonus and a critic's error."""
+    """The loss of a run's updates: a surrogate and, if the options say so, a KL, an entropy bonus and a critic's error."""
 
     def __init__(self, config: RunConfig, same_numbers: bool) -> None:
         """Make the loss of this config's updates.
@@ -48,8 +51,8 @@ class UpdateLoss:
         """Return the microbatch's share of its minibatch's loss.
 
         Args:
-            constants: of its tokens, on its lines.
-            counts: of the minibatch.
+            constants: the constants of the microbatch's tokens, laid out on its lines.
+            counts: the counts of the minibatch.
         """
         mask, behavior = batch.loss_mask[:, 1:], batch.behavior_logprobs[:, 1:]  # (B, T-1)
         logprobs, credit = scores.logprobs, constants.advantages

@@ -1,1 +1,3 @@
-"""The contents of responses: several reads in one transaction, shortened texts, tokens with their texts."""
+"""The contents of the page's responses. Each response is built in one read transaction; long texts are shortened, and tokens
+get their texts.
+"""

@@ -1,4 +1,4 @@
-"""Explains the advantage of an episode and of each of its tokens, as far as the rows allow."""
+"""Explains how the advantage of an episode and of each of its tokens was computed, as far as the stored rows allow."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,9 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CreditReader:
-    """The run and the update that trained on an episode. If no update did, the episode's own run and None."""
+    """The update that trained on an episode, and the run of this update. If no update trained on the episode, `update` is None
+    and `run` is the episode's own run.
+    """
 
     run: Row
     update: Row | None
@@ -45,9 +47,9 @@ class TokenCredit:
 
     Args:
         source: "stored", "computed" or "missing".
-        how: a sentence about the source.
-        of_all: the advantage of all tokens that train; None if they differ or are unknown.
-        of_steps: the advantages of each step's tokens, by step, if tokens differ.
+        how: a sentence that explains the source.
+        of_all: the common advantage of all tokens that train; None if the tokens differ or the advantage is unknown.
+        of_steps: the advantages of the sampled tokens of each step, by step; None if all tokens have the same advantage.
     """
 
     source: str
@@ -57,7 +59,9 @@ class TokenCredit:
 
 
 def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> tuple[CreditReader, list[Row]]:
-    """Return the reader of the episode (an update of its own run, if there is one), and all updates that trained on it."""
+    """Return two values: the update whose advantages are shown, with its run; and all updates that trained on the episode. If
+    an update of the episode's own run trained on it, that one is shown.
+    """
     readers = load_readers(tx, episode)
     if not readers:
         return CreditReader(run or load_run_of(tx, run_id), None), []
@@ -67,13 +71,13 @@ def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> t
 
 
 def explain_members(tx: Any, reader: CreditReader, members: Sequence[Member], recorded: Mapping[int, float]) -> dict[int, Any]:
-    """Return the explanation of the advantage of each member of a group, by episode.
+    """Return the explanation of the advantage of each member of a group, by the id of the episode.
 
     Args:
         tx: the read transaction.
-        reader: the run and the update.
+        reader: the update and its run.
         members: the episodes of the group.
-        recorded: the advantages that the update recorded, by episode.
+        recorded: the advantages that the update recorded, by the id of the episode.
     """
     name, options = load_algorithm(reader.run["config"])
     group = [_scored(member) for member in members if member.trainable]
@@ -94,7 +98,7 @@ def explain_members(tx: Any, reader: CreditReader, members: Sequence[Member], re
 
 
 def explain_episode(tx: Any, reader: CreditReader, episode: int, group: int) -> dict[str, Any]:
-    """Return the explanation of the episode's advantage, and the run whose update computed it (`run`, `run_id`)."""
+    """Return the explanation of the episode's advantage. The keys `run` and `run_id` name the run whose update computed it."""
     members = load_group_members(tx, group, reader.run["reward_set"])
     recorded = {} if reader.recorded is None else {episode: reader.recorded}
     own = [member for member in members if member.row["id"] == episode]
@@ -117,7 +121,7 @@ def _scored(member: Member) -> Scored:
 
 
 class _Update:
-    """The episodes of an update, loaded once when needed."""
+    """The episodes of an update. They are loaded at the first use."""
 
     def __init__(self, tx: Any, reader: CreditReader) -> None:
         self._tx, self._reader = tx, reader

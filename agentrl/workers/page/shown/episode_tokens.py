@@ -1,4 +1,4 @@
-"""A range of an episode's tokens: exact ids, texts, logprobs, and segments with their kinds."""
+"""A range of an episode's tokens: the exact ids, their texts and logprobs, and segments of tokens of one kind."""
 
 import math
 import struct
@@ -14,9 +14,13 @@ from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, StepTokens, load
 from agentrl.workflow.token_chains import reasons_not_to_train
 
 AROUND = 4
-"""The number of neighbouring tokens that may hold the rest of a character, which has at most 4 bytes."""
+"""The number of tokens on each side of the range that are decoded too, because they may contain the rest of a character. A
+character has at most 4 bytes.
+"""
 MAX_COMPARED = 200
-"""The most sampled tokens and characters that are compared if the tokenizer may be another model's."""
+"""The most sampled tokens, and the most characters, that are compared to find out whether the tokenizer is that of another
+model.
+"""
 NOT_STORED = {
     "ratio": "The ratio of trained to sampling probability is not stored per token. For a whole update: agentrl whatif.",
     "entropy": "Entropy is not stored per token; each iteration has its mean.",
@@ -25,13 +29,17 @@ NOT_STORED = {
 
 
 class EpisodeTokens:
-    """The tokens of an episode, its chains one after another, read range by range."""
+    """The tokens of an episode, which are read range by range. The chains of the episode follow one another."""
 
     def __init__(self, tx: Any, episode: int) -> None:
-        """Load the shape of the episode in an open read transaction.
+        """Load the structure of the episode: its chains and the lengths of its steps.
+
+        Args:
+            tx: an open read transaction.
+            episode: the id of the episode.
 
         Raises:
-            NotFoundError: there is no such episode.
+            NotFoundError: the episode does not exist.
         """
         self.shape: EpisodeShape = load_shape(tx, episode)
         self.run = load_run_of(tx, self.shape.run_id)
@@ -40,11 +48,11 @@ class EpisodeTokens:
 
     @property
     def total(self) -> int:
-        """The number of tokens in all chains."""
+        """The number of tokens in all chains together."""
         return self._chains[-1].end if self._chains else 0
 
     def read(self, start: int, size: int) -> dict[str, Any]:
-        """Return at most `size` tokens from `start` on, without their texts."""
+        """Return at most `size` tokens, from position `start` on, without their texts."""
         end = min(start + size, self.total)
         pieces = list_pieces(self.shape.value, self._chains, start, end) if start < end else []
         tokens_by_row = load_tokens(self._tx, self.shape.step_ids(sorted({piece.step for piece in pieces})))
@@ -65,7 +73,7 @@ class EpisodeTokens:
         }
 
     def texts(self, token_texts: FoundTexts, read: dict[str, Any]) -> tuple[list[str] | None, str | None]:
-        """Return the texts of the tokens that `read` returned, or None and the reason why there are none."""
+        """Return the texts of the tokens that `read` returned, and None. If there are no texts, return None and the reason."""
         start, end = read["start"], read["start"] + len(read["ids"])
         if token_texts.texts is None:
             return None, token_texts.why_none
@@ -93,7 +101,9 @@ def _lay_out(
 
 
 def _within(piece: TokenPiece, start: int, end: int) -> tuple[int, int]:
-    """Return the part of the piece that is inside the range, as start and end in the piece."""
+    """Return the part of the piece that is inside the range, as two positions in the piece: the first, and the one after the
+    last.
+    """
     return max(0, start - piece.start), min(piece.end, end) - piece.start
 
 
@@ -109,8 +119,10 @@ def _unpack(kind: str, packed: bytes, first: int, last: int) -> list[Any]:
 
 
 def _piece_texts(texts: TokenTexts, piece: TokenPiece, tokens: StepTokens | None, start: int, end: int) -> list[str]:
-    """Return the texts of the piece's tokens inside the range. A character may cross the ends of the range, but not those of
-    the piece.
+    """Return the texts of those tokens of the piece that are inside the range.
+
+    A character may consist of several tokens. Such a character may extend over an end of the range, but not over an end of the
+    piece.
     """
     first, last = _within(piece, start, end)
     before = max(0, first - AROUND)
@@ -158,7 +170,9 @@ def _segment_advantage(piece: TokenPiece, credit: TokenCredit) -> float | None:
 def _advantages(
     shape: EpisodeShape, pieces: Sequence[TokenPiece], credit: TokenCredit, start: int, end: int
 ) -> list[float | None] | None:
-    """Return an advantage for each token if the tokens of a segment differ; None if `segments` has all values."""
+    """Return an advantage for each token in the range. Return None if all tokens of each segment have the same advantage,
+    because `segments` then has all values.
+    """
     if credit.of_steps is None or all(values[0] == values[-1] for values in credit.of_steps.values() if values):
         return None
     idle = reasons_not_to_train(shape.value)
@@ -184,8 +198,9 @@ def _metrics(episode: int, logprobs: Sequence[float | None], credit: TokenCredit
 
 
 def check_namesake(tx: Any, shape: EpisodeShape, token_texts: FoundTexts) -> FoundTexts:
-    """Return the texts unchanged; without texts if the tokenizer of another model of the same name does not decode the
-    episode's first sampled turn as recorded.
+    """Check whether `token_texts` come from the right tokenizer, if they may come from another model of the same name. The
+    check decodes the episode's first sampled turn. If the text differs from the recorded one, the result has no texts;
+    otherwise it is unchanged.
     """
     ids = [row["id"] for row in shape.rows if row["sampled_tokens"]][:1]
     steps, tokens = load_steps(tx, ids), load_tokens(tx, ids)
@@ -195,7 +210,7 @@ def check_namesake(tx: Any, shape: EpisodeShape, token_texts: FoundTexts) -> Fou
 
 
 def packed_line(tx: Any, shape: EpisodeShape, max_tokens: int) -> bytes:
-    """Return the first `max_tokens` tokens of the episode as packed ids, its chains one after another."""
+    """Return the first `max_tokens` tokens of the episode as packed ids. The chains of the episode follow one another."""
     pieces = list_pieces(shape.value, place_chains(shape.value), 0, max_tokens)
     tokens_by_row = load_tokens(tx, shape.step_ids(sorted({piece.step for piece in pieces})))
     stored = {step: tokens_by_row.get(shape.rows[step]["id"]) for step in {piece.step for piece in pieces}}
@@ -204,6 +219,6 @@ def packed_line(tx: Any, shape: EpisodeShape, max_tokens: int) -> bytes:
 
 
 def place_in_line(shape: EpisodeShape, token: int) -> tuple[int | None, str | None]:
-    """Return the step and the kind of the token at this position; None and None after the end."""
+    """Return the step and the kind of the token at this position. After the end of the episode, return None for both."""
     pieces = list_pieces(shape.value, place_chains(shape.value), token, token + 1)
     return (pieces[0].step, pieces[0].kind) if pieces else (None, None)

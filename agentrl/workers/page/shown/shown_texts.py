@@ -1,6 +1,7 @@
-"""Texts and values cut to a size that a page can show, each with what was left out, and a model's input messages as such texts.
+"""Shortens texts and values to a size that a page can show, and records the full length of each. It also converts a model's
+messages to such texts.
 
-`ShownTexts` keeps all texts of an answer within one measure: where many are long, the later ones are cut shorter.
+`ShownTexts` limits the total length of all texts in a response. If many texts are long, the later ones are shortened more.
 """
 
 import json
@@ -14,18 +15,20 @@ SHOWN_CHARS = 20_000
 LISTED_CHARS = 2000
 """The most characters of a text in a row of a list."""
 MAX_DEPTH = 40
-"""The deepest nesting of a value that is returned as JSON; a deeper one is returned as text."""
+"""The deepest nesting of a value that is returned as JSON. A value that is nested more deeply is returned as text."""
 
 
 def cut_rows(rows: Iterable[Mapping[str, Any]], max_chars: int = LISTED_CHARS) -> list[Mapping[str, Any]]:
-    """Return the rows with long values shortened. A changed row has in `cut` the full length of each shortened column, in
+    """Return the rows with long values shortened. In each changed row, `cut` has the full length of each shortened column, in
     characters.
     """
     return [_cut_row(row, max_chars) for row in rows]
 
 
 def cut_texts(row: Mapping[str, Any], max_chars: int = LISTED_CHARS) -> dict[str, Any]:
-    """Return the row with only its long texts shortened, and `cut` as in `cut_rows`."""
+    """Return the row with long texts shortened; other values are unchanged. `cut` has the full lengths, in characters, as in
+    `cut_rows`.
+    """
     cut = {name: len(value) for name, value in row.items() if isinstance(value, str) and len(value) > max_chars}
     return {**row, **{name: row[name][:max_chars] for name in cut}, **({"cut": cut} if cut else {})}
 
@@ -37,7 +40,9 @@ def _cut_row(row: Mapping[str, Any], max_chars: int) -> Mapping[str, Any]:
 
 
 def cut_value(value: Any, max_chars: int = SHOWN_CHARS) -> tuple[Any, int | None]:
-    """Return the JSON value and None; for a larger value, the beginning of its text and its full length in characters."""
+    """Return the JSON value and None. For a value that is too large, return the beginning of its text, and the full length of
+    the text in characters.
+    """
     if isinstance(value, str):
         return value[:max_chars], len(value) if len(value) > max_chars else None
     if not isinstance(value, dict | list):
@@ -51,7 +56,9 @@ def cut_value(value: Any, max_chars: int = SHOWN_CHARS) -> tuple[Any, int | None
 
 
 def _depth(text: str) -> int:
-    """Return approximately how deep the JSON text is nested; brackets inside strings count too."""
+    """Return approximately how deeply the JSON text is nested. The number may be too high, because brackets inside strings
+    count too.
+    """
     deepest = depth = 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")
@@ -62,25 +69,32 @@ def _depth(text: str) -> int:
 ANSWER_CHARS = 2_000_000
 """The approximate limit on the characters of all texts in a response."""
 LEAST_CHARS = 200
-"""The number of characters that are shown of any text, even if the response is full."""
+"""The number of characters of each text that are shown even if the response is full."""
 
 
 class ShownTexts:
-    """Writes texts into a response. A shortened text has its full length in `cut` and its path in `of`, by its name."""
+    """A writer of texts into a response. For each shortened text, `cut` has the full length in characters and `of` the path of
+    the full text, by the text's key.
+    """
 
     def __init__(self, max_chars: int = SHOWN_CHARS, max_total_chars: int = ANSWER_CHARS) -> None:
-        """Set the maximum characters of one text, and of all texts together."""
+        """Set the limits.
+
+        Args:
+            max_chars: the most characters of one text.
+            max_total_chars: the most characters of all texts together.
+        """
         self._max_chars, self._left = max_chars, max_total_chars
 
     def put(self, target: dict[str, Any], name: str, text: str | None, chars: int | None = None, path: str = "") -> None:
-        """Write a text, or the part of it that fits, to `target[name]`.
+        """Write a text to `target[name]`, shortened if necessary.
 
         Args:
             target: the object of the response.
             name: the key.
             text: the text or its beginning; None is written as null.
             chars: the length of the full text in characters, if `text` is only its beginning.
-            path: the path of the full text for `/api/episodes/{id}/text`.
+            path: the path under which `/api/episodes/{id}/text` returns the full text.
         """
         if text is None:
             target[name] = None
@@ -93,7 +107,7 @@ class ShownTexts:
             self._mark(target, name, whole, path)
 
     def put_value(self, target: dict[str, Any], name: str, value: Any, path: str = "") -> None:
-        """Write a JSON value to `target[name]`; for a large value, the beginning of its text."""
+        """Write a JSON value to `target[name]`. If the value is too large, write the beginning of its text instead."""
         shortened, chars = cut_value(value, self._room())
         if isinstance(shortened, str):
             self._left -= len(shortened)
@@ -119,8 +133,8 @@ MAX_KEY = 10_000
 
 
 def new_messages(prompt: Any, results: Sequence[Row]) -> tuple[int, list[tuple[int, Any]]]:
-    """Return the number of messages that a step's prompt shares with another chain, and the other messages, each with its
-    position.
+    """Return two values: the number of messages that a step's prompt shares with another chain, and its other messages, each
+    with its position.
 
     Args:
         prompt: the messages of the prompt.
@@ -143,12 +157,12 @@ def _is_told(message: Any, result_keys: set[tuple[str, int]]) -> bool:
 
 
 def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
-    """Convert a message of a JSON column.
+    """Convert a message from a JSON column to an object of the response.
 
     Args:
         message: the message.
-        path: its path for `/api/episodes/{id}/text`.
-        texts: shortens its texts.
+        path: the path under which `/api/episodes/{id}/text` returns the message's texts.
+        texts: the writer that shortens the message's texts.
     """
     row = message if isinstance(message, Mapping) else {"role": "", "content": str(message)}
     document: dict[str, Any] = {"role": str(row.get("role", ""))[:100]}
@@ -163,7 +177,7 @@ def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
 
 
 def shown_task(task: Row, texts: ShownTexts) -> dict[str, Any]:
-    """Convert a task of `load_task_of`."""
+    """Convert a task that `load_task_of` has loaded to an object of the response."""
     document: dict[str, Any] = {"id": task["id"], "key": task["key"][:MAX_KEY]}
     texts.put(document, "reference", task["reference"], task["reference_chars"], "task/reference")
     messages = task["messages"] if isinstance(task["messages"], list) else []

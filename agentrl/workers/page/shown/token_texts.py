@@ -1,4 +1,4 @@
-"""Texts of tokens, decoded with the run's tokenizer if its files are on this machine. Nothing is downloaded."""
+"""Decodes tokens with the tokenizer of the run's base model, if its files are on this machine. Nothing is downloaded."""
 
 import codecs
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FILE = "tokenizer.json"
 MAX_FILE = 1 << 28
-"""The largest file of a tokenizer, in bytes."""
+"""The largest tokenizer file that is read, in bytes."""
 MAX_TOKENIZERS = 4
 """The most tokenizers that are kept in memory."""
 _loading = Lock()
@@ -25,16 +25,18 @@ _loading = Lock()
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """A tokenizer that returns the text of each token."""
+    """A tokenizer that returns the text of each single token."""
 
     tokenizer: "Tokenizer"
     letters: dict[str, int] | None
-    """The byte of each letter, for a byte-level tokenizer. None: words contain text, with marks for spaces and bytes."""
+    """For a byte-level tokenizer, the byte that each letter stands for. For other tokenizers None: their words are texts, with
+    marks for spaces and bytes.
+    """
     added: dict[int, str]
     _known: dict[int, bytes] = field(default_factory=dict)
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token. A character made of several tokens belongs to the first of them."""
+        """Return the text of each token. If a character consists of several tokens, it belongs to the first of them."""
         return join_pieces([self._bytes(token) for token in ids])
 
     def whole(self, ids: Sequence[int]) -> str:
@@ -63,8 +65,8 @@ class TokenTexts:
 
 
 def join_pieces(pieces: Sequence[bytes]) -> list[str]:
-    """Decode pieces of UTF-8. A character that spans several pieces belongs to the first of them; invalid bytes become
-    U+FFFD.
+    """Decode pieces of UTF-8 to one text per piece. If a character extends over several pieces, it belongs to the first of
+    them. Invalid bytes become U+FFFD.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts: list[str] = []
@@ -84,8 +86,8 @@ def join_pieces(pieces: Sequence[bytes]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class FoundTexts:
-    """The texts of a base's tokens, or None and the reason. `sure` is false if the tokenizer may be that of another model of
-    the same name.
+    """The texts of the tokens of a base model. If there are none, `texts` is None and `why_none` is the reason. `sure` is False
+    if the tokenizer may be that of another model of the same name.
     """
 
     texts: TokenTexts | None
@@ -93,14 +95,16 @@ class FoundTexts:
     sure: bool = True
 
     def checked(self, ids: Sequence[int], text: str) -> "FoundTexts":
-        """Return this object; without texts if another model's tokenizer does not decode the ids to the recorded text."""
+        """Return this object if its tokenizer decodes `ids` to the recorded `text`, or if the tokenizer is surely the right
+        one. Otherwise return an object without texts.
+        """
         if self.texts is None or self.sure or self.texts.whole(ids).replace("\0", "\ufffd").startswith(text[: len(ids)]):
             return self
         return FoundTexts(None, "The model with this name on this machine has another tokenizer.")
 
 
 def find_texts(where: Settings, base: str) -> FoundTexts:
-    """Return the texts of a base's tokens."""
+    """Return the texts of the tokens of a base model, or the reason why they are not available."""
     file, sure = _find_file(where, base)
     if file is None:
         return FoundTexts(None, f"The tokenizer of {base[:200]!r} is not on this machine.")
@@ -115,10 +119,10 @@ def find_texts(where: Settings, base: str) -> FoundTexts:
 
 
 def _find_file(where: Settings, base: str) -> tuple[Path | None, bool]:
-    """Return the tokenizer's file, and whether it surely is the base's.
+    """Return the tokenizer's file, and whether it is surely that of the base model.
 
-    It is in the base's folder or the hub's cache. Otherwise it is taken from a model of the same name in agentrl's models
-    folder, which may be another model.
+    A file in the base's folder or in the hub's cache is surely the right one. Otherwise a model of the same name in agentrl's
+    models folder is used, which may be another model.
     """
     if not base or "\0" in base:
         return None, False
@@ -160,8 +164,8 @@ def _is_byte_level(decoder: Any) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter in GPT-2's byte-level alphabet. Printable bytes stand for themselves; the 68 others have
-    letters from U+0100 on.
+    """Return the byte that each letter of GPT-2's byte-level alphabet stands for. Printable bytes have the letter with the same
+    code. The 68 other bytes have letters from U+0100 on.
     """
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in seen)

@@ -43,7 +43,7 @@ from agentrl.workflow.token_chains import reasons_not_to_train
 Row = Mapping[str, Any]
 MAX_CALLS = 200
 MAX_ANNOTATIONS = 1000
-"""The most annotations in a response; MAX_CALLS limits the calls of a turn."""
+"""The most annotations in a response. MAX_CALLS is the most calls of a turn."""
 _STEP_FIELDS = (
     "step", "policy_version", "finish_reason", "mean_logprob", "generate_seconds", "sampled_at", "observed_at", "request_id",
     "equal",
@@ -51,10 +51,10 @@ _STEP_FIELDS = (
 
 
 def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[str, Any]:
-    """Return the episode with at most `size` turns from step `start` on.
+    """Return the response about the episode, with at most `size` turns, from step `start` on.
 
     Raises:
-        NotFoundError: there is no such episode.
+        NotFoundError: the episode does not exist.
     """
     shape = load_shape(tx, episode)
     row, run = load_row(tx, episode), load_run_of(tx, shape.run_id)
@@ -149,8 +149,8 @@ def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownT
 
 
 def _shown_prompt(row: Row, results: Sequence[Row], texts: ShownTexts) -> dict[str, Any]:
-    """Return the new messages of a turn's prompt and the number of messages that it shares with another chain. Messages that
-    repeat a call's result are left out.
+    """Return the new messages of a turn's prompt, and the number of messages that the prompt shares with another chain.
+    Messages that repeat the result of a call are left out.
     """
     shared, messages = new_messages(row["prompt"], results)
     documents = []
@@ -174,7 +174,7 @@ def _shown_annotation(row: Row, texts: ShownTexts) -> dict[str, Any]:
 
 
 def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
-    """Return the episode's chains: their steps, the step after which each begins, and the range of its tokens."""
+    """Return the chains of the episode. Each has its steps, the step after which it begins, and the range of its tokens."""
     chains = []
     for place in place_chains(shape.value):
         parent = place.steps[0].parent
@@ -185,7 +185,7 @@ def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
 
 
 def list_commands(row: EpisodeRow, run: Row, reader: CreditReader) -> dict[str, str | None]:
-    """Return commands about the episode by kind; null for a command that is impossible."""
+    """Return the commands that a user can run on the episode, by kind. A command that is impossible is None."""
     name, agent = typed_run(run["id"], row.run), bool(run["config"].get("agent"))
     sampled_here = run["kind"] != "import"
     last = max(row.steps - 1, 0)

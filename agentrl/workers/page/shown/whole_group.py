@@ -1,4 +1,4 @@
-"""Builds the response about a group: its episodes side by side, and where their tokens diverge."""
+"""Builds the response about a group: its episodes side by side, and the places at which their tokens diverge."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,19 +26,20 @@ from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, unpack_ids
 
 Row = Mapping[str, Any]
 TEXT_CHARS = 4000
-"""The most characters of a text of an episode."""
+"""The most characters of a single text of an episode."""
 MAX_SEGMENTS = 400
-"""The most texts of an episode."""
+"""The most texts of an episode in the response."""
 ALIGNED_TOKENS = 65_536
-"""The most tokens of each episode that are aligned."""
+"""The most tokens of each episode that are compared with those of the other episodes."""
 COMMON_CHARS = 4000
 BRANCH_TOKENS = 32
-"""The most tokens of a branch that are returned as text, and of the text after the place where an episode diverges."""
+"""The most tokens whose text is returned for a branch, and for the continuation after the place at which an episode diverges.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAnswer:
-    """A group's response without the texts of tokens, and the data from which these are made."""
+    """The response about a group without the texts of tokens, and the data from which `describe_parting` makes these texts."""
 
     document: dict[str, Any]
     base: str
@@ -48,10 +49,10 @@ class GroupAnswer:
 
 
 def load_group_answer(tx: Any, group: int) -> GroupAnswer:
-    """Return the group with its episodes.
+    """Return the response about the group, with its episodes.
 
     Raises:
-        NotFoundError: there is no such group.
+        NotFoundError: the group does not exist.
     """
     loaded = load_group(tx, group)
     run = load_run_of(tx, loaded.run_id)
@@ -72,7 +73,9 @@ def load_group_answer(tx: Any, group: int) -> GroupAnswer:
 
 
 def _explain(tx: Any, group: GroupOf, run: Row) -> tuple[dict[str, Any], dict[int, Any]]:
-    """Return how the group's advantages were computed and by which run, and the explanation for each episode."""
+    """Return two values: how the group's advantages were computed, and by which run; and the explanation of each episode's
+    advantage, by the id of the episode.
+    """
     readers = load_sibling_readers(tx, [episode.id for episode in group.episodes], group.run_id)
     trained = load_run_of(tx, readers[0]["run_id"]) if readers and readers[0]["run_id"] != group.run_id else run
     reader = CreditReader(trained, readers[0] if readers else None)
@@ -110,7 +113,9 @@ def _siblings(
 def _segments(
     shape: EpisodeShape, steps: Mapping[int, Row], results: Mapping[int, Sequence[Row]], texts: ShownTexts
 ) -> Iterator[dict[str, Any]]:
-    """Yield the new messages, the sampled text and the call results of each turn, in order."""
+    """Yield the texts of the episode, turn by turn: first the new messages, then the sampled text, then the results of its
+    calls.
+    """
     for row in shape.rows[:MAX_SEGMENTS]:
         step, number = steps.get(row["id"]), row["step"]
         if step is None:
@@ -141,7 +146,7 @@ def _segment(
 
 
 def describe_parting(answer: GroupAnswer, token_texts: FoundTexts) -> dict[str, Any]:
-    """Return where the episodes diverge, in tokens and, if they are available, in texts."""
+    """Return the places at which the episodes diverge, as tokens and, if texts are available, also as texts."""
     alignment, texts = answer.alignment, token_texts.texts
     common = alignment.common
     first = next(iter(answer.lines.values()), b"")

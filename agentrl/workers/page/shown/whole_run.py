@@ -1,8 +1,9 @@
-"""Runs as the page shows them: in a list, and one with all that is shown of it first; a config, alone and beside another.
+"""Builds the responses about runs: the list of runs, the first response about one run, and the config of a run, alone or
+compared with that of another run.
 
-A run that `agentrl submit` made records where each value came from that a person chose: an option, a variable, a file. Other
-values that are no defaults are `settled`: by the algorithm, the model, the run that it continues. Runs from before, and those
-that other commands make, say of such values only that they were `given`.
+A run that `agentrl submit` made records the origin of each config value that a user set: an option, a variable or a file.
+Another value that differs from its default has the origin `settled`: the algorithm, the model or the continued run decided it.
+Older runs and runs of other commands do not record origins. Their values that differ from the default have the origin `given`.
 """
 
 import re
@@ -24,27 +25,27 @@ from agentrl.workflow.tables.views import RunRow
 CHILDREN_SHOWN = 100
 """The most children of a run that are listed."""
 OPEN_WORK_SHOWN = 200
-"""The most claims and waiting messages of a run that are listed."""
+"""The most entries in the list of a run's claims and waiting messages."""
 
 
 def list_shown_runs(tx: DriverTransaction, rows: Sequence[RunRow]) -> list[dict[str, Any]]:
-    """Return the rows of runs with their summaries."""
+    """Return the rows of runs, each extended by the run's summary."""
     summaries = load_summaries(tx, rows)
     return [{**row, **summaries[row.id].shown()} for row in rows]
 
 
 def typed_run(number: int, name: str) -> str:
-    """Return the run for a command line: its name, because commands look for a name first; its number if the name is not valid
-    in a shell.
+    """Return the text that names the run on a command line. It is the run's name, because commands look up names before
+    numbers. If the name does not match NAME_PATTERN, and so may need quotes in a shell, it is the run's number.
     """
     return name if re.fullmatch(NAME_PATTERN, name) else str(number)
 
 
 def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
-    """Return the response of `/api/runs/{run}` for the run with this number.
+    """Return the response of `/api/runs/{run}` about the run with this number.
 
     Raises:
-        NotFoundError: there is no such run.
+        NotFoundError: the run does not exist.
     """
     name = run_rows.run_name(tx, run)
     (shown_run,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
@@ -71,16 +72,16 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
 
 
 def list_config(config: StoredConfig) -> list[dict[str, Any]]:
-    """Return a row for each value: its key, value and origin, and in `cut` the full length of a shortened value, in
-    characters.
+    """Return a row for each config value, with its key, value and origin. If the value is shortened, `cut` has its full length
+    in characters.
     """
     values, origin = _flat(config.values), _origins(config)
     return [{"key": key, **_shown(value), "origin": origin(key, value)} for key, value in values.items()]
 
 
 def compare_configs(config: StoredConfig, other: StoredConfig | None) -> list[dict[str, Any]]:
-    """Return the rows of `list_config` with the `other` run's value, its origin, and whether they differ. Without another run
-    these are null and false.
+    """Return the rows of `list_config`, each with the value of the `other` run, the origin of that value, and whether the two
+    values differ. If `other` is None, these are None and False.
     """
     values, origin = _flat(config.values), _origins(config)
     if other is None:
@@ -101,7 +102,7 @@ def compare_configs(config: StoredConfig, other: StoredConfig | None) -> list[di
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by dotted key. Keys that an older run does not have get their defaults."""
+    """Return the config's values by dotted key. Keys that an older run does not have get their default values."""
     tree = config if config.get("agent") else {**config, "agent": NO_AGENT}
     return {**RunConfig().flat(), **dict(flatten(tree))}
 
@@ -112,7 +113,7 @@ def _shown(value: Any) -> dict[str, Any]:
 
 
 def _origins(config: StoredConfig) -> Callable[[str, Any], str]:
-    """Return a function from key and value to the value's origin."""
+    """Return a function that returns the origin of a value. Its arguments are the value's key and the value."""
     defaults, stored = RunConfig().flat(), config.origins
 
     def origin(key: str, value: Any) -> str:

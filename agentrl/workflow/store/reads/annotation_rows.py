@@ -1,4 +1,4 @@
-"""Annotations of episodes, by agents, tools and hooks."""
+"""Lists of the annotations that agents, tools and hooks wrote to episodes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from agentrl.workflow.tables.views import AnnotationRow
 
 @dataclass(frozen=True, slots=True)
 class AnnotationFilter:
-    """A filter of annotations: by run (name or number), episode, source, kind and name."""
+    """A filter of annotations by run (its name or number), episode, source, kind and name."""
 
     run: str | None = None
     episode: int | None = None
@@ -25,7 +25,7 @@ _CONDITIONS = {"episode": "episode_id = :episode", "source": "source = :source",
 
 @sql_read_transaction
 def list_annotations(tx: Any, chosen: AnnotationFilter, paging: Paging | None = None) -> Page[AnnotationRow]:
-    """Return annotations in the order in which they were written."""
+    """Return annotations in the order of writing."""
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]

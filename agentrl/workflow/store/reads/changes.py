@@ -1,8 +1,10 @@
-"""What changed of a run: a cursor since an earlier read, and numbers that change with every commit that a live view shows.
+"""Changes of a run, for live views: a cursor that selects the rows which changed after an earlier read, and stamps that change
+with every relevant commit.
 
-`mark_changes` gives the cursor; as `since` of a later filter it leaves the rows that may be new or other than they were then.
-It is taken before the lists are read: whatever happens in between is in the next ones. Some rows come again as they were, none
-is missed: an iteration that is over changes no more, with its groups and episodes (but for `eval_reward`, which comes later).
+`mark_changes` returns the cursor. If a later filter has this cursor as `since`, it selects only rows that may be new or
+changed. Take the cursor before reading the lists. The next read then includes all changes that happen meanwhile. Some unchanged
+rows may be returned again, but no change is missed. When an iteration has ended, its row, its groups and its episodes no longer
+change. The only exception is `eval_reward`, which is written later.
 """
 
 from dataclasses import dataclass
@@ -17,8 +19,8 @@ from agentrl.workflow.store.row_codecs import MAX_ID
 KIND = "changes"
 OF_RUN = "run_id = :run_id"
 LATE_EVENTS = 50
-"""The number of newest events that are returned again. On Postgres, an event may be committed after another one with a greater
-id.
+"""The number of newest events that a cursor returns again. On Postgres, an event may be committed later than an event with a
+greater id, and would otherwise be missed.
 """
 
 
@@ -40,8 +42,10 @@ def mark_changes(tx: Any, run: str) -> str:
 
 
 def since_values(since: str, run_id: int) -> dict[str, int]:
-    """Return the parts of a cursor: `first_open`, the number from 0 of the first iteration that may have changed, and
-    `last_event`, the id after which events are returned.
+    """Return the two parts of a cursor.
+
+    `first_open` is the number, counted from 0, of the first iteration that may have changed. `last_event` is an event's id;
+    only events with a greater id are returned.
 
     Raises:
         ConfigError: the cursor is invalid or belongs to another run.
@@ -61,15 +65,15 @@ class OfRun(Protocol):
 
     @property
     def iteration(self) -> int | None:
-        """The iteration's number, from 1; None for all."""
+        """The iteration's number, counted from 1; None for all iterations."""
 
     @property
     def since(self) -> str | None:
-        """A cursor of `mark_changes`: only rows that may have changed since; None for all."""
+        """A cursor of `mark_changes`, to select only rows that may have changed since then; None for all rows."""
 
 
 def run_conditions(tx: Any, chosen: OfRun) -> tuple[list[str], dict[str, Any]]:
-    """Return the SQL conditions on groups or episodes for the filter's run and iterations, and their values."""
+    """Return SQL conditions that apply the filter to groups or episodes, and the values of the conditions' parameters."""
     run_id = run_id_and_name(tx, chosen.run)["id"]
     numbers, values = [], {"run_id": run_id}
     if chosen.iteration is not None:
@@ -86,17 +90,17 @@ def run_conditions(tx: Any, chosen: OfRun) -> tuple[list[str], dict[str, Any]]:
 
 
 NEWEST = 50
-"""The number of newest runs that the stamp of a list covers."""
+"""The number of newest runs that the stamp of the list of runs covers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state of a run, for a client that watches it.
+    """The state of a run, for a client that watches the run.
 
     Args:
         stamp: a text that changes with each commit of an iteration, an event, an evaluation or a new status.
         work: a text that changes with each turn, call and episode of the open iterations.
-        closed: the number of iterations that have ended, with all of their groups and episodes.
+        closed: the number of iterations that have ended. Their groups and episodes have ended too.
     """
 
     stamp: str
@@ -130,7 +134,7 @@ def find_state(tx: Any, run_id: int) -> RunState | None:
 
 @sql_read_transaction
 def find_list_stamp(tx: Any) -> str:
-    """Return a text that changes with the status or the finished iterations of one of the newest runs."""
+    """Return a text that changes if the status or the number of done iterations of one of the NEWEST runs changes."""
     query = """
         SELECT r.id, r.status, CASE WHEN r.status = 'running' THEN
           (SELECT count(*) FROM iterations i WHERE i.run_id = r.id AND i.status = 'done') END AS done

@@ -1,4 +1,6 @@
-"""The inputs of an episode's advantage: the rewards of its group and of its update, in the reward set that trains."""
+"""The inputs of an episode's advantage: the rewards of the episodes in its group and in its update. The rewards are those of
+the reward set that is used for training.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, in_parts, s
 from agentrl.workflow.trajectory import WHOLE, Episode
 
 MAX_STEPS = 5000
-"""The maximum number of an update's steps for which the credit of tokens is computed again."""
+"""The maximum number of steps in an update. For an update with more steps, the credit of tokens is not recomputed."""
 MAX_EPISODES = 20_000
 """The maximum number of episodes that are read of a group or an update."""
 _EPISODE = """
@@ -19,8 +21,10 @@ _EPISODE = """
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An episode of a group or update: its row, its reward in the set (None without one), and the number of tokens it sampled
-    that train.
+    """An episode of a group or update.
+
+    `row` is the episode's row, `reward` its reward in the reward set (None without a reward), and `tokens` the number of
+    trainable tokens that the episode sampled itself.
     """
 
     row: Row
@@ -34,13 +38,13 @@ class Member:
 
 
 def load_group_members(tx: Any, group: int, reward_set: str) -> list[Member]:
-    """Return the episodes of a group, in order of their sample numbers."""
+    """Return the episodes of a group, ordered by sample number."""
     query = f"SELECT {_EPISODE} FROM episodes e WHERE e.group_id = :id ORDER BY e.sample LIMIT {MAX_EPISODES}"
     return _members(tx, select_rows(tx, query, id=group), reward_set)
 
 
 def load_update_members(tx: Any, iteration: int, run_id: int, reward_set: str) -> list[Member]:
-    """Return the episodes that the run's update of the iteration with this id trained on."""
+    """Return the episodes on which the run's update trained. `iteration` is the id of the update's iteration."""
     query = f"""
         SELECT {_EPISODE} FROM consumptions c JOIN episodes e ON e.id = c.episode_id
         WHERE c.iteration_id = :id AND c.run_id = :run AND c.stage = 'train' ORDER BY e.id LIMIT {MAX_EPISODES}"""
@@ -56,7 +60,7 @@ def _members(tx: Any, rows: Sequence[Row], reward_set: str) -> list[Member]:
 def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
     """Return the number of trainable tokens that each episode sampled itself, by episode id.
 
-    A step counts if it was delivered or if another step continues it.
+    The tokens of a step are trainable if its response was delivered or another step continues it.
     """
     counts: dict[int, int] = {}
     for some in in_parts([row["id"] for row in rows]):
@@ -71,7 +75,10 @@ def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
 
 
 def load_rewards_in(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, float | None]:
-    """Return the reward of each episode in the set, by episode id; None without one. In `default` it is the row's reward."""
+    """Return the reward of each episode in the reward set, by episode id; None for an episode without a reward.
+
+    In the set `default`, the reward is read from the episode's row.
+    """
     if reward_set == "default":
         return {row["id"]: row["reward"] for row in rows}
     earned = load_earned(tx, rows, reward_set)
@@ -79,9 +86,10 @@ def load_rewards_in(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, 
 
 
 def load_earned(tx: Any, rows: Sequence[Row], reward_set: str) -> dict[int, dict[int, float]]:
-    """Return the weighted rewards in the set: episode id -> step -> reward.
+    """Return the weighted rewards in the reward set, as episode id -> step number -> reward.
 
-    The reward of the whole episode has the key WHOLE. It is left out for `default`, because the episode's row has it.
+    The reward of the whole episode has the key WHOLE. For the set `default` this key is left out, because the episode's row has
+    that reward.
     """
     sets = _find_sets(tx, {row["run_id"] for row in rows}, reward_set)
     steps_alone = f"AND w.step <> {WHOLE}" if reward_set == "default" else ""
@@ -102,8 +110,9 @@ def _find_sets(tx: Any, runs: set[int], reward_set: str) -> list[int]:
 
 
 def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None:
-    """Return the shape of each episode by its id, without inherited steps; None if they have more than MAX_STEPS steps
-    together.
+    """Return the shape of each episode without its inherited steps, by episode id.
+
+    Return None if the episodes together have more than MAX_STEPS steps.
     """
     steps: dict[int, list[Row]] = {member.row["id"]: [] for member in members}
     left = MAX_STEPS
@@ -121,6 +130,8 @@ def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None
 
 
 def load_algorithm(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the algorithm's name in a run's config (None without one) and its options."""
+    """Return the name of the algorithm in a run's config, and the algorithm's options. The name is None if the config has no
+    algorithm.
+    """
     options = config.get("algorithm")
     return (str(options["name"]), options) if isinstance(options, Mapping) and options.get("name") else (None, {})

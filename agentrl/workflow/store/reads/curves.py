@@ -1,5 +1,5 @@
-"""The curves of a run: one row per iteration with everything that a chart shows, and the run's evaluations. Sums are computed
-by iteration in a few queries, so hundreds of iterations are read at once.
+"""The curves of a run: one row per iteration with all values that a chart shows, and the run's evaluations. A few queries
+compute the sums of all iterations, so hundreds of iterations are read at once.
 """
 
 import math
@@ -67,7 +67,7 @@ COLUMNS: Mapping[str, str] = {
     "tflops": "10**12 operations that the model needs, per second of the update",
     "mfu": "share of the GPU's peak rate that its update computed at",
 }
-"""The columns of a curve in their order -> their meaning."""
+"""The columns of a curve in order, each with its meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,9 @@ class Curves:
 
     Args:
         rows: one row per iteration, with a value for each of COLUMNS.
-        cursor: the value of `after` for the next read: the number, from 1, of the iteration before the first open one.
-        more: True if there are further iterations already. Read them with `after` = the number of the last row.
+        cursor: the value to pass as `after` in a later read: the number, counted from 1, of the iteration before the first open
+            iteration.
+        more: True if there are already further iterations. To read them, pass the number of the last row as `after`.
     """
 
     rows: list[list[Any]]
@@ -118,7 +119,9 @@ _ITERATIONS = """
 
 _DISTANCE = "CASE WHEN abs(g.mean_reward - i.mean_reward) <= 1e150 THEN g.mean_reward - i.mean_reward END"
 _SQUARE = f"CASE WHEN abs({_DISTANCE}) >= 1e-150 THEN ({_DISTANCE}) * ({_DISTANCE}) WHEN {_DISTANCE} IS NOT NULL THEN 0.0 END"
-"""The square of a distance, without underflow: Postgres raises an error if a result does not fit a float, also inside `avg`."""
+"""The SQL for the square of a distance. Small distances are treated as 0, because Postgres raises an error if a result
+underflows a float, even inside `avg`.
+"""
 _GROUP_SUMS = f"""
     SELECT i.id, count(*) AS groups, count(*) FILTER (WHERE g.std_reward = 0) AS flat_groups,
            avg({_DISTANCE}) AS distance, avg({_SQUARE}) AS square
@@ -165,8 +168,9 @@ def _curve_row(row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
 
 
 def _deviation(groups: Row) -> float | None:
-    """Return the standard deviation of the groups' means, from their moments about the iteration's mean; None without
-    groups.
+    """Return the standard deviation of the groups' mean rewards; None without groups.
+
+    It is computed from the moments of these means about the iteration's mean.
     """
     if groups.get("distance") is None:
         return None
@@ -182,7 +186,7 @@ def _seconds(start: datetime | None, end: datetime | None) -> float | None:
 
 
 def load_run_evals(tx: Any, run_id: int) -> list[dict[str, Any]]:
-    """Return the finished evaluations of the run's policies, ordered by version. Run this inside a transaction."""
+    """Return the finished evaluations of the run's policies, ordered by version. Call this inside a transaction."""
     query = f"""
         SELECT m.version, v.dataset, v.split, v.mean_reward, v.low, v.high, v.interval_by, m.run_id, r.finished_at
         FROM ({MEASURED}) m JOIN evals v ON v.run_id = m.run_id JOIN runs r ON r.id = m.run_id

@@ -11,7 +11,7 @@ from agentrl.workflow.tables.views import EpisodeRow, FateRow, RewardRow
 
 MAX_FORKS = 100
 MAX_REWARDS = 500
-"""The maximum numbers of forks (MAX_FORKS) and reward parts (MAX_REWARDS) of an episode that are listed."""
+"""The maximum numbers of forks (MAX_FORKS) and of reward parts (MAX_REWARDS) that are returned for an episode."""
 
 
 def load_row(tx: Any, episode: int) -> EpisodeRow:
@@ -20,19 +20,21 @@ def load_row(tx: Any, episode: int) -> EpisodeRow:
 
 
 def load_run_of(tx: Any, run_id: int) -> Row:
-    """Return an episode's run: id, name, kind, base, base hash, reward set, config and manifest."""
+    """Return the columns of an episode's run that explain the episode: id, name, kind, base, base hash, reward set, config and
+    manifest.
+    """
     query = "SELECT id, name, kind, base, base_hash, reward_set, config, manifest FROM runs WHERE id = :id"
     return select_rows(tx, query, id=run_id)[0]
 
 
 def load_task_of(tx: Any, task_id: int) -> Row:
-    """Return the task: id, key, messages, reference, with a long reference cut."""
+    """Return a task: its id, key, messages and reference. A long reference is cut."""
     query = f"SELECT id, key, messages, {cut_column('reference')} FROM tasks WHERE id = :id"
     return select_rows(tx, query, id=task_id)[0]
 
 
 def load_whole_rewards(tx: Any, episode: int) -> tuple[list[RewardRow], int]:
-    """Return the reward parts of the whole episode in every reward set, and the number of parts left out."""
+    """Return at most MAX_REWARDS reward parts of the whole episode, from all reward sets, and the number of further parts."""
     rest = f"WHERE episode_id = :id AND step IS NULL ORDER BY id LIMIT {MAX_REWARDS + 1}"
     rewards = select_values(tx, RewardRow, rest, id=episode)
     if len(rewards) <= MAX_REWARDS:
@@ -42,7 +44,9 @@ def load_whole_rewards(tx: Any, episode: int) -> tuple[list[RewardRow], int]:
 
 
 def load_beside(tx: Any, episode: int, group: int) -> Row:
-    """Return the ids of the `previous` and `next` episode in the group, by sample number; None at either end."""
+    """Return the ids of the `previous` and the `next` episode in the group, in the order of sample numbers; None if there is no
+    such episode.
+    """
     query = """
         SELECT
           (SELECT b.id FROM episodes b WHERE b.group_id = :group AND b.sample < e.sample
@@ -54,7 +58,7 @@ def load_beside(tx: Any, episode: int, group: int) -> Row:
 
 
 def load_forks(tx: Any, episode: int) -> tuple[list[Row], int]:
-    """Return the newest MAX_FORKS forks of the episode, and the number of further ones."""
+    """Return the newest MAX_FORKS forks of the episode, and the number of older forks."""
     query = f"""
         SELECT e.id, r.name AS run, e.run_id, e.fork_step AS step, e.reward, e.status FROM episodes e
         JOIN runs r ON r.id = e.run_id WHERE e.parent_id = :id ORDER BY e.id + 0 DESC LIMIT {MAX_FORKS}"""
@@ -64,7 +68,7 @@ def load_forks(tx: Any, episode: int) -> tuple[list[Row], int]:
 
 
 def load_agent(tx: Any, shape: EpisodeShape) -> Row | None:
-    """Return the agent's status, exit code, error, output and answer, with long texts cut; None if no agent ran the episode."""
+    """Return the agent's status, exit code, error, output and answer; None if no agent ran the episode. Long texts are cut."""
     query = f"""
         SELECT status, exit_code, error_class, {cut_column("error")}, {cut_column("output")}, {cut_column("answer")}
         FROM agent_attempts WHERE episode_id = :id AND attempt = :attempt ORDER BY id DESC LIMIT 1"""
@@ -73,7 +77,7 @@ def load_agent(tx: Any, shape: EpisodeShape) -> Row | None:
 
 
 def load_resources_of(tx: Any, group: int) -> list[Row]:
-    """Return the versions of texts that the episodes of a group use."""
+    """Return the versions of the texts (such as prompts) that the episodes of a group use."""
     query = """
         SELECT v.id, v.name, v.version, v.chosen, v.run_id FROM group_resources l JOIN resources v ON v.id = l.resource_id
         WHERE l.group_id = :id ORDER BY v.name, v.version LIMIT 100"""
@@ -81,7 +85,10 @@ def load_resources_of(tx: Any, group: int) -> list[Row]:
 
 
 def load_fate(tx: Any, row: EpisodeRow) -> dict[str, Any]:
-    """Return the episode's outcome in its own run, with the reason, and in other runs that trained on it (`elsewhere`)."""
+    """Return the episode's outcome in its own run, with the reason.
+
+    `elsewhere` has the episode's outcomes in other runs that trained on it.
+    """
     fates = select_values(tx, FateRow, "WHERE episode_id = :id ORDER BY run LIMIT 100", id=row.id)
     own = next((fate for fate in fates if fate.run == row.run), None)
     names = ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")
@@ -95,8 +102,9 @@ def load_fate(tx: Any, row: EpisodeRow) -> dict[str, Any]:
 
 
 def load_readers(tx: Any, episode: int) -> list[Mapping[str, Any]]:
-    """Return the updates that trained on the episode, those of its own run first: run, iteration, advantage, reason if
-    skipped.
+    """Return the updates that trained on the episode: run, iteration, advantage, and the reason if the update was skipped.
+
+    The updates of the episode's own run come first.
     """
     query = """
         SELECT c.run_id, r.name AS run, c.iteration_id, i.number + 1 AS iteration, c.advantage, i.skipped

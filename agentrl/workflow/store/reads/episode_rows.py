@@ -1,4 +1,4 @@
-"""Episodes: pages of a list, and one full episode for a transcript. A list reads no blobs or long texts."""
+"""Lists of episodes in pages, and one complete episode for a transcript. A list reads neither blobs nor long texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,20 +15,20 @@ EPISODE_ORDERS = {
     "id": "id", "iteration": "iteration_id", "reward": "reward", "steps": "steps", "calls": "tool_calls",
     "errors": "tool_errors", "tokens": "sampled_tokens",
 }  # fmt: skip
-"""The names by which the list can be sorted -> the columns of `episodes`."""
+"""The names by which the list can be sorted, each with its column of `episodes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFilter:
-    """A filter of a run's episodes; the run by its name or number.
+    """A filter of a run's episodes. `run` is the run's name or number.
 
     Args:
-        iteration: the iteration's number, from 1.
-        since: a cursor (`mark_changes`): only episodes that may have changed since.
+        iteration: the iteration's number, counted from 1.
+        since: a cursor of `mark_changes`, to select only episodes that may have changed since then.
         group: the group's id.
         task: the task's key.
-        tool_errors: the minimum number of failed calls.
-        text: a text that the answer, the error or the result of a failed call contains.
+        tool_errors: the minimum number of failed tool calls.
+        text: a text that the final answer, the error or the result of a failed tool call contains.
     """
 
     run: str
@@ -61,7 +61,7 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Page[EpisodeRow]:
-    """Return the run's own episodes, ordered by id or by one of EPISODE_ORDERS."""
+    """Return the episodes that the run sampled, ordered by id or by one of EPISODE_ORDERS."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if "group" in values and of_run == [OF_RUN]:
@@ -72,7 +72,9 @@ def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) 
 
 @sql_read_transaction
 def list_newest_episodes(tx: Any, begin: str, limit: int) -> list[Row]:
-    """Return the id, run (`name`), status and reward of the newest started episodes whose ids begin with these digits."""
+    """Return the newest started episodes whose id begins with the digits `begin`: id, the run's name (`name`), status and
+    reward.
+    """
     query = """
         SELECT e.id, r.name, e.status, e.reward FROM episodes e JOIN runs r ON r.id = e.run_id
         WHERE e.status <> 'planned' AND CAST(e.id AS TEXT) LIKE :begin ORDER BY e.id DESC LIMIT :limit"""
@@ -92,10 +94,11 @@ T = TypeVar("T", StepRow, CallRow)
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """A full episode: its row, its value with every step, and the rows of its steps, calls and rewards.
+    """A complete episode: its row, its value with every step, and the rows of its steps, calls and rewards.
 
-    `grades` are the calls that judged it; the env made them after the end, and the model did not see them. `agent_error` is the
-    error of its external agent, `agent_output` the end of the agent's output; both are empty without one.
+    `grades` are the calls that judged the episode. The env made them after the end of the episode, and the model did not see
+    them. `agent_error` is the error of the external agent, and `agent_output` is the end of its output. Both are empty if no
+    external agent ran the episode.
     """
 
     row: EpisodeRow
@@ -143,8 +146,8 @@ def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
 
 
 def load_episode(tx: Any, episode: int) -> Episode:
-    """Return the episode with the steps of its current attempt and its annotations. A fork's first steps are read from its
-    parent.
+    """Return the episode with its annotations and with the steps of its current attempt. The first steps of a fork are read
+    from its parent.
     """
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", id=row["task_id"])
@@ -175,7 +178,9 @@ def _load_steps(tx: Any, episode: Row) -> list[Step]:
 
 
 def _select_with_inherited(tx: Any, kind: type[T], rest: str, episode: EpisodeRow) -> list[T]:
-    """Return the rows of the steps that the episode inherits from its parent, and then its own rows."""
+    """Return the rows of the steps that the episode inherits from its parent, followed by the rows of the episode's own
+    steps.
+    """
     own = select_values(tx, kind, rest, id=episode.id)
     parent = None if episode.parent_id is None else _find_row(tx, episode.parent_id)
     if parent is None:

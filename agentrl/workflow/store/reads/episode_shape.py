@@ -1,6 +1,7 @@
 """The shape of an episode: the positions and lengths of its steps, without texts and tokens.
 
-An inherited step of a fork is the parent's row. The value of the shape has the right number of tokens, but each of them is 0.
+For a fork, the rows of the inherited steps are those of the parent. In the shape's value every step has the right number of
+tokens, but each token id is 0.
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ class EpisodeShape:
     """An episode without its texts and tokens.
 
     Args:
-        id, run_id, task_id, group_id: the ids of its row and of its run's, task's and group's.
-        value: the episode as a value: every token is 0, the task and the messages are empty.
-        rows: the rows of its steps: id, episode_id, step, chain, parent_step, prompt_tokens, sampled_tokens.
+        id, run_id, task_id, group_id: the ids of the episode, its run, its task and its group.
+        value: the episode as a value. Every token id is 0; the task and the messages are empty.
+        rows: the rows of the episode's steps: id, episode_id, step, chain, parent_step, prompt_tokens, sampled_tokens.
     """
 
     id: int
@@ -76,7 +77,9 @@ STEP_COLUMNS = """
 
 
 def shape_value(row: Row, steps: Sequence[Row]) -> Episode:
-    """Build the episode of a row of `episodes`; its steps have as many tokens as the given rows say, each of them 0."""
+    """Build an episode without texts from its row and the rows of its steps. The steps have the right numbers of tokens, but
+    each token id is 0.
+    """
     return Episode(
         task=Task("", (), ""),
         sample=row["sample"],

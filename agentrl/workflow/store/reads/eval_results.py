@@ -19,8 +19,8 @@ MEASURED = """
     SELECT m.id, min(mine.version) FROM runs m JOIN policies theirs ON theirs.run_id = m.id
     JOIN policies mine ON mine.path = theirs.path AND mine.run_id = :id
     WHERE m.kind = 'eval' AND m.measures_id IS NULL AND theirs.path <> '' GROUP BY m.id"""
-"""SQL: the evaluations of the policies of the run `:id`, with the evaluated version. It has those that the run planned itself,
-and those that a person started.
+"""The SQL for the evaluations of the policies of the run `:id`, with the evaluated version. They include evaluations that the
+run planned, and evaluations that a person started.
 """
 
 EVAL_ORDERS = {"id": "id", "version": "policy_version", "reward": "mean_reward"}
@@ -28,11 +28,11 @@ EVAL_ORDERS = {"id": "id", "version": "policy_version", "reward": "mean_reward"}
 
 @dataclass(frozen=True, slots=True)
 class EvalFilter:
-    """A filter of evaluations; without arguments it selects all.
+    """A filter of evaluations. Without arguments it selects all evaluations.
 
     Args:
-        measures: the name or number of a run: only the evaluations that this run planned itself.
-        of_policies: the name or number of a run: only evaluations of its policies, whoever started them.
+        measures: the name or number of a run, to select only the evaluations that this run planned itself.
+        of_policies: the name or number of a run, to select only evaluations of its policies, no matter who started them.
     """
 
     measures: str | None = None
@@ -60,7 +60,7 @@ def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None 
 
 
 def count_evals(tx: Any, run_id: int) -> int:
-    """Return the number of finished evaluations of the run's policies. Run this inside a transaction."""
+    """Return the number of finished evaluations of the run's policies. Call this inside a transaction."""
     query = f"SELECT count(*) AS n FROM ({MEASURED}) m JOIN evals v ON v.run_id = m.run_id"
     count: int = select_rows(tx, query, id=run_id)[0]["n"]
     return count
@@ -81,7 +81,7 @@ def find_result(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_evals(tx: Any, run: str) -> list[Row]:
-    """Return the evaluation of that name or number, in a list; the list is empty if the run is not an evaluation.
+    """Return a list with the evaluation of that name or number. The list is empty if the run is not an evaluation.
 
     Raises:
         NotFoundError: there is no such run.
@@ -126,7 +126,9 @@ def load_measured_tasks(tx: Any, run: int) -> frozenset[int]:
 
 @sql_read_transaction
 def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
-    """Return the mean reward of each task's done, untainted episodes in an evaluation, by task id; None without one."""
+    """Return the mean reward of each task's done, untainted episodes in an evaluation, by task id; None for a task without such
+    episodes.
+    """
     query = """
         SELECT t.task_id, avg(e.reward) FILTER (WHERE e.status = 'done' AND NOT e.tainted) AS mean
         FROM run_tasks t LEFT JOIN episodes e ON e.run_id = t.run_id AND e.task_id = t.task_id
@@ -136,7 +138,9 @@ def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
 
 @sql_read_transaction
 def load_done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
-    """Return the ids of each task's done, untainted episodes in an evaluation, by task id; tasks without one are left out."""
+    """Return the ids of each task's done, untainted episodes in an evaluation, by task id. Tasks without such episodes are left
+    out.
+    """
     query = "SELECT task_id, id FROM episodes WHERE run_id = :run AND status = 'done' AND NOT tainted ORDER BY id"
     episodes: dict[int, list[int]] = {}
     for row in select_rows(tx, query, run=run):
@@ -146,13 +150,19 @@ def load_done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
 
 @sql_read_transaction
 def list_measured_datasets(tx: Any) -> list[str]:
-    """Return the names of all datasets that an evaluation used."""
+    """Return the names of all datasets that were used in a finished evaluation."""
     return [row["dataset"] for row in select_rows(tx, "SELECT DISTINCT dataset FROM evals ORDER BY 1")]
 
 
 @sql_read_transaction
 def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
-    """Return the ids of the evaluation's correct episodes, by their final rewards; None if no reward decides correctness."""
+    """Return the ids of the correct episodes of an evaluation, judged by their final rewards.
+
+    Return None if no reward decides whether an episode is correct.
+
+    Args:
+        iteration: the id of the evaluation's iteration.
+    """
     query = """
         SELECT s.id, s.weights, r.manifest FROM iterations i JOIN runs r ON r.id = i.run_id
         JOIN reward_sets s ON s.run_id = r.id AND s.name = 'default' WHERE i.id = :iteration"""
@@ -174,12 +184,16 @@ def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
 
 
 KEY_CHARS = 200
-"""The maximum number of characters of a task's key, and of its question."""
+"""The maximum length of a task's key and of its question, in characters. Longer texts are cut."""
 
 
 @sql_read_transaction
 def list_first_episodes(tx: Any, first: int, second: int) -> list[Mapping[str, Any]]:
-    """Return the tasks that both evaluations (their run ids) tried: the key, and the first episode's id in each evaluation."""
+    """Return the tasks that both evaluations tried: the task's key, and the id of the task's first episode in each evaluation.
+
+    Args:
+        first, second: the run ids of the evaluations.
+    """
     query = f"""
         SELECT t.id AS task_id, substr(t.key, 1, {KEY_CHARS}) AS task, a.episode AS a_episode, b.episode AS b_episode
         FROM (SELECT task_id, min(id) AS episode FROM episodes WHERE run_id = :first GROUP BY task_id) a

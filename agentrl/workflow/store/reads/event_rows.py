@@ -24,10 +24,10 @@ class EventRow(ViewRow, view="events"):
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """A filter of a run's events; the run by its name or number.
+    """A filter of a run's events. `run` is the run's name or number.
 
     Args:
-        since: a cursor (`mark_changes`): only events that may be new since.
+        since: a cursor of `mark_changes`, to select only events that may be new since then.
     """
 
     run: str

@@ -1,4 +1,4 @@
-"""Groups: lists of them, and the episodes of one: their rows, shortened texts, rewards and outcomes."""
+"""Groups: lists of groups, and the episodes of one group with their rows, shortened texts, rewards and outcomes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ GROUP_ORDERS = {"id": "id", "reward": "mean_reward", "deviation": "std_reward"}
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    """A filter of a run's groups; the run by its name or number.
+    """A filter of a run's groups. `run` is the run's name or number.
 
     Args:
-        iteration: the iteration's number, from 1.
-        since: a cursor (`mark_changes`): only groups that may have changed since.
+        iteration: the iteration's number, counted from 1.
+        since: a cursor of `mark_changes`, to select only groups that may have changed since then.
         task: the task's key.
     """
 
@@ -42,7 +42,7 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_groups(tx: Any, chosen: GroupFilter, paging: Paging | None = None) -> Page[GroupRow]:
-    """Return the run's own groups, ordered by id or by one of GROUP_ORDERS."""
+    """Return the groups that the run sampled, ordered by id or by one of GROUP_ORDERS."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     paging = paging or Paging()
@@ -50,15 +50,19 @@ def list_groups(tx: Any, chosen: GroupFilter, paging: Paging | None = None) -> P
 
 
 SHORT_CHARS = 4001
-"""The maximum number of characters that are read of a sibling's text: one more than is shown."""
+"""The maximum number of characters that are read of an episode's text. It is one more than is shown, so the caller can see that
+the text is longer.
+"""
 MAX_SIBLINGS = 64
 MAX_PARTS = 5000
-"""The maximum numbers of siblings (MAX_SIBLINGS) and of their reward rows (MAX_PARTS) in a response."""
+"""The maximum numbers of episodes (MAX_SIBLINGS) and of their reward rows (MAX_PARTS) in a response."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOf:
-    """A group: its row, the ids of its run and task, and its episodes' rows. `left_out` is the number of further episodes."""
+    """A group: its row, the ids of its run and task, and the rows of its first MAX_SIBLINGS episodes. `left_out` is the number
+    of further episodes.
+    """
 
     row: GroupRow
     run_id: int
@@ -108,7 +112,7 @@ def load_sibling_shapes(tx: Any, group: GroupOf) -> dict[int, EpisodeShape]:
 
 
 def load_short_steps(tx: Any, ids: Sequence[int]) -> dict[int, Row]:
-    """Return each step's shortened text and its prompt, by the id of the step's row."""
+    """Return the shortened text and the prompt of each step, by the id of the step's row."""
     steps: dict[int, Row] = {}
     for some in in_parts(ids):
         query = f"SELECT id, {cut_column('text', max_chars=SHORT_CHARS)}, prompt FROM steps WHERE id IN ({among(some)})"
@@ -147,8 +151,9 @@ def load_sibling_fates(tx: Any, run: str, episodes: Sequence[int]) -> dict[int, 
 
 
 def load_sibling_readers(tx: Any, episodes: Sequence[int], run_id: int) -> list[Row]:
-    """Return the updates that trained on these episodes: those of the run `run_id`, or of the first run that did if it has
-    none.
+    """Return the updates that trained on these episodes, all from one run.
+
+    It is the run `run_id` if its updates trained on an episode; else the first run whose updates did.
     """
     query = f"""
         SELECT run_id, iteration_id, episode_id, advantage FROM consumptions

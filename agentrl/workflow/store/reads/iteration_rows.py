@@ -1,4 +1,6 @@
-"""Iterations: lists of them and of their optimizer steps; one with its groups, sampled or stored, and their episodes."""
+"""Iterations: lists of iterations and of optimizer steps, and one iteration with its groups (sampled or stored) and their
+episodes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +28,11 @@ ITERATION_ORDERS = {"iteration": "iteration"}
 
 @dataclass(frozen=True, slots=True)
 class IterationFilter:
-    """A filter of a run's iterations; the run by its name or number.
+    """A filter of a run's iterations. `run` is the run's name or number.
 
     Args:
-        after: only iterations of a greater number, from 1.
-        since: a cursor (`mark_changes`): only iterations that may have changed since.
+        after: select only iterations with a greater number, counted from 1.
+        since: a cursor of `mark_changes`, to select only iterations that may have changed since then.
     """
 
     run: str
@@ -58,7 +60,9 @@ def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = No
 
 @dataclass(frozen=True, slots=True)
 class UpdateFilter:
-    """A filter of a run's optimizer steps: all of them, or those of one iteration, by its number from 1."""
+    """A filter of a run's optimizer steps. `iteration` selects those of one iteration by its number, counted from 1; None
+    selects all.
+    """
 
     run: str
     iteration: int | None = None
@@ -73,12 +77,16 @@ def list_updates(tx: Any, chosen: UpdateFilter, paging: Paging | None = None) ->
 
 
 MAX_EPISODES = 4096
-"""The maximum number of episodes in a response. Only complete groups are returned, and at least one."""
+"""The maximum number of episodes in a response. Groups are returned completely or not at all; the first group is always
+returned.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationDetails:
-    """An iteration. `left_out` is the number of groups that did not fit into MAX_EPISODES episodes."""
+    """An iteration with its optimizer steps and groups. `left_out` is the number of groups that are missing because of the
+    limit MAX_EPISODES.
+    """
 
     iteration: IterationRow
     updates: Sequence[UpdateRow]
@@ -88,7 +96,7 @@ class IterationDetails:
 
 @sql_read_transaction
 def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
-    """Return the run's iteration of that number, from 1.
+    """Return an iteration of the run by its number, counted from 1.
 
     Raises:
         NotFoundError: there is no such run or iteration.
@@ -149,9 +157,7 @@ def _choose_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _score_again(
     tx: Any, reward_set: str, groups: Sequence[dict[str, Any]], episodes: Mapping[int, Sequence[dict[str, Any]]]
 ) -> None:
-    """Replace the `default` rewards of groups and their episodes, in place, by those of the reward set that the run trains
-    on.
-    """
+    """Replace the `default` rewards of the groups and their episodes by the rewards of `reward_set`, in place."""
     rows = [{**row, "run_id": group["run_id"]} for group in groups for row in episodes.get(group["id"], ())]
     rewards = load_rewards_in(tx, rows, reward_set)
     for group in groups:
@@ -164,7 +170,8 @@ def _score_again(
 
 _ADVANTAGE = """
     (SELECT c.advantage FROM consumptions c WHERE c.run_id = :run AND c.episode_id = e.id AND c.stage = 'train')"""
-"""An episode's advantage as a subquery. With a join, a Postgres without statistics would read everything that the run consumed.
+"""The SQL subquery for an episode's advantage. With a join instead, a Postgres without statistics would read all rows of
+`consumptions` of the run.
 """
 
 

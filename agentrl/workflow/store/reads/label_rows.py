@@ -7,12 +7,12 @@ from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_re
 from agentrl.workflow.store.run_names import find_run
 
 NOTES_SHOWN = 200
-"""The maximum number of notes in a response; the newest are kept."""
+"""The maximum number of notes in a response. If there are more, the newest are returned."""
 
 
 @sql_read_transaction
 def load_tags(tx: Any, ids: Sequence[int]) -> dict[int, list[str]]:
-    """Return the sorted tags of each run by its id; runs without tags are left out."""
+    """Return the sorted tags of each run, by run id. Runs without tags are left out."""
     tags_by_run: dict[int, list[str]] = {}
     for row in select_rows(tx, f"SELECT run_id, tag FROM run_tags WHERE run_id IN ({among(ids)})"):
         tags_by_run.setdefault(row["run_id"], []).append(row["tag"])
@@ -41,6 +41,6 @@ def list_notes(tx: Any, run: str) -> Sequence[Row]:
 
 
 def notes_of(tx: Any, run_id: int) -> Sequence[Row]:
-    """Return the newest notes on the run of that number, the newest first, inside a transaction."""
+    """Return the newest notes on the run with this id, newest first. Call this inside a transaction."""
     query = "SELECT id, text, created_at FROM run_notes WHERE run_id = :id ORDER BY id DESC LIMIT :limit"
     return select_rows(tx, query, id=run_id, limit=NOTES_SHOWN)

@@ -1,4 +1,4 @@
-"""A timeline of a run: the spans of groups, updates, tool calls and agents, with one lane per queue and worker."""
+"""A timeline of a run: spans of groups, updates, tool calls and agents. There is one lane for each queue and worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ NEWEST = 5
 MAX_ITERATIONS = 20
 """The maximum number of iterations in a response."""
 QUEUES = {"group": "rollout", "update": "train", "agent": "agents", "call": "tools"}
-"""Kind of span -> the queue of the workers that do this work."""
+"""The queue of the workers that do the work of a span, by the span's kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes and spans of the iterations `first` to `last`, from 1.
+    """The lanes and spans of a timeline, for the iterations from `first` to `last`, counted from 1.
 
     Args:
         lanes: the `queue` and `worker` of each lane.
-        spans: the spans. `lane` is the index of the lane, `id` the id of the group, iteration, call or attempt, and `end` is
-            None while it is running.
-        left_out: the number of spans beyond MAX_SPANS.
+        spans: the spans of the lanes. `lane` is the index of the span's lane. `id` is the id of the group, iteration, call or
+            attempt. `end` is None while the work is running.
+        left_out: the number of spans that are missing because of the limit MAX_SPANS.
     """
 
     lanes: Sequence[dict[str, str]]
@@ -39,9 +39,9 @@ class Lanes:
 
 @sql_read_transaction
 def load_lanes(tx: Any, run: str, first: int | None = None, last: int | None = None) -> Lanes:
-    """Return the timeline of a run's iterations from `first` to `last`, counted from 1, at most MAX_ITERATIONS.
+    """Return the timeline of at most MAX_ITERATIONS iterations of a run, from `first` to `last`, counted from 1.
 
-    By default these are the NEWEST last ones that have started.
+    Without `first` and `last`, these are the NEWEST last started iterations.
 
     Raises:
         NotFoundError: there is no such run.
@@ -89,7 +89,7 @@ _QUERIES = {
         WHERE {_AMONG} AND c.started_at IS NOT NULL""",
 }
 _SPANS = "SELECT * FROM ({query}) spans ORDER BY iteration DESC, id"
-"""SQL of spans in the order of reading: newer iterations are complete before older ones are read."""
+"""The SQL for spans in the order of reading. The spans of a newer iteration are all read before those of an older iteration."""
 
 
 def _lane(row: Row) -> tuple[str, str]:
@@ -97,8 +97,10 @@ def _lane(row: Row) -> tuple[str, str]:
 
 
 def _span(row: Row, lane: int) -> dict[str, Any]:
-    """Build the span of a row. A finished update begins its recorded duration before its end, because its iteration may have
-    waited.
+    """Build the span of a row.
+
+    The span of a finished update starts at its end minus its recorded duration, because the iteration may have waited before
+    the update.
     """
     start, end = row["started_at"], row["finished_at"]
     if row["kind"] == "update" and end is not None and row["seconds"] is not None:

@@ -1,4 +1,6 @@
-"""The ledger: the outcome ("fate") of every planned episode. `v_ledger` has one outcome for each episode and run."""
+"""The ledger: the outcome of every planned episode, in code called its "fate". The view `v_ledger` has one outcome for each
+episode and run.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,8 +18,8 @@ FATES = (
     "trained", "no_variance", "strayed", "truncated", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed",
     "infra_error", "cancelled", "evaluated", "forked", "searched", "served", "imported", "waiting", "open",
 )  # fmt: skip
-"""The outcomes of a planned episode in a run. `trained` means that an update trained on it; each other outcome says why not, or
-why not yet.
+"""The possible outcomes of a planned episode in a run. `trained` means that an update trained on the episode. Each other
+outcome says why no update did, or why not yet.
 """
 
 WINDOW_EPISODES = 2500
@@ -26,7 +28,9 @@ WINDOW_EPISODES = 2500
 
 @sql_read_transaction
 def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
-    """Return the outcome of each episode of an iteration, by its number from 1, including episodes of stored groups."""
+    """Return the outcome of each episode of an iteration, including episodes of stored groups. `iteration` is its number,
+    counted from 1.
+    """
     name = run_id_and_name(tx, run)["name"]
     rest = "WHERE run = :run AND iteration = :iteration ORDER BY slot, sample"
     return select_values(tx, FateRow, rest, run=name, iteration=storable_value(iteration))
@@ -34,17 +38,17 @@ def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
 
 @sql_read_transaction
 def count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
-    """Return for each iteration of the run the number of planned episodes and the number with each outcome."""
+    """Return for each iteration of the run the number of planned episodes, and the number of episodes with each outcome."""
     return _count_fates(tx, run_id_and_name(tx, run)["name"])
 
 
 @sql_read_transaction
 def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = WINDOW_EPISODES) -> list[dict[str, Any]]:
-    """Return the counts of `count_fates` for the iterations with a number above `after`; iterations are counted from 1.
+    """Return the counts of `count_fates` for the iterations with a number above `after`. Iterations are counted from 1.
 
     Args:
         size: the maximum number of iterations.
-        episodes: the approximate maximum number of episodes; at least one iteration is returned.
+        episodes: the approximate maximum number of episodes. At least one iteration is returned, even if it has more.
     """
     run_row = run_id_and_name(tx, run)
     planned = """
@@ -62,7 +66,9 @@ def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = 
 
 @sql_read_transaction
 def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
-    """Return the episode's outcome in its own run and in other runs that trained on it, and the counts of its run's iterations.
+    """Return the episode's outcome in its own run and in other runs that trained on it.
+
+    The result also has the counts of `count_fates` for the iterations of the episode's run.
 
     Raises:
         NotFoundError: there is no such episode.
@@ -105,7 +111,9 @@ def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
-    """Return the steps whose history matches several turns, with the turn that each continues and the number of matches."""
+    """Return the steps whose history matches several turns, each with the turn that it continues and the number of matching
+    turns.
+    """
     query = f"""
         SELECT number AS step, parent_step AS after, asked FROM steps WHERE episode_id = :id AND attempt = :attempt
         AND parent_step IS NOT NULL AND CAST(asked AS TEXT) LIKE '%"{EQUAL}"%' ORDER BY number"""
@@ -114,8 +122,11 @@ def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _count_fates(tx: Any, run: str, among: str = "", numbers: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
-    """Return the counts of all iterations; with `among`, an SQL condition with the values `numbers`, only of those it
-    selects.
+    """Return the counts of `count_fates` for the iterations that a condition selects.
+
+    Args:
+        among: an SQL condition that starts with AND; empty for all iterations.
+        numbers: the values of the condition's parameters.
     """
     counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS of_{fate}" for fate in FATES)  # `tainted` is a flag
     ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run {among} GROUP BY iteration"

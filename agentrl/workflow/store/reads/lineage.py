@@ -1,5 +1,5 @@
-"""Runs that are derived from other runs: forks, runs on stored episodes, and runs that train or evaluate another run's
-policy.
+"""Runs that are derived from other runs: forks, runs on stored episodes, and runs that train or evaluate a policy of another
+run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from agentrl.workflow.tables.views import RunRow
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A run from which another one is derived: its id and name, and what the other run uses of it."""
+    """A run from which another run is derived: its id and name, and what the derived run uses of it."""
 
     id: int
     run: str
@@ -23,7 +23,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Relative:
-    """A run and its sources; the first source is its parent in a tree."""
+    """A run and its sources. In a tree of runs, the first source is the run's parent."""
 
     row: RunRow
     sources: tuple[Source, ...]
@@ -31,7 +31,7 @@ class Relative:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A run that is derived from another one, and what it uses of that run."""
+    """A run that is derived from another run: its id, name and kind, and what it uses of that run."""
 
     id: int
     run: str
@@ -41,8 +41,8 @@ class Child:
 
 @sql_read_transaction
 def load_family(tx: Any, limit: int) -> list[Relative]:
-    """Return the newest `limit` runs and all runs that they are derived from, oldest first. A run's own evaluations are left
-    out.
+    """Return the newest `limit` runs and all runs from which they are derived, oldest first. Evaluations that a run planned
+    itself are left out.
     """
     relatives: dict[int, Relative] = {}
     rows = list(list_runs(tx, RunFilter(), Paging(limit)).rows)
@@ -54,7 +54,9 @@ def load_family(tx: Any, limit: int) -> list[Relative]:
 
 
 def find_sources(tx: Any, run_id: int) -> Iterator[Source]:
-    """Yield the runs that this run is derived from. They are all older, so there is no cycle. Run this inside a transaction."""
+    """Yield the runs from which this run is derived. They are all older, so there is no cycle. Call this inside a
+    transaction.
+    """
     (run,) = select_rows(tx, "SELECT id, config, manifest FROM runs WHERE id = :id", id=run_id)
     seen: set[tuple[int, str]] = set()
     for find in (_fork_sources, _group_sources, _checkpoint_sources, _model_sources):
@@ -66,7 +68,7 @@ def find_sources(tx: Any, run_id: int) -> Iterator[Source]:
 
 
 SourceIds = Iterator[tuple[int, str]]
-"""The ids of source runs, each with what the derived run uses of it."""
+"""The ids of source runs, each with a text that says what the derived run uses of the source."""
 
 
 def _fork_sources(tx: Any, run: Row) -> SourceIds:
@@ -102,16 +104,16 @@ def _checkpoint_sources(tx: Any, run: Row) -> SourceIds:
 
 
 def _model_sources(tx: Any, run: Row) -> SourceIds:
-    """Yield the run that the config names as the model: `RUN@VERSION`."""
+    """Yield the run that the config's model `RUN@VERSION` names."""
     name, at, version = str(run["config"].get("model", {}).get("path", "")).partition("@")
     for row in select_rows(tx, "SELECT id FROM runs WHERE name = :name", name=name) if at else ():
         yield row["id"], f"version {version}"
 
 
 def find_children(tx: Any, run_id: int, limit: int) -> list[Child]:
-    """Return at most `limit` runs that are derived from the run, oldest first. Run this inside a transaction.
+    """Return at most `limit` runs that are derived from the run, oldest first. Call this inside a transaction.
 
-    These are forks of its episodes, runs on its groups, and runs that start with or evaluate its policies.
+    These are forks of the run's episodes, runs on its groups, and runs that start with its policies or evaluate them.
     """
     children: dict[int, Child] = {}
     for query, describe in (

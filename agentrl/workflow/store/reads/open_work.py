@@ -1,4 +1,4 @@
-"""Open work of the running runs: claims that workers hold, work that waits in queues, and counts for monitoring."""
+"""Open work of the running runs: work that workers hold, work that waits in queues, and counts for monitoring."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from agentrl.workflow.tables.columns import now_ms
 
 @dataclass(frozen=True, slots=True)
 class OpenWork:
-    """A group to roll out, an iteration to train on, or a tool call to answer.
+    """A group to roll out, an iteration to train on, or a tool call to run.
 
     Args:
         queue: rollout, train or tools; `id` is the id of the group, iteration or call.
-        worker: the last worker that held it.
-        lease_until: the end of its lease, in ms since 1970 by the database's clock; None if it waits.
-        sends: the number of messages that were sent for it.
-        losses: the number of workers that were lost while holding it.
+        worker: the last worker that held the work.
+        lease_until: the end of the lease, in ms since 1970 by the database's clock; None if no worker holds the work.
+        sends: the number of messages that were sent for this work.
+        losses: the number of workers that were lost while holding this work.
     """
 
     queue: str
@@ -50,7 +50,7 @@ OPEN_WORK = f"""
     SELECT 'tools', c.id, r.name, i.number + 1, c.status, c.worker, c.lease_until, c.sends, 0, c.started_at
     FROM {_OPEN_GROUPS} JOIN episodes e ON e.group_id = g.id JOIN tool_calls c ON c.episode_id = e.id AND c.attempt >= e.attempt
     WHERE r.status = 'running' AND c.result IS NULL"""
-"""SQL of all open work, with one row for each group, update and call."""
+"""The SQL for all open work, with one row for each group, update and call."""
 
 
 @sql_read_transaction
@@ -60,21 +60,25 @@ def list_open_work(tx: Any, limit: int = 1000) -> list[OpenWork]:
 
 
 MAX_RUNS = 100
-"""The maximum number of running runs that are counted one by one, the newest first. Monitoring keeps a time series for each."""
+"""The maximum number of running runs that are counted individually, newest first. Monitoring stores a time series for each of
+them.
+"""
 FAILURES = (*LOSS_EVENTS, "update_failed", "group_failed", "report_failed")
-"""Kinds of events that are counted."""
+"""The kinds of events that `count_work` counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkCounts:
-    """Counts of work.
+    """Counts of work, for monitoring.
 
     Args:
-        queues: for each `queue` the rows `held` under a lease, the rows `waiting`, and `resent`: the messages beyond the first.
+        queues: for each `queue`, the number of rows under a lease (`held`), the number of other rows (`waiting`), and the
+            number of messages after the first (`resent`).
         runs: the number `n` of runs with each `status`.
         events: the number `n` of events of each `kind`.
-        running: for each running run: `run`, `iterations` (done), tokens, seconds by part, and the last `reward`.
-        sandbox: for running runs the number `n` of calls with each `run`, `sandbox` and `exit_status`.
+        running: for each running run: its name (`run`), the number of done iterations (`iterations`), tokens, seconds by part,
+            and the last `reward`.
+        sandbox: the number `n` of calls with each `run`, `sandbox` and `exit_status`, for running runs.
     """
 
     queues: Sequence[Row]

@@ -1,8 +1,8 @@
 """Pages of a list: their size, order and start.
 
-A cursor names the last row that was returned, by its sort value and its id. So each row is returned once, even if rows are
-added meanwhile. If the list is sorted by a value that still changes, a row may move past the cursor; ids never change. A cursor
-belongs to one list with one filter and order; other lists reject it.
+A cursor identifies the last returned row by its sort value and its id. So each row is returned once, even if rows are added
+meanwhile. If the sort value of a row changes between two pages, the row may be returned twice or be missed; ids never change. A
+cursor belongs to one list with one filter and one order. Other lists reject it.
 """
 
 import json
@@ -21,13 +21,13 @@ from agentrl.workflow.trajectory import storable
 MAX_SIZE = 100_000
 """The maximum number of rows of a page."""
 MAX_CURSOR_CHARS = 1000
-"""The maximum length of a cursor, in characters. No valid cursor is that long."""
+"""The maximum length of a cursor, in characters. No valid cursor is longer."""
 BY_NUMBER, FEW_BY_NUMBER = {"id": "id"}, {"id": "id + 0"}
-"""The order by id. The second form is for few rows that an index finds: without `+ 0`, Postgres would scan all rows by id until
-it met them.
+"""Orders of a list by id. FEW_BY_NUMBER is for few rows that an index finds. Without its `+ 0`, Postgres would scan all rows in
+the order of ids until it finds the few.
 """
 TEXT_COLUMNS = ("run", "status")
-"""The sort columns that are not numbers."""
+"""The sort columns that contain texts. All other sort columns contain numbers."""
 
 
 R = TypeVar("R", bound=ViewRow)
@@ -36,13 +36,14 @@ F = TypeVar("F")
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """The page of a list to return.
+    """The size, start and order of the page to return.
 
     Args:
         size: the maximum number of rows.
-        cursor: `Page.next` of the page before; empty for the first.
-        offset: the number of rows to skip; a cursor is cheaper.
-        sort: the name of one of the list's orders, ascending, or descending with a `-` before it. Empty for the default.
+        cursor: the `Page.next` of the previous page; empty for the first page.
+        offset: the number of rows to skip. A cursor is faster.
+        sort: the name of one of the list's orders. With a `-` before the name the order is descending, else ascending. Empty
+            for the list's default order.
     """
 
     size: int = 50
@@ -53,7 +54,7 @@ class Paging:
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[R]):
-    """Some rows of a list. `next` is the cursor of the following page; empty after the last row."""
+    """Some rows of a list. `next` is the cursor of the following page; it is empty on the last page."""
 
     rows: tuple[R, ...]
     next: str = ""
@@ -62,7 +63,7 @@ class Page(Generic[R]):
 def iterate_rows(
     list_page: Callable[[Any, F, Paging], Page[R]], db: Any, chosen: F, paging: Paging | None = None
 ) -> Iterator[R]:
-    """Yield all rows of a list; read them in pages."""
+    """Yield all rows of a list, reading them page by page."""
     paging = paging or Paging(size=MAX_SIZE)
     while True:
         page = list_page(db, chosen, paging)
@@ -73,7 +74,7 @@ def iterate_rows(
 
 
 def select_values(tx: Any, kind: type[R], rest: str, /, **parameters: Any) -> list[R]:
-    """Return rows of the kind's view. `rest` is the SQL after `FROM VIEW`."""
+    """Return rows of the view of the row class `kind`. `rest` is the SQL after `FROM VIEW`."""
     query = f"SELECT {', '.join(kind.COLUMNS)} FROM {kind.VIEW} {rest}"
     return [kind(**row) for row in select_rows(tx, query, **parameters)]
 
@@ -88,18 +89,19 @@ def select_page(
     own: str,
     table: str = "",
 ) -> Page[R]:
-    """Return a page of the kind's view.
+    """Return a page of the view of the row class `kind`.
 
     Args:
-        conditions: SQL conditions on the columns of `table`; their `parameters` are written `:name`.
+        conditions: SQL conditions on the columns of `table`, or of the view if `table` is empty. Their `parameters` are written
+            as `:name`.
         paging: the page to return.
-        orders: the names by which the list can be sorted -> the columns.
+        orders: the names by which the list can be sorted, each with its column.
         own: the name of the list's default order.
-        table: the table in which the page's ids are looked up, so that the view's joins do not run for skipped rows; empty:
-            they are looked up in the view.
+        table: the table in which the ids of the page's rows are looked up, which avoids the view's joins for skipped rows. If
+            empty, they are looked up in the view.
 
     Raises:
-        ConfigError: there is no such order, the size is out of bounds, or the cursor is not one of this list.
+        ConfigError: there is no such order, the size is out of bounds, or the cursor does not belong to this list.
     """
     sort = paging.sort or own
     column, way = _find_order(orders, sort)
@@ -129,11 +131,14 @@ def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], colu
 
 
 def choose_conditions(filter_: object, conditions: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the SQL conditions of the filter's fields that are set, and their values in a form that every database accepts.
+    """Return SQL conditions for the fields that are set in a filter, and the values of the conditions' parameters.
+
+    The values are converted so that every database accepts them.
 
     Args:
         filter_: the filter.
-        conditions: field -> its condition. The condition of `text` is a LIKE with `!` as its escape character.
+        conditions: the condition of each field, by the field's name. The condition of `text` is a LIKE with `!` as its escape
+            character.
     """
     values = {name: storable_value(value) for name in conditions if (value := getattr(filter_, name)) is not None}
     if "text" in values:
@@ -142,12 +147,14 @@ def choose_conditions(filter_: object, conditions: Mapping[str, str]) -> tuple[l
 
 
 def escape_like(text: str) -> str:
-    """Escape the text for a LIKE with ESCAPE '!'."""
+    """Escape a text for a LIKE with ESCAPE '!'."""
     return text.replace("!", "!!").replace("%", "!%").replace("_", "!_")
 
 
 def storable_value(value: Any) -> Any:
-    """Clamp a number, or replace characters of a text, to a value that every database accepts."""
+    """Convert a value to one that every database accepts: limit the size of an integer, and replace unsupported characters of a
+    text.
+    """
     if isinstance(value, str):
         return storable(value)
     return max(-MAX_ID, min(MAX_ID, value)) if isinstance(value, int) else value
@@ -161,9 +168,9 @@ def _find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
 
 
 def _after(column: str, way: str, place: Mapping[str, Any]) -> str:
-    """Return the SQL condition for the rows after the cursor's row, which has the id `:last` and the sort value `:at`.
+    """Return the SQL condition for the rows that follow the cursor's row.
 
-    Rows without a sort value come last.
+    The cursor's row has the sort value `:at` and the id `:last`. Rows without a sort value come last.
     """
     beyond = "<" if way == "DESC" else ">"
     if column == "id":
@@ -179,7 +186,7 @@ def encode_cursor(*parts: Any) -> str:
 
 
 def decode_cursor(cursor: str, of: str) -> list[Any]:
-    """Return the parts of a cursor after the first, which must be `of`.
+    """Return the parts of a cursor without the first part, which must equal `of`.
 
     Raises:
         ConfigError: the cursor is invalid or belongs to another list.
@@ -206,7 +213,11 @@ def is_id(value: Any) -> bool:
 
 
 def _parse_cursor(cursor: str, digest: str, column: str) -> dict[str, Any]:
-    """Return the sort value (`at`) and the id (`last`) of the cursor's row. Raise as `decode_cursor` does."""
+    """Return the sort value (`at`) and the id (`last`) of the cursor's row.
+
+    Raises:
+        ConfigError: the cursor is invalid or belongs to another list.
+    """
     match decode_cursor(cursor, digest):
         case [at, last] if is_id(last) and (at is None or _may_hold(column, at)):
             return {"at": at, "last": last}

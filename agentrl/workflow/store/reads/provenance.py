@@ -1,4 +1,4 @@
-"""The origin of an episode, for `replay --verify`, and of an update, for `whatif`: all that is needed to repeat them."""
+"""The inputs that are needed to repeat an episode (`replay --verify`) or an update (`whatif`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,13 +23,13 @@ from agentrl.workflow.trajectory import Group, Message, PolicyRef, SamplingKey
 
 @dataclass(frozen=True, slots=True)
 class RewardSet:
-    """The scores of an episode in one reward set.
+    """The rewards of an episode in one reward set.
 
     Args:
         weights: the weight of each reward, by name.
         code_hash: the hash of the rewards' code when the set was written.
-        parts: the reward parts, and those that hooks added, in the order of recording; empty if the episode has no score in the
-            set.
+        parts: the reward parts, including those that hooks added, in the order of recording; empty if the episode has no
+            rewards in the set.
     """
 
     weights: Mapping[str, float]
@@ -39,15 +39,15 @@ class RewardSet:
 
 @dataclass(frozen=True)
 class Origin:
-    """A full episode with its origin.
+    """A complete episode, and the inputs that are needed to repeat it.
 
     Args:
-        run, format, config, manifest, base, base_hash: the name and columns of its run.
-        key: the key of its random draws.
-        policies: the policy of each step that it sampled itself, by the step's number.
-        collected: the time at which the files of such a policy were removed, by the step's number; only for removed ones.
-        reward_sets: the reward sets of its run, by name.
-        opening: the messages that a fork's first own step read in place of the env's; None for the env's.
+        run, format, config, manifest, base, base_hash: the name of the episode's run, and columns of the run's row.
+        key: the key of the episode's random draws.
+        policies: the policy of each step that the episode sampled itself, by step number.
+        collected: the time at which the policy's files were removed, by step number; only for steps whose policy was removed.
+        reward_sets: the reward sets of the run, by name.
+        opening: the messages that the first step after a fork read instead of the env's messages; None for the env's messages.
         clock: the time that the chat template read when it rendered the prompts.
         resources: the texts that the episode used, by name.
     """
@@ -70,7 +70,7 @@ class Origin:
 
 @read_transaction
 def find_origin(tx: Connection, episode: int) -> Origin:
-    """Return the episode with its origin.
+    """Return the episode with the inputs that are needed to repeat it.
 
     Raises:
         NotFoundError: there is no such episode.
@@ -135,9 +135,9 @@ class UpdateInputs:
 
     Args:
         run: the run's row.
-        number: the iteration's number from 0; `iteration` is the number from 1.
-        policy: the policy that the update started from.
-        groups, max_groups: as in `train_claims.IterationWork`.
+        number: the iteration's number, counted from 0; `iteration` is the number counted from 1.
+        policy: the policy with which the update started.
+        groups, max_groups: see `train_claims.IterationWork`.
         advantages: the advantages that the update recorded, by episode id.
     """
 
@@ -150,25 +150,28 @@ class UpdateInputs:
 
     @property
     def iteration(self) -> int:
-        """The iteration's number from 1, which is also the policy version that its update made."""
+        """The iteration's number, counted from 1. The update's policy version has the same number."""
         return self.number + 1
 
     @property
     def is_borrowed(self) -> bool:
-        """True if the update started from another run's checkpoint, and so without that run's optimizer and critic."""
+        """True if the update started with the checkpoint of another run. Such an update did not use the other run's optimizer
+        and critic.
+        """
         return not self.policy.path.endswith(self.run["manifest"].get("id", "")[:8])
 
 
 @read_transaction
 def load_update_inputs(tx: Connection, run: str, iteration: int | None) -> UpdateInputs:
-    """Return the inputs of the update in the run's iteration of that number, from 1.
+    """Return the inputs of the update of an iteration of the run. `iteration` is its number, counted from 1.
 
-    Without a number, use the last iteration whose update took a step; if no update did, use the last done iteration.
+    If `iteration` is None, use the last iteration whose update took a step. If no update took a step, use the last done
+    iteration.
 
     Raises:
         NotFoundError: there is no such run or iteration.
         StateError: the iteration is not trained yet, or the run does not train.
-        CheckpointError: the weights that the update started from were collected.
+        CheckpointError: the weights with which the update started were removed.
     """
     row = find_run(tx, run)
     iteration_row = _find_iteration(tx, row, iteration)

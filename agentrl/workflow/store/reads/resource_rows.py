@@ -1,4 +1,6 @@
-"""Versions of the texts that runs work with, the page's list of them, and what a search gained by its choice."""
+"""Versions of the texts (such as prompts) that runs use, the page's list of them, and the improvement that a search measured
+for its chosen texts.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,9 @@ from agentrl.workflow.tables.views import CriticCallRow, ResourceRow
 
 @dataclass(frozen=True, slots=True)
 class ResourceFilter:
-    """A filter of texts: by run (name or number), by name, and by whether a search chose them."""
+    """A filter of versions of texts: by run (its name or number), by the text's name, and by whether a search chose the
+    version.
+    """
 
     run: str | None = None
     name: str | None = None
@@ -34,7 +38,7 @@ _CONDITIONS = {"name": "name = :name", "chosen": "chosen = :chosen"}
 
 @sql_read_transaction
 def list_resources(tx: Any, chosen: ResourceFilter, paging: Paging | None = None) -> Page[ResourceRow]:
-    """Return versions in the order in which they were first tried."""
+    """Return versions of texts, in the order in which they were first tried."""
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
@@ -43,14 +47,14 @@ def list_resources(tx: Any, chosen: ResourceFilter, paging: Paging | None = None
 
 @dataclass(frozen=True, slots=True)
 class CriticCallFilter:
-    """A filter of requests to critics: by run (name or number)."""
+    """A filter of requests to critics by run (its name or number)."""
 
     run: str | None = None
 
 
 @sql_read_transaction
 def list_critic_calls(tx: Any, chosen: CriticCallFilter, paging: Paging | None = None) -> Page[CriticCallRow]:
-    """Return the requests of searches to their critics, oldest first."""
+    """Return the requests that searches sent to their critics, oldest first."""
     conditions, values = choose_conditions(chosen, {})
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
@@ -66,8 +70,8 @@ def count_critic_calls(tx: Any, run: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The mean rewards on the held-out tasks, by task id: with the search's first texts (`seed`) and with its chosen texts
-    (`chosen`).
+    """The mean reward of each held-out task, by task id: with the first texts of a search (`seed`), and with the texts that it
+    chose (`chosen`).
     """
 
     seed: Mapping[int, float]
@@ -76,9 +80,9 @@ class HeldOut:
 
 @sql_read_transaction
 def find_held_out(tx: Any, run: str) -> HeldOut:
-    """Return the mean rewards that a search measured on held-out tasks, which it did not use to choose.
+    """Return the mean rewards of a search on held-out tasks. The search did not use these tasks for its choice.
 
-    `chosen` is empty if the search chose its first texts. Both are empty if nothing was measured.
+    `chosen` is empty if the search chose its first texts. `seed` and `chosen` are both empty if no held-out task was sampled.
     """
     query = """
         SELECT e.task_id, w.seed, avg(CASE WHEN e.status = 'failed' THEN 0.0 ELSE e.reward END) AS mean
@@ -103,10 +107,10 @@ MAX_GROUPS = 2500
 
 @dataclass(frozen=True, slots=True)
 class PromptsPage:
-    """A page of versions.
+    """A page of versions of texts.
 
-    `next` is the cursor of the following page. `left_out` is the number of versions that have too many groups to count; their
-    rewards are None.
+    `next` is the cursor of the following page. `left_out` is the number of versions on this page whose episodes were not read,
+    because there are too many groups. The rewards of these versions are None.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -116,11 +120,11 @@ class PromptsPage:
 
 @sql_read_transaction
 def list_prompts(tx: Any, run: str, size: int, cursor: str = "") -> PromptsPage:
-    """Return at most MAX_PROMPTS versions, in the order in which they were first tried.
+    """Return at most MAX_PROMPTS versions of the run's texts, in the order in which they were first tried.
 
     Raises:
         NotFoundError: there is no such run.
-        ConfigError: the cursor is not one of this list.
+        ConfigError: the cursor does not belong to this list.
     """
     size = min(size, MAX_PROMPTS)
     run_row = run_id_and_name(tx, run)
@@ -139,9 +143,9 @@ _UNREAD: Mapping[str, Any] = {"groups": None, "episodes_done": None, "mean_rewar
 
 
 def _load_sums(tx: Any, run_id: int, versions: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return the number of groups, the done episodes and the mean rewards of each version, by version id.
+    """Return the numbers of groups and done episodes and the mean rewards of each version, by version id.
 
-    Versions that would exceed MAX_GROUPS groups are left out.
+    When MAX_GROUPS groups have been read, the remaining versions are left out.
     """
     query = f"""
         SELECT resource_id, group_id FROM group_resources WHERE resource_id IN ({among(versions)})
@@ -157,7 +161,10 @@ def _load_sums(tx: Any, run_id: int, versions: Sequence[int]) -> dict[int, dict[
 
 
 def _load_rewards(tx: Any, run_id: int, groups: Collection[int]) -> dict[int, Row]:
-    """Return for each of the run's own groups the role of its task, and the count and reward sum of its done episodes."""
+    """Return the role of the task, the number of done episodes and the sum of their rewards for each group, by group id.
+
+    Only groups that the run sampled itself are returned.
+    """
     done = "FILTER (WHERE status = 'done')"  # as a condition, a Postgres without statistics would look for all that are done
     query = f"""
         SELECT g.id, m.role, e.episodes, e.reward FROM

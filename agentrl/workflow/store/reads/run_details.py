@@ -1,4 +1,6 @@
-"""A run besides its row: its summary in a list, its config, manifest and notes, and counts of its rows."""
+"""Details of a run that are not in its row: its summary for a list, its config, its manifest, and which kinds of rows it
+has.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,16 +15,16 @@ from agentrl.workflow.store.reads.run_rows import run_name
 from agentrl.workflow.tables.views import RunRow
 
 PARTS_FROM = 1000
-"""The number of a run's newest rewards in which its reward parts are looked up."""
+"""The number of a run's newest reward rows that are searched for the names of reward parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredConfig:
-    """A run's config.
+    """The stored config of a run.
 
     Args:
-        values: the config by section.
-        origins: the source of each value that was set, by its dotted key; None if the sources were not stored.
+        values: the config's values by section.
+        origins: the source (such as a flag) of each value that was set, by its dotted key; None if the sources were not stored.
     """
 
     values: Mapping[str, Any]
@@ -42,7 +44,9 @@ def find_config(tx: Any, run_id: int) -> StoredConfig:
 
 
 def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
-    """Return the run's versions, hashes, reward sets, folder, and first and newest policy. Run this inside a transaction."""
+    """Return the run's manifest (versions and hashes), reward sets, output folder, and first and newest policy. Call this
+    inside a transaction.
+    """
     query = "SELECT manifest, base, base_hash, output_dir, seed, format, reward_set FROM runs WHERE id = :id"
     (run,) = select_rows(tx, query, id=run_id)
     query = "SELECT name, code_hash, weights FROM reward_sets WHERE run_id = :id ORDER BY id"
@@ -57,8 +61,9 @@ def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
 
 
 def find_what_it_has(tx: Any, run_id: int, name: str) -> dict[str, bool]:
-    """Return which kinds of rows the run has: annotations, prompts, critic_calls, agents, evals. Run this inside a
-    transaction.
+    """Return for each of these kinds of rows whether the run has any: annotations, prompts, critic_calls, agents, evals.
+
+    Call this inside a transaction.
     """
     queries = {
         "annotations": "SELECT 1 AS one FROM annotations WHERE run = :name LIMIT 1",
@@ -76,9 +81,10 @@ def _used(query: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_reward_parts(tx: Any, run_id: int, name: str) -> list[str]:
-    """Return the names of the run's reward parts: those with a weight, and those among the newest PARTS_FROM rewards.
+    """Return the sorted names of the run's reward parts: parts that have a weight, and parts of the newest PARTS_FROM reward
+    rows.
 
-    Run this inside a transaction.
+    Call this inside a transaction.
     """
     sets = select_rows(tx, "SELECT weights FROM reward_sets WHERE run_id = :id", id=run_id)
     query = f"SELECT DISTINCT part FROM (SELECT part FROM rewards WHERE run = :name ORDER BY id DESC LIMIT {PARTS_FROM}) newest"
@@ -87,21 +93,20 @@ def list_reward_parts(tx: Any, run_id: int, name: str) -> list[str]:
 
 
 SPARK_POINTS = 60
-"""The maximum number of points of a sparkline, without the newest one."""
+"""The maximum number of points of a sparkline, not counting the newest point."""
 LEARNING_KINDS = ("train", "search")
 """The kinds of runs that have an algorithm."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run's entry in a list, besides its row.
+    """The values of a run in a list of runs that are not in the run's row.
 
     Args:
         algorithm: the algorithm's name; None if the run does not learn.
-        spark: [iteration, mean reward] of at most SPARK_POINTS iterations, and of the newest one.
-        tokens: the number of tokens read and sampled in its finished iterations; None if there are none or they are not
-            counted.
-        waits_for: what its rollouts wait for; empty if they are not known to wait.
+        spark: [iteration, mean reward] of at most SPARK_POINTS iterations and of the newest iteration.
+        tokens: the number of tokens that were read and sampled in the finished iterations; None if it is zero or unknown.
+        waits_for: what the run's rollouts wait for; empty if no reason to wait is recorded.
         active_at: the time of the newest write for this run.
     """
 
@@ -118,7 +123,7 @@ class RunSummary:
 
 
 def load_summaries(tx: Any, runs: Sequence[RunRow]) -> dict[int, RunSummary]:
-    """Return the summary of each run by its id. Run this inside a transaction."""
+    """Return the summary of each run, by run id. Call this inside a transaction."""
     if not runs:
         return {}
     ids = [run.id for run in runs]
@@ -151,7 +156,7 @@ def _algorithms(tx: Any, ids: Sequence[int]) -> dict[int, str | None]:
 
 
 def _sparks(tx: Any, ids: Sequence[int]) -> dict[int, list[list[float]]]:
-    """Return the points of each run's sparkline by run id: every Nth iteration that has a reward, and the newest."""
+    """Return the points of each run's sparkline, by run id: every Nth iteration and the newest, if they have a reward."""
     query = f"""
         SELECT i.run_id, i.number + 1 AS iteration, i.mean_reward FROM
           (SELECT run_id, max(number) AS newest, max(number) / {SPARK_POINTS} + 1 AS stride FROM iterations
@@ -186,8 +191,10 @@ def _newest_steps(tx: Any, running: Sequence[RunRow]) -> Mapping[int, datetime]:
 
 
 def _waits(tx: Any, running: Sequence[RunRow]) -> dict[int, str]:
-    """Return why each run waits, by run id: the detail of its newest `waiting` event, or that a running run rebuilds its
-    checkpoint.
+    """Return the reason why each waiting run waits, by run id.
+
+    The reason is that a running run rebuilds the run's checkpoint or, without such a run, the detail of the newest `waiting`
+    event.
     """
     if not running:
         return {}

@@ -1,4 +1,4 @@
-"""Runs: lists, one run by its name or number, and its progress."""
+"""Runs: lists of runs, one run by its name or number, and a run's progress."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ RUN_ORDERS = {
     "id": "id", "run": "run", "status": "status", "reward": "last_reward", "best": "best_reward", "episodes": "episodes_done",
     "seconds": "seconds",
 }  # fmt: skip
-"""The names by which the list can be sorted -> the columns."""
+"""The names by which the list can be sorted, each with its column."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFilter:
-    """A filter of runs. A run's own evaluations are in no list of runs (see `list_evals`).
+    """A filter of runs. Lists of runs leave out the evaluations that a run planned itself (see `list_evals`).
 
     Args:
-        text: a text that the name contains.
+        text: a text that the run's name contains.
         algorithm: the algorithm's name in the config.
         tag: a tag of the run.
     """
@@ -65,21 +65,21 @@ def list_runs(tx: Any, chosen: RunFilter | None = None, paging: Paging | None = 
 
 @sql_read_transaction
 def list_run_names(tx: Any, begin: str, limit: int) -> list[Row]:
-    """Return the name, kind and status of the newest runs whose names begin with this text, evaluations included."""
+    """Return the name, kind and status of the newest runs whose name begins with `begin`. Evaluations are included."""
     query = "SELECT name, kind, status FROM runs WHERE name LIKE :begin ESCAPE '!' ORDER BY id DESC LIMIT :limit"
     return select_rows(tx, query, begin=f"{escape_like(storable(begin))}%", limit=limit)
 
 
 @sql_read_transaction
 def find_newest_run(tx: Any) -> str | None:
-    """Return the name of the newest run that is not another run's own evaluation; None if there is none."""
+    """Return the name of the newest run; None if there is no run. Evaluations that a run planned itself are ignored."""
     rows = select_rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY id DESC LIMIT 1")
     return rows[0]["name"] if rows else None
 
 
 @sql_read_transaction
 def describe_run(tx: Any, run: str) -> RunRow:
-    """Return one run, by its name or number.
+    """Return the row of one run, by its name or number.
 
     Raises:
         NotFoundError: there is no such run.
@@ -88,7 +88,7 @@ def describe_run(tx: Any, run: str) -> RunRow:
 
 
 def run_name(tx: Any, run_id: int) -> str:
-    """Return the name of the run with this id. Run this inside a transaction.
+    """Return the name of the run with this id. Call this inside a transaction.
 
     Raises:
         NotFoundError: there is no such run.
@@ -100,7 +100,7 @@ def run_name(tx: Any, run_id: int) -> str:
 
 
 def run_by_id(tx: Any, run_id: int) -> RunRow:
-    """Return the existing run with this id."""
+    """Return the row of the run with this id. The run must exist."""
     return select_values(tx, RunRow, "WHERE id = :id", id=run_id)[0]
 
 
@@ -109,14 +109,16 @@ SAME_WORK = (
     *("rollout.engine", "rollout.group_size", "rollout.tasks_per_iteration", "rollout.max_new_tokens", "rollout.max_steps"),
     *("update.epochs", "update.trainer"),
 )
-"""The config keys that, besides the model, decide how long an iteration takes."""
+"""The config keys, besides the model, that decide how long an iteration takes."""
 
 
 @sql_read_transaction
 def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> tuple[str, list[float]] | None:
-    """Find, among the last 50 training runs, the newest with this model and the same values of the keys SAME_WORK.
+    """Find the newest training run whose iterations should take as long as those of this config.
 
-    Return its name and the durations of its last 20 done iterations, in seconds; None if there is no such run.
+    It has this model, the same values of the keys SAME_WORK, and done iterations. Only the last 50 training runs with this
+    model are searched. Return the run's name and the durations of its last 20 done iterations, in seconds; None if there is no
+    such run.
 
     Args:
         model: the base model's path or name.
@@ -135,7 +137,7 @@ def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> t
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key; None if a section is missing."""
+    """Return the value at a dotted key of the config; None if the key or its section is missing."""
     section, _, leaf = key.rpartition(".")
     parent = config.get(section) if section else config
     return parent.get(leaf) if isinstance(parent, Mapping) else None
@@ -143,9 +145,10 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 @sql_read_transaction
 def count_progress(tx: Any, run: str) -> Row:
-    """Return the counts of episodes, tokens and tool calls of the run's open iterations; empty if none is open.
+    """Return the numbers of episodes, tokens and tool calls of the run's open iterations; empty if no iteration is open.
 
-    The counts cover the iterations `iteration` to `through`, from 1. There are several only if the run samples during updates.
+    The numbers cover the iterations from `iteration` to `through`, counted from 1. There is more than one open iteration only
+    if the run samples during updates.
     """
     run_id = run_id_and_name(tx, run)["id"]
     query = """
@@ -163,7 +166,9 @@ def count_progress(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def why_sampling_on(tx: Any, run: str) -> str:
-    """Return why an open iteration samples more groups, and how many; empty if dynamic sampling has added none."""
+    """Return a text that says why an open iteration samples more groups, and how many; empty if dynamic sampling has added no
+    groups.
+    """
     query = """
         SELECT detail FROM events WHERE run_id = :id AND kind = 'sampling_on' AND subject IN (
           SELECT 'iteration ' || (i.number + 1) FROM iterations i JOIN groups g ON g.iteration_id = i.id
@@ -176,9 +181,10 @@ def why_sampling_on(tx: Any, run: str) -> str:
 
 @sql_read_transaction
 def find_most_frequent_failure(tx: Any, run: str) -> Row:
-    """Return the most frequent `error` among the run's episodes that ended as failed or infra_error; empty without one.
+    """Return the most frequent error of the run's episodes that ended as failed or infra_error; empty if there are no such
+    episodes.
 
-    The row has the error's `status`, its number of `episodes`, and the number of all such episodes (`failed`).
+    The row has the `error`, its `status`, the number of `episodes` with it, and the number of all failed episodes (`failed`).
     """
     query = """
         SELECT status, error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS failed FROM episodes
@@ -190,9 +196,11 @@ def find_most_frequent_failure(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
-    """Return the most frequent agent `error` among the run's episodes that ended as agent_error; empty without one.
+    """Return the most frequent agent error of the run's episodes that ended as agent_error; empty if there are no such
+    episodes.
 
-    The row has the error's number of `episodes`, and the number of all such episodes (`ended`).
+    The row has the `error`, the number of `episodes` with it, and the number of all episodes that ended as agent_error
+    (`ended`).
     """
     query = """
         SELECT a.error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS ended FROM episodes e
@@ -207,13 +215,13 @@ def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
 def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
     """Return figures that may explain why all rewards are equal.
 
-    They cover the run's done episodes in its done iterations, starting at iteration `since` (counted from 1).
+    They cover the run's done episodes in its done iterations, from the iteration `since` (counted from 1) on.
 
     Returns:
         episodes: the number of these episodes.
-        called: the number of episodes with a call that could be parsed.
-        unreadable: the number of episodes with a call that could not be parsed.
-        parts: each part of the reward, as `part`, `least` and `most`.
+        called: the number of episodes with a tool call that could be parsed.
+        unreadable: the number of episodes with a tool call that could not be parsed.
+        parts: each reward part: its name (`part`), its smallest value (`least`) and its largest value (`most`).
         example: `id` and `final_answer` of the newest episode.
         algorithm: the run's algorithm.
     """
@@ -240,5 +248,9 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
 
 
 def run_id_and_name(tx: Any, run: str) -> Row:
-    """Id and name of a run. Raises as `find_run`."""
+    """Return the id and the name of a run.
+
+    Raises:
+        NotFoundError: there is no such run.
+    """
     return find_run(tx, run, "id, name")

@@ -1,5 +1,5 @@
-"""Any numeric column of any view as a series over a run's iterations. It is read in windows of rows: each window returns
-partial sums, which the caller adds up.
+"""Numeric columns of views as series over a run's iterations. The rows are read in windows; each window returns partial sums,
+and the caller adds them up.
 """
 
 import math
@@ -29,15 +29,16 @@ WINDOWS = {
     "v_rewards": "rewards WHERE run = :run",
     "v_updates": "updates WHERE iteration_id IN (SELECT id FROM iterations WHERE run_id = :id)",
 }
-"""View with the columns run, iteration and id -> the table and condition that find a run's rows by id."""
+"""The table and the condition that select a run's rows by id, for each view with the columns run, iteration and id."""
 KIND = "series"
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Aggregates of some rows, one entry per `iteration`: `count`, `sum`, `min` and `max` of the finite values.
+    """Aggregates of the rows of one window. Each `iteration` has one entry, with the `count`, `sum`, `min` and `max` of its
+    finite values.
 
-    `next` is the cursor of the next window; empty after the last.
+    `next` is the cursor of the next window; it is empty after the last window.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -45,7 +46,9 @@ class Window:
 
 
 def list_views() -> list[dict[str, Any]]:
-    """Return all views with their meanings and columns. A column has its meaning, and whether `read_series` can chart it."""
+    """Return all views with their meanings and columns. Each column has its meaning, and a flag that says whether `read_series`
+    can chart it.
+    """
     return [
         {
             "view": view,
@@ -61,7 +64,7 @@ def list_views() -> list[dict[str, Any]]:
 
 @cache
 def _numbers(view: str) -> tuple[str, ...]:
-    """Return the numeric columns of a view, without ids and the iteration."""
+    """Return the names of the view's numeric columns, except ids and the iteration."""
     if view not in WINDOWS:
         return ()
     hints = VIEWS[view].types()
@@ -76,11 +79,11 @@ def _is_number(hint: Any) -> bool:
 
 @sql_read_transaction
 def read_series(tx: Any, run: str, view: str, column: str, cursor: str = "") -> Window:
-    """Return the partial sums of a column over the next WINDOW_ROWS rows of a run in a view, by iteration.
+    """Return partial sums of a view's column by iteration, over the next WINDOW_ROWS rows of a run.
 
     Raises:
         NotFoundError: there is no such run.
-        ConfigError: there is no such view or numeric column, or the cursor is not one of this series.
+        ConfigError: there is no such view or numeric column, or the cursor does not belong to this series.
     """
     if view not in WINDOWS:
         raise ConfigError(f"{view!r:.60} is not a view of numbers by iteration.", did_you_mean(view[:60], WINDOWS))

@@ -1,8 +1,8 @@
-"""The tasks of a run over its iterations: how they went, when each was solved, its best and its worst episode.
+"""The tasks of a run over its iterations: their rewards, when each task was first solved, and its best and its worst episode.
 
-A group is solved where its best episode is right: where the parts of the reward that decide it are at their full value, as in
-an evaluation (`stats.evaluation.is_right`); where no part decides, where the reward is 1 or more. By the same rule the episodes
-of all runs say how often each task was solved.
+A group counts as solved if its best episode is correct. An episode is correct if the reward parts that decide correctness have
+their full value, as in an evaluation (`stats.evaluation.is_right`). If no part decides correctness, an episode is correct if
+its reward is 1 or more. The same rule is used to count how often each task was solved in all runs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,15 +18,15 @@ from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.trajectory import storable
 
 TASK_ORDERS = {"id": "s.task_id", "task": "t.key", "groups": "groups", "reward": "mean_reward", "last": "last_reward"}
-"""The names by which the list can be sorted -> the columns."""
+"""The names by which the list can be sorted, each with its column."""
 MAX_TASKS = 40
 """The maximum number of tasks on a page."""
 MAX_EPISODES = 20_000
-"""The maximum number of episodes that are read for a page. Those of the first groups are read."""
+"""The maximum number of episodes that are read for a page. If there are more, those of the first groups are read."""
 POINTS = 60
 """The maximum number of points of a task's curve."""
 MAX_GROUPS = 1000
-"""The maximum number of a task's groups in a response; the newest are kept."""
+"""The maximum number of a task's groups in a response. If there are more, the newest are returned."""
 KIND = "tasks"
 
 
@@ -37,7 +37,7 @@ class TasksPage:
     Args:
         next: the cursor of the following page.
         solved_means: a sentence that says when a group counts as solved.
-        left_out: the number of the newest groups of these tasks whose episodes were not read because there are too many.
+        left_out: the number of newest groups of these tasks whose episodes were not read, because there are too many episodes.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -51,11 +51,11 @@ def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25
     """Return at most MAX_TASKS tasks that have groups in the run, ordered by their first group or by one of TASK_ORDERS.
 
     Args:
-        text: a text that the key or the reference contains.
+        text: a text that the task's key or reference contains.
 
     Raises:
         NotFoundError: there is no such run.
-        ConfigError: there is no such order, or the cursor is not one of this list.
+        ConfigError: there is no such order, or the cursor does not belong to this list.
     """
     size = min(size, MAX_TASKS)
     run_id = run_id_and_name(tx, run)["id"]
@@ -109,7 +109,7 @@ def _order(sort: str) -> str:
 
 
 def _parse_cursor(cursor: str, digest: str) -> int:
-    """Return the number of tasks on the pages before. Their order may have changed since."""
+    """Return the number of tasks on the previous pages. The order of these tasks may have changed meanwhile."""
     if not cursor:
         return 0
     match decode_cursor(cursor, KIND):
@@ -119,7 +119,7 @@ def _parse_cursor(cursor: str, digest: str) -> int:
 
 
 def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[Row]]:
-    """Return the groups of each task by task id, in order of their iterations."""
+    """Return the groups of each task in the order of their iterations, by task id."""
     chosen = among(tasks)
     query = f"SELECT * FROM ({_MEMBERS}) members WHERE task_id IN ({chosen}) ORDER BY iteration, id"
     by_task: dict[int, list[Row]] = {}
@@ -130,8 +130,9 @@ def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[R
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The rule by which an episode is correct: see `stats.evaluation.is_right`. `reward_set` is the name of the set that the
-    parts belong to.
+    """The rule that decides whether an episode is correct. See `stats.evaluation.is_right`.
+
+    `reward_set` is the name of the reward set whose parts the rule uses.
     """
 
     reward_set: str
@@ -148,7 +149,7 @@ class _Rule:
 
     @property
     def words(self) -> str:
-        """The rule as a sentence for users."""
+        """A phrase for users that says when a group counts as solved."""
         if not self.gives and is_right({}, self.weights, self.correct) is None:
             return "its best episode's reward is 1 or more"
         max_weight = max(self.weights.values(), default=0.0)
@@ -158,7 +159,7 @@ class _Rule:
 
 
 def load_rule(tx: Any, run_id: int) -> _Rule:
-    """Return the rule by which the run's episodes are correct."""
+    """Return the rule that decides whether an episode of the run is correct."""
     query = """
         SELECT r.reward_set, r.manifest, coalesce(own.weights, theirs.weights) AS weights FROM runs r
         LEFT JOIN reward_sets own ON own.run_id = r.id AND own.name = r.reward_set
@@ -174,7 +175,7 @@ def load_rule(tx: Any, run_id: int) -> _Rule:
 def _describe(
     tx: Any, rule: _Rule, rows: Sequence[Row], groups: Mapping[int, Sequence[Row]]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return the tasks with figures of their groups and episodes, and the number of groups whose episodes were not read."""
+    """Return the tasks with values of their groups and episodes, and the number of groups whose episodes were not read."""
     ids = sorted(group["id"] for its in groups.values() for group in its)
     ends = _load_ends(tx, ids)
     right = _find_right(tx, rule, [*ends.values()])
@@ -189,9 +190,10 @@ def _describe(
 
 
 def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
-    """Return the best and worst done episode of each group and their rewards, by group id; None without a done episode.
+    """Return the best and the worst done episode of each group, with their rewards, by group id.
 
-    Only the first groups are read, up to MAX_EPISODES episodes.
+    The values are None for a group without done episodes. Only the first groups are read, until they have MAX_EPISODES
+    episodes.
     """
     if not groups:
         return {}
@@ -226,7 +228,7 @@ def _chosen(groups: Sequence[Row], choose: Any, which: str) -> dict[str, Any] | 
 
 
 def _thin(groups: Sequence[Row]) -> list[list[Any]]:
-    """Return [iteration, mean reward] of every Nth group that has a reward, and of the newest; at most POINTS points."""
+    """Return [iteration, mean reward] of at most POINTS groups: of every Nth group that has a reward, and of the newest."""
     points = [[group["iteration"], group["mean_reward"]] for group in groups if group["mean_reward"] is not None]
     stride = -(-len(points) // (POINTS - 1))
     return points if len(points) <= POINTS else [*points[:-1:stride], points[-1]]
@@ -234,10 +236,10 @@ def _thin(groups: Sequence[Row]) -> list[list[Any]]:
 
 @sql_read_transaction
 def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
-    """Return a task of a run with its newest MAX_GROUPS groups, oldest first, and their episodes' rewards.
+    """Return a task of a run with its newest MAX_GROUPS groups (oldest first) and the rewards of their episodes.
 
     Raises:
-        NotFoundError: there is no such run, or the task is not one of its tasks.
+        NotFoundError: there is no such run, or the run does not have this task.
     """
     run_row = run_id_and_name(tx, run)
     query = "SELECT id AS task_id, key AS task, messages, reference, metadata FROM tasks WHERE id = :task"
@@ -273,7 +275,7 @@ def _load_group_episodes(tx: Any, groups: Sequence[int]) -> dict[int, list[dict[
 
 @dataclass(frozen=True, slots=True)
 class SolvedCount:
-    """The number of done episodes of a task, and the number of correct ones."""
+    """The number of a task's done episodes (`episodes`), and the number of its correct episodes (`right`)."""
 
     episodes: int = 0
     right: int = 0
@@ -286,7 +288,9 @@ class SolvedCount:
 
 @dataclass(frozen=True, slots=True)
 class SampledGroups:
-    """The number of groups of a run that have done episodes, and the number of these whose rewards are all equal."""
+    """The number of a run's groups that have done episodes (`groups`), and the number of these groups whose rewards are all
+    equal (`equal`).
+    """
 
     groups: int
     equal: int
@@ -294,8 +298,11 @@ class SampledGroups:
 
 @sql_read_transaction
 def load_solved(tx: Any, run: str = "") -> dict[str, SolvedCount]:
-    """Return the count of each task by its content hash, over one run or all. Forks are left out, because their prompts were
-    edited.
+    """Return for each task how many of its done episodes are correct, by the task's content hash.
+
+    Args:
+        run: the name or number of the run to count; empty for all runs. Forks are not counted, because their prompts were
+            edited.
 
     Raises:
         NotFoundError: there is no such run.
@@ -329,7 +336,7 @@ def _add_run(tx: Any, run_id: int, counts: dict[str, SolvedCount]) -> None:
 
 @sql_read_transaction
 def count_equal_groups(tx: Any, run: str) -> SampledGroups:
-    """Count the groups of the run that have done episodes, and those of them whose rewards are all equal.
+    """Count the run's groups that have done episodes, and those of them whose rewards are all equal.
 
     Raises:
         NotFoundError: there is no such run.

@@ -1,7 +1,7 @@
-"""The turns of an episode for the page: some steps with their messages, sampled text, calls and tokens; one full text.
+"""The turns of an episode for the page: some steps with their messages, sampled text, calls and tokens, or one full text.
 
-Texts are cut where they are read; beside each, in NAME_chars, is how many characters it has. A cut text is listed with the path
-by which `load_text` reads all of it.
+Long texts are cut when they are read. The column NAME_chars has the full length of the text NAME, in characters. The page lists
+each cut text with a path. `load_text` reads the full text at that path.
 """
 
 import json
@@ -17,13 +17,15 @@ from agentrl.workflow.tables.views import AnnotationRow, CallRow
 from agentrl.workflow.token_chains import EQUAL
 
 READ_CHARS = 20_001
-"""The maximum number of characters that are read of a text: one more than is shown of any text."""
+"""The maximum number of characters that are read of a text. It is one more than is shown, so the caller can see that the text
+is longer.
+"""
 MAX_ROWS = 20_000
 """The maximum number of calls, rewards or annotations that are read at once."""
 
 
 def cut_column(column: str, name: str = "", max_chars: int = READ_CHARS) -> str:
-    """Return the SQL of a text column's first `max_chars` characters, and of its length."""
+    """Return the SQL for the first `max_chars` characters of a text column and for the length of the full text."""
     name = name or column.rpartition(".")[2]
     return f"substr({column}, 1, {max_chars}) AS {name}, length({column}) AS {name}_chars"
 
@@ -37,9 +39,9 @@ _STEPS = f"""
 
 
 def load_steps(tx: Any, ids: Sequence[int]) -> list[Row]:
-    """Return the steps with these row ids, ordered by step.
+    """Return the steps with these row ids, ordered by step number.
 
-    `equal` is the number of turns that match the step's history, if several do; else None.
+    If several turns match the step's history, `equal` is the number of matching turns; else it is None.
     """
     steps: list[Mapping[str, Any]] = []
     for some in in_parts(ids):
@@ -53,7 +55,9 @@ def _equal(options: Any) -> int | None:
 
 
 CALL_FIELDS = tuple(name for name in CallRow.COLUMNS if name not in ("run", "iteration", "episode_id", "effects"))
-"""The columns of a call that a page shows: those of `v_tool_calls` but for what its episode says."""
+"""The columns of a call that the page shows: those of `v_tool_calls` without `effects` and without the columns that are the
+same for all calls of the episode.
+"""
 _READ_OTHERWISE = {"result": cut_column("c.result"), "queue_seconds": ""}
 _CALL_COLUMNS = "c.step_id, " + ", ".join(
     column for name in CALL_FIELDS if (column := _READ_OTHERWISE.get(name, f"{CallRow.COLUMNS[name].sql} AS {name}"))
@@ -61,7 +65,7 @@ _CALL_COLUMNS = "c.step_id, " + ", ".join(
 
 
 def load_calls(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
-    """Return the calls of the steps with these row ids, by the step's number."""
+    """Return the calls of the steps with these row ids, by step number."""
     calls: dict[int, list[Row]] = {}
     for some in in_parts(ids):
         query = f"""
@@ -86,7 +90,7 @@ def _with_queue_seconds(row: Row) -> Row:
 
 
 def load_step_rewards(tx: Any, episode: int, steps: Sequence[int]) -> dict[int, list[Row]]:
-    """Return the rewards of each step in every reward set, by the step's number."""
+    """Return the rewards of each step in all reward sets, by step number."""
     rewards: dict[int, list[Row]] = {}
     for some in in_parts(steps):
         query = f"""
@@ -99,11 +103,16 @@ def load_step_rewards(tx: Any, episode: int, steps: Sequence[int]) -> dict[int, 
 
 
 ANNOTATION_FIELDS = tuple(name for name in AnnotationRow.COLUMNS if name not in ("run", "iteration", "episode_id", "attempt"))
-"""The columns of an annotation that a page shows: those of `v_annotations` but for what its episode says."""
+"""The columns of an annotation that the page shows: those of `v_annotations` without the columns that are the same for the
+whole episode.
+"""
 
 
 def load_annotations(tx: Any, episode: int, attempt: int, steps: Sequence[int], max_rows: int) -> tuple[list[Row], int]:
-    """Return the annotations of these steps, or of the episode itself if `steps` is empty; and the number beyond `max_rows`."""
+    """Return at most `max_rows` annotations, and the number of further annotations.
+
+    They are the annotations of the steps in `steps` or, if `steps` is empty, those of the whole episode.
+    """
     place = f"a.step IN ({among(steps)})" if steps else "a.step IS NULL"
     of_it = f"FROM annotations a WHERE a.episode_id = :id AND a.attempt = :attempt AND {place}"
     query = f"SELECT {', '.join(f'a.{name}' for name in ANNOTATION_FIELDS)} {of_it} ORDER BY a.id LIMIT {max_rows + 1}"
@@ -119,7 +128,7 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The packed tokens of a step: its new prompt tokens, its sampled tokens, and the logprobs of the sampled ones."""
+    """The packed tokens of a step: its new prompt tokens, its sampled tokens, and the logprobs of the sampled tokens."""
 
     prompt_ids: bytes
     sampled_ids: bytes
@@ -152,7 +161,7 @@ _OF_MESSAGES = ("content", "thought", "tool_calls")
 
 
 def load_text(tx: Any, episode: int, path: str) -> str:
-    """Return the full text at the path; a value that is not a text is returned as JSON.
+    """Return the full text at the path. A value of another type is returned as JSON.
 
     Raises:
         NotFoundError: there is no such episode, or it has no such text.
@@ -198,7 +207,7 @@ def _column(tx: Any, query: str, **parameters: Any) -> str | None:
 
 
 def _number(word: str) -> int:
-    """Parse a number of a path; return -1, which matches no row and no position, if it is invalid."""
+    """Parse a number in a path. If it is invalid, return -1, which matches no row and no position."""
     return int(word) if len(word) <= 18 and word.isascii() and word.isdigit() else -1
 
 
@@ -215,7 +224,9 @@ def _of_message(messages: Any, place: str, name: str) -> Any:
 
 
 def _of_call(tx: Any, shape: EpisodeShape, call: int, name: str) -> Any:
-    """Return a column of a call, if the call belongs to the episode or to a step that it inherits; else None."""
+    """Return the column `name` of a call if the call belongs to the episode or to a step that the episode inherits; else
+    None.
+    """
     query = f"SELECT episode_id, step_id, {name} FROM tool_calls WHERE id = :id"
     rows = select_rows(tx, query, id=call)
     if not rows or (rows[0]["episode_id"] != shape.id and rows[0]["step_id"] not in {row["id"] for row in shape.rows}):

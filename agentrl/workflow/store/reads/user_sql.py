@@ -1,10 +1,10 @@
-"""`agentrl sql`: a user's own SELECT, on a connection that can only read (see `sql.readonly`).
+"""`agentrl sql`: run a user's SELECT on a connection that can only read (see `sql.readonly`).
 
-SQLite runs in a process that can be killed, because one long SQLite instruction cannot be interrupted. Postgres is used only
-through the reader role, because a query could leave the read-only transaction of a stronger login with `commit; ...`. Both have
-a deadline and a maximum number of rows.
+SQLite runs in a separate process, which can be killed, because a single long SQLite instruction cannot be interrupted. Postgres
+is used only with the reader role. With a more powerful login, a query could leave the read-only transaction with `commit; ...`.
+On both databases a query has a timeout and a maximum number of rows.
 
-`rl_i4(blob)` and `rl_f4(blob)` return the packed int32 and float32 of `step_tokens` as a JSON array, on both databases.
+On both databases, `rl_i4(blob)` and `rl_f4(blob)` return the packed int32 and float32 values of `step_tokens` as a JSON array.
 """
 
 import itertools
@@ -37,28 +37,28 @@ if TYPE_CHECKING:
 
 READER = "agentrl_reader"
 LOCK_SECONDS = 2.0
-"""The longest wait for SQLite while another process locks the whole database, in seconds."""
+"""The longest wait for SQLite while another process has locked the whole database, in seconds."""
 _LOGIN_REFUSED = ("authentication failed", "no password supplied", "does not exist", "pg_hba.conf", "not permitted to log in")
 _UNKNOWN_NAME = re.compile(r"no such (table|column): ([\w.]*\w)|(relation|column) \"?([\w.]+)\"? does not exist")
-"""The messages of SQLite and Postgres for an unknown name."""
+"""The pattern of the messages of SQLite and Postgres for an unknown name."""
 _VIEWS_HINT = "List the views: agentrl sql --schema"
 
 
 MAX_CHARACTERS = 32_000_000
-"""The maximum size of SQLite's result, in characters and bytes."""
+"""The maximum size of a result from SQLite, in characters of texts and bytes of blobs."""
 GRACE_SECONDS = 2.0
-"""The time after the deadline until the process of a query is killed, in seconds. A query stops at its deadline by itself
-unless it is in one long instruction.
+"""The time between a query's deadline and the kill of its process, in seconds. A query stops by itself at its deadline, unless
+it is in one long instruction.
 """
 readers = Warm(lambda: QueryProcess("agentrl.workflow.store.reads.user_sql"))
-"""Processes that query SQLite; each runs this file."""
+"""The pool of processes that query SQLite. Each of them runs this file."""
 
 
 def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float = 5.0) -> Table:
-    """Return the columns and at most `limit` rows of one SELECT.
+    """Run one SELECT; return its columns and at most `limit` rows.
 
     Raises:
-        AccessDenied: the text is not one plain SELECT, is too long, runs longer than `seconds`, or there is no reader login.
+        AccessDenied: the text is not one plain SELECT, is too long, or runs longer than `seconds`; or there is no reader login.
         ConfigError: the database rejects the SQL.
         NotFoundError: there is no SQLite database yet.
         ServiceError: Postgres does not answer.
@@ -76,7 +76,7 @@ def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float 
 
 
 def _nearest_name_hint(sql: str, message: str) -> str:
-    """Suggest the view or column with a name similar to the unknown one; empty if none is similar."""
+    """Return a hint that suggests the view or column whose name is similar to the unknown name; empty if no name is similar."""
     unknown = _UNKNOWN_NAME.search(message)
     if unknown is None:
         return ""
@@ -90,7 +90,7 @@ def _nearest_name_hint(sql: str, message: str) -> str:
 
 
 def _number_duplicates(columns: list[str]) -> list[str]:
-    """Rename `a, a` to `a, a_2`: a row becomes a JSON object, so its names must differ."""
+    """Rename duplicate columns: `a, a` becomes `a, a_2`. Each row becomes a JSON object, which needs distinct names."""
     unique: list[str] = []
     for column in columns:
         count = next(n for n in itertools.count(1) if (column if n == 1 else f"{column}_{n}") not in unique)
@@ -99,7 +99,7 @@ def _number_duplicates(columns: list[str]) -> list[str]:
 
 
 def sqlite_file(settings: Settings) -> Path | None:
-    """Return the path of the configured SQLite file, whether it exists or not; None for another database."""
+    """Return the path of the configured SQLite file, even if the file does not exist; None for another database."""
     if plain := sqlite_path(settings.database):
         return plain
     from agentrl.workflow.store.connect import database_url
@@ -109,12 +109,12 @@ def sqlite_file(settings: Settings) -> Path | None:
 
 
 def rl_i4(blob: bytes | None) -> str | None:
-    """Convert packed int32 to a JSON array."""
+    """Convert packed int32 values to a JSON array."""
     return None if blob is None else json.dumps(unpack("i", blob))
 
 
 def rl_f4(blob: bytes | None) -> str | None:
-    """Convert packed float32 to a JSON array; NaN and infinity become null."""
+    """Convert packed float32 values to a JSON array. NaN and infinity become null."""
     return None if blob is None else json.dumps([value if math.isfinite(value) else None for value in unpack("f", blob)])
 
 
@@ -130,7 +130,7 @@ def _ask_process(file: Path, sql: str, limit: int, seconds: float) -> Table:
 
 
 def _answer(file: str, sql: str, limit: int, seconds: float) -> Table:
-    """Run the query of one request to this process."""
+    """Run the query of one request. This is called in the separate process."""
     limit_processor_time(int(seconds) + 1)
     return _query_sqlite(Path(file), sql, limit, seconds)
 
@@ -192,8 +192,8 @@ def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[t
 
 
 def connection_parts(url: "URL") -> dict[str, Any]:
-    """Return psycopg's arguments for a URL. A URL as one text would not do: libpq and SQLAlchemy quote a password
-    differently.
+    """Return the arguments of `psycopg.connect` for a URL. The URL itself cannot be passed, because libpq and SQLAlchemy quote
+    a password differently.
     """
     return {**url.translate_connect_args(username="user", database="dbname"), **url.query}
 
