@@ -374,7 +374,7 @@ def test_datasets_are_joined_or_drawn_by_weight(tmp_path: Path) -> None:
     assert load(f"arithmetic,{first}", max_tasks=10).env == "", "their envs differ"
     assert "names" in refusal(f"{first},{first}")
     assert "gives some datasets a weight" in refusal(f"{first}=1,{second}")
-    assert "is not a weight" in refusal(f"{first}=0,{second}=x")
+    assert "is not a valid weight" in refusal(f"{first}=0,{second}=x")
     shutil.copy(first, tmp_path / "b.jsonl")
     write(tmp_path / "other" / "a.jsonl")
     assert "name their folders" in refusal(f"{first},{tmp_path / 'other' / 'a.jsonl'}")

@@ -182,7 +182,7 @@ def test_submit_with_other_length_explains_extend(database: Database) -> None:
 def test_gc_keeps_checkpoint_of_extended_run(database: Database) -> None:
     done(database, submission(tasks=1, epochs=4, max_staleness=1))
     kept = retention.collect(database, 1, [f"v{version}" for version in range(1, 5)], keep_last=1)
-    assert set(kept.named) == {"v3", "v4"}
+    assert set(kept.referenced) == {"v3", "v4"}
     extend(database, "first", "a", iterations=2)
     assert values(database, PLANNED)[-2:] == ["4 4 3", "5 5 4"]
 

@@ -237,7 +237,7 @@ def test_run_query_ignores_options_of_url(postgres: Database, tmp_path: Path) ->
 
 def test_run_query_refuses_login_that_may_write(postgres: Database, tmp_path: Path) -> None:
     url = postgres.url.render_as_string(hide_password=False)
-    with pytest.raises(AccessDenied, match="may write"):
+    with pytest.raises(AccessDenied, match="has the right to write"):
         run_query(Settings(home=tmp_path, database_url=url, database_reader_url=url), "SELECT 1")
 
 

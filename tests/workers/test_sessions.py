@@ -290,7 +290,7 @@ def test_session_needs_only_login_of_tools_worker(postgres: Database, box: None)
 
 
 def test_session_least_recently_used_is_evicted_and_rebuilt(database: Database, box: None) -> None:
-    worker = Worker(database, most=1)
+    worker = Worker(database, max_sessions=1)
     work = begun(database)
     said(database, worker, work, 0, "x = 1")
     said(database, worker, work, 0, "x = 2", position=1)

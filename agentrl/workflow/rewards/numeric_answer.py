@@ -92,7 +92,7 @@ def numeric_answer(episode: Episode) -> float:
     gold = read_reference(episode.task.reference)
     if gold is None:
         raise ValueError(
-            f"the reference {episode.task.reference!r:.80} of task {episode.task.key!r} is not a single number, "
+            f"the reference {episode.task.reference!r:.80} of task {episode.task.key!r} is not one number, "
             "such as 72 or 1,200 or 1.2e3; the reward math_answer reads fractions and formulas"
         )
     if episode.stop_reason != "answered":

@@ -123,7 +123,7 @@ def dpo(
     ]
     if not both:
         raise StateError(
-            f"Each of the {len(pairs)} pairs has an episode that sampled nothing to learn from.", "agentrl episodes RUN"
+            f"In none of {len(pairs)} pairs did both episodes sample a token to learn from.", "agentrl episodes RUN"
         )
     recipe = recipe or recipe_for(len(both), PASSES, 1e-4)
     check_optimizer(recipe.optimizer, pick_device(device))
