@@ -1,4 +1,5 @@
-"""Tokens per second of decoding, 1 to 256 rows: ours, plain eager decoding, `generate`, and the bound that memory sets.
+"""Tokens per second of decoding, 1 to 256 rows: ours with and without CUDA graphs, plain eager decoding, `generate`, and the
+bound that memory sets.
 
 Eager decoding is a loop of the model's forward pass with transformers' cache and an argmax. A step must read every weight once,
 and each row's keys and values; the rate at which memory is read is measured here by copying (bytes read and written).
@@ -77,7 +78,8 @@ def _measure_model(part: Part, name: str, path: Path, config: ModelConfig, rate:
 def _rates(loaded: dict[str, Any], work: Work, part: Part, rate: float) -> Row:
     policy: Policy = loaded["policy"]
     sampler, engine = samplers.ours(policy, work)
-    sides: dict[str, Sampler] = {"ours": sampler}
+    launching, launching_engine = samplers.ours(policy, work, graphs=False)
+    sides: dict[str, Sampler] = {"ours": sampler, "ours_without_graphs": launching}
     if "model" in loaded:
         sides |= {"eager": samplers.bare(loaded["model"], work), "generate": samplers.generate(loaded["model"], work)}
     try:
@@ -88,6 +90,7 @@ def _rates(loaded: dict[str, Any], work: Work, part: Part, rate: float) -> Row:
         taken = alternate(sides, rounds, warm_up=False)
     finally:
         engine.close()
+        launching_engine.close()
     row: Row = {side: work.tokens / statistics.median(spent) for side, spent in taken.items()}
     row["rounds"] = rounds
     if rate:

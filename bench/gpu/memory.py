@@ -2,7 +2,7 @@
 
 Qwen2-0.5B's shape may take 3.5 GiB, which leaves room for the driver and a screen on a card of 4 GB, and a shape of 1.7B
 parameters 7.5 GiB. Each plan loads, samples and updates in a process of its own. Peaks are torch's, allocated and reserved, by
-stage; what the process takes beside that (`context`) is the driver's.
+stage; what the process takes beside that (`context`) is the driver's. The computed numbers do not include cuBLAS's workspaces.
 """
 
 import tempfile
@@ -76,16 +76,19 @@ def _peaks(value: Mapping[str, Any], case: Case, options: Mapping[str, Any]) -> 
     stages, context = value["stages"], value["context_mib"]
     shape = shape_of(SHAPES[case.model], RANK, FLOAT // 2, 4 if case.base == "4 bits" else 0)
     reserved = max(result["gpu_reserved_mib"] for result in stages.values())
+    options = {**options, "update.microbatch_tokens": value["microbatch_tokens"]}
     row: Row = {
         "cap_mib": case.cap_mib,
         "peak_mib": max(result["gpu_mib"] for result in stages.values()),
         "reserved_mib": reserved,
         "context_mib": context,
         "with_context_mib": reserved + context,
-        "computed_mib": max(memory.in_all(shape, stage, options) for stage in stages),
+        "workspaces_mib": value["workspaces_mib"],
+        "microbatch_tokens": value["microbatch_tokens"],
     }
     for stage, result in stages.items():
         row |= {
+            f"{stage}_computed_mib": memory.in_all(shape, stage, options),
             f"{stage}_mib": result["gpu_mib"],
             f"{stage}_reserved_mib": result["gpu_reserved_mib"],
             f"{stage}_s": result["seconds"],

@@ -20,6 +20,7 @@ FILES = (
     "models/test_policy.py",
     "training/test_trainer.py",
     "inference/test_engine.py",
+    "inference/test_decode_graphs.py",
     "models/test_fast_forward.py",
     "models/test_logprobs.py",
     "inference/test_sampling.py",

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from sqlalchemy import text
 
 from agentrl.workers.stack import embedded
@@ -42,7 +43,7 @@ class Cell:
 
     Args:
         model: a name of `MODELS`.
-        iterations: its length.
+        iterations: its length, without and with a GPU; 0: it needs a GPU.
         seeds: one run each.
         words: what is typed after `agentrl submit`, but for the model, the length and the seed.
         held_out: what is typed after `agentrl eval`, but for the policy.
@@ -51,7 +52,7 @@ class Cell:
     """
 
     model: str
-    iterations: int
+    iterations: tuple[int, int]
     seeds: tuple[int, ...]
     words: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -74,28 +75,38 @@ SUMS_TRAINED = (
     *("--max-new-tokens", "16", "--max-steps", "1", "--learning-rate", "1e-4"),
 )
 SUMS_TESTED = ("--dataset", TEST, *SUMS, "--max-new-tokens", "16", "--max-steps", "1", "--greedy")
+HALF = ("-s", "model.dtype=bfloat16")
 GSM8K = ("--dataset", "gsm8k", "--env", "math", "--max-new-tokens", "160", "--max-steps", "4")
 
 CELLS = {
-    "sums": Cell("smollm", 120, (0, 1), SUMS_TRAINED, SUMS_TESTED, write_sums),
-    "sums-trl": Cell("smollm", 120, (0, 1), SUMS_TRAINED, SUMS_TESTED, write_sums, "trl"),
+    "sums": Cell("smollm", (120, 120), (0, 1), SUMS_TRAINED, SUMS_TESTED, write_sums),
+    "sums-trl": Cell("smollm", (120, 120), (0, 1), SUMS_TRAINED, SUMS_TESTED, write_sums, "trl"),
+    "sums-bfloat16": Cell("smollm", (0, 120), (0, 1, 2), (*SUMS_TRAINED, *HALF), SUMS_TESTED, write_sums),
+    "sums-bfloat16-uncorrected": Cell(
+        "smollm",
+        (0, 120),
+        (0, 1, 2),
+        (*SUMS_TRAINED, *HALF, "-s", "algorithm.importance=none"),
+        SUMS_TESTED,
+        write_sums,
+    ),
     "arithmetic": Cell(
         "qwen",
-        30,
+        (30, 100),
         (0,),
         ("--dataset", "arithmetic", "--group-size", "8", "--tasks-per-iteration", "4", "--max-new-tokens", "64"),
         ("--dataset", "arithmetic", "-n", "64", "--max-new-tokens", "64", "--greedy"),
     ),
     "gsm8k": Cell(
         "qwen",
-        30,
+        (30, 100),
         (0,),
         (*GSM8K, "--group-size", "4", "--tasks-per-iteration", "4"),
         (*GSM8K, "-n", "64", "--greedy"),
     ),
     "code_tiny": Cell(
         "qwen",
-        20,
+        (20, 100),
         (0,),
         ("--dataset", "code_tiny", "--group-size", "4", "--tasks-per-iteration", "4", "--max-new-tokens", "160"),
         ("--dataset", "code_tiny", "-n", "64", "--max-new-tokens", "160", "--greedy"),
@@ -110,7 +121,7 @@ def main() -> int:
     for name, cell in CELLS.items():
         for seed in cell.seeds:
             file = results.FOLDER / f"{name}-{seed}.json"
-            if name in asked.only and seed in asked.seeds and cell.model in models and not file.exists():
+            if name in asked.only and seed in asked.seeds and cell.model in models and _length(cell) and not file.exists():
                 found = play(name, seed, models[cell.model], cell, BUILD / f"{name}-{seed}")
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(found, indent=1) + "\n")
@@ -136,20 +147,28 @@ def play(name: str, seed: int, model: str, cell: Cell, folder: Path) -> dict[str
             "model": MODELS[cell.model],
             "trainer": cell.trainer,
             "typed": " ".join(cell.words),
-            "iterations": cell.iterations,
+            "iterations": _length(cell),
             "held_out": {"typed": " ".join(cell.held_out), "before": before, "after": after},
             "rewards": rewards,
             "seconds": seconds,
             "processor_seconds": json.loads((folder / "processor.json").read_text()),
             "commit": subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True).strip(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}, {_gpu()}",
             "load": os.getloadavg()[1],
         }
 
 
+def _length(cell: Cell) -> int:
+    return cell.iterations[torch.cuda.is_available()]
+
+
+def _gpu() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+
+
 def _train(stack: Stack, folder: Path, model: str, cell: Cell, seed: int) -> str:
     """Train with agentrl; return the policy's name."""
-    length = ("--iterations", str(cell.iterations), "--seed", str(seed))
+    length = ("--iterations", str(_length(cell)), "--seed", str(seed))
     status = run_rows.describe_run(stack.database, RUN)["status"] if _has_run(stack) else ""
     if status == "":
         _type(stack, folder, "submit", "--model", model, *cell.words, *length, "--name", RUN, "--wait")
@@ -162,7 +181,7 @@ def _train_with_trl(stack: Stack, folder: Path, model: str, cell: Cell, seed: in
     """Train with TRL's own trainer; return the folder of the merged model."""
     out = (folder / "trl").resolve()
     if not (out / "config.json").exists():
-        words = (model, str((folder / TRAIN).resolve()), str(out), str(seed), str(cell.iterations))
+        words = (model, str((folder / TRAIN).resolve()), str(out), str(seed), str(_length(cell)))
         subprocess.run([sys.executable, "-m", "bench.learning.trl_sums", *words], check=True)
     return str(out)
 
@@ -187,7 +206,7 @@ def _type(stack: Stack, folder: Path, *words: str) -> str:
     """Run a command in the cell's folder, whose progress the terminal gets; return its stdout."""
     print("== agentrl", *words, file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "agentrl.cli", *words]
-    path = {"PYTHONPATH": str(Path.cwd())}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))}
     return subprocess.run(
         command, cwd=folder, env={**stack.environment, **path}, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
@@ -243,7 +262,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--smollm", help="SmolLM2-135M-Instruct: a folder or a hub name")
     parser.add_argument("--qwen", help="Qwen2.5-Coder-0.5B-Instruct: a folder or a hub name")
     parser.add_argument("--only", type=_names, default=list(CELLS), help="these cells, with commas")
-    parser.add_argument("--seeds", type=_numbers, default=[0, 1], help="these seeds, with commas")
+    parser.add_argument("--seeds", type=_numbers, default=[0, 1, 2], help="these seeds, with commas")
     return parser.parse_args()
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
@@ -39,8 +40,8 @@ def main() -> None:
         temperature=1.0,
         beta=0.0,
         loss_type="dapo",
-        bf16=False,
-        use_cpu=True,
+        bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
         logging_steps=1,
         save_strategy="no",
         report_to="none",

@@ -35,16 +35,22 @@ def prepare(
         completions: a file with what was sampled; without it they are sampled and written there.
         options: further keys of the run's config.
         tokens: that are sampled in each row.
-        cap_mib: memory that torch may take of a GPU.
+        cap_mib: memory that the GPU seems to have.
     """
     import peft  # noqa: F401  # a library that loading would bring in, and that is no part of what it takes
 
     if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(cap_mib * 2**20 / torch.cuda.get_device_properties(0).total_memory)
+        _shrink_card(cap_mib * 2**20)
     config = config_of(options)
     if config.model.load_in_4bit:
         import bitsandbytes  # noqa: F401  # the same
     return lambda: _iteration(path, Path(completions), config, tokens)
+
+
+def _shrink_card(size: int) -> None:
+    """Make torch take at most so many bytes of the GPU, and say that it has no more."""
+    torch.cuda.set_per_process_memory_fraction(size / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.mem_get_info = lambda device=None: (size - torch.cuda.memory_reserved(), size)
 
 
 def config_of(options: Mapping[str, Any]) -> RunConfig:
@@ -92,16 +98,31 @@ def _iteration(path: str, file: Path, config: RunConfig, tokens: int) -> dict[st
     trainer = Trainer(policy, config)
     ran["update"] = measured(lambda: trainer.update(groups, 0).metrics)
     stages = {name: vars(stage) | {"value": None} for name, stage in ran.items()}
-    told = {"libraries_mib": libraries, "context_mib": _context(), "metrics": dict(ran["update"].value)}
-    return {**told, "stages": stages}
+    return {
+        "libraries_mib": libraries,
+        "context_mib": _context(),
+        "workspaces_mib": _workspaces(),
+        "microbatch_tokens": trainer._scorer.oom_backoff.tokens,
+        "metrics": dict(ran["update"].value),
+        "stages": stages,
+    }
 
 
 def _context() -> float:
     """MiB of the device that are taken beside what torch keeps: by the driver, and by whoever else is there."""
     if not torch.cuda.is_available():
         return 0.0
-    free, whole = torch.cuda.mem_get_info()
-    return (whole - free - torch.cuda.memory_reserved()) / 2**20
+    free, whole = torch.cuda.cudart().cudaMemGetInfo(0)  # type: ignore[no-untyped-call]  # not `mem_get_info`: see `_shrink_card`
+    return float(whole - free - torch.cuda.memory_reserved()) / 2**20
+
+
+def _workspaces() -> float:
+    """MiB of torch's memory that cuBLAS holds for its products; their size depends on the card (32 MiB each on a Hopper)."""
+    if not torch.cuda.is_available():
+        return 0.0
+    before = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    return (before - torch.cuda.memory_allocated()) / 2**20
 
 
 def sampled(policy: Policy, weights: PolicyRef, tokens: int = SAMPLED_TOKENS) -> Sampled:

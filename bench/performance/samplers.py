@@ -44,10 +44,16 @@ class Work:
         return sum(self.lengths)
 
 
-def ours(policy: Policy, work: Work) -> tuple[Sampler, RollingEngine]:
-    """Our engine, which returns a logprob with every token; close it afterwards."""
+def ours(policy: Policy, work: Work, graphs: bool = True) -> tuple[Sampler, RollingEngine]:
+    """Our engine, which returns a logprob with every token; close it afterwards.
+
+    Args:
+        graphs: whether it may use CUDA graphs.
+    """
     policy.chat.end_ids = frozenset({-1})
     engine = RollingEngine(policy, work.slots)
+    if not graphs:
+        engine._batch._rows.graphs = None  # type: ignore[misc]
     weights = PolicyRef("", policy.base_hash)
 
     def sample() -> None:

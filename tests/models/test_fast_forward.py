@@ -133,7 +133,7 @@ def test_fast_forward_equals_transformers_with_4_bits(tmp_path: Path) -> None:
 
 def test_fast_forward_does_not_copy_large_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.workflow.models.policy.COPY_LIMIT", 1)
-    policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=0)
+    policy = policy_of(tmp_path, CONFIGS["Qwen2"], lora_r=0, dtype="float32")
     with policy.decoding() as forward, policy.sampling() as model:
         before = said(forward, policy.device)
         model.get_input_embeddings().weight.mul_(2)  # type: ignore[operator]

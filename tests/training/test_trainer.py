@@ -211,7 +211,7 @@ def test_gradient_ignores_order_of_groups(folder: Path, tmp_path: Path) -> None:
 
 
 def test_gradient_is_policy_gradient_of_sampled_tokens(folder: Path, tmp_path: Path) -> None:
-    run = config(0, True, update__max_grad_norm=1e9, rollout__temperature=0.7)
+    run = config(0, True, update__max_grad_norm=1e9, rollout__temperature=0.7, algorithm__importance="none")
     policy, trainer = trainer_of(folder, run)
     groups = [*groups_of(2, 3), *groups_of(1, 3, seed=9, equal=True)]
     total = torch.zeros((), dtype=torch.float64, device=policy.device)
@@ -243,7 +243,7 @@ def test_update_trains_only_sampled_tokens(folder: Path, tmp_path: Path) -> None
 
     gradients = []
     for number, one in enumerate((groups, [Group(g.task, tuple(map(with_tail, g.episodes))) for g in groups])):
-        _, trainer = trainer_of(folder, config(0, True))
+        _, trainer = trainer_of(folder, config(0, True, algorithm__importance="none"))
         trainer.update(one, 0)
         gradients.append(gradient(trainer, tmp_path / str(number)))
     assert same_gradient(gradients[0], gradients[1])

@@ -55,6 +55,7 @@ class CacheRows:
         self._groups: list[_Group] = []
         self.name = "transformers' cache, one for each group of rows of equal length"
         self.tokens = 0
+        self.graphs = None
         self.resumes = True
         self.rewinds = False
 
@@ -172,6 +173,7 @@ class TokenRows:
         self._rows: dict[int, Tokens] = {}
         self.name = "no cache: each token reads its whole row again"
         self.tokens = 0
+        self.graphs = None
         self.resumes = False
         self.rewinds = False
 

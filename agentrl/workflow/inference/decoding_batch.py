@@ -20,7 +20,7 @@ from torch import Tensor
 
 from agentrl.workflow.engines import Completion, GenerateRequest, Likeliest, nan_error
 from agentrl.workflow.inference.model_rows import Kept, ModelRows
-from agentrl.workflow.inference.sampling import likeliest, lowest_logit, sample, scale_logits, uniforms
+from agentrl.workflow.inference.sampling import draw, likeliest, lowest_logit, scale_logits, uniforms
 from agentrl.workflow.models.device_errors import classify
 from agentrl.workflow.models.memory import free_cached_blocks
 from agentrl.workflow.models.policy import Policy
@@ -234,32 +234,39 @@ class Batch:
 
         The likeliest tokens are returned only for rows whose requests want them.
         """
-        device = self._policy.device
-        logits = self._rows.next_logits(torch.from_numpy(rows["newest"].copy()), torch.from_numpy(rows["cached"].copy()))
-        draws = torch.from_numpy(uniforms(rows["key"].copy(), rows["drawn"].copy())).to(device)
-        temperature = torch.from_numpy(rows["temperature"].copy()).to(device)
-        ids, logprobs = sample(logits, draws, temperature, self._floor(rows, logits, temperature))
-        # One tensor, so that the CPU waits for the GPU once; ids are exact in float64.
-        drawn = torch.stack([ids.double(), logprobs.double()]).cpu().numpy()
-        tops = self._tops(rows, logits, temperature, drawn) if rows["tops"].any() else {}
+        numbers = np.stack(
+            [rows["newest"], rows["cached"], uniforms(rows["key"].copy(), rows["drawn"].copy()), rows["temperature"]]
+        )
+        logits, on_device = self._next_tokens(numbers)
+        if rows["top_k"].any() or (rows["top_p"] < 1).any() or rows["min_p"].any():
+            on_device = self._draw_limited(rows, logits, numbers)
+        drawn = on_device.cpu().numpy()
+        tops = self._tops(rows, logits, drawn) if rows["tops"].any() else {}
         return drawn[0].astype(np.int64), drawn[1], tops
 
-    def _tops(
-        self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor, drawn: NDArray[np.float64]
-    ) -> dict[int, Likeliest]:
+    def _next_tokens(self, numbers: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+        """Read one more token of each row, see `DecodeGraphs.next_tokens`."""
+        if self._rows.graphs is not None:
+            return self._rows.graphs.next_tokens(torch.from_numpy(numbers))
+        newest, read = torch.from_numpy(numbers[:2].astype(np.int64))
+        # Copied before the model is called: a copy to a GPU waits until all earlier calls have ended.
+        draws, temperature = torch.from_numpy(numbers[2:]).to(self._policy.device)
+        logits = self._rows.next_logits(newest, read)
+        return logits, draw(logits, draws, temperature)
+
+    def _draw_limited(self, rows: NDArray[np.void], logits: Tensor, numbers: NDArray[np.float64]) -> Tensor:
+        """Draw again for rows that limit their draws, see `sampling.draw`."""
+        draws, temperature = torch.from_numpy(numbers[2:]).to(logits.device)
+        cuts = [torch.from_numpy(rows[name].copy()).to(logits.device) for name in ("top_k", "top_p", "min_p")]
+        return draw(logits, draws, temperature, lowest_logit(scale_logits(logits, temperature), *cuts))
+
+    def _tops(self, rows: NDArray[np.void], logits: Tensor, drawn: NDArray[np.float64]) -> dict[int, Likeliest]:
         """Return the likeliest tokens of each row. The sampled token has exactly the logprob with which it was sampled."""
         slots = np.flatnonzero(rows["tops"])
-        where = torch.from_numpy(slots).to(logits.device)
-        ids, logprobs = likeliest(logits[where], temperature[where], int(rows["tops"].max()))
+        temperature = torch.from_numpy(rows["temperature"][slots]).to(logits.device)
+        ids, logprobs = likeliest(logits[torch.from_numpy(slots).to(logits.device)], temperature, int(rows["tops"].max()))
         rankings = zip(slots.tolist(), ids.tolist(), logprobs.tolist(), strict=True)
         return {row: _top(best, best_logprobs, drawn[:, row], int(rows["tops"][row])) for row, best, best_logprobs in rankings}
-
-    def _floor(self, rows: NDArray[np.void], logits: Tensor, temperature: Tensor) -> Tensor | None:
-        """Return, for each row, the lowest logit that may be drawn, (n,); None if no row limits its draws."""
-        if not (rows["top_k"].any() or (rows["top_p"] < 1).any() or rows["min_p"].any()):
-            return None
-        cuts = [torch.from_numpy(rows[name].copy()).to(logits.device) for name in ("top_k", "top_p", "min_p")]
-        return lowest_logit(scale_logits(logits, temperature), *cuts)
 
     def _is_stopped(self, slot: int) -> bool:
         stops = self._policy.chat.stops(self.turns[slot].request.stop)

@@ -76,6 +76,11 @@ class SlotCache(Cache):
             layer.put(slot, *states)
 
     @property
+    def memory(self) -> object:
+        """The first layer's memory: the same object until the layers, which grow together, get other memory; None before."""
+        return self.layers[0].memory if isinstance(self.layers[0], KeySlots) else None
+
+    @property
     def tokens(self) -> int:
         """The number of tokens whose keys and values fit into the allocated memory."""
         return max((layer.tokens for layer in self.layers if isinstance(layer, KeySlots)), default=0)
@@ -98,6 +103,11 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         self._store: tuple[Tensor, Tensor] | None = None
         self.place(slice(0, 0), None, 0)
+
+    @property
+    def memory(self) -> object:
+        """The stores of keys and values; None before the first token."""
+        return self._store
 
     @property
     def tokens(self) -> int:

@@ -21,7 +21,7 @@ from agentrl.workflow.engines import nan_error
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.cache_rows import CacheRows, TokenRows
 from agentrl.workflow.inference.sampling import sample
-from agentrl.workflow.inference.slot_rows import SlotRows
+from agentrl.workflow.inference.slot_rows import DecodeGraphs, SlotRows
 from agentrl.workflow.models.cache_layout import CacheLayout, read_layout
 from agentrl.workflow.models.device_errors import classify
 from agentrl.workflow.models.logprobs import causal_model, token_logprobs
@@ -57,6 +57,10 @@ class ModelRows(Protocol):
     name: str
     resumes: bool
     rewinds: bool
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """A faster way to read the next token of each row, if there is one."""
 
     @property
     def tokens(self) -> int:
@@ -187,7 +191,7 @@ class _Expected:
             raise nan_error()
         if not _agree(logits[2], logits[1][:13], rounding):
             raise ModelError("The model is not causal: a token's logits depend on later tokens.", SERVER_HINT)
-        own = logits[1][:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        own = logits[1][:-1].double().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         if not _agree(trained[0], own, rounding):
             raise ModelError("Training does not support the position numbers of this model.", SERVER_HINT)
         return cls((short, long), (logits[0], logits[1]), rounding)

@@ -62,6 +62,15 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
     return ids[:, 0], logprobs.float()
 
 
+def draw(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor: Tensor | None = None) -> Tensor:
+    """Return the ids and the logprobs of `sample` as one tensor (2, N), float64, in which ids are exact.
+
+    So a CPU waits for a GPU once, not twice.
+    """
+    ids, logprobs = sample(logits, uniforms, temperature, floor)
+    return torch.stack([ids.double(), logprobs.double()])
+
+
 def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ids and the logprobs, (N, K) each, of the K likeliest tokens of each row, likeliest first.
 

@@ -1,14 +1,23 @@
 """The live rows in slots (`kv_cache`). Rows of different lengths read their next token in one call of the model."""
 
 from collections.abc import Sequence
+from logging import getLogger
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from agentrl.workflow.inference.kv_cache import SlotCache, SlotStates
+from agentrl.workflow.inference.sampling import draw
 from agentrl.workflow.models.cache_layout import CacheLayout
+from agentrl.workflow.models.device_errors import classify
+from agentrl.workflow.models.fast_forward import FastForward
+from agentrl.workflow.models.memory_estimate import LENGTH_STEP
 from agentrl.workflow.models.policy import Policy
+
+log = getLogger("agentrl.engine")
 
 PREFILL_TOKENS = 8192
 """The most prompt tokens in one call of the model, padding included.
@@ -36,6 +45,8 @@ class SlotRows:
         self._policy = policy
         self._layout = layout
         self._slots = SlotCache(layout)
+        gpu = policy.device.type == "cuda"
+        self.graphs = DecodeGraphs(policy, self._slots) if gpu and layout.is_plain and policy.has_fast_forward() else None
         self.name = "one slot for each row"
         self.resumes = self._direct
         self.rewinds = layout.rewinds
@@ -96,6 +107,8 @@ class SlotRows:
         return self._slots.take(row, length)
 
     def clear(self) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
         self._slots.clear()
 
     def _extend(self, first: int, ids: Tensor, positions: Tensor, length: int, even: bool = False) -> Tensor:
@@ -133,6 +146,106 @@ class SlotRows:
             return sliding
         masks: dict[str, Tensor | None] = dict.fromkeys(self._layout.kinds)
         return masks | {"full_attention": mask[:, None], "sliding_attention": sliding}
+
+
+class DecodeGraphs:
+    """Decoding steps on a GPU as CUDA graphs.
+
+    A step is one launch instead of some hundred, each of which takes longer to launch than to run.
+
+    A graph repeats the same kernels on the same memory. So there is one for each number of rows (a power of two; rows without
+    a turn are computed and ignored) and number of keys (a multiple of `LENGTH_STEP`; later keys are masked). A graph ends when
+    the forward pass or the slots get other memory.
+
+    Args:
+        policy: the policy. Its `decoding` yields a `FastForward`, whose memory stays the same from one version to the next.
+        slots: the slots.
+        capture: whether to capture graphs. If False, each step launches the same kernels one by one.
+    """
+
+    EAGER_STEPS = 3
+    """The number of steps of a size before its graph is captured. A size that occurs less often is not worth one."""
+
+    _graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]]
+    _steps: dict[tuple[int, int], int]
+    _pool: Any
+    _forward: FastForward | None
+    _memory: object
+
+    def __init__(self, policy: Policy, slots: SlotCache, capture: bool = True) -> None:
+        self._policy = policy
+        self._slots = slots
+        self._capture_enabled = capture
+        self.clear()
+
+    def next_tokens(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Read one more token of each row. Return the logits (n, V) after it, and what `sampling.draw` draws from them, (2, n).
+
+        Both are valid until the next call.
+
+        Args:
+            numbers: (4, n) float64, on the CPU. For each row: the token, the number of tokens that the row has read before, the
+                uniform number in [0, 1) for the draw, and the temperature.
+        """
+        count = numbers.shape[1]
+        rows = 1 << (count - 1).bit_length()
+        length = -(-(int(numbers[1].max()) + 1) // LENGTH_STEP) * LENGTH_STEP
+        inputs = functional.pad(numbers, (0, rows - count))
+        inputs[3, count:] = 1.0
+        with self._policy.decoding() as forward:
+            assert isinstance(forward, FastForward)
+            if self._forward is not forward or self._memory is not self._slots.memory:
+                self.clear()
+                self._forward, self._memory = forward, self._slots.memory
+            size = (rows, length)
+            if size not in self._graphs and self._capture_enabled and self._steps.get(size, 0) >= self.EAGER_STEPS:
+                self._capture(forward, size)
+            if size in self._graphs:
+                graph, static_inputs, logits, drawn = self._graphs[size]
+                static_inputs.copy_(inputs)
+                graph.replay()
+            else:
+                self._steps[size] = self._steps.get(size, 0) + 1
+                logits, drawn = self._step(forward, inputs.to(self._policy.device), length)
+            return logits[:count], drawn[:, :count]
+
+    def clear(self) -> None:
+        """Free the graphs and their memory."""
+        self._graphs, self._steps = {}, {}
+        self._pool = self._forward = self._memory = None
+
+    def _step(self, forward: FastForward, inputs: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return the logits (R, V) after one more token of each row, and the draw (2, R), of inputs (4, R) on the device."""
+        ids, positions = inputs[:2].long()[:, :, None]
+        self._slots.extend(0, positions, length)
+        mask = torch.arange(length, device=positions.device) <= positions[:, :, None]
+        logits = forward(ids, positions, mask[:, None], self._slots)
+        return logits, draw(logits, inputs[2], inputs[3])
+
+    def _capture(self, forward: FastForward, size: tuple[int, int]) -> None:
+        """Capture the graph of a size. If the forward pass cannot be captured, capture no more graphs."""
+        rows, length = size
+        inputs = torch.ones(4, rows, dtype=torch.float64, device=self._policy.device)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._policy.device)  # type: ignore[no-untyped-call]
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        stream.wait_stream(torch.cuda.current_stream(self._policy.device))
+        try:
+            with torch.cuda.stream(stream):
+                # Other threads may allocate memory meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    logits, drawn = self._step(forward, inputs, length)
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            if classify(error) == "out_of_memory":
+                raise
+            self._capture_enabled = False
+            log.warning("decoding without CUDA graphs: %s", str(error).partition("\n")[0])
+            return
+        torch.cuda.current_stream(self._policy.device).wait_stream(stream)
+        self._graphs[size] = (graph, inputs, logits, drawn)
 
 
 def _chunks(lengths: Sequence[int], padded: bool) -> list[tuple[int, int]]:

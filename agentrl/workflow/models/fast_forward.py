@@ -8,8 +8,8 @@ operations of transformers' modules:
 - Query heads that share keys form one block.
 - Values that all layers use are computed once.
 
-It reads the weights of transformers' modules. Other architectures, and models with another kind of attention, run through their
-own modules.
+It reads the weights of transformers' modules, and of copies that it makes of some of them. Other architectures, and models with
+another kind of attention, run through their own modules.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +35,8 @@ Pass = Callable[[Tensor, Tensor, Mask, Cache], Tensor]
 """A function (ids, positions, mask, slots) -> logits, see `FastForward.__call__`."""
 
 Product = Callable[[Tensor], Tensor]
+Keep = Callable[[Callable[[], Tensor]], Tensor]
+"""A function that makes a copy of weights, and remembers how to make it again."""
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -64,9 +66,16 @@ class FastForward:
     def __init__(self, model: Any, own: bool, adapter: str = "") -> None:
         core = model.get_base_model() if adapter else model
         config = core.config
+        self._copies: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+        def keep(make: Callable[[], Tensor]) -> Tensor:
+            copied = make()
+            if copied.device.type != "cpu":  # a CPU may pack it, and then keeps no other copy
+                self._copies.append((copied, make))
+            return copied
 
         def product(*layers: nn.Module) -> Product:
-            return _product(layers, own, adapter, core.model.embed_tokens.weight.dtype)
+            return _product(layers, own, adapter, core.model.embed_tokens.weight.dtype, keep)
 
         self._embed = core.model.embed_tokens
         self._angles = core.model.rotary_emb
@@ -99,6 +108,17 @@ class FastForward:
             hidden = hidden + block.narrow(self._activation(gate) * up)
         logits: Tensor = self._head(self._norm(hidden[:, -1]))
         return logits
+
+    def refresh(self) -> bool:
+        """Read the weights again, into the memory that the pass already uses.
+
+        Return False on a CPU, whose packed copies cannot be written.
+        """
+        if self._embed.weight.device.type == "cpu":
+            return False
+        for copied, make in self._copies:
+            copied.copy_(make())
+        return True
 
     def _rotary_factors(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and the sines of the rotary positions, (B, T, 1, head_dim) each.
@@ -213,23 +233,22 @@ def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tens
     return torch.matmul(weights, values)
 
 
-def _product(layers: Sequence[Any], own: bool, adapter: str, dtype: torch.dtype) -> Product:
+def _product(layers: Sequence[Any], own: bool, adapter: str, dtype: torch.dtype, keep: Keep) -> Product:
     """Return a function from the common input of the layers to their outputs, concatenated and in the dtype.
 
     On a GPU the function casts adapters to the dtype.
     """
     if own:
-        weight = torch.cat([layer.weight for layer in layers])
-        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-        return pack_weight(weight, bias)
+        bias = None if layers[0].bias is None else keep(lambda: torch.cat([layer.bias for layer in layers]))
+        return pack_weight(keep(lambda: torch.cat([layer.weight for layer in layers])), bias)
     tuned = [layer for layer in layers if adapter in getattr(layer, "lora_A", {})]
     if not tuned:
         return _concat_outputs(layers)
     base = _concat_outputs([layer.base_layer if layer in tuned else layer for layer in layers])
-    down = torch.cat([layer.lora_A[adapter].weight for layer in tuned])
-    up: Tensor = torch.block_diag(*[_adapter_up(layer, layer in tuned, adapter, down) for layer in layers])  # type: ignore[no-untyped-call]
-    if down.device.type != "cpu":  # a CPU multiplies few rows by small matrices more slowly in 16 bits
-        down, up = down.to(dtype), up.to(dtype)
+    # A CPU multiplies few rows by small matrices more slowly in 16 bits.
+    own_dtype = tuned[0].lora_A[adapter].weight.dtype if layers[0].weight.device.type == "cpu" else dtype
+    down = keep(lambda: torch.cat([layer.lora_A[adapter].weight for layer in tuned]).to(own_dtype))
+    up = keep(lambda: _adapters_up(layers, tuned, adapter).to(own_dtype))
 
     def adapted(inputs: Tensor) -> Tensor:
         plain = base(inputs)
@@ -238,9 +257,15 @@ def _product(layers: Sequence[Any], own: bool, adapter: str, dtype: torch.dtype)
     return adapted
 
 
-def _adapter_up(layer: Any, tuned: bool, adapter: str, like: Tensor) -> Tensor:
-    """Return the adapter's up projection (O, R) for a layer; (O, 0) for a layer without one."""
-    return layer.lora_B[adapter].weight * layer.scaling[adapter] if tuned else like.new_empty(layer.out_features, 0)
+def _adapters_up(layers: Sequence[Any], tuned: Sequence[Any], adapter: str) -> Tensor:
+    """Return the up projections (O, R) of the layers' adapters as one block diagonal matrix; no columns for a layer without."""
+    like = tuned[0].lora_B[adapter].weight
+    parts = [
+        layer.lora_B[adapter].weight * layer.scaling[adapter] if layer in tuned else like.new_empty(layer.out_features, 0)
+        for layer in layers
+    ]
+    joined: Tensor = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
+    return joined
 
 
 def _concat_outputs(layers: Sequence[Any]) -> Product:

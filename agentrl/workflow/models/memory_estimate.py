@@ -16,8 +16,8 @@ from agentrl.workflow.models.lora_targets import adapted_shapes
 
 FLOAT = 4
 """The bytes of a float32."""
-LENGTH_STEP = 64
-"""The multiple of tokens by which the cache of keys and values grows, so a long turn is not copied at each token."""
+LENGTH_STEP = 256
+"""The multiple of tokens by which the cache of keys and values grows. Each growth copies the cache and ends its CUDA graphs."""
 HEAD_CHUNK = 2**23
 """The number of logits in memory at once in an update: 32 MB in float32."""
 COPY_LIMIT = 250_000_000

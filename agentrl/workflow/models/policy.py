@@ -110,8 +110,8 @@ class Policy:
                 raise ModelError(f"numerics: exact runs on the cpu, not on {device!r}.", "Set AGENTRL_DEVICE=cpu.")
             device, threads = "cpu", 1
             torch.use_deterministic_algorithms(True)
-        elif config.dtype == "auto" and pick_device(device).startswith("cuda"):
-            torch.set_float32_matmul_precision("high")  # what is left of float32's products, in TF32
+        else:  # what is left of float32's products, in TF32 unless float32 was asked for
+            torch.set_float32_matmul_precision("high" if config.dtype == "auto" else "highest")
         if threads:
             torch.set_num_threads(threads)
         return cls(config, model_folder(path, config.trust_remote_code), pick_device(device), weights)
@@ -360,10 +360,13 @@ class Policy:
         if {n: p.shape for n, p in parameters.items()} != {n: t.shape for n, t in weights.items()}:
             counts = f"they have {len(weights)} tensors, the model has {len(parameters)}, or their shapes differ"
             raise CheckpointError(f"The weights do not fit this model: {counts}.")
+        old = self._pass
         if slot == "sampler":
             self._pass = None  # it was made of the old weights; a process that only trains never makes one
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
+        if slot == "sampler" and isinstance(old, FastForward) and old.refresh():
+            self._pass = old
 
 
 def _freeze(model: Any) -> Any:
