@@ -50,22 +50,23 @@ def measure(part: Part) -> None:
     dtype = "bfloat16" if part.gpu else "float32"
     with tempfile.TemporaryDirectory() as folder:
         for model in ("Qwen2-0.5B", "1.7B", "tiny") if part.gpu else ("tiny",):
-            path = saved("tiny", Path(folder)) if model == "tiny" else shape_folder(model, part)
             for kind, options in KINDS.items():
-                _measure_model(part, f"{model}, {kind}", path, ModelConfig.model_validate({"dtype": dtype, **options}), rate)
+                config = ModelConfig.model_validate({"dtype": dtype, **options})
+                _measure_model(part, model, f"{model}, {kind}", Path(folder), config, rate)
                 torch.cuda.empty_cache()
 
 
-def _measure_model(part: Part, name: str, path: Path, config: ModelConfig, rate: float) -> None:
+def _measure_model(part: Part, model: str, name: str, folder: Path, config: ModelConfig, rate: float) -> None:
     """Measure the rows of one model; eager decoding and `generate` without LoRA only, as an adapter could be merged there."""
     sides: dict[str, Any] = {}
 
     def load() -> Row:
+        path = saved("tiny", folder) if model == "tiny" else shape_folder(model, part)
         began = time.perf_counter()
         policy = sides["policy"] = Policy.load(config, str(path))
         if policy.kind == "full":
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype))
-            sides["model"] = model.to(policy.device).eval()
+            plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype))
+            sides["model"] = plain.to(policy.device).eval()
         return {"seconds": time.perf_counter() - began}
 
     if part.attempt(f"{name}, loaded", load, LEAST_SECONDS) is None:

@@ -27,6 +27,7 @@ from sqlalchemy import text
 
 from agentrl.workers.stack import embedded
 from agentrl.workflow.sandbox.proc import processor_seconds
+from agentrl.workflow.stats.evaluation import wilson_interval
 from agentrl.workflow.store.reads import run_rows
 from bench.learning import results
 from tests.support.real_stack import Stack, children_of
@@ -75,6 +76,10 @@ SUMS_TRAINED = (
     *("--max-new-tokens", "16", "--max-steps", "1", "--learning-rate", "1e-4"),
 )
 SUMS_TESTED = ("--dataset", TEST, *SUMS, "--max-new-tokens", "16", "--max-steps", "1", "--greedy")
+GSM8K_PLAIN = (
+    *("--dataset", "gsm8k", "--env", "plain", "--reward", "numeric_answer"),
+    *("--max-new-tokens", "320", "--max-steps", "1"),
+)
 HALF = ("-s", "model.dtype=bfloat16")
 GSM8K = ("--dataset", "gsm8k", "--env", "math", "--max-new-tokens", "160", "--max-steps", "4")
 
@@ -103,6 +108,13 @@ CELLS = {
         (0,),
         (*GSM8K, "--group-size", "4", "--tasks-per-iteration", "4"),
         (*GSM8K, "-n", "64", "--greedy"),
+    ),
+    "gsm8k-plain": Cell(
+        "qwen",
+        (0, 80),
+        (0,),
+        (*GSM8K_PLAIN, "--group-size", "8", "--tasks-per-iteration", "8"),
+        (*GSM8K_PLAIN, "-n", "256", "--greedy"),
     ),
     "code_tiny": Cell(
         "qwen",
@@ -188,7 +200,11 @@ def _train_with_trl(stack: Stack, folder: Path, model: str, cell: Cell, seed: in
 
 def _evaluate(stack: Stack, folder: Path, policy: str, cell: Cell) -> Mapping[str, Any]:
     said = json.loads(_type(stack, folder, "eval", "--policy", policy, *cell.held_out, "--json"))
-    return {"n": said["episodes"], "mean": said["mean_reward"], "low": said["low"], "high": said["high"]}
+    count, right = said["episodes"], said["accuracy"]
+    if right is None:  # the reward is 1 or 0
+        return {"n": count, "mean": said["mean_reward"], "low": said["low"], "high": said["high"]}
+    low, high = wilson_interval(right, count)
+    return {"n": count, "mean": right, "low": low, "high": high}
 
 
 def _curve(stack: Stack, folder: Path, cell: Cell) -> tuple[list[float], float]:

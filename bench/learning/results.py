@@ -15,6 +15,9 @@ BEGIN, END = "<!-- table: made by `make learn-real` -->\n", "<!-- end of table -
 WINDOW = 10
 """The picture shows a moving mean of so many iterations."""
 
+PANELS = 3
+"""The panels side by side in the picture."""
+
 Result = Mapping[str, Any]
 
 
@@ -30,15 +33,16 @@ def write_page() -> None:
 def table(found: Sequence[Result]) -> list[str]:
     """A Markdown table, one line for each result."""
     lines = [
-        "| cell | model | seed | iterations | held out before | after | n | hours | processor hours | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| cell | model | seed | iterations | held out before | after | n | machine | minutes | processor minutes | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
         before, after = (_interval(one["held_out"][when]) for when in ("before", "after"))
-        hours, processor = one["seconds"] / 3600, one["processor_seconds"] / 3600
+        minutes, processor = one["seconds"] / 60, one["processor_seconds"] / 60
+        machine = one["machine"].rpartition(", ")[2].replace("no GPU", "CPU")
         lines.append(
             f"| {one['cell']} | {one['model']} | {one['seed']} | {len(one['rewards'])} | {before} | {after} "
-            f"| {one['held_out']['after']['n']} | {hours:.2f} | {processor:.2f} | {one['commit']} |"
+            f"| {one['held_out']['after']['n']} | {machine} | {minutes:.1f} | {processor:.1f} | {one['commit']} |"
         )
     return lines
 
@@ -51,9 +55,13 @@ def draw(found: Sequence[Result], file: Path) -> None:
     """Draw the reward of each iteration, a panel for each cell and a line for each seed; the same file for the same results."""
     cells = [(cell, list(seeds)) for cell, seeds in groupby(found, key=lambda one: one["cell"])]
     mpl.rcParams.update({"svg.hashsalt": "results", "font.size": 8})
-    figure = Figure(figsize=(3.2 * len(cells), 2.4), layout="constrained", facecolor="white")
-    panels = figure.subplots(1, len(cells), sharey=True, squeeze=False).ravel()
-    for panel, (cell, seeds) in zip(panels, cells, strict=True):
+    columns = min(len(cells), PANELS)
+    rows = -(-len(cells) // columns)
+    figure = Figure(figsize=(3.2 * columns, 2.4 * rows), layout="constrained", facecolor="white")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    for panel in panels[len(cells) :]:
+        panel.set_visible(False)
+    for panel, (cell, seeds) in zip(panels, cells, strict=False):
         for one in seeds:
             rewards = one["rewards"]
             smooth = [mean(rewards[max(0, at - WINDOW + 1) : at + 1]) for at in range(len(rewards))]
@@ -62,5 +70,6 @@ def draw(found: Sequence[Result], file: Path) -> None:
         panel.set_xlabel("iteration")
         panel.set_ylim(0, 1)
         panel.legend(frameon=False, fontsize=7)
-    panels[0].set_ylabel(f"reward, mean of {WINDOW}")
+    for panel in panels[::columns]:
+        panel.set_ylabel(f"reward, mean of {WINDOW}")
     figure.savefig(file, metadata={"Date": None})

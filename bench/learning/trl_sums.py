@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from agentrl.workflow.config import PROJECTIONS
 from agentrl.workflow.rewards.numeric_answer import read_answer
 
 GROUPS = GROUP_SIZE = 8
+TOKENS = 16
 
 
 def main() -> None:
@@ -33,7 +35,7 @@ def main() -> None:
         seed=int(seed),
         per_device_train_batch_size=GROUPS * GROUP_SIZE,
         num_generations=GROUP_SIZE,
-        max_completion_length=16,
+        max_completion_length=TOKENS,
         max_steps=int(iterations),
         learning_rate=1e-4,
         lr_scheduler_type="constant",
@@ -48,6 +50,15 @@ def main() -> None:
         disable_tqdm=True,
     )
     adapter = LoraConfig(r=8, lora_alpha=16, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
+    end = AutoTokenizer.from_pretrained(model).eos_token_id
+
+    def right(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        """1 where the answer ended before the limit and its last number is the right one, as `numeric_answer`."""
+        return [
+            float((len(ids) < TOKENS or ids[-1] == end) and read_answer(turns[-1]["content"]) == int(number))
+            for turns, ids, number in zip(completions, completion_ids, answer, strict=True)
+        ]
+
     trainer = GRPOTrainer(model=model, reward_funcs=right, args=options, train_dataset=data, peft_config=adapter)
     began = time.perf_counter()
     trainer.train()
@@ -57,12 +68,6 @@ def main() -> None:
     trainer.processing_class.save_pretrained(folder)
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     (Path(folder) / "curve.json").write_text(json.dumps({"rewards": rewards, "seconds": seconds}))
-
-
-def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1 where the answer's last number is the right one, as `numeric_answer`."""
-    found = (read_answer(turns[-1]["content"]) for turns in completions)
-    return [float(number is not None and number == int(right)) for number, right in zip(found, answer, strict=True)]
 
 
 if __name__ == "__main__":

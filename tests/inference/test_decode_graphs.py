@@ -87,11 +87,13 @@ def test_decode_graphs_end_when_slots_get_other_memory(tmp_path: Path) -> None:
     policy = open_policy(tmp_path, lora_r=0)
     ours, plain = open_pair(policy)
     assert_same(ours, plain, [3, 5, 11], STEPS)
+    stream = ours.graphs._stream if ours.graphs else None
     for rows in (ours, plain):
         for target in range(3, 5):  # five rows need eight slots
             rows.copy(2, target, 11 + STEPS)
     assert_same(ours, plain, [length + STEPS for length in (3, 5, 11, 11, 11)], STEPS)
     assert ours.graphs is not None
     assert list(ours.graphs._graphs) == ([(8, 256)] if GPU else [])
+    assert ours.graphs._stream is stream  # cuBLAS keeps memory for each stream
     ours.clear()
     assert not ours.graphs._graphs

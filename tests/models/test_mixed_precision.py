@@ -72,6 +72,15 @@ def test_mixed_precision_is_off_for_lora_exact_or_chosen_dtype(folder: Path, mix
     torch.use_deterministic_algorithms(False)
 
 
+def test_mixed_precision_leaves_other_models_in_float32(folder: Path, mixed: None) -> None:
+    policy, other = load(folder), load(folder, dtype="float32")
+    before = torch.get_float32_matmul_precision()
+    with policy.training():
+        assert torch.get_float32_matmul_precision() == "high"
+    with other.training():
+        assert torch.get_float32_matmul_precision() == before == "highest"
+
+
 def test_mixed_dtype_follows_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.mixed_dtype(torch.device("cpu"), "full") is None
     for dtype, expected in ((torch.bfloat16, torch.bfloat16), (torch.float16, None)):

@@ -176,6 +176,7 @@ class DecodeGraphs:
         self._policy = policy
         self._slots = slots
         self._capture_enabled = capture
+        self._stream: torch.cuda.Stream | None = None
         self.clear()
 
     def next_tokens(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +227,10 @@ class DecodeGraphs:
         """Capture the graph of a size. If the forward pass cannot be captured, capture no more graphs."""
         rows, length = size
         inputs = torch.ones(4, rows, dtype=torch.float64, device=self._policy.device)
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._policy.device)  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        if self._stream is None:  # one for all graphs: cuBLAS keeps memory for each stream that it has seen
+            self._stream = torch.cuda.Stream(self._policy.device)  # type: ignore[no-untyped-call]
+        stream = self._stream
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream(self._policy.device))

@@ -15,7 +15,7 @@ function. Each holds `lock` while it is open, because they share one base. Keep 
 import copy
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -110,8 +110,6 @@ class Policy:
                 raise ModelError(f"numerics: exact runs on the cpu, not on {device!r}.", "Set AGENTRL_DEVICE=cpu.")
             device, threads = "cpu", 1
             torch.use_deterministic_algorithms(True)
-        else:  # what is left of float32's products, in TF32 unless float32 was asked for
-            torch.set_float32_matmul_precision("high" if config.dtype == "auto" else "highest")
         if threads:
             torch.set_num_threads(threads)
         return cls(config, model_folder(path, config.trust_remote_code), pick_device(device), weights)
@@ -165,10 +163,20 @@ class Policy:
             with self._mixed_precision():
                 yield self._reference
 
-    def _mixed_precision(self) -> AbstractContextManager[Any]:
-        # Without the cache of casts: one that a forward pass without gradient made would cut later gradients.
-        dtype = self.mixed_dtype
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype, cache_enabled=False)
+    @contextmanager
+    def _mixed_precision(self) -> Iterator[None]:
+        """Compute matrix products in `mixed_dtype`, and those that stay in float32 in TF32."""
+        if self.mixed_dtype is None:
+            yield
+            return
+        before = torch.get_float32_matmul_precision()  # of the process: other models compute in it too
+        torch.set_float32_matmul_precision("high")
+        try:
+            # Without the cache of casts: one that a forward pass without gradient made would cut later gradients.
+            with torch.autocast(self.device.type, self.mixed_dtype, cache_enabled=False):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before)
 
     def publish(self, ref: PolicyRef) -> bool:
         """Make `sampling` use the weights of `ref` (an empty path: the base itself). Return True if the weights changed.
