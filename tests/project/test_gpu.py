@@ -203,11 +203,13 @@ def test_gpu_model_file_is_joined_only_if_complete(tmp_path: Path) -> None:
 
 def test_gpu_memory_row_has_peaks_of_every_case() -> None:
     stage = {"gpu_mib": 900.0, "gpu_reserved_mib": 1000.0, "seconds": 1.0}
-    value = {"stages": {"loading": stage, "sampling": stage, "update": stage | {"gpu_mib": 950.0}}, "context_mib": 400.0}
+    stages = {"loading": stage, "sampling": stage, "update": stage | {"gpu_mib": 950.0}}
+    value = {"stages": stages, "context_mib": 400.0, "workspaces_mib": 64.0, "microbatch_tokens": 768}
     for case in memory.CASES:
         row = memory._peaks(value, case, {**memory.BASES[case.base], **PLANS[case.plan]})
         assert (row["peak_mib"], row["reserved_mib"], row["with_context_mib"]) == (950.0, 1000.0, 1400.0)
-        assert 0 < row["computed_mib"] < 2 * case.cap_mib
+        assert 0 < row["loading_computed_mib"] < row["sampling_computed_mib"] < 2 * case.cap_mib
+        assert row["loading_computed_mib"] < row["update_computed_mib"] < 2 * case.cap_mib
 
 
 def test_gpu_shape_is_made_once_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
