@@ -12,7 +12,6 @@ from typing import Any, NoReturn, TypeVar
 from agentrl.workflow.errors import AccessDenied, NotFoundError, ServiceError
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.driver_reader import (
-    PLANNER_SETTINGS,
     DriverTransaction,
     newest_revision,
     postgres_transaction,
@@ -126,7 +125,7 @@ class ReadOnlyStore:
         parts = {"connect_timeout": 5, **connection_parts(database_url(self.settings.database))}
         milliseconds = {"statement_timeout": int(STATEMENT_SECONDS * 1000), "lock_timeout": int(LOCK_SECONDS * 1000)}
         try:
-            with postgres_transaction(parts, milliseconds | PLANNER_SETTINGS) as tx:
+            with postgres_transaction(parts, milliseconds) as tx:
                 yield tx
         except psycopg.errors.InsufficientPrivilege as error:
             reason = " ".join(str(error).split())[:200]

@@ -337,9 +337,9 @@ def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, d
     reasons = {}
     for step, ref in policies.items():
         if step in collected:
-            reasons[step] = f"policy v{ref.version} was collected at {collected[step]:%Y-%m-%d %H:%M:%S} UTC"
+            reasons[step] = f"the weights of policy v{ref.version} were removed at {collected[step]:%Y-%m-%d %H:%M:%S} UTC"
         elif ref.path and not is_url(ref.path) and not weights_of(Path(ref.path)).is_file():
-            reasons[step] = f"policy v{ref.version} is gone from {ref.path!r}"
+            reasons[step] = f"the weights of policy v{ref.version} are missing in {ref.path!r}"
     return {step: f"{reason}: its tokens cannot be verified." for step, reason in reasons.items()}
 
 

@@ -21,6 +21,7 @@ from agentrl.workflow.sql.readonly import sqlite_url
 from agentrl.workflow.tables.column_kinds import DOCUMENTS, FLAGS, MOMENTS
 
 if TYPE_CHECKING:
+    import psycopg
     from sqlalchemy import Connection
 
     from agentrl.workflow.store.connect import Database
@@ -124,7 +125,7 @@ class Reader:
 
     def _transaction(self) -> AbstractContextManager[DriverTransaction]:
         if self._file is None:
-            return postgres_transaction({"connect_timeout": 10} | self._parts, PLANNER_SETTINGS)
+            return postgres_transaction({"connect_timeout": 10} | self._parts, {})
         return sqlite_transaction(self._file, WAIT_SECONDS)
 
 
@@ -151,18 +152,26 @@ def sqlite_transaction(
 
 @contextmanager
 def postgres_transaction(parts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[DriverTransaction]:
-    """Open a read transaction of a Postgres database.
+    """Open a read transaction of a Postgres database. See `connect_postgres`."""
+    import psycopg
+
+    with connect_postgres(parts, settings) as connection:
+        connection.read_only, connection.isolation_level = True, psycopg.IsolationLevel.REPEATABLE_READ
+        yield DriverTransaction(connection, is_sqlite=False)
+
+
+def connect_postgres(parts: Mapping[str, Any], settings: Mapping[str, Any]) -> "psycopg.Connection[tuple[Any, ...]]":
+    """Connect to a Postgres database with `PLANNER_SETTINGS`.
 
     Args:
         parts: the arguments of `psycopg.connect`.
-        settings: the server settings of the session, by name.
+        settings: more server settings of the session, by name. They override those in `parts["options"]`.
     """
     import psycopg
 
-    options = " ".join(f"-c {name}={value}" for name, value in settings.items())
-    with psycopg.connect(**{"client_encoding": "utf8", "options": options} | dict(parts)) as connection:
-        connection.read_only, connection.isolation_level = True, psycopg.IsolationLevel.REPEATABLE_READ
-        yield DriverTransaction(connection, is_sqlite=False)
+    chosen = [f"-c {name}={value}" for name, value in {**PLANNER_SETTINGS, **settings}.items()]
+    options = " ".join([parts["options"], *chosen] if "options" in parts else chosen)
+    return psycopg.connect(**{"client_encoding": "utf8"} | dict(parts) | {"options": options})
 
 
 def _driver_error_types(postgres: bool) -> tuple[type[Exception], ...]:

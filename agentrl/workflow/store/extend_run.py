@@ -11,12 +11,12 @@ from typing import Any
 from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.config import MAX_INT
-from agentrl.workflow.errors import CheckpointError, ConfigError, StateError
+from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.iterations import epoch_length, epochs_of, insert_iteration, staleness_of
 from agentrl.workflow.store.planning import RESUMABLE, log, newest_version, resume_row
 from agentrl.workflow.store.run_format import check_format
-from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.store.run_names import find_run, require_weights
 from agentrl.workflow.tables import schema
 
 EXTENDABLE = (*RESUMABLE, "done")
@@ -116,10 +116,5 @@ def _plan_published_iterations(tx: Connection, row: Mapping[str, Any], total: in
     for number in range(planned + 1, min(total, newest + ahead + 1)):
         of_run = select(schema.policies).where(policies.run_id == row["id"], policies.version == max(0, number - ahead))
         policy = tx.execute(of_run).one()
-        if policy.collected_at is not None:
-            raise CheckpointError(
-                f"Policy version {policy.version}, which the next iteration of {row['name']!r} samples with, was collected on "
-                f"{policy.collected_at:%Y-%m-%d}.",
-                f"Continue with the newest version: agentrl submit --model {row['name']}@{newest}",
-            )
+        require_weights(row["name"], policy.version, policy.collected_at, f"iteration {number + 1}")
         insert_iteration(tx, row["id"], number, policy.id)

@@ -3,6 +3,7 @@
 """
 
 from collections.abc import Mapping
+from datetime import datetime
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -98,12 +99,25 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
         message = f"Run {row['name']!r} has no policy version {version}; {newest} is the newest."
         raise NotFoundError(message, f"agentrl watch {row['name']}")
     policy = rows[0]
-    if policy["collected_at"] is not None:
-        raise CheckpointError(
-            f"Policy version {policy['version']} of {row['name']!r} was collected on {policy['collected_at']:%Y-%m-%d}.",
-            f"Its episodes are still stored. Use {row['name']}@N for another version, {row['name']} for the newest.",
-        )
+    require_weights(row["name"], policy["version"], policy["collected_at"])
     return {**policy, "base": row["base"], "base_hash": row["base_hash"], "config": row["config"]}
+
+
+def require_weights(run: str, version: int, collected_at: datetime | None, purpose: str = "") -> None:
+    """Check that the weights of a run's policy version were not removed.
+
+    Args:
+        collected_at: the time at which they were removed; None if they were not.
+        purpose: what needs the weights, for the error message; empty if the user named the version.
+
+    Raises:
+        CheckpointError: they were removed.
+    """
+    if collected_at is not None:
+        raise CheckpointError(
+            f"The weights of {run}@{version} were removed on {collected_at:%Y-%m-%d}{purpose and f'; {purpose} needs them'}.",
+            f"The episodes are still stored. Use {run}@N for another version, {run} for the newest.",
+        )
 
 
 @sql_read_transaction

@@ -25,6 +25,8 @@ from agentrl.workflow.trajectory import Message
 
 QUESTIONS = ("question", "prompt")
 ANSWERS = ("answer", "response", "completion")
+COLUMN_KINDS = ((*QUESTIONS, "messages"), (*ANSWERS, "chosen"))
+"""Of each kind, a row has one column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,7 @@ def read_demonstrations(config: DatasetConfig) -> list[Demonstration]:
     problems: list[str] = []
     for row in islice(read_source(config), config.max_tasks):
         try:
-            kinds = ((*QUESTIONS, "messages"), (*ANSWERS, "chosen"))
-            demonstrations.append(_demonstration(prefer_mapped(row.columns(), tuple(config.map), kinds)))
+            demonstrations.append(_demonstration(prefer_mapped(row.columns(), tuple(config.map), COLUMN_KINDS)))
         except ValueError as error:
             add_problem(problems, f"{row.place}: {error}", config)
     if problems:

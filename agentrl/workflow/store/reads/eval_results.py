@@ -173,11 +173,11 @@ def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
     parts: dict[int, dict[str, float]] = {}
     for row in select_rows(tx, query, reward_set=scored_by["id"], iteration=iteration):
         parts.setdefault(row["episode_id"], {})[row["part"]] = row["value"]
-    told_by: Mapping[str, Any] = scored_by["manifest"].get("right_by", {})
-    weights, correct = told_by.get("weights", scored_by["weights"]), told_by.get("correct", ())
+    right_by: Mapping[str, Any] = scored_by["manifest"].get("right_by", {})
+    weights, correct = right_by.get("weights", scored_by["weights"]), right_by.get("correct", ())
     verdicts = {}
     for episode, its in parts.items():
-        env_parts = its.keys() - scored_by["weights"].keys() if told_by.get("gives") else ()
+        env_parts = its.keys() - scored_by["weights"].keys() if right_by.get("gives") else ()
         verdicts[episode] = is_right(its, weights, correct, env_parts)
     judged = {episode for episode, right in verdicts.items() if right is not None}
     return {episode for episode in judged if verdicts[episode]} if judged else None

@@ -7,14 +7,14 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from agentrl.workflow.errors import CheckpointError, NotFoundError, StateError
+from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.rewards import Part
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.episode_loader import message_value, part_values
 from agentrl.workflow.store.iterations import wanted_groups
 from agentrl.workflow.store.reads.episode_rows import EpisodeRecord, find_episode
 from agentrl.workflow.store.rollout_claims import CLOCK
-from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.store.run_names import find_run, require_weights
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.store.training_groups import load_groups
 from agentrl.workflow.tables import schema
@@ -178,12 +178,7 @@ def load_update_inputs(tx: Connection, run: str, iteration: int | None) -> Updat
     policies, consumptions = schema.policies.c, schema.consumptions.c
     of_run = select(schema.policies).where(policies.run_id == row["id"], policies.version == iteration_row.number)
     start = tx.execute(of_run).one()
-    if start.collected_at is not None:
-        raise CheckpointError(
-            f"Policy version {start.version}, which the update of iteration {iteration_row.number + 1} of {row['name']!r} "
-            f"started from, was collected on {start.collected_at:%Y-%m-%d}.",
-            f"For the last one: agentrl whatif {row['name']}, without --iteration.",
-        )
+    require_weights(row["name"], start.version, start.collected_at, f"the update of iteration {iteration_row.number + 1}")
     recorded = select(consumptions.episode_id, consumptions.advantage).where(consumptions.iteration_id == iteration_row.id)
     return UpdateInputs(
         run=row,
