@@ -220,7 +220,7 @@ def _comparing_rewards(reward_names: Sequence[str] | None, env: str) -> tuple[st
 
 
 def _compare_questions(loaded: "LoadedTasks", config: "DatasetConfig", against: str | None) -> dict[str, Any]:
-    from agentrl.workflow.dataset_rows.questions import find_repeated, find_shared
+    from agentrl.workflow.dataset_rows.splitting import find_repeated, find_shared
 
     repeated = list(find_repeated(loaded.tasks))
     other, others = _other_tasks(config, against)
@@ -322,9 +322,8 @@ def _divided_rows(config: "DatasetConfig", share: float, seed: int) -> Iterator[
         ConfigError: the dataset is generated and has no rows.
         DatasetError: a row is malformed.
     """
-    from agentrl.workflow.dataset_rows.questions import question_key
     from agentrl.workflow.dataset_rows.sources import read_source
-    from agentrl.workflow.dataset_rows.splitting import is_held_out
+    from agentrl.workflow.dataset_rows.splitting import is_held_out, question_key
     from agentrl.workflow.datasets import is_rows, jsonl
 
     if not is_rows(config.name):

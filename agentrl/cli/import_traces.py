@@ -50,7 +50,7 @@ def otlp(
     from agentrl.workers.requests.import_request import prepare_import
     from agentrl.workers.stack.process import database
     from agentrl.workflow.config import build
-    from agentrl.workflow.spans.trace_files import read_traces
+    from agentrl.workflow.spans.traces import read_traces
     from agentrl.workflow.store.imported_runs import write_import
 
     spans = read_traces(file)

@@ -167,9 +167,9 @@ class StoredEpisodes:
         return replace(recipe_for(examples, passes, rate, options.get("batch_size")), **options)
 
     def episodes(self, chosen: "list[Candidate]") -> "list[Episode]":
-        from agentrl.workflow.store import offline_data
+        from agentrl.workflow.store import training_groups
 
-        return offline_data.load_chosen_episodes(self.db, [one.id for one in chosen])
+        return training_groups.load_chosen_episodes(self.db, [one.id for one in chosen])
 
 
 def find_stored(runs: list[str], reward_set: str | None, policy: str | None, least: int) -> StoredEpisodes:
@@ -177,7 +177,7 @@ def find_stored(runs: list[str], reward_set: str | None, policy: str | None, lea
     are used.
     """
     from agentrl.workers.requests.stored_groups import load_stored_groups
-    from agentrl.workflow.store import offline_data
+    from agentrl.workflow.store import training_groups
 
     db, start = find_stored_start(policy)
     source = build({"source.runs": runs, "source.reward_set": reward_set or "default"}).source
@@ -187,7 +187,7 @@ def find_stored(runs: list[str], reward_set: str | None, policy: str | None, lea
     candidates = [
         one
         for run_groups in groups.sources
-        for one in offline_data.load_candidates(db, run_groups.row["id"], run_groups.groups, source.reward_set)
+        for one in training_groups.load_candidates(db, run_groups.row["id"], run_groups.groups, source.reward_set)
     ]
     return StoredEpisodes(db, groups, candidates)
 

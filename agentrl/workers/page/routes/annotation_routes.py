@@ -11,8 +11,8 @@ from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import SHOWN_CHARS, cut_rows
 from agentrl.workflow.stats.paired_test import compare_paired
 from agentrl.workflow.store.driver_reader import DriverTransaction
-from agentrl.workflow.store.reads import annotation_rows, resource_rows, run_rows
-from agentrl.workflow.store.reads.annotation_rows import AnnotationFilter
+from agentrl.workflow.store.reads import event_rows, resource_rows, run_rows
+from agentrl.workflow.store.reads.event_rows import AnnotationFilter
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.resource_rows import CriticCallFilter
 
@@ -133,7 +133,7 @@ def list_annotations(
 
     def page(tx: DriverTransaction, run_name: str) -> Any:
         chosen = AnnotationFilter(run=run_name, kind=kind, name=name, source=source)
-        return annotation_rows.list_annotations(tx, chosen, Paging(size=size, cursor=cursor, sort=sort))
+        return event_rows.list_annotations(tx, chosen, Paging(size=size, cursor=cursor, sort=sort))
 
     result = store.ask_about_run(run, page)
     return answer({"rows": cut_rows(result.rows), "next": result.next})
