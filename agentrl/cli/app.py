@@ -53,10 +53,8 @@ def start(
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command line and return its exit code.
-
-    Raises:
-        BrokenPipeError: the process that reads the output has closed the pipe.
+    """Run one command line and return its exit code. Raise BrokenPipeError if the process that reads the output has closed the
+    pipe.
     """
     debug = "--debug" in args
     try:

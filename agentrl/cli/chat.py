@@ -37,11 +37,7 @@ class Loading:
         threading.Thread(target=self._run, args=(make,), name="loading", daemon=True).start()
 
     def talk(self) -> "Talk":
-        """Return the conversation. If it is still loading, show a spinner and wait.
-
-        Raises:
-            AgentRLError: loading failed.
-        """
+        """Return the conversation. If it is still loading, show a spinner and wait. Raise AgentRLError if loading failed."""
         with nullcontext() if self._made.done() else _spinner(f"loading {self._what}"):
             return self._made.result()
 
@@ -243,11 +239,7 @@ KEYS = (
 
 
 def _read_lines() -> Iterator[str]:
-    """Yield the lines of stdin until the first empty line.
-
-    Raises:
-        ConfigError: a line is not UTF-8.
-    """
+    """Yield the lines of stdin until the first empty line. Raise ConfigError if a line is not UTF-8."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)

@@ -162,15 +162,13 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
     """Return the pair of evaluations that is most alike.
 
     Pairs with equal tasks come first, then pairs with similar rewards, then pairs with equal sampling options. If several pairs
-    remain, pairs without an evaluation of another run come first, then the newest pair.
+    remain, pairs without an evaluation of another run come first, then the newest pair. Raise NotFoundError if a name has no
+    evaluation. Raise ConfigError if the two names have no evaluation on the same split of the same dataset, or both name the
+    same evaluation.
 
     Args:
         first, second: an evaluation, or a policy in a form that `find_policy` accepts.
         dataset, split: use only evaluations on this dataset and split.
-
-    Raises:
-        NotFoundError: a name has no evaluation.
-        ConfigError: the two names have no evaluation on the same split of the same dataset, or both name the same evaluation.
     """
     from agentrl.workers.requests.eval_config import stored_sampling_values
     from agentrl.workflow.store.reads import eval_results

@@ -114,10 +114,8 @@ class Talk:
         yield f"(stopped after {self.policy.limits.max_steps} turns)", "yellow"
 
     def demonstration(self) -> Demonstration:
-        """Return the conversation as a demonstration for `agentrl sft`.
-
-        Raises:
-            StateError: the conversation has no answer yet, or an answer was cut.
+        """Return the conversation as a demonstration for `agentrl sft`. Raise StateError if the conversation has no answer yet,
+        or an answer was cut.
         """
         if not self.steps:
             raise StateError("Nothing to save: there is no answer yet.", "Send a message first.")

@@ -198,10 +198,8 @@ def _describe_task(task: "Task", reader: "PromptReader | None") -> dict[str, Any
 
 
 def _comparing_rewards(reward_names: Sequence[str] | None, env: str) -> tuple[str, ...]:
-    """Return the rewards that compare an answer with a reference. Check that they can run on this machine.
-
-    Raises:
-        ConfigError: no reward compares with a reference.
+    """Return the rewards that compare an answer with a reference. Check that they can run on this machine. Raise ConfigError if
+    no reward compares with a reference.
     """
     from agentrl.workflow.plugins import find
     from agentrl.workflow.reference_check import comparing_rewards
@@ -316,11 +314,8 @@ def _check_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _divided_rows(config: "DatasetConfig", share: float, seed: int) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield each row, and True if the row is held out.
-
-    Raises:
-        ConfigError: the dataset is generated and has no rows.
-        DatasetError: a row is malformed.
+    """Yield each row, and True if the row is held out. Raise ConfigError if the dataset is generated and has no rows. Raise
+    DatasetError if a row is malformed.
     """
     from agentrl.workflow.dataset_rows.sources import read_source
     from agentrl.workflow.dataset_rows.splitting import is_held_out, question_key

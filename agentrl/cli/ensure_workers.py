@@ -33,16 +33,14 @@ RESTART_HINT = "Type `agentrl down`. Unfinished runs continue in the new stack"
 def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, list[str]]":
     """Start the services, write the run and send its first messages. Return the run, and remarks on its workers.
 
-    If no worker can run it, the run is stored as failed, with the reason. `agentrl resume` then starts it.
+    If no worker can run it, the run is stored as failed, with the reason. `agentrl resume` then starts it. Raise ServiceError
+    if the broker or the database does not respond, the stack does not start, or a required worker is missing. Raise WorkerError
+    if a required worker lacks something that the run needs. Raise ConfigError if one worker has both the roles rollout and
+    train, but the run does not allow it. No row is written.
 
     Args:
         prepared: the run.
         required: True to raise an error if a queue has no worker, or if a worker lacks something that the run needs.
-
-    Raises:
-        ServiceError: the broker or the database does not respond, the stack does not start, or a required worker is missing.
-        WorkerError: a required worker lacks something that the run needs.
-        ConfigError: one worker has both the roles rollout and train, but the run does not allow it. No row is written.
     """
     from agentrl.workers.requests import submit as submission
     from agentrl.workers.stack.process import database
@@ -64,16 +62,14 @@ def with_resume_hint(error: AgentRLError, run: str, options: str = "") -> AgentR
 
 
 def start_services(submission: "Submission", required: bool) -> list[str]:
-    """Start the embedded stack, or check the broker of the settings. Return remarks on the workers.
+    """Start the embedded stack, or check the broker of the settings. Return remarks on the workers. Raise ServiceError if the
+    broker or the database does not respond, the stack does not start, or a required worker is missing. Raise WorkerError if a
+    required worker lacks something that the run needs. Raise ConfigError if one worker has both the roles rollout and train,
+    but the run does not allow it.
 
     Args:
         submission: the submission.
         required: True to raise an error if a queue has no worker, or if a worker lacks something that the run needs.
-
-    Raises:
-        ServiceError: the broker or the database does not respond, the stack does not start, or a required worker is missing.
-        WorkerError: a required worker lacks something that the run needs.
-        ConfigError: one worker has both the roles rollout and train, but the run does not allow it.
     """
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workflow.store.iterations import staleness_of
@@ -115,11 +111,8 @@ def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, 
 
 def _start_embedded(needs: "Requirements", separate: bool) -> bool:
     """Start the embedded stack, and check the model and the optimizer meanwhile. Return False if another command has started
-    the stack.
-
-    Raises:
-        ServiceError: the stack does not start.
-        ModelError, ConfigError: this machine cannot load the model or run the optimizer. The idle stack then stops by itself.
+    the stack. Raise ServiceError if the stack does not start. Raise ModelError or ConfigError if this machine cannot load the
+    model or run the optimizer. The idle stack then stops by itself.
     """
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -135,10 +128,8 @@ def _start_embedded(needs: "Requirements", separate: bool) -> bool:
 
 
 def check_separate(separate: bool) -> None:
-    """Check that no worker has both the roles rollout and train, if `separate` is True.
-
-    Raises:
-        ConfigError: a worker has both roles; the hint says what to type.
+    """Check that no worker has both the roles rollout and train, if `separate` is True. Raise ConfigError if a worker has both
+    roles; the hint says what to type.
     """
     from agentrl.workers.stack import broker, embedded, presence, process
     from agentrl.workflow.settings import settings

@@ -130,10 +130,8 @@ def evaluate(
 
 
 def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
-    """Return the sampling options that select the most likely token. They replace the options of the policy's run.
-
-    Raises:
-        ConfigError: `--greedy` is combined with another sampling option, or with more than one episode per task.
+    """Return the sampling options that select the most likely token. They replace the options of the policy's run. Raise
+    ConfigError if `--greedy` is combined with another sampling option, or with more than one episode per task.
     """
     also = [f"--{name.replace('_', '-')}" for name, value in drawn.items() if value is not None]
     if also:
@@ -216,11 +214,7 @@ def chat(
 
 
 def _check_model(name: str, trusted: bool) -> None:
-    """Check that a local model exists before the user begins to type.
-
-    Raises:
-        ModelError: the model does not exist.
-    """
+    """Check that a local model exists before the user begins to type. Raise ModelError if the model does not exist."""
     from pathlib import Path
 
     from agentrl.workflow.models.lookup import TINY_DATASET, model_folder, resolve_model
@@ -238,10 +232,8 @@ def _greeting(policy: str, tools: Mapping[str, Any]) -> str:
 def _env_at_hand(config: RunConfig, env_name: str | None) -> tuple[Any, Mapping[str, Any]]:
     """Return the env of the chat and its tools: the env that the user named, or else the run's env.
 
-    Tools, and an env of the run, that cannot be loaded on this machine are left out.
-
-    Raises:
-        ConfigError: the env that the user named cannot be loaded.
+    Tools, and an env of the run, that cannot be loaded on this machine are left out. Raise ConfigError if the env that the user
+    named cannot be loaded.
     """
     from agentrl.workflow.envs import Env, offered_tools
     from agentrl.workflow.plugins import find

@@ -49,10 +49,8 @@ RESUME_HINT = "After fixing that"
 
 
 def follow_to_end(db: Any, run: str) -> None:
-    """Follow a run as `watch` does, with all output on stderr. `--wait` uses this function.
-
-    Raises:
-        typer.Exit: the run did not end with the status done (exit code 1).
+    """Follow a run as `watch` does, with all output on stderr. `--wait` uses this function. Raise typer.Exit if the run did not
+    end with the status done (exit code 1).
     """
     view = follow(db, run, sys.stderr.isatty(), say)
     for text, _ in summary(view):

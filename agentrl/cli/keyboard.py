@@ -65,13 +65,10 @@ class Keyboard:
 
 
 def read_message(line: Callable[[str], str]) -> str:
-    """Read a message of one or more lines.
+    """Read a message of one or more lines. Raise ConfigError if the message is too long.
 
     Args:
         line: a function that takes a prompt and returns the next line.
-
-    Raises:
-        ConfigError: the message is too long.
     """
     first = line("> ")
     is_block = first.lstrip().startswith(BLOCK)

@@ -28,22 +28,18 @@ def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]
 
 
 def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Check that a worker can load the files of the model. A hub model is checked only if it is on this machine.
+    """Check that a worker can load the files of the model. A hub model is checked only if it is on this machine. Raise
+    ModelError if the files are not a model, or do not fit the config.
 
     Returns:
         The facts for a plan (`models.loading.ModelFacts`); empty for a hub model that is not on this machine.
-
-    Raises:
-        ModelError: the files are not a model, or do not fit the config.
     """
     return _checked(probe_facts("model", base, config.model_dump_json()))
 
 
 def probe_sampler(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Load the model and sample one token with the built-in sampler. Return how the sampler runs the model.
-
-    Raises:
-        ModelError: the model cannot be loaded or sampled.
+    """Load the model and sample one token with the built-in sampler. Return how the sampler runs the model. Raise ModelError if
+    the model cannot be loaded or sampled.
     """
     return _checked(probe_facts("sampler", base, config.model_dump_json(), settings().device, seconds=SAMPLER_SECONDS))
 
@@ -55,10 +51,8 @@ def _checked(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_optimizer(name: str) -> None:
-    """Check that an optimizer works on this machine. Torch's own optimizers are not checked.
-
-    Raises:
-        ConfigError: the optimizer does not work.
+    """Check that an optimizer works on this machine. Torch's own optimizers are not checked. Raise ConfigError if the optimizer
+    does not work.
     """
     facts = probe_facts("optimizer", name, settings().device) if name != "adamw" else {}
     if "error" in facts:

@@ -53,11 +53,7 @@ def report(
 
 
 def _check_written(run: str, rows: list[Any]) -> None:
-    """Print which reports another process is writing.
-
-    Raises:
-        ServiceError: a report could not be written.
-    """
+    """Print which reports another process is writing. Raise ServiceError if a report could not be written."""
     if others := [row.tracker for row in rows if not (row.error or row.status)]:
         say(f"Another process is writing {', '.join(others)}. Check again later: agentrl report {run}")
     if failed := [row.error for row in rows if row.error]:

@@ -99,10 +99,8 @@ def cancel(run: RunName, as_json: Json = False) -> None:
 
 
 def _set_going(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Resume the run, and return its row; None if the run is already done.
-
-    Raises:
-        StateError: another command has cancelled the run in the meantime.
+    """Resume the run, and return its row; None if the run is already done. Raise StateError if another command has cancelled
+    the run in the meantime.
     """
     from agentrl.workflow.store import planning
     from agentrl.workflow.store.reads import run_rows

@@ -188,10 +188,7 @@ class _LearningOptions:
         return _as_flags(self.chat)
 
     def model(self, path: str, trusted: bool) -> "ModelConfig":
-        """Return the config's section `model`.
-
-        Raises:
-            ConfigError: the options do not fit the model, or contradict each other.
+        """Return the config's section `model`. Raise ConfigError if the options do not fit the model, or contradict each other.
         """
         values = {**self.parts, **self.chat}
         keys = {f"model.{name}": value for name, value in values.items() if value is not None}
@@ -265,10 +262,8 @@ def _has_references(rows: "DatasetConfig") -> bool:
 def _find_named_policy(model: str, how: _LearningOptions) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
     """Return the section `model`, the policy and the manifest for `RUN@V`.
 
-    The policy is None if the name is that of a model, or if the policy's LoRA was merged.
-
-    Raises:
-        NotFoundError: the run or the version does not exist.
+    The policy is None if the name is that of a model, or if the policy's LoRA was merged. Raise NotFoundError if the run or the
+    version does not exist.
     """
     if not is_stored_policy(model):
         if how.lora == "new":

@@ -50,22 +50,14 @@ class Annotation:
 
 
 def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ...]:
-    """Parse annotations from decoded JSON.
-
-    Raises:
-        ValueError: an annotation is invalid; the message says why.
-    """
+    """Parse annotations from decoded JSON. Raise ValueError if an annotation is invalid; the message says why."""
     if not isinstance(values, list) or len(values) > MAX_AT_ONCE:
         raise ValueError(f"annotations must be a list of at most {MAX_AT_ONCE}")
     return tuple(read_annotation(value, source) for value in values)
 
 
 def read_annotation(value: Any, source: str = "agent") -> Annotation:
-    """Parse an annotation from decoded JSON.
-
-    Raises:
-        ValueError: the annotation is invalid; the message says why.
-    """
+    """Parse an annotation from decoded JSON. Raise ValueError if the annotation is invalid; the message says why."""
     if not isinstance(value, Mapping) or value.keys() - {"id", "kind", "name", "data", "step", "seconds"}:
         raise ValueError("an annotation is an object with id, kind, name, data, step and seconds")
     annotation = Annotation(
@@ -82,11 +74,7 @@ def read_annotation(value: Any, source: str = "agent") -> Annotation:
 
 
 def check(annotation: Annotation) -> None:
-    """Validate an annotation.
-
-    Raises:
-        ValueError: the annotation is invalid; the message says why.
-    """
+    """Validate an annotation. Raise ValueError if the annotation is invalid; the message says why."""
     if not isinstance(annotation.id, str) or not _ID.fullmatch(annotation.id):
         raise ValueError("an annotation's id is a text of 1 to 64 small letters, digits, : _ and -")
     if annotation.kind not in KINDS:

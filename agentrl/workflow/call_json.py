@@ -64,13 +64,10 @@ def duplicate_key_message(key: str) -> str:
 
 
 def decode_json(text: str) -> tuple[Any, str]:
-    """Decode an untrusted JSON text.
+    """Decode an untrusted JSON text. Raise ValueError if the text is not JSON, or has more than `MAX_CHARACTERS` characters.
 
     Returns:
         The value, and the reason why it is refused. The reason is empty if the value is accepted.
-
-    Raises:
-        ValueError: the text is not JSON, or has more than `MAX_CHARACTERS` characters.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(TOO_LONG)
@@ -84,10 +81,8 @@ def decode_json(text: str) -> tuple[Any, str]:
 
 
 def describe_json_error(value: Any) -> str:
-    """Return the reason why a decoded value is refused; empty if the value is accepted.
-
-    Raises:
-        ValueError: the value cannot be encoded as JSON again (NaN, 1e999, half a surrogate pair), so it cannot be stored.
+    """Return the reason why a decoded value is refused; empty if the value is accepted. Raise ValueError if the value cannot be
+    encoded as JSON again (NaN, 1e999, half a surrogate pair), so it cannot be stored.
     """
     if nesting(value) > MAX_NESTING:
         return f"a call may nest {MAX_NESTING} objects and arrays within each other, not more"
@@ -96,10 +91,8 @@ def describe_json_error(value: Any) -> str:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at index `at` of the text, and the index at which the value ends.
-
-    Raises:
-        Unreadable: no acceptable value begins at that index.
+    """Return the JSON value that begins at index `at` of the text, and the index at which the value ends. Raise Unreadable if
+    no acceptable value begins at that index.
     """
     window = text[at : at + MAX_CHARACTERS + 1]
     keys = _Keys()
@@ -118,11 +111,7 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def parse_digits(digits: str) -> int:
-    """Convert the digits to an integer.
-
-    Raises:
-        ValueError: there are more than `MAX_DIGITS` digits.
-    """
+    """Convert the digits to an integer. Raise ValueError if there are more than `MAX_DIGITS` digits."""
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a whole number may have {MAX_DIGITS} digits, not more")
     return int(digits)
@@ -155,13 +144,10 @@ def read_arguments(name: str, arguments: object) -> ToolCall:
 
 
 def make_call(name: object, arguments: object, end: int) -> ToolCall:
-    """Return the call of the tool `name` with these arguments.
+    """Return the call of the tool `name` with these arguments. Raise Unreadable if the name or the arguments are invalid.
 
     Args:
         end: the index at which the text of the call ends. The exception carries it.
-
-    Raises:
-        Unreadable: the name or the arguments are invalid.
     """
     if not isinstance(name, str) or not name:
         raise Unreadable('a call is an object with a "name" and "arguments"', end)
@@ -177,9 +163,5 @@ def unreadable_call(why: str) -> ToolCall:
 
 
 def dump_json(value: object) -> str:
-    """Return the value as JSON, in the form that models write.
-
-    Raises:
-        ValueError: JSON cannot express the value (NaN).
-    """
+    """Return the value as JSON, in the form that models write. Raise ValueError if JSON cannot express the value (NaN)."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

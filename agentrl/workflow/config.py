@@ -160,10 +160,8 @@ class DatasetConfig(Section):
 
 
 def solved_range(text: str) -> tuple[float, float]:
-    """Parse `LOW..HIGH` and return both numbers.
-
-    Raises:
-        ValueError: the text is not two numbers from 0 to 1, the lower one first.
+    """Parse `LOW..HIGH` and return both numbers. Raise ValueError if the text is not two numbers from 0 to 1, the lower one
+    first.
     """
     low, _, high = text.partition("..")
     try:
@@ -797,11 +795,7 @@ OLDER_KEYS = {
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
-    """Build the config from dotted keys.
-
-    Raises:
-        ConfigError: values are invalid; the message names the key of each.
-    """
+    """Build the config from dotted keys. Raise ConfigError if values are invalid; the message names the key of each."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         section, _, leaf = key.rpartition(".")

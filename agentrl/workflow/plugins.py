@@ -76,10 +76,8 @@ def names(kind: str) -> list[str]:
 
 
 def find(kind: str, name: str) -> Any:
-    """Return the plug-in of that kind and name.
-
-    Raises:
-        ConfigError: the plug-in does not exist, its file cannot be imported, or its object is of another kind.
+    """Return the plug-in of that kind and name. Raise ConfigError if the plug-in does not exist, its file cannot be imported,
+    or its object is of another kind.
     """
     if ":" in name:
         plugin = _user_object(kind, name)
@@ -92,25 +90,19 @@ def find(kind: str, name: str) -> Any:
 
 
 def code_of(kind: str, name: str) -> str:
-    """Return the source of the file that defines the plug-in, in the version that this process has loaded.
-
-    Raises:
-        ConfigError: as in `find`.
-        OSError: the file was deleted, or the module has no file.
+    """Return the source of the file that defines the plug-in, in the version that this process has loaded. Raise ConfigError as
+    in `find`. Raise OSError if the file was deleted, or the module has no file.
     """
     find(kind, name)
     return source_of(name.partition(":")[0] if ":" in name else f"{PACKAGE}.{kind}.{name}")
 
 
 def source_of(module: str, anew: bool = False) -> str:
-    """Return the source of a loaded module; empty for a notebook.
+    """Return the source of a loaded module; empty for a notebook. Raise OSError if the module's file was deleted.
 
     Args:
         anew: True: the current text of the file. False: the text when this process first found a plug-in in the file, which is
             the loaded code.
-
-    Raises:
-        OSError: the module's file was deleted.
     """
     loaded = sys.modules[module]
     if getattr(loaded, "__file__", None) is None and module in (HERE, "__main__"):
@@ -123,10 +115,8 @@ def source_of(module: str, anew: bool = False) -> str:
 
 
 def hashed_source(module: str, anew: bool = False) -> str:
-    """Return the part of a module's source that is hashed: its statements without comments, docstrings and layout.
-
-    Raises:
-        OSError: the module's file was deleted.
+    """Return the part of a module's source that is hashed: its statements without comments, docstrings and layout. Raise
+    OSError if the module's file was deleted.
     """
     return _statements(source_of(module, anew))
 

@@ -39,16 +39,14 @@ def resolve(
 ) -> tuple[RunConfig, dict[str, str]]:
     """Return the config, and the source of each dotted key's value.
 
-    A source is `default`, the file's path, `environment` or `flag`.
+    A source is `default`, the file's path, `environment` or `flag`. Raise ConfigError if a key is unknown (the hint has a
+    suggestion), a value is invalid, or the file cannot be read.
 
     Args:
         file: a YAML file with nested or dotted keys.
         flags: values by dotted key; None: the flag was not passed.
         assignments: texts `key=value`; the values are parsed as YAML.
         environ: the environment variables.
-
-    Raises:
-        ConfigError: a key is unknown (the hint has a suggestion), a value is invalid, or the file cannot be read.
     """
     layers = [
         (str(file), read_yaml(file) if file else {}),
@@ -76,10 +74,8 @@ def resolve(
 
 
 def parse_weights(texts: Iterable[str]) -> dict[str, float]:
-    """Parse weights by name. Each text is `NAME` (weight 1) or `NAME=WEIGHT`.
-
-    Raises:
-        ConfigError: a weight is not a finite number, or a name occurs twice.
+    """Parse weights by name. Each text is `NAME` (weight 1) or `NAME=WEIGHT`. Raise ConfigError if a weight is not a finite
+    number, or a name occurs twice.
     """
     weights: dict[str, float] = {}
     for text in texts:
@@ -97,10 +93,8 @@ def parse_weights(texts: Iterable[str]) -> dict[str, float]:
 
 
 def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Parse texts `key=value` into a mapping. The values are parsed as YAML.
-
-    Raises:
-        ConfigError: a text is not an assignment, or its key is unknown.
+    """Parse texts `key=value` into a mapping. The values are parsed as YAML. Raise ConfigError if a text is not an assignment,
+    or its key is unknown.
     """
     assignments = by_first_name(map(_parse_assignment, texts))
     for key in assignments:
@@ -110,10 +104,8 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def by_first_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Replace other names of keys and flags by the first name (see `OTHER_NAMES`), and return the values by key.
-
-    Raises:
-        ConfigError: a key is given under two of its names.
+    """Replace other names of keys and flags by the first name (see `OTHER_NAMES`), and return the values by key. Raise
+    ConfigError if a key is given under two of its names.
     """
     entries: dict[str, tuple[str, Any]] = {}
     for key, value in pairs:
@@ -162,10 +154,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the values of a YAML file by dotted key.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or is not a mapping.
+    """Return the values of a YAML file by dotted key. Raise ConfigError if the file cannot be read, is not YAML, or is not a
+    mapping.
     """
     try:
         with path.open("rb") as file:
@@ -185,11 +175,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _load_yaml(text: str) -> Any:
-    """Parse a YAML text.
-
-    Raises:
-        ValueError: the text is not valid YAML.
-    """
+    """Parse a YAML text. Raise ValueError if the text is not valid YAML."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:

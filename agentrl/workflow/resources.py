@@ -27,10 +27,8 @@ class Prompt(str):
     def format(self, *args: object, **values: object) -> str:
         """Return the text with each placeholder `{name}` replaced by the value of that name. Other braces stay unchanged.
 
-        This is not `str.format`: a model may have written the text, and `{a.b}` would read attributes of objects.
-
-        Raises:
-            ValueError: the text has no placeholder for a value, so the model would never read the value.
+        This is not `str.format`: a model may have written the text, and `{a.b}` would read attributes of objects. Raise
+        ValueError if the text has no placeholder for a value, so the model would never read the value.
         """
         if args:
             raise ValueError("pass the values by name: prompt.format(question=...)")
@@ -60,10 +58,8 @@ def validation_error(text: Any, before: str | None = None) -> str:
 
 
 def read_resources(values: Mapping[str, Any]) -> dict[str, str]:
-    """Validate resources, and return them as a new dict.
-
-    Raises:
-        ValueError: there are too many resources, or a name or a text is invalid.
+    """Validate resources, and return them as a new dict. Raise ValueError if there are too many resources, or a name or a text
+    is invalid.
     """
     if len(values) > MAX_RESOURCES:
         raise ValueError(f"a run has at most {MAX_RESOURCES} resources, not {len(values)}")

@@ -91,11 +91,9 @@ class GroupRollout:
         self._observe({event.episode for event in events if event.call and not event.reason})
 
     def poll_calls(self) -> None:
-        """Read the rows of calls without waiting for a message, and send calls again that seem lost.
-
-        Raises:
-            ServiceError: a tools worker reports that it cannot run a call; see `PendingCalls.send_overdue`.
-            InfraError: calls were sent several times without an answer.
+        """Read the rows of calls without waiting for a message, and send calls again that seem lost. Raise ServiceError if a
+        tools worker reports that it cannot run a call; see `PendingCalls.send_overdue`. Raise InfraError if calls were sent
+        several times without an answer.
         """
         self._observe(self.calls.by_episode.keys())
         self.calls.send_overdue()

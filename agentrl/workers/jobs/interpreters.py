@@ -82,13 +82,11 @@ class Sessions:
         threading.Thread(target=self._beat, name="sessions", daemon=True).start()
 
     def answer(self, key: SessionKey, call: int, tool: CodeTool) -> str:
-        """Run the call, after all earlier calls of its session, and record its result.
+        """Run the call, after all earlier calls of its session, and record its result. Raise InfraError if the system failed
+        the call, which stays without a result.
 
         Returns:
             The queue of the worker that has the session. If it is another worker's queue, nothing was run here.
-
-        Raises:
-            InfraError: the system failed the call, which stays without a result.
         """
         ended: set[int] = set()
         with self._hold(key) as live:

@@ -43,11 +43,8 @@ class LoadedModel:
     @property
     def engine(self) -> Engine:
         """The engine of the base, started at first use. A worker that only trains never starts it, so it needs no memory or
-        server for an engine.
-
-        Raises:
-            ConfigError: the engine lacks a setting.
-            ModelError: the engine cannot run this model.
+        server for an engine. Raise ConfigError if the engine lacks a setting. Raise ModelError if the engine cannot run this
+        model.
         """
         with self._starting:
             if self._engine is None:
@@ -85,10 +82,7 @@ class Models:
     @contextmanager
     def use(self, experiment: Experiment, base: str) -> Iterator[LoadedModel]:
         """Load the base for the experiment if necessary, and yield it with its engine. Several jobs may use the base at once.
-
-        Raises:
-            ModelError: the base cannot be loaded.
-            ConfigError: the experiment's engine does not exist.
+        Raise ModelError if the base cannot be loaded. Raise ConfigError if the experiment's engine does not exist.
         """
         with self._changed:
             loaded = self._enter(_loading_key(experiment.config, base), experiment, base)

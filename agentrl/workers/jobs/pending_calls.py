@@ -135,13 +135,9 @@ class PendingCalls:
             self.report_wait(reason)
 
     def send_overdue(self) -> None:
-        """Send calls again that seem lost, and report them.
-
-        Raises:
-            ServiceError: calls were sent more than `RESENDS` times, and the last worker that received one reports that it
-                cannot run it.
-            InfraError: calls were sent too often without an answer: no worker receives them, they never end, or the system
-                fails them each time.
+        """Send calls again that seem lost, and report them. Raise ServiceError if calls were sent more than `RESENDS` times,
+        and the last worker that received one reports that it cannot run it. Raise InfraError if calls were sent too often
+        without an answer: no worker receives them, they never end, or the system fails them each time.
         """
         for episode, waiting in self.by_episode.items():
             if not waiting.is_overdue:

@@ -69,10 +69,8 @@ def rollout(groups: list[int]) -> int:
 
 
 def _claim_groups(groups: Sequence[int]) -> list[GroupWork]:
-    """Claim the groups that no other worker holds.
-
-    Raises:
-        Reject: this process is stopping. The message returns to the queue, so another worker gets it at once.
+    """Claim the groups that no other worker holds. Raise Reject if this process is stopping. The message returns to the queue,
+    so another worker gets it at once.
     """
     works: list[GroupWork] = []
     try:
@@ -146,11 +144,8 @@ def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, i
 
 def _check_code(work: GroupWork, experiment: Experiment) -> None:
     """Check that this process computes rewards with the code that the run was submitted with. If that code no longer exists
-    here, record an event.
-
-    Raises:
-        ConfigError: the code on disk is the right one, but this process has read another version of a file. A restart of the
-            workers helps.
+    here, record an event. Raise ConfigError if the code on disk is the right one, but this process has read another version of
+    a file. A restart of the workers helps.
     """
     held = _scoring_hash(experiment, anew=False)
     if held in (work.code_hash, ""):

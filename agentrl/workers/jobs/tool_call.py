@@ -128,11 +128,8 @@ def _hold_call(call: int) -> Iterator[bool]:
 
 
 def _load_tool(work: CallWork) -> Tool:
-    """Load the call's tool.
-
-    Raises:
-        Unready: this process cannot load the tool. The model did not cause that, because the rollout worker, which offered the
-            tool, could load it.
+    """Load the call's tool. Raise Unready if this process cannot load the tool. The model did not cause that, because the
+    rollout worker, which offered the tool, could load it.
     """
     try:
         tool: Tool = find("rewards", work.tool) if work.kind == "grade" else load_toolset(database(), work.run)[work.tool]
@@ -158,11 +155,8 @@ def _run_or_skip(tool: Tool, work: CallWork) -> ToolResult | None:
 
 
 def run_tool(tool: Tool, work: CallWork) -> ToolResult:
-    """Run the tool within its time limit. An error of the tool becomes its result.
-
-    Raises:
-        InfraError: the system failed the tool.
-        Unready: this process lacks what the tool needs.
+    """Run the tool within its time limit. An error of the tool becomes its result. Raise InfraError if the system failed the
+    tool. Raise Unready if this process lacks what the tool needs.
     """
     faultpoint("run_tool.before")
     unopened = _open_tool(tool)
@@ -198,9 +192,7 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
     """Run the notebook's next cell with a tool that has a session. An error of the tool becomes its result.
 
     The time limit is only in the sandbox. With another limit here, a cell could still be running when the next one starts.
-
-    Raises:
-        InfraError: the system failed the tool.
+    Raise InfraError if the system failed the tool.
     """
     patience = Patience()
     try:
@@ -242,10 +234,8 @@ def _open_tool(tool: Tool) -> BaseException | None:
 
 
 def _unopened_result(tool: Tool, error: BaseException) -> ToolResult:
-    """Return the result of a call whose tool could not open its resources.
-
-    Raises:
-        Unready: the system, not the tool's code, caused the failure.
+    """Return the result of a call whose tool could not open its resources. Raise Unready if the system, not the tool's code,
+    caused the failure.
     """
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
         raise _unready_error(tool, error) from error
@@ -258,11 +248,8 @@ def _unready_error(tool: Tool, error: AgentRLError) -> Unready:
 
 
 def _failure_result(tool: Tool, error: BaseException) -> ToolResult:
-    """Return the result of a call that raised an exception.
-
-    Raises:
-        Unready: a resource of this process is missing, which a model cannot cause.
-        InfraError: the system failed the tool.
+    """Return the result of a call that raised an exception. Raise Unready if a resource of this process is missing, which a
+    model cannot cause. Raise InfraError if the system failed the tool.
     """
     if isinstance(error, ConfigError | SandboxUnavailable):
         raise _unready_error(tool, error) from error

@@ -95,11 +95,8 @@ async def act(kind: Kind, action: Action, store: Store, request: Request) -> Res
 
 
 def make_words(store: ReadOnlyStore, kind: str, action: Action) -> list[str]:
-    """Return the arguments of the action's command, without `agentrl` itself.
-
-    Raises:
-        ConfigError: a parameter is missing, or the command is impossible for this episode.
-        NotFoundError: the run or the episode does not exist.
+    """Return the arguments of the action's command, without `agentrl` itself. Raise ConfigError if a parameter is missing, or
+    the command is impossible for this episode. Raise NotFoundError if the run or the episode does not exist.
     """
     if kind in ("tag", "untag", "note"):
         if action.run is None or not action.text.strip():

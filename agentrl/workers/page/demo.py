@@ -20,10 +20,7 @@ MODEL = "tiny-arithmetic"
 
 def open_demo() -> Settings:
     """Copy the demo's store, upgrade the copy to this code's revision, and return its settings. The copy is removed when the
-    process ends.
-
-    Raises:
-        NotFoundError: this installation does not contain the demo.
+    process ends. Raise NotFoundError if this installation does not contain the demo.
     """
     from agentrl.workflow.store.migrate import open_database
 

@@ -62,10 +62,8 @@ class _Recording:
     answers: dict[str, bytes] = field(default_factory=dict)
 
     async def ask(self, path: str) -> Any:
-        """Request a path, record the response and return its JSON.
-
-        Raises:
-            _NotTaken: the response does not exist, or does not fit.
+        """Request a path, record the response and return its JSON. Raise _NotTaken if the response does not exist, or does not
+        fit.
         """
         body = await self._body(path)
         if path not in self.answers:
@@ -156,11 +154,8 @@ def write_export(
 
 
 def _check_place(out: Path, force: bool) -> Path:
-    """Return the path of the file after resolving links.
-
-    Raises:
-        ConflictError: the file exists.
-        ConfigError: a file cannot be written to this path.
+    """Return the path of the file after resolving links. Raise ConflictError if the file exists. Raise ConfigError if a file
+    cannot be written to this path.
     """
     elsewhere = ConfigError(f"Cannot write to {str(out)!r}.", "Pass a file in an existing folder: --out run.html")
     try:
@@ -208,11 +203,8 @@ def _work(recording: _Recording, *paths: str) -> Callable[[], Awaitable[None]]:
 
 
 async def _take_run(recording: _Recording, run: int, around: int) -> list[int]:
-    """Record the responses that the run's page needs first. Return the ids of the tasks on the first page of its list.
-
-    Raises:
-        ConfigError: these responses alone exceed the limit.
-        ServiceError: the store did not return one of the responses.
+    """Record the responses that the run's page needs first. Return the ids of the tasks on the first page of its list. Raise
+    ConfigError if these responses alone exceed the limit. Raise ServiceError if the store did not return one of the responses.
     """
     room, recording.limit = recording.limit, 1 << 62
     here = f"api/runs/{run}"
@@ -273,11 +265,9 @@ def _put(recording: _Recording, path: str, value: Any) -> None:
 
 
 async def _take_chosen(recording: _Recording, run: int, chosen: Sequence[int], limit_mb: float) -> None:
-    """Record the episodes in `chosen`. Then record the best, the worst and the last episode of the run if they fit.
-
-    Raises:
-        NotFoundError: a chosen episode does not exist.
-        ConfigError: a chosen episode belongs to another run, or does not fit.
+    """Record the episodes in `chosen`. Then record the best, the worst and the last episode of the run if they fit. Raise
+    NotFoundError if a chosen episode does not exist. Raise ConfigError if a chosen episode belongs to another run, or does not
+    fit.
     """
     for episode in chosen:
         answered = await recording.client.get(f"/api/episodes/{episode}")
@@ -360,11 +350,8 @@ def _left_out(run: int, recording: _Recording, tasks: int, limit_bytes: int) -> 
 
 
 def _write(out: Path, document: bytes, force: bool) -> None:
-    """Write the document to the file atomically.
-
-    Raises:
-        ConflictError: the file was created meanwhile.
-        ConfigError: the file cannot be written.
+    """Write the document to the file atomically. Raise ConflictError if the file was created meanwhile. Raise ConfigError if
+    the file cannot be written.
     """
     try:
         handle, name = tempfile.mkstemp(prefix=f".{out.name[:100]}.", dir=out.absolute().parent)
@@ -388,10 +375,8 @@ def _write(out: Path, document: bytes, force: bool) -> None:
 
 
 def _link(name: str, out: Path) -> None:
-    """Rename the temporary file to `out`. This also works on file systems without hard links.
-
-    Raises:
-        FileExistsError: `out` exists.
+    """Rename the temporary file to `out`. This also works on file systems without hard links. Raise FileExistsError if `out`
+    exists.
     """
     try:
         os.link(name, out)

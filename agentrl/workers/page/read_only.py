@@ -55,12 +55,9 @@ class ReadOnlyStore:
         self._revision = ""
 
     def ask(self, query: Callable[[DriverTransaction], T]) -> T:
-        """Run `query` in one read transaction, and return its result.
-
-        Raises:
-            Busy: the database is locked or does not answer, or the query took longer than STATEMENT_SECONDS.
-            NotFoundError: the database file does not exist.
-            ServiceError: the database is not at this code's revision.
+        """Run `query` in one read transaction, and return its result. Raise Busy if the database is locked or does not answer,
+        or the query took longer than STATEMENT_SECONDS. Raise NotFoundError if the database file does not exist. Raise
+        ServiceError if the database is not at this code's revision.
         """
         with self._sqlite(self._file) if self._file is not None else self._postgres() as tx:
             if not self._revision:
@@ -68,19 +65,14 @@ class ReadOnlyStore:
             return query(tx)
 
     def ask_about_run(self, run: int, query: Callable[[DriverTransaction, str], T]) -> T:
-        """Run `query` in one read transaction, with the name of the run of that number as its second argument.
-
-        Raises:
-            NotFoundError: the run does not exist.
-            ServiceError: the store cannot be read; see `ask`.
+        """Run `query` in one read transaction, with the name of the run of that number as its second argument. Raise
+        NotFoundError if the run does not exist. Raise ServiceError if the store cannot be read; see `ask`.
         """
         return self.ask(lambda tx: query(tx, run_name(tx, run)))
 
     def _check_revision(self, tx: DriverTransaction) -> None:
-        """Check that the database has the revision that this code expects, and remember the result.
-
-        Raises:
-            ServiceError: the database has another revision.
+        """Check that the database has the revision that this code expects, and remember the result. Raise ServiceError if the
+        database has another revision.
         """
         exists = (
             "SELECT name FROM sqlite_master WHERE name = 'alembic_version'"

@@ -114,11 +114,8 @@ def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_one_iteration(config: RunConfig) -> RunConfig:
-    """Return the config with `tasks_per_iteration` set so that one iteration has all tasks.
-
-    Raises:
-        ConfigError: there are more than MAX_TASKS tasks.
-        DatasetError: the tasks cannot be read.
+    """Return the config with `tasks_per_iteration` set so that one iteration has all tasks. Raise ConfigError if there are more
+    than MAX_TASKS tasks. Raise DatasetError if the tasks cannot be read.
     """
     tasks = len(load_tasks(config.dataset).tasks)
     if tasks > MAX_TASKS:

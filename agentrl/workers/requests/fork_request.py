@@ -46,10 +46,8 @@ class ForkRequest:
 
 
 def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
-    """Check the request and build the submission of the fork run. Nothing is written.
-
-    Raises:
-        NotFoundError, StateError, ConfigError, ModelError, CheckpointError: the request is invalid; the message says why.
+    """Check the request and build the submission of the fork run. Nothing is written. Raise NotFoundError, StateError,
+    ConfigError, ModelError, CheckpointError if the request is invalid; the message says why.
     """
     if request.with_parent and request.edit is not None:
         raise ConfigError(

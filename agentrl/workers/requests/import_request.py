@@ -96,7 +96,9 @@ def prepare_import(
     name: str | None = None,
     exact_only: bool = False,
 ) -> PreparedImport:
-    """Read the traces and build the import. Nothing is written.
+    """Read the traces and build the import. Nothing is written. Raise ConfigError if an adapter of that name does not exist.
+    Raise ModelError if the model is not on this machine, has no usable chat template, or did not sample these tokens. Raise
+    DatasetError if no trace is left to import, for the reasons in the message; or there are too many episodes.
 
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.
@@ -106,11 +108,6 @@ def prepare_import(
         adapters: the names of the adapters that read turns; empty for all adapters.
         name: the run's name; None for a generated name.
         exact_only: whether to leave out traces that have a turn without token ids or logprobs.
-
-    Raises:
-        ConfigError: an adapter of that name does not exist.
-        ModelError: the model is not on this machine, has no usable chat template, or did not sample these tokens.
-        DatasetError: no trace is left to import, for the reasons in the message; or there are too many episodes.
     """
     readers: list[Adapter] = [find("adapters", adapter) for adapter in adapters or names("adapters")]
     left_out: Counter[str] = Counter()
@@ -270,10 +267,8 @@ def _moment(nanoseconds: int) -> datetime | None:
 
 
 def _check_spelling(episodes: Sequence[ImportedEpisode], base: str) -> None:
-    """Check that the model's tokenizer decodes the tokens to the text of the turns.
-
-    Raises:
-        ModelError: no turn's decoded tokens contain the turn's text, so another model sampled them.
+    """Check that the model's tokenizer decodes the tokens to the text of the turns. Raise ModelError if no turn's decoded
+    tokens contain the turn's text, so another model sampled them.
     """
     texts = [(step.text, step.step.message.content.strip()) for episode in episodes for step in episode.steps]
     worded = [(text, content) for text, content in texts if content]

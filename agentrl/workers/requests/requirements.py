@@ -215,11 +215,8 @@ def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", needs: Requiremen
 
 def import_agent(experiment: Experiment) -> str:
     """Import the run's agent if it is a function, and return the source of the agent's module. For a program, return an empty
-    text.
-
-    Raises:
-        ConfigError: the agent cannot be imported or called.
-        OSError, TypeError: the source of the agent's module is not available.
+    text. Raise ConfigError if the agent cannot be imported or called. Raise OSError or TypeError if the source of the agent's
+    module is not available.
     """
     if experiment.config.agent is None or experiment.agent is None:
         return ""
@@ -232,11 +229,8 @@ def read_agent(experiment: Experiment) -> str:
     """Return the source of the agent's module, in a worker of the queue `agents`.
 
     Such a worker holds secrets, so it never imports the agent itself. The separate interpreter from which agents are forked
-    imports the agent. A sandboxed agent is imported only in its sandbox.
-
-    Raises:
-        ConfigError: the agent cannot be imported.
-        OSError: the source of the agent's module is not available.
+    imports the agent. A sandboxed agent is imported only in its sandbox. Raise ConfigError if the agent cannot be imported.
+    Raise OSError if the source of the agent's module is not available.
     """
     agent = experiment.config.agent
     if agent is None or agent.command or agent.sandboxed:
@@ -311,11 +305,7 @@ _CHECKS_BY_ROLE = {"rollout": _rollout_checks, "tools": _tools_checks, "train": 
 
 
 def _load_tools(experiment: Experiment) -> list[Tool]:
-    """Return the tools and judges of a run.
-
-    Raises:
-        ConfigError: this process cannot load the env, a tool or a judge.
-    """
+    """Return the tools and judges of a run. Raise ConfigError if this process cannot load the env, a tool or a judge."""
     return [*experiment.tools.values(), *experiment.judges.values()]
 
 

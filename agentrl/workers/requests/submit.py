@@ -112,7 +112,8 @@ def prepare(
     """Check the complete request and build the submission. Nothing is written.
 
     Names are resolved in this order: the tasks, then the parts that the config names, then the model. Each step checks what it
-    has resolved. The submission is built from the results.
+    has resolved. The submission is built from the results. Raise AgentRLError if the request is invalid; the class and the
+    message say why.
 
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.
@@ -121,9 +122,6 @@ def prepare(
         policy: the initial weights; None for the model in `config`.
         check: the function that is called with the name of each check and returns a context manager around it; used to report
             progress.
-
-    Raises:
-        AgentRLError: the request is invalid; the class and the message say why.
     """
     kind, config = _resolve_kind(kind, _with_absolute_paths(config))
     with check("dataset"):
@@ -237,10 +235,8 @@ def _list_remarks(
 
 
 def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
-    """Load the tasks. If that fails and the model is missing too, the error reports both.
-
-    Raises:
-        AgentRLError: the tasks cannot be loaded, or the datasets have different envs.
+    """Load the tasks. If that fails and the model is missing too, the error reports both. Raise AgentRLError if the tasks
+    cannot be loaded, or the datasets have different envs.
     """
     try:
         loaded = load_tasks(config.dataset, config.seed)
@@ -293,7 +289,8 @@ def submission_of(
     db: Database | None, experiment: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any
 ) -> Submission:
     """Return the submission of the experiment. If the config has no name, the name is `stem` with a number that makes it
-    unique.
+    unique. Raise ConfigError if the name looks like a number, or checkpoints cannot be written to the run's folder. Raise
+    ServiceError if the object store at the run's URL does not respond.
 
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.
@@ -302,10 +299,6 @@ def submission_of(
         policy: the policy from which the run starts.
         stem: the beginning of a generated name.
         more: other fields of the Submission.
-
-    Raises:
-        ConfigError: the name looks like a number, or checkpoints cannot be written to the run's folder.
-        ServiceError: the object store at the run's URL does not respond.
     """
     config = experiment.config
     if config.name and config.name.isdecimal():
@@ -346,9 +339,7 @@ def _system_messages(env: Env, tasks: Sequence[Task]) -> tuple[bool, bool]:
 
 def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
     """Return the submission of the run that evaluates the policy from which this run starts; None unless `eval.every` is set.
-
-    Raises:
-        AgentRLError: the held-out tasks or another part of the evaluation is invalid; see `prepare`.
+    Raise AgentRLError if the held-out tasks or another part of the evaluation is invalid; see `prepare`.
     """
     evaluation = config.eval
     if evaluation.every is None:
@@ -442,12 +433,10 @@ def _remarks_on_evaluation(submission: Submission) -> Iterator[str]:
 
 
 def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
-    """Write the run and send its first iteration. If the same run is stored already, return it and send nothing.
-
-    Raises:
-        ConflictError: the name belongs to another run.
-        StateError: a hook raised an exception at the start; the run is stored as failed, and nothing was sent.
-        ServiceError: the broker does not accept messages; the run is stored, and the control loop starts it later.
+    """Write the run and send its first iteration. If the same run is stored already, return it and send nothing. Raise
+    ConflictError if the name belongs to another run. Raise StateError if a hook raised an exception at the start; the run is
+    stored as failed, and nothing was sent. Raise ServiceError if the broker does not accept messages; the run is stored, and
+    the control loop starts it later.
     """
     run = _write_run(db, prepared)
     if run.created and prepared.submission.kind == "train":
@@ -463,10 +452,7 @@ def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
 
 def write_failed_run(db: Database, prepared: PreparedRun, reason: str) -> SubmittedRun:
     """Store the run as failed before it starts, with the reason. If the same run is stored already, return it. `agentrl resume`
-    starts the run.
-
-    Raises:
-        ConflictError: the name belongs to another run.
+    starts the run. Raise ConflictError if the name belongs to another run.
     """
     return _write_run(db, prepared, reason)
 
@@ -540,11 +526,8 @@ def _with_served_tools(config: RunConfig) -> RunConfig:
 
 
 def check_place(place: str) -> None:
-    """Check that this process can write checkpoints to the folder or URL.
-
-    Raises:
-        ConfigError: the folder or URL is not writable.
-        ServiceError: the object store at the URL does not respond.
+    """Check that this process can write checkpoints to the folder or URL. Raise ConfigError if the folder or URL is not
+    writable. Raise ServiceError if the object store at the URL does not respond.
     """
     folder = checkpoints.check_place(place)
     if folder is not None:

@@ -53,10 +53,8 @@ def server_hint() -> str:
 
 def socket_path(where: Settings) -> Path:
     """Return the path of the socket of the private Redis. It is in the data folder. If that path is too long for a socket or
-    not valid in a URL, it is in a temporary folder.
-
-    Raises:
-        ServiceError: the temporary folder exists, but belongs to another user or is open to other users.
+    not valid in a URL, it is in a temporary folder. Raise ServiceError if the temporary folder exists, but belongs to another
+    user or is open to other users.
     """
     path = where.stack_dir / "redis.sock"
     if len(str(path)) <= MAX_SOCKET_PATH and not set(str(path)) & set("%?# "):  # these would not survive in a URL
@@ -112,10 +110,8 @@ def is_in_memory(where: Settings) -> bool:
 
 
 def start_server(where: Settings) -> "subprocess.Popen[bytes]":
-    """Start the private Redis on its socket. The server writes every command to its append-only file.
-
-    Raises:
-        ServiceError: no server is installed, or the server does not start.
+    """Start the private Redis on its socket. The server writes every command to its append-only file. Raise ServiceError if no
+    server is installed, or the server does not start.
     """
     binary = find_server(where)
     if binary is None:
@@ -182,11 +178,7 @@ def _silence_reason(where: Settings) -> str | None:
 
 
 def require_broker(where: Settings) -> None:
-    """Check that the broker answers.
-
-    Raises:
-        ServiceError: the broker does not answer.
-    """
+    """Check that the broker answers. Raise ServiceError if the broker does not answer."""
     reason = _silence_reason(where)
     if reason is None:
         return

@@ -61,7 +61,9 @@ def end_orphaned_redis(where: Settings) -> None:
 
 
 def ensure_running(where: Settings, stay: bool = False, separate: bool = False) -> bool:
-    """Start the embedded stack unless it is running. If a stack is stopping, wait for its end first.
+    """Start the embedded stack unless it is running. If a stack is stopping, wait for its end first. Raise ServiceError if the
+    stack does not start, or the broker of the settings does not answer. Raise ConfigError if separate processes are impossible,
+    or the running stack does not have them.
 
     Args:
         where: the settings.
@@ -70,10 +72,6 @@ def ensure_running(where: Settings, stay: bool = False, separate: bool = False) 
 
     Returns:
         Whether this call started the stack.
-
-    Raises:
-        ServiceError: the stack does not start, or the broker of the settings does not answer.
-        ConfigError: separate processes are impossible, or the running stack does not have them.
     """
     if where.broker_url:
         broker.require_broker(where)
@@ -98,10 +96,8 @@ def ensure_running(where: Settings, stay: bool = False, separate: bool = False) 
 
 
 def check_separate(where: Settings, separate: bool) -> None:
-    """If `separate` is true, check that rollout and train can be separate processes.
-
-    Raises:
-        ConfigError: the broker is in memory, or the running stack has one process for both; the message says what to type.
+    """If `separate` is true, check that rollout and train can be separate processes. Raise ConfigError if the broker is in
+    memory, or the running stack has one process for both; the message says what to type.
     """
     if separate and broker.is_in_memory(where):
         raise no_overlap_error(f"Without a server all workers are one process. {broker.server_hint()}")
@@ -141,10 +137,8 @@ def stop(where: Settings) -> bool:
 
 def restart(where: Settings, separate: bool = False) -> None:
     """Restart the stack with the environment of this process. The new stack has `stay` if the old one had it. It has separate
-    processes if the old one had them, or if `separate` is true.
-
-    Raises:
-        ServiceError, ConfigError: the stack cannot be started; see `ensure_running`.
+    processes if the old one had them, or if `separate` is true. Raise ServiceError or ConfigError if the stack cannot be
+    started; see `ensure_running`.
     """
     before, stay = read_state(where), stay_file(where).exists()
     stop(where)

@@ -74,11 +74,8 @@ class Notifier:
 
 def _run(command: Sequence[str], body: bytes) -> None:
     """Run a program with `body` on its standard input, and discard its output. If it takes longer than COMMAND_SECONDS, kill
-    its process group.
-
-    Raises:
-        OSError: the program cannot be started.
-        SubprocessError: the program fails, or takes longer than COMMAND_SECONDS.
+    its process group. Raise OSError if the program cannot be started. Raise SubprocessError if the program fails, or takes
+    longer than COMMAND_SECONDS.
     """
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as process:
@@ -101,11 +98,7 @@ def _describe(error: Exception) -> str:
 
 
 def _post(url: str, body: bytes) -> None:
-    """Send the body as JSON to the URL.
-
-    Raises:
-        OSError: the server does not respond, or responds with an error.
-    """
+    """Send the body as JSON to the URL. Raise OSError if the server does not respond, or responds with an error."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "agentrl"}, method="POST")
     with urllib.request.urlopen(request, timeout=URL_SECONDS):
         pass

@@ -60,10 +60,7 @@ def confirm_base(run: int, policy: "Policy") -> None:
     hashes.
 
     If AGENTRL_DEVICE is `auto` and the model is on the CPU because a GPU failed earlier, write this to the run's events and the
-    log.
-
-    Raises:
-        ModelError: the run uses another base model.
+    log. Raise ModelError if the run uses another base model.
     """
     _confirm_hashes(run, policy.base_hash, json.dumps(policy.trained_part), tuple(base_hashes(policy).items()))
     if settings().device == "auto" and policy.device.type == "cpu" and policy.config.numerics != "exact":
@@ -79,11 +76,9 @@ def base_hashes(policy: "Policy") -> dict[str, str]:
 
 
 def refuse_overlap(config: RunConfig) -> None:
-    """Check that this process can work for the run: rollouts that continue during updates need separate processes.
-
-    Raises:
-        ConfigError: rollouts of the run continue during updates, but this process does both; the message says what to start
-            instead.
+    """Check that this process can work for the run: rollouts that continue during updates need separate processes. Raise
+    ConfigError if rollouts of the run continue during updates, but this process does both; the message says what to start
+    instead.
     """
     if shared.is_set() and config.rollout.max_staleness:
         raise no_overlap_error(f"{APART_HINT}, then `agentrl resume {config.name}`.")

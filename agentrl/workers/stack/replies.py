@@ -111,11 +111,9 @@ class Waker:
     def wake(self, address: str, call: int, reason: str = "") -> None:
         """Wake the rollout process that waits for the call. With a `reason`, report why this worker cannot run the call.
 
-        If the broker does not answer, nothing is lost, because the rollout process also polls the row.
-
-        Raises:
-            ConfigError: the address is not that of a reply list. The check is needed because anyone can write a message, and
-                Redis has other lists too.
+        If the broker does not answer, nothing is lost, because the rollout process also polls the row. Raise ConfigError if the
+        address is not that of a reply list. The check is needed because anyone can write a message, and Redis has other lists
+        too.
         """
         if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
             raise ConfigError(f"A tool call has an invalid reply list: {address!r:.100}.")

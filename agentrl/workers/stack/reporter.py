@@ -60,10 +60,8 @@ class Reporter:
         self.last = {ITERATION: 0, EVALUATION: -1}
 
     def write(self) -> None:
-        """Open the run in the tracker, and write each step after its rows are committed.
-
-        Raises:
-            Fenced: another process writes this report.
+        """Open the run in the tracker, and write each step after its rows are committed. Raise Fenced if another process writes
+        this report.
         """
         parent = os.getppid()
         with self._limited():
@@ -125,10 +123,8 @@ class Reporter:
     @contextmanager
     def _limited(self) -> Iterator[None]:
         """Take the report's lease, and let SIGALRM end the process if the block takes longer than AGENTRL_REPORT_SECONDS. The
-        signal ends the process even if the tracker's code is not in Python and hangs.
-
-        Raises:
-            Fenced: another process holds the lease of this report.
+        signal ends the process even if the tracker's code is not in Python and hangs. Raise Fenced if another process holds the
+        lease of this report.
         """
         lease, seconds = run_reports.lease_name(self.report.run_id, self.report.tracker), self.seconds + LEASE_MARGIN_SECONDS
         if not leases.take_service_lease(self.db, lease, self.claim, seconds):

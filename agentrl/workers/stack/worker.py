@@ -67,15 +67,13 @@ the number is a setting.
 
 
 def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> None:
-    """Serve the roles in this process until SIGTERM.
+    """Serve the roles in this process until SIGTERM. Raise ConfigError if a role is unknown, or the roles cannot share a
+    process.
 
     Args:
         roles: the roles.
         concurrency: the number of threads; None for the sum of the roles' defaults.
         listening: the `host` and `port` of an endpoint.
-
-    Raises:
-        ConfigError: a role is unknown, or the roles cannot share a process.
     """
     unknown = [role for role in roles if role not in ROLES]
     if unknown or not roles:

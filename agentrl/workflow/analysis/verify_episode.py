@@ -393,7 +393,9 @@ class RewardsReport:
 def check_rewards(
     episode: Episode, reward_set: str, env: Env, weights: Mapping[str, float], recorded: Mapping[str, Part], code: str
 ) -> RewardsReport:
-    """Score a finished episode again, and compare the rewards with the record. Judges run in this process.
+    """Score a finished episode again, and compare the rewards with the record. Judges run in this process. Raise
+    SandboxUnavailable if a judge has to run code, and this machine has no sandbox for it. Raise InfraError if a reward failed
+    because of the system.
 
     Args:
         reward_set: the name of the set; only `default` contains the episode's own `reward`.
@@ -401,10 +403,6 @@ def check_rewards(
         weights: the weights of the set.
         recorded: the parts in the set, including those of hooks, in the order in which they were recorded.
         code: the result of `envs.scoring_hash` at the time when the set was made.
-
-    Raises:
-        SandboxUnavailable: a judge has to run code, and this machine has no sandbox for it.
-        InfraError: a reward failed because of the system.
     """
     hooks = tuple(part for part in recorded if part not in weights)
     same_code = False

@@ -153,7 +153,8 @@ def check_tokens(
 ) -> TokensReport:
     """Verify the prompts, the sampled tokens and the ends of turns of the steps that the episode sampled itself.
 
-    Every prompt is rendered again. Every sampled token is scored and drawn again.
+    Every prompt is rendered again. Every sampled token is scored and drawn again. Raise CheckpointError if weights have
+    changed, or do not fit the base.
 
     Args:
         policies: the policy with which each of these steps was sampled, by the step's index.
@@ -166,9 +167,6 @@ def check_tokens(
         sampling: a function from a step's index to its sampling options and key, if clients could set them; None: `rollout` and
             `key`.
         clock: the time that chat templates got for the prompts; None: that of the policy's chat.
-
-    Raises:
-        CheckpointError: weights have changed, or do not fit the base.
     """
     precision = policy.precision
     own = [step for step in episode.steps if step.index >= episode.inherited]

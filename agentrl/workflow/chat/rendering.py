@@ -124,16 +124,13 @@ class Chat:
         options: Mapping[str, Any] = NO_OPTIONS,
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Return the token ids of an episode's first prompt, including the generation prompt.
+        """Return the token ids of an episode's first prompt, including the generation prompt. Raise ModelError if the template
+        refuses the messages or the options, drops a system message, or does not support the options. Raise TooLong if the
+        prompt has many more than `max_tokens` tokens.
 
         Args:
             options: additional variables of the template (`template_options`).
             max_tokens: the limit from which a prompt is of no use. A prompt that is much longer is not tokenized completely.
-
-        Raises:
-            ModelError: the template refuses the messages or the options, drops a system message, or does not support the
-                options.
-            TooLong: the prompt has many more than `max_tokens` tokens.
         """
         return self._encode(self._render(messages, tools, generate=True, options=options), max_tokens)
 
@@ -200,10 +197,8 @@ class Chat:
     def check(self, system: bool, tools: bool) -> None:
         """Refuse a template that cannot be used for training.
 
-        `templates.check_template` does the same without a loaded tokenizer.
-
-        Raises:
-            ModelError: the template drops parts of messages, cannot be continued token for token, or cannot be rendered.
+        `templates.check_template` does the same without a loaded tokenizer. Raise ModelError if the template drops parts of
+        messages, cannot be continued token for token, or cannot be rendered.
         """
         if trouble := find_trouble(self._apply, self.manner, system, tools):
             raise template_error(self.tokenizer.name_or_path, trouble)
@@ -213,10 +208,8 @@ class Chat:
         return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
 
     def stops(self, strings: tuple[str, ...]) -> Stops:
-        """Return the matcher of these stop strings. Matchers are cached.
-
-        Raises:
-            ModelError: the bytes of the tokenizer's tokens are unknown.
+        """Return the matcher of these stop strings. Matchers are cached. Raise ModelError if the bytes of the tokenizer's
+        tokens are unknown.
         """
         return _kept(self._stops, strings, lambda: Stops(self._spelling, strings))
 
@@ -224,10 +217,8 @@ class Chat:
         """Return the tokens of an assistant's message as the policy would have sampled it, including the end-of-turn token.
 
         This is for demonstrations. Some templates write calls that do not parse back to the same calls: they drop the text next
-        to a call, or a text in a call closes its tag. For such a message, the tool format writes the calls instead.
-
-        Raises:
-            ModelError: the template does not write the turn directly after its generation prompt.
+        to a call, or a text in a call closes its tag. For such a message, the tool format writes the calls instead. Raise
+        ModelError if the template does not write the turn directly after its generation prompt.
         """
         text = self._turn_text(message, tools, self.manner)
         if message.tool_calls and not self._reads_back(text, message, tools):
@@ -349,10 +340,7 @@ class Chat:
         """Return the token that ends a turn, by the role of the next turn; the role "" means that no turn follows.
 
         Templates without an end-of-turn token, such as GLM's, end a turn with the token that opens the next role's turn. Models
-        sample this token, and list it in their `generation_config.json`.
-
-        Raises:
-            ModelError: no special token follows a turn.
+        sample this token, and list it in their `generation_config.json`. Raise ModelError if no special token follows a turn.
         """
         ends: dict[str, int] = {}
         for following in ((), (_PROBE_QUESTION,), (_PROBE_RESULT,)):
@@ -382,10 +370,8 @@ class Chat:
         return _kept(self._prefixes, key, make)
 
     def _find_answer(self, ids: tuple[int, ...]) -> _ProbeAnswer:
-        """Find the answer of the probe: the last text between special tokens that contains the words of the answer.
-
-        Raises:
-            ModelError: the answer is missing.
+        """Find the answer of the probe: the last text between special tokens that contains the words of the answer. Raise
+        ModelError if the answer is missing.
         """
         stop = len(ids)
         while stop >= 0:

@@ -86,15 +86,12 @@ def _id(number: int) -> str:
 
 
 def manner_of(render: Render, source: str, format_name: str = AUTO) -> Manner:
-    """Find the form in which a template takes messages and calls.
+    """Find the form in which a template takes messages and calls. Raise ConfigError if the format does not exist.
 
     Args:
         source: the template's text.
         format_name: the format that a user chose. With AUTO, use the format that parses the template's own calls; if several
             do, the one that leaves the least other text. Otherwise use a format whose marks are in the template, else Hermes.
-
-    Raises:
-        ConfigError: the format does not exist.
     """
     formats: list[ToolFormat] = [
         find("tool_formats", name) for name in (names("tool_formats") if format_name == AUTO else [format_name])

@@ -115,13 +115,10 @@ def render_template(
 
 
 def read_template(template: str) -> str:
-    """Return the text of a chat template.
+    """Return the text of a chat template. Raise ConfigError if the file does not exist, or is not a template.
 
     Args:
         template: the path of a file, or the text itself.
-
-    Raises:
-        ConfigError: the file does not exist, or is not a template.
     """
     source = template if "{" in template or "\n" in template else _read_template_file(Path(template).expanduser())
     if len(source.encode(errors="replace")) > MAX_BYTES:
@@ -149,10 +146,8 @@ def _read_template_file(path: Path) -> str:
 def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
     """Return the config section with the text of its template and the name of its tool format.
 
-    If the model is not on this machine, a tool format of AUTO stays AUTO.
-
-    Raises:
-        ConfigError: the template cannot be read, or the format does not exist.
+    If the model is not on this machine, a tool format of AUTO stays AUTO. Raise ConfigError if the template cannot be read, or
+    the format does not exist.
     """
     chosen: dict[str, Any] = {}
     if config.chat_template is not None:
@@ -169,13 +164,11 @@ def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
 def resolve_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
     """Return the config with a value of `rollout.last_turn` in place of `auto`.
 
-    If the model is not on this machine, `auto` stays.
+    If the model is not on this machine, `auto` stays. Raise ConfigError if the value is `ask`, and the model's chat template
+    does not support it.
 
     Args:
         config: the run's config, with its model as `resolve_chat` returns it.
-
-    Raises:
-        ConfigError: the value is `ask`, and the model's chat template does not support it.
     """
     spoken = _renderer_and_manner(config.model, folder) if folder is not None else None
     if spoken is None or config.rollout.last_turn == "plain":
@@ -251,14 +244,12 @@ def _renderer_and_manner(config: ModelConfig, folder: Path) -> tuple[Render, Man
 
 
 def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool, later_system: bool = False) -> None:
-    """Refuse a template that cannot be used for training.
+    """Refuse a template that cannot be used for training. Raise ModelError if the template drops parts of messages, cannot be
+    continued token for token, or cannot be rendered.
 
     Args:
         config: the section `model`, as `resolve_chat` returns it.
         system, tools, later_system: see `find_trouble`.
-
-    Raises:
-        ModelError: the template drops parts of messages, cannot be continued token for token, or cannot be rendered.
     """
     spoken = _renderer_and_manner(config, folder)
     trouble = find_trouble(*spoken, system, tools, later_system) if spoken else ""

@@ -61,13 +61,10 @@ class Waste:
 
 def list_folders(output_dir: str, key: str) -> list[Folder]:
     """Return the checkpoints of the run with that key, and unfinished folders next to them; empty if this machine has no such
-    folder.
+    folder. Raise ServiceError if the store at the URL does not respond.
 
     Args:
         output_dir: a folder or a URL.
-
-    Raises:
-        ServiceError: the store at the URL does not respond.
     """
     if not key:
         return []
@@ -83,10 +80,8 @@ def find_waste(folders: Iterable[Folder], needs: Needs, key: str) -> list[Waste]
 
 
 def remove(output_dir: str, item: Waste) -> None:
-    """Remove an item from the disk or the store. It is not an error if the item no longer exists.
-
-    Raises:
-        ServiceError: the store at the URL does not respond.
+    """Remove an item from the disk or the store. It is not an error if the item no longer exists. Raise ServiceError if the
+    store at the URL does not respond.
     """
     path = f"{output_dir.rstrip('/')}/{item.name}"
     if item.kind == "optimizers":

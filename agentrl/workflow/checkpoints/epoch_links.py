@@ -40,10 +40,8 @@ def epoch_number(name: str) -> int | None:
 
 
 def link_epochs(ends: EpochEnds) -> None:
-    """Update the links in the run's folder if the run is the youngest in that folder.
-
-    Raises:
-        OSError: the links cannot be written.
+    """Update the links in the run's folder if the run is the youngest in that folder. Raise OSError if the links cannot be
+    written.
     """
     unlink_epochs(ends)
     if not ends.newest:
@@ -62,11 +60,7 @@ def link_epochs(ends: EpochEnds) -> None:
 
 
 def unlink_epochs(ends: EpochEnds) -> None:
-    """Remove broken links, and links to a wrong checkpoint of the run.
-
-    Raises:
-        OSError: the links cannot be removed.
-    """
+    """Remove broken links, and links to a wrong checkpoint of the run. Raise OSError if the links cannot be removed."""
     targets = _wanted_links(ends)
     for entry in _links(ends):
         now = os.readlink(entry)

@@ -56,11 +56,8 @@ URL_HINT = "Write file:///FOLDER or s3://BUCKET/PREFIX."
 def check_place(place: str) -> Path | None:
     """Check with one request that the store at the URL exists.
 
-    Return the folder of a path or a `file://` URL, and None for other URLs.
-
-    Raises:
-        ConfigError: the bucket does not exist, access is denied, a package is missing, or the URL contains a password.
-        ServiceError: the store does not respond.
+    Return the folder of a path or a `file://` URL, and None for other URLs. Raise ConfigError if the bucket does not exist,
+    access is denied, a package is missing, or the URL contains a password. Raise ServiceError if the store does not respond.
     """
     if not is_url(place):
         return Path(place)
@@ -98,11 +95,8 @@ def mounted_folder(url: str) -> Path | None:
 
 
 def write(url: str, writer: Writer) -> str:
-    """Write a checkpoint to the URL, and leave a copy on this host. Return the sha256 of its weights.
-
-    Raises:
-        CheckpointError: the disk refused the files, or the bucket does not exist. Only an unpublished checkpoint without a
-            manifest is lost.
+    """Write a checkpoint to the URL, and leave a copy on this host. Return the sha256 of its weights. Raise CheckpointError if
+    the disk refused the files, or the bucket does not exist. Only an unpublished checkpoint without a manifest is lost.
     """
     copy = copy_of(url)
     with report_host_trouble(url), hold_lock(copy.parent):  # so that no process evicts it before it is stored
@@ -114,13 +108,11 @@ def write(url: str, writer: Writer) -> str:
 
 
 def local_copy(url: str, sha256: str, part: Part) -> Path:
-    """Return this host's copy of a part of a checkpoint. Fetch the part if needed.
+    """Return this host's copy of a part of a checkpoint. Fetch the part if needed. Raise BrokenCheckpoint if the checkpoint is
+    missing or incomplete, or its weights have another hash.
 
     Args:
         sha256: the hash that the checkpoint's weights must have.
-
-    Raises:
-        BrokenCheckpoint: the checkpoint is missing or incomplete, or its weights have another hash.
     """
     copy = copy_of(url)
     if (copy, part) in _verified_copies and _touch(copy) and sealed_folder.has_part(copy, part):
@@ -140,10 +132,8 @@ def forget_copy(url: str, part: Part) -> None:
 
 
 def verify(url: str, sha256: str, part: Part) -> None:
-    """Verify every byte of a part in the store itself: a correct copy on this host does not help other hosts.
-
-    Raises:
-        BrokenCheckpoint: a file is missing, truncated or changed; the message names the first one.
+    """Verify every byte of a part in the store itself: a correct copy on this host does not help other hosts. Raise
+    BrokenCheckpoint if a file is missing, truncated or changed; the message names the first one.
     """
     with tempfile.TemporaryDirectory() as scratch:
         _fetch(url, Path(scratch) / "checkpoint", sha256, part)
@@ -234,10 +224,8 @@ def _evict(folder: Path) -> None:
 
 
 def must_see(place: Path) -> None:
-    """Check that this host sees the folder in which a run stores its checkpoints.
-
-    Raises:
-        ConfigError: the folder does not exist on this host.
+    """Check that this host sees the folder in which a run stores its checkpoints. Raise ConfigError if the folder does not
+    exist on this host.
     """
     if not place.is_dir():  # the whole place is missing, so no checkpoint in it is broken
         raise ConfigError(
@@ -258,21 +246,13 @@ def report_host_trouble(path: str) -> Iterator[None]:
 
 
 def put(url: str, name: str, file: Path) -> None:
-    """Write a local file to the store, as `name` under the URL.
-
-    Raises:
-        FileNotFoundError: the bucket does not exist.
-    """
+    """Write a local file to the store, as `name` under the URL. Raise FileNotFoundError if the bucket does not exist."""
     files, key = _store(url)
     _retry(url, lambda: files.put_file(str(file), f"{key}/{name}"))
 
 
 def get(url: str, name: str, file: Path) -> None:
-    """Read `name` under the URL from the store into a local file.
-
-    Raises:
-        FileNotFoundError: the name does not exist.
-    """
+    """Read `name` under the URL from the store into a local file. Raise FileNotFoundError if the name does not exist."""
     files, key = _store(url)
     _retry(url, lambda: files.get_file(f"{key}/{name}", str(file)))
 

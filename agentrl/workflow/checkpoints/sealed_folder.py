@@ -66,16 +66,14 @@ Writer = Callable[[Path], Collection[str] | None]
 
 
 def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
-    """Write the checkpoint `folder` from the files that `writer` writes.
+    """Write the checkpoint `folder` from the files that `writer` writes. Raise CheckpointError if writing failed, or the writer
+    wrote no weights. An existing checkpoint at `folder` is unchanged.
 
     Args:
         then: the command to type after the disk's problem is solved, for the error message.
 
     Returns:
         The sha256 of the checkpoint's weights, as in a `PolicyRef`.
-
-    Raises:
-        CheckpointError: writing failed, or the writer wrote no weights. An existing checkpoint at `folder` is unchanged.
     """
     beside = _sibling(folder, ".tmp")
     try:
@@ -155,13 +153,11 @@ def remove_rivals(folder: Path) -> None:
 
 
 def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> Mapping[str, FileRecord]:
-    """Verify that every file, except those in `without`, is unchanged. Return the manifest.
+    """Verify that every file, except those in `without`, is unchanged. Return the manifest. Raise BrokenCheckpoint if a file is
+    missing, truncated or changed; the message names the first one.
 
     Args:
         shared: whether to verify also the files that the run's checkpoints share. No update reads these files.
-
-    Raises:
-        BrokenCheckpoint: a file is missing, truncated or changed; the message names the first one.
     """
     manifest = read_manifest(folder)
     for name, record in manifest.items():
@@ -173,10 +169,8 @@ def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> 
 
 
 def verify_part(folder: Path, sha256: str, part: Part) -> None:
-    """Verify every byte of a part of a published checkpoint, and that its weights have the given sha256.
-
-    Raises:
-        BrokenCheckpoint: a file is missing, truncated or changed; the message names the first one.
+    """Verify every byte of a part of a published checkpoint, and that its weights have the given sha256. Raise BrokenCheckpoint
+    if a file is missing, truncated or changed; the message names the first one.
     """
     weights = weights_of(folder)
     if not weights.is_file():
@@ -276,13 +270,11 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
-    """Return the manifest of a checkpoint: each file's record by name.
+    """Return the manifest of a checkpoint: each file's record by name. Raise BrokenCheckpoint if the manifest is missing or
+    cannot be read.
 
     Args:
         called: the checkpoint's name in error messages, if the folder is a copy of it.
-
-    Raises:
-        BrokenCheckpoint: the manifest is missing or cannot be read.
     """
     if not (folder / MANIFEST).is_file():  # opening a pipe would block
         raise broken_error(called or folder, f"{MANIFEST} is missing")

@@ -58,10 +58,8 @@ class RowFilter:
         self._connection.set_progress_handler(self._is_over, STEP)
 
     def select(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
-        """Yield the rows for which the condition is true, and the rows that cannot be read. NULL is treated as false.
-
-        Raises:
-            DatasetError: the condition is not SQL, or needs too much work; the message names the row.
+        """Yield the rows for which the condition is true, and the rows that cannot be read. NULL is treated as false. Raise
+        DatasetError if the condition is not SQL, or needs too much work; the message names the row.
         """
         batch: list[SourceRow] = []
         columns: tuple[str, ...] = ()

@@ -52,11 +52,7 @@ class SourceRow(NamedTuple):
         return f"{self.where} {self.number}"
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns.
-
-        Raises:
-            ValueError: the row cannot be read; the message says why.
-        """
+        """Return the columns. Raise ValueError if the row cannot be read; the message says why."""
         if self.values is None:
             raise ValueError(self.problem)
         return self.values
@@ -66,14 +62,12 @@ Reader = Callable[[Path, str, str], Iterator[SourceRow]]
 
 
 def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRow]:
-    """Yield the rows of a file. The file's suffix, in lower or upper case, selects the reader (`READERS`).
+    """Yield the rows of a file. The file's suffix, in lower or upper case, selects the reader (`READERS`). Raise DatasetError
+    if the file does not exist, it does not have the format of its suffix, or the suffix is unknown.
 
     Args:
         label: the prefix of the rows' keys.
         where: the text before the unit in which rows are counted, for messages.
-
-    Raises:
-        DatasetError: the file does not exist, it does not have the format of its suffix, or the suffix is unknown.
     """
     suffix = path.suffix.lower()
     if suffix not in READERS:
@@ -94,10 +88,7 @@ def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRo
 
 def check_regular(path: Path) -> None:
     """Check that a path is not a pipe or device. Such a file may have no end, and opening a pipe waits until a process writes
-    to it.
-
-    Raises:
-        DatasetError: the path is a pipe or a device.
+    to it. Raise DatasetError if the path is a pipe or a device.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DatasetError(f"Cannot read the dataset {str(path)!r}: it is a pipe or a device.", "Write its rows into a file.")

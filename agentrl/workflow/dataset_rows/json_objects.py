@@ -16,11 +16,7 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_object(line: bytes) -> dict[str, Any]:
-    """Parse one line as a JSON object.
-
-    Raises:
-        ValueError: the line is not a JSON object, or the object cannot be stored.
-    """
+    """Parse one line as a JSON object. Raise ValueError if the line is not a JSON object, or the object cannot be stored."""
     try:
         row = _decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:

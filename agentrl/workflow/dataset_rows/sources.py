@@ -50,10 +50,8 @@ def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
 
 
 def expand_home(name: str) -> Path:
-    """Return a dataset's name as a path, with `~` expanded. An unknown user after `~` is not an error.
-
-    Raises:
-        DatasetError: the name contains a NUL character.
+    """Return a dataset's name as a path, with `~` expanded. An unknown user after `~` is not an error. Raise DatasetError if
+    the name contains a NUL character.
     """
     if "\0" in name:
         raise DatasetError(f"The name of the dataset {name!r:.200} holds a NUL character.", "Leave it out.")
@@ -64,10 +62,8 @@ def expand_home(name: str) -> Path:
 
 
 def source_files(name: str, split: str) -> list[Path]:
-    """Return the files of the split, in order; empty for a hub dataset or a plug-in.
-
-    Raises:
-        DatasetError: the folder or the split does not exist, or the split exists in two formats.
+    """Return the files of the split, in order; empty for a hub dataset or a plug-in. Raise DatasetError if the folder or the
+    split does not exist, or the split exists in two formats.
     """
     kind, path = kind_of_source(name), expand_home(name)
     if kind == "file":
@@ -80,10 +76,7 @@ def source_files(name: str, split: str) -> list[Path]:
 
 def read_source(config: DatasetConfig) -> Iterator[SourceRow]:
     """Return the rows of a file, a folder or a hub dataset. Rename columns by `config.map`, and keep the rows that pass
-    `config.filter`.
-
-    Raises:
-        DatasetError: the source cannot be read, or its first row lacks a column that `config.map` names.
+    `config.filter`. Raise DatasetError if the source cannot be read, or its first row lacks a column that `config.map` names.
     """
     rows = _read_hub(config) if kind_of_source(config.name) == "hub" else _read_files(config.name, config.split)
     if config.filter:
@@ -113,10 +106,8 @@ def hash_source(name: str, split: str) -> str:
 
 
 def nested_value(values: dict[str, Any], column: str) -> Any:
-    """Return the value of a column, or of a key inside a column (`COLUMN.KEY`).
-
-    Raises:
-        KeyError: the column or the key does not exist.
+    """Return the value of a column, or of a key inside a column (`COLUMN.KEY`). Raise KeyError if the column or the key does
+    not exist.
     """
     if column in values:
         return values[column]
@@ -224,11 +215,8 @@ def _stream_hub(config: DatasetConfig, name: str, part: str, streaming: bool) ->
 
 
 def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[SourceRow]:
-    """Yield the rows with each mapped column renamed to its field.
-
-    Raises:
-        DatasetError: the first row lacks a mapped column, so the mapping is wrong. A later row that lacks such a column is
-            malformed.
+    """Yield the rows with each mapped column renamed to its field. Raise DatasetError if the first row lacks a mapped column,
+    so the mapping is wrong. A later row that lacks such a column is malformed.
     """
     columns = [column for column in config.map.values() if column not in config.map]
     pairs, is_first = tuple(config.map.items()), True

@@ -52,12 +52,8 @@ def is_held_out(key: bytes, share: float, seed: int) -> bool:
 def write_splits(rows: Iterable[tuple[dict[str, Any], bool]], folder: Path, force: bool = False) -> dict[str, int]:
     """Write the held-out rows to `test.jsonl` and the other rows to `train.jsonl`. Return the number of rows of each split.
 
-    Either both files are written or neither.
-
-    Raises:
-        ConflictError: a file exists, and `force` is off.
-        DatasetError: a split has no row, or the rows cannot be read.
-        ServiceError: the folder cannot be written, or the disk is full.
+    Either both files are written or neither. Raise ConflictError if a file exists, and `force` is off. Raise DatasetError if a
+    split has no row, or the rows cannot be read. Raise ServiceError if the folder cannot be written, or the disk is full.
     """
     files = {split: folder / f"{split}.jsonl" for split in SPLITS}
     if not force and (existing := next((file for file in files.values() if file.exists()), None)):

@@ -31,11 +31,7 @@ MISTAKE_RATE = 0.4
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train`, `test` or `warmup`.
-
-    Raises:
-        DatasetError: the split does not exist.
-    """
+    """Yield the tasks of `train`, `test` or `warmup`. Raise DatasetError if the split does not exist."""
     if split not in SPLITS:
         raise DatasetError(f"code_tiny has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     names = list(SPLITS)

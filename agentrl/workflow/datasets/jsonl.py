@@ -66,10 +66,8 @@ class TaskRow:
 
 
 def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[str]) -> Iterator[Task]:
-    """Yield the tasks of the rows; add `PLACE: why` to `problems` for each malformed row.
-
-    Raises:
-        DatasetError: more than MAX_PROBLEMS rows are malformed, and `config.skip_bad_rows` is off.
+    """Yield the tasks of the rows; add `PLACE: why` to `problems` for each malformed row. Raise DatasetError if more than
+    MAX_PROBLEMS rows are malformed, and `config.skip_bad_rows` is off.
     """
     mapped = tuple(config.map)
     for source in rows:
@@ -82,10 +80,8 @@ def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[
 
 
 def add_problem(problems: list[str], problem: str, config: DatasetConfig) -> None:
-    """Add the problem of a malformed row to the list.
-
-    Raises:
-        DatasetError: there are more than `MAX_PROBLEMS` problems, and `config.skip_bad_rows` is off.
+    """Add the problem of a malformed row to the list. Raise DatasetError if there are more than `MAX_PROBLEMS` problems, and
+    `config.skip_bad_rows` is off.
     """
     problems.append(problem)
     if len(problems) > MAX_PROBLEMS and not config.skip_bad_rows:
@@ -93,10 +89,8 @@ def add_problem(problems: list[str], problem: str, config: DatasetConfig) -> Non
 
 
 def read_file(path: Path) -> tuple[list[TaskRow], list[str]]:
-    """Return the well-formed rows of a JSON lines file, and `line N: why` for each malformed line.
-
-    Raises:
-        DatasetError: the file does not exist or cannot be read.
+    """Return the well-formed rows of a JSON lines file, and `line N: why` for each malformed line. Raise DatasetError if the
+    file does not exist or cannot be read.
     """
     return read_values(formats.read_rows(path))
 
@@ -187,10 +181,7 @@ def _find_reference(row: Mapping[str, Any]) -> tuple[str, Any]:
 
 def answer_text(name: str, value: object) -> object:
     """Return the text of a completion. For a list of messages, this is the text of the last message; another value is returned
-    unchanged.
-
-    Raises:
-        ValueError: the list does not end with an assistant's message.
+    unchanged. Raise ValueError if the list does not end with an assistant's message.
     """
     if not isinstance(value, list):
         return value
@@ -228,11 +219,7 @@ def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
 
 
 def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
-    """Return the one column of these names that the row has.
-
-    Raises:
-        ValueError: the row has no such column, or several.
-    """
+    """Return the one column of these names that the row has. Raise ValueError if the row has no such column, or several."""
     present = [name for name in names if name in row]
     if len(present) != 1:
         columns = ", ".join(f"{name!r:.40}" for name in islice(row, 8))
@@ -261,10 +248,7 @@ def _messages(name: str, value: object) -> tuple[Message, ...]:
 
 def read_messages(name: str, value: object) -> tuple[Message, ...]:
     """Parse a list of messages in OpenAI's format, which may have tool calls and results, parts of text, and the developer
-    role.
-
-    Raises:
-        ValueError: the value is not such a list; the message names the place.
+    role. Raise ValueError if the value is not such a list; the message names the place.
     """
     if not isinstance(value, list):
         raise ValueError(f"{name!r} must be a list, not {kind_of(value)}")
@@ -345,10 +329,8 @@ def _reference(name: str, value: object) -> str:
 
 
 def plain_text(name: str, value: object) -> str:
-    """Check that a value is text, not empty and without control characters. Return it with LF line ends.
-
-    Raises:
-        ValueError: the value is not such a text; the message names the place.
+    """Check that a value is text, not empty and without control characters. Return it with LF line ends. Raise ValueError if
+    the value is not such a text; the message names the place.
     """
     if not isinstance(value, str):
         raise ValueError(f"{name!r} must be text, not {kind_of(value)}")

@@ -30,11 +30,7 @@ Question = tuple[str, str]
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train` or `test`.
-
-    Raises:
-        DatasetError: the split does not exist.
-    """
+    """Yield the tasks of `train` or `test`. Raise DatasetError if the split does not exist."""
     if split not in SPLITS:
         raise DatasetError(f"qa has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     return (

@@ -169,11 +169,7 @@ QUESTIONS = (
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the questions of `train` or `test`.
-
-    Raises:
-        DatasetError: the split does not exist.
-    """
+    """Yield the questions of `train` or `test`. Raise DatasetError if the split does not exist."""
     if split not in SPLITS:
         raise DatasetError(f"text_to_sql has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     return (

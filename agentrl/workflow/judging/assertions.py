@@ -17,11 +17,7 @@ from agentrl.workflow.sandbox.program_tests import bound_names
 
 
 def parse_source(source: str) -> ast.Module:
-    """Parse a source.
-
-    Raises:
-        ValueError: the source is not Python.
-    """
+    """Parse a source. Raise ValueError if the source is not Python."""
     try:
         return ast.parse(source)
     except (SyntaxError, MemoryError, RecursionError) as error:
@@ -29,14 +25,12 @@ def parse_source(source: str) -> ast.Module:
 
 
 def read_asserts(source: str, names: Sequence[str], constants: Constants | None = None) -> tuple[list[Case], int]:
-    """Return (the cases that test these functions, the number of asserts that are not cases).
+    """Return (the cases that test these functions, the number of asserts that are not cases). Raise ValueError if the source is
+    not Python.
 
     Args:
         names: the names of the functions.
         constants: an evaluator that several sources share. Its size limit applies to all of them together.
-
-    Raises:
-        ValueError: the source is not Python.
     """
     asserts = [node for node in ast.walk(parse_source(source)) if isinstance(node, ast.Assert)]
     constants = constants or Constants()
@@ -48,10 +42,7 @@ def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
     """Return the cases of a source if each assert is a case and depends on nothing else; None if the source must run as a
     program.
 
-    `assert True` tests nothing, and is ignored.
-
-    Raises:
-        ValueError: the source is not Python.
+    `assert True` tests nothing, and is ignored. Raise ValueError if the source is not Python.
     """
     tree, constants = parse_source(source), Constants()
     if not all(_is_alone(statement, constants, top=True) for statement in tree.body):
@@ -62,10 +53,8 @@ def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
 
 
 def check_names(source: str, program: str) -> None:
-    """Check that every name in a source is defined when the source runs after `program`.
-
-    Raises:
-        ValueError: a name is undefined, the source has no assert, or the source is not Python.
+    """Check that every name in a source is defined when the source runs after `program`. Raise ValueError if a name is
+    undefined, the source has no assert, or the source is not Python.
     """
     tree, before = parse_source(source), parse_source(program)
     if not any(isinstance(node, ast.Assert) and not _says_nothing(node) for node in ast.walk(tree)):

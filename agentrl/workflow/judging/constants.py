@@ -37,10 +37,8 @@ class Constants:
         self._room = MAX_MADE
 
     def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression of constants and operators.
-
-        Raises:
-            ValueError, TypeError: the expression contains anything else, has no value, or is too large.
+        """Return the value of an expression of constants and operators. Raise ValueError or TypeError if the expression
+        contains anything else, has no value, or is too large.
         """
         try:
             match node:

@@ -33,11 +33,7 @@ STOP_SECONDS = 5.0
 
 
 def check_sdk() -> None:
-    """Check that the SDK is installed.
-
-    Raises:
-        ConfigError: the SDK is not installed in this process's environment.
-    """
+    """Check that the SDK is installed. Raise ConfigError if the SDK is not installed in this process's environment."""
     try:
         import mcp  # noqa: F401 - slow, and needed only where a server is named
     except ModuleNotFoundError as error:
@@ -53,10 +49,8 @@ def parameters(name: str) -> "StdioServerParameters":
 
 
 def command(name: str) -> list[str]:
-    """Split the command in a server's name into words.
-
-    Raises:
-        ConfigError: the name has no command, or a quotation mark in it is not closed.
+    """Split the command in a server's name into words. Raise ConfigError if the name has no command, or a quotation mark in it
+    is not closed.
     """
     try:
         args = shlex.split(name.removeprefix(PREFIX))
@@ -87,11 +81,7 @@ class McpServer:
         self._over = False
 
     def open(self) -> None:
-        """Start the process if it is not running.
-
-        Raises:
-            InfraError: the process does not start.
-        """
+        """Start the process if it is not running. Raise InfraError if the process does not start."""
         asyncio.run_coroutine_threadsafe(self._connect(), _loop()).result()
 
     def call(self, tool: ServedTool, arguments: dict[str, Any], seconds: float) -> str:
@@ -218,10 +208,7 @@ _servers_lock = threading.Lock()
 
 def server(name: str) -> McpServer:
     """Return the server of this name in this process. The first use creates the object, but does not start the server's
-    process.
-
-    Raises:
-        ConfigError: the SDK is not installed in this process's environment.
+    process. Raise ConfigError if the SDK is not installed in this process's environment.
     """
     check_sdk()
     with _servers_lock:

@@ -9,11 +9,7 @@ from agentrl.workflow.trajectory import Episode
 
 
 def length(episode: Episode) -> tuple[float, ...]:
-    """Return the penalty of each step.
-
-    Raises:
-        ValueError: the episode has no run, so its limits are unknown.
-    """
+    """Return the penalty of each step. Raise ValueError if the episode has no run, so its limits are unknown."""
     if episode.limits is None:
         raise ValueError("it needs the token limit of a run, and this episode has no run")
     max_tokens = episode.limits.max_new_tokens * episode.limits.max_steps

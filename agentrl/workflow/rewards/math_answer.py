@@ -118,12 +118,9 @@ def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
 
 
 def _opened() -> Session:
-    """Return a sandbox session that defines the function `judge`.
-
-    Raises:
-        ConfigError: the packages are not installed.
-        SandboxUnavailable: there is no sandbox, or the sandbox cannot load the packages.
-        InfraError: the session did not start.
+    """Return a sandbox session that defines the function `judge`. Raise ConfigError if the packages are not installed. Raise
+    SandboxUnavailable if there is no sandbox, or the sandbox cannot load the packages. Raise InfraError if the session did not
+    start.
     """
     place = sandbox()
     reads = () if place.kind == "docker" else installed()
@@ -146,11 +143,7 @@ def _hint(kind: str, reads: Sequence[str]) -> str:
 
 
 def installed() -> tuple[str, ...]:
-    """Return the folders of the packages.
-
-    Raises:
-        ConfigError: a package is not installed.
-    """
+    """Return the folders of the packages. Raise ConfigError if a package is not installed."""
     specs = [find_spec(name) for name in PACKAGES]
     folders = [folder for spec in specs if spec for folder in spec.submodule_search_locations or ()]
     if not all(specs):

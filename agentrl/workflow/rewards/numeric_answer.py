@@ -84,10 +84,8 @@ _NO_REST = re.compile(
 
 
 def numeric_answer(episode: Episode) -> float:
-    """Return 1.0 if the answer is right, else 0.0.
-
-    Raises:
-        ValueError: the task's reference is not one number, so no answer could be right.
+    """Return 1.0 if the answer is right, else 0.0. Raise ValueError if the task's reference is not one number, so no answer
+    could be right.
     """
     gold = read_reference(episode.task.reference)
     if gold is None:

@@ -54,10 +54,8 @@ BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECA
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """Return the judge's arguments, or the reward 0.0 if the answer has no code to run.
-
-    Raises:
-        ValueError: the task has no hidden test.
+    """Return the judge's arguments, or the reward 0.0 if the answer has no code to run. Raise ValueError if the task has no
+    hidden test.
     """
     final_answer = episode.final_answer
     # A reference's docstring may hold a block.
@@ -67,11 +65,7 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
 
 
 def question(task: Task, answer: str) -> dict[str, Any]:
-    """Return the arguments of `tests_passed` for an answer to a task.
-
-    Raises:
-        ValueError: the task has no hidden test.
-    """
+    """Return the arguments of `tests_passed` for an answer to a task. Raise ValueError if the task has no hidden test."""
     metadata = task.metadata
     if not metadata["hidden"] and not metadata.get("test"):
         raise ValueError(f"task {task.key!r} has no hidden test")
@@ -132,11 +126,8 @@ def _judged(
 
 @contextmanager
 def opened() -> Iterator[Session]:
-    """Yield a sandbox session for judging, and close it afterwards.
-
-    Raises:
-        SandboxUnavailable: this machine has no sandbox for model-written code.
-        InfraError: the session did not start.
+    """Yield a sandbox session for judging, and close it afterwards. Raise SandboxUnavailable if this machine has no sandbox for
+    model-written code. Raise InfraError if the session did not start.
     """
     session = sandbox().session(LIMITS)
     try:
@@ -177,10 +168,8 @@ class Calls:
         self._late = self._told = 0
 
     def begun(self, cells: Sequence[str]) -> bool:
-        """Run the cells that are not empty. Return True if all of them succeeded.
-
-        Raises:
-            InfraError: the sandbox failed, or the machine was too busy.
+        """Run the cells that are not empty. Return True if all of them succeeded. Raise InfraError if the sandbox failed, or
+        the machine was too busy.
         """
         for cell in filter(None, cells):
             if self._budget.spent:
@@ -193,9 +182,7 @@ class Calls:
 
     def __call__(self, args: str) -> str | None:
         """Call the function with encoded arguments (`checks.KnownCalls`). Return the encoded result; None if the call failed.
-
-        Raises:
-            InfraError: the sandbox failed, or the machine was too busy.
+        Raise InfraError if the sandbox failed, or the machine was too busy.
         """
         if self._late >= MAX_LATE or self._budget.spent or self._told > MAX_TOLD:
             return None
@@ -216,10 +203,7 @@ def share(session: Session, cells: Sequence[str], function: str, cases: Sequence
     """Run the cells, and return the share of the cases that the function passes, from 0 to 1.
 
     The cases are texts, as in the task. If a cell fails, the share is 0.0. A case that would start after the budget is used up
-    has failed.
-
-    Raises:
-        InfraError: the sandbox failed, or the machine was too busy.
+    has failed. Raise InfraError if the sandbox failed, or the machine was too busy.
     """
     calls = Calls(session, function, budget)
     if not calls.begun(cells):

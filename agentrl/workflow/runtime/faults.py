@@ -24,10 +24,8 @@ class InjectedFault(Exception):
 
 
 def faultpoint(name: str) -> None:
-    """Increment the count of the fault point. If a fault is due at this count, run its action.
-
-    Raises:
-        InjectedFault: the action of the due fault is `raise`.
+    """Increment the count of the fault point. If a fault is due at this count, run its action. Raise InjectedFault if the
+    action of the due fault is `raise`.
     """
     plan = _plan()
     if plan is not None:

@@ -82,10 +82,8 @@ _this = threading.local()
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Record the time in the `with` block as a wait of this thread for a shared resource.
-
-    Raises:
-        InfraError: the caller has given the call up.
+    """Record the time in the `with` block as a wait of this thread for a shared resource. Raise InfraError if the caller has
+    given the call up.
     """
     patience: Patience = getattr(_this, "patience", None) or Patience()
     with patience.waiting():

@@ -116,14 +116,11 @@ class Session(Protocol):
         ...
 
     def run(self, code: str, limits: Limits | None = None) -> CodeResult:
-        """Run a cell. If the last statement is an expression, print its value.
+        """Run a cell. If the last statement is an expression, print its value. Raise ConfigError if `limits` change memory,
+        processes or tmp, which are fixed for a session; or they allow more processor time than the session's limits.
 
         Args:
             limits: the limits of this cell, instead of the session's limits.
-
-        Raises:
-            ConfigError: `limits` change memory, processes or tmp, which are fixed for a session; or they allow more processor
-                time than the session's limits.
         """
         ...
 
@@ -158,14 +155,11 @@ class Sandbox(Protocol):
         ...
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> Session:
-        """Open a session.
+        """Open a session. Raise InfraError if the session did not start. Raise ConfigError if this kind of sandbox cannot give
+        access to paths of the host.
 
         Args:
             reads: additional paths of this host that the session may read.
-
-        Raises:
-            InfraError: the session did not start.
-            ConfigError: this kind of sandbox cannot give access to paths of the host.
         """
         ...
 

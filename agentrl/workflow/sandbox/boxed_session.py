@@ -116,11 +116,7 @@ class BoxedLine:
 
 
 def open_session(launch: Launch, limits: Limits, turns: FairSemaphore, reads: Sequence[str] = ()) -> CellSession:
-    """Start a new sandbox on this host, and open a session in it.
-
-    Raises:
-        InfraError: the session did not start.
-    """
+    """Start a new sandbox on this host, and open a session in it. Raise InfraError if the session did not start."""
     line = BoxedLine(launch, limits, reads)
     try:
         return CellSession(line, launch.kind, limits, turns, spawn.START_SECONDS)

@@ -52,10 +52,7 @@ class Cgroup:
 
     def set_limits(self, memory_bytes: int, processes: int) -> None:
         """Set the limits on memory, in bytes, and on the number of processes. Limits that have not changed are not written
-        again.
-
-        Raises:
-            InfraError: the kernel refuses a limit because more than that is in use.
+        again. Raise InfraError if the kernel refuses a limit because more than that is in use.
         """
         self._write("memory", "memory.swappiness", "memory.swap.max", 0)
         self._write("memory", "memory.limit_in_bytes", "memory.max", memory_bytes)

@@ -108,9 +108,7 @@ class Container:
 
     def frames(self, seconds: float) -> list[tuple[bytes, bytes]]:
         """Wait up to `seconds` for frames from the bridge, and return them. Counts are not returned but stored in `counted`.
-
-        Raises:
-            EOFError: the container has ended.
+        Raise EOFError if the container has ended.
         """
         frames, self._kept = [*self._kept, *self._split_frames()], []
         deadline, counted = time.monotonic() + seconds, self.counted
@@ -141,15 +139,13 @@ class Container:
         return len(self._kept) < len(came)
 
     def follow(self, limits: Limits, running: Callable[[], int], over: Callable[[bytes, bytes], bool]) -> Use:
-        """Read the program's output until a frame ends the reading or a limit is passed.
+        """Read the program's output until a frame ends the reading or a limit is passed. Raise EOFError if the container ended
+        first.
 
         Args:
             limits: the limits that are checked.
             running: returns the number of running programs of this process.
             over: called with each frame that is neither output nor a count; returns True to end the reading.
-
-        Raises:
-            EOFError: the container ended first.
         """
         clock, printed = Clock(limits, running), bytearray()
         overrun: Overrun | None = None

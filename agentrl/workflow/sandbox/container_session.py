@@ -95,11 +95,7 @@ class ContainerLine:
 
 
 def open_session(container: Container, limits: Limits, turns: FairSemaphore) -> CellSession:
-    """Open a session in the container `container`.
-
-    Raises:
-        InfraError: the session did not start.
-    """
+    """Open a session in the container `container`. Raise InfraError if the session did not start."""
     try:
         return CellSession(ContainerLine(container), KIND, limits, turns, START_SECONDS)
     except (BrokenLine, SettleError, EOFError) as error:

@@ -89,11 +89,8 @@ class Docker:
 
 
 def find(settings: Settings) -> Docker:
-    """Create the docker sandbox, and test it by running a program.
-
-    Raises:
-        ConfigError: no image is configured, or the range of user ids is invalid.
-        SandboxUnavailable: docker or the image is missing, or the test program does not run.
+    """Create the docker sandbox, and test it by running a program. Raise ConfigError if no image is configured, or the range of
+    user ids is invalid. Raise SandboxUnavailable if docker or the image is missing, or the test program does not run.
     """
     check(settings.sandbox_image)
     sandbox = Docker(settings.sandbox_image, uid_pool.uid_range(settings.sandbox_uids)[-1])
@@ -106,11 +103,8 @@ def find(settings: Settings) -> Docker:
 
 
 def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
-    """Check that docker and the image are available.
-
-    Raises:
-        ConfigError: no image is configured.
-        SandboxUnavailable: docker or the image is missing.
+    """Check that docker and the image are available. Raise ConfigError if no image is configured. Raise SandboxUnavailable if
+    docker or the image is missing.
     """
     if not image:
         raise ConfigError(
@@ -125,10 +119,8 @@ def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
 
 
 def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) -> CodeResult:
-    """Wait for the end of a program, and return its result.
-
-    Raises:
-        InfraError: the program did not begin, or its container ended before the program.
+    """Wait for the end of a program, and return its result. Raise InfraError if the program did not begin, or its container
+    ended before the program.
     """
     code: list[int] = []
 

@@ -43,11 +43,8 @@ class Opaque:
 
 
 def encode(value: object) -> str:
-    """Encode a value as text.
-
-    Raises:
-        ValueError: `value` nests deeper than 200 levels, or contains itself.
-        Exception: the `__bool__` of an object in `value` raised this exception.
+    """Encode a value as text. Raise ValueError if `value` nests deeper than 200 levels, or contains itself. Raise Exception if
+    the `__bool__` of an object in `value` raised this exception.
     """
     return json.dumps(_tag(value, 0), allow_nan=False)
 
@@ -56,10 +53,7 @@ def decode(text: str) -> Any:
     """Decode text, which may be untrusted.
 
     Building a set of maliciously chosen numbers may take extremely long. So values from model-written code are decoded in a
-    process that can be killed (`judging.code_judge`).
-
-    Raises:
-        ValueError: `encode` cannot have written this text.
+    process that can be killed (`judging.code_judge`). Raise ValueError if `encode` cannot have written this text.
     """
     try:
         return _untag(json.loads(text, parse_constant=_refuse_constant), 0)

@@ -21,10 +21,8 @@ class FairSemaphore:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Wait for a free place, and hold it until the context ends.
-
-        Raises:
-            InfraError: the caller for which this thread works has stopped waiting.
+        """Wait for a free place, and hold it until the context ends. Raise InfraError if the caller for which this thread works
+        has stopped waiting.
         """
         handed = self._enqueue()
         try:

@@ -58,20 +58,14 @@ class Case:
 
     @classmethod
     def of(cls, text: str) -> "Case":
-        """Build a test from its text.
-
-        Raises:
-            ValueError: the text is not that of a test.
-        """
+        """Build a test from its text. Raise ValueError if the text is not that of a test."""
         args, value, rule, tolerance = exact_json.decode(text)
         return cls(tuple(args), value, rule, tolerance)
 
 
 def args_of(text: str) -> str:
-    """Return the arguments in the text of a test, as `exact_json` text. They are not decoded.
-
-    Raises:
-        ValueError: the text is not that of a test.
+    """Return the arguments in the text of a test, as `exact_json` text. They are not decoded. Raise ValueError if the text is
+    not that of a test.
     """
     args, _, _, _ = json.loads(text)
     return json.dumps(args)

@@ -145,10 +145,8 @@ def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
 
 
 def scope_signals() -> None:
-    """Enter the supervisor's domain, which only removes the right to signal processes outside of it.
-
-    Raises:
-        SystemExit: the kernel does not enforce the domain. `kill(-1)` would then kill all processes of the machine.
+    """Enter the supervisor's domain, which only removes the right to signal processes outside of it. Raise SystemExit if the
+    kernel does not enforce the domain. `kill(-1)` would then kill all processes of the machine.
     """
     check_answer(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     check_answer(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
@@ -249,10 +247,8 @@ def cpu_seconds(pids: list[str]) -> float:
 
 
 def files_below(folder: str) -> Iterator[os.stat_result]:
-    """Yield the stat result of each entry in a folder and its sub-folders.
-
-    Raises:
-        OSError: a folder cannot be listed, because its path is too long or the supervisor has no access.
+    """Yield the stat result of each entry in a folder and its sub-folders. Raise OSError if a folder cannot be listed, because
+    its path is too long or the supervisor has no access.
     """
     waiting = [folder]
     while waiting:
@@ -289,10 +285,7 @@ def mappings(pids: list[str]) -> Iterator[tuple[str, bytes]]:
 
 def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None]]:
     """Yield (inode, size in bytes) of each deleted file of a folder that a process still maps. The size is None if this user
-    may not read it.
-
-    Raises:
-        OSError: there are more than `MAPPINGS` mappings, which are too many to read in time.
+    may not read it. Raise OSError if there are more than `MAPPINGS` mappings, which are too many to read in time.
     """
     prefix = os.fsencode(os.path.realpath(folder)) + b"/"
     for number, (pid, line) in enumerate(mappings(pids)):

@@ -85,10 +85,7 @@ def abi() -> int:
 
 
 def check() -> None:
-    """Check that Landlock works on this machine.
-
-    Raises:
-        SandboxUnavailable: the kernel is too old, or libseccomp is missing.
+    """Check that Landlock works on this machine. Raise SandboxUnavailable if the kernel is too old, or libseccomp is missing.
     """
     if abi() < NEEDED_ABI:
         raise SandboxUnavailable(
@@ -266,11 +263,8 @@ def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
 
 
 def find(settings: Settings) -> Boxed:
-    """Create the Landlock sandbox, and test it by running a program.
-
-    Raises:
-        SandboxUnavailable: the kernel or libseccomp lacks a feature, or the test program does not run.
-        ConfigError: the range of user ids is invalid.
+    """Create the Landlock sandbox, and test it by running a program. Raise SandboxUnavailable if the kernel or libseccomp lacks
+    a feature, or the test program does not run. Raise ConfigError if the range of user ids is invalid.
     """
     check()
     uids, problem = uid_pool.uid_range(settings.sandbox_uids), "no interpreter was found"
@@ -285,11 +279,7 @@ def find(settings: Settings) -> Boxed:
 
 
 def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, inside: Inside) -> KeptProcess:
-    """Start a sandbox. See `spawn.start`.
-
-    Raises:
-        InfraError: the sandbox did not start.
-    """
+    """Start a sandbox. See `spawn.start`. Raise InfraError if the sandbox did not start."""
     with ExitStack() as undone, ExitStack() as passed_on:
         seat = uid_pool.lease_uid(uids)
         undone.callback(seat.release)

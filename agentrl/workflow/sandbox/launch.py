@@ -72,18 +72,14 @@ class RunningSandbox(Protocol):
         ...
 
     def stop(self) -> None:
-        """Stop all processes inside, in one step that a fork cannot escape (see `freeze`).
-
-        Raises:
-            OSError: the process that carries out the order is gone.
+        """Stop all processes inside, in one step that a fork cannot escape (see `freeze`). Raise OSError if the process that
+        carries out the order is gone.
         """
         ...
 
     def go_on(self) -> None:
-        """Continue the stopped processes. They may continue shortly after this returns.
-
-        Raises:
-            OSError: the process that carries out the order is gone.
+        """Continue the stopped processes. They may continue shortly after this returns. Raise OSError if the process that
+        carries out the order is gone.
         """
         ...
 

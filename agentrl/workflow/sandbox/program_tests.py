@@ -126,10 +126,8 @@ class FunctionRelay:
         return self._plain_copy(self._right(*exact_json.decode(text)))
 
     def _value_with_source(self, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the value from the reference for arguments that are relayed as source code.
-
-        Raises:
-            CannotJudge: the source code cannot be run, or the reference returns another value for the arguments that it builds.
+        """Return the value from the reference for arguments that are relayed as source code. Raise CannotJudge if the source
+        code cannot be run, or the reference returns another value for the arguments that it builds.
         """
         call: dict[str, str] = json.loads(text)
         names: dict[str, Any] = {self._sources.function: self._right}

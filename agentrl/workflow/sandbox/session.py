@@ -275,11 +275,7 @@ class CellSession:
 
 
 def message_of(line: bytes | bytearray) -> dict[str, Any]:
-    """Parse a line, which may come from model-written code.
-
-    Raises:
-        BrokenLine: the line is not a JSON object.
-    """
+    """Parse a line, which may come from model-written code. Raise BrokenLine if the line is not a JSON object."""
     try:
         message = json.loads(line.decode())  # given bytes, json would guess an encoding
     except (ValueError, RecursionError) as error:

@@ -140,11 +140,7 @@ def launch(profile: bwrap.Profile, uids: range) -> Launch:
 
 
 def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -> Box:
-    """Start a sandbox.
-
-    Raises:
-        InfraError: the sandbox did not start.
-    """
+    """Start a sandbox. Raise InfraError if the sandbox did not start."""
     with ExitStack() as files, ExitStack() as undone:
         (info_reader, info), (waits, go) = os.pipe(), os.pipe()
         source, rules = memory_file(payload.sources(*inside.scripts)), memory_file(seccomp.rules())
@@ -188,10 +184,8 @@ def bury(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
 
 
 def send_order(line: socket.socket, order: bytes) -> None:
-    """Send an order to a sandbox's process, and wait until it has been carried out.
-
-    Raises:
-        OSError: the process is gone, or does not answer within 10 s.
+    """Send an order to a sandbox's process, and wait until it has been carried out. Raise OSError if the process is gone, or
+    does not answer within 10 s.
     """
     line.settimeout(ORDER_SECONDS)
     line.sendall(order)

@@ -26,10 +26,8 @@ class UidLease:
 
 
 def uid_range(text: str) -> range:
-    """Parse the setting `AGENTRL_SANDBOX_UIDS` (`FIRST-LAST`).
-
-    Raises:
-        ConfigError: the text is not such a range, or the range contains root's id.
+    """Parse the setting `AGENTRL_SANDBOX_UIDS` (`FIRST-LAST`). Raise ConfigError if the text is not such a range, or the range
+    contains root's id.
     """
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
@@ -38,11 +36,7 @@ def uid_range(text: str) -> range:
 
 
 def lease_uid(uids: range) -> UidLease:
-    """Lease a free user id of the range.
-
-    Raises:
-        InfraError: all ids of the range are in use.
-    """
+    """Lease a free user id of the range. Raise InfraError if all ids of the range are in use."""
     if os.geteuid() != 0:
         return UidLease(None)
     for uid in uids:

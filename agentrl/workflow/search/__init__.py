@@ -27,10 +27,8 @@ class Critic(Protocol):
     """A model that writes critique and edits, at an OpenAI-compatible endpoint."""
 
     def __call__(self, prompt: str) -> str:
-        """Return the model's answer to a prompt.
-
-        Raises:
-            ServiceError: the endpoint does not respond. The run waits and tries again.
+        """Return the model's answer to a prompt. Raise ServiceError if the endpoint does not respond. The run waits and tries
+        again.
         """
         ...
 
@@ -113,11 +111,9 @@ class Rollouts:
         notes: Sequence[str] = (),
         parents: Sequence[Candidate | None] = (),
     ) -> list[list[Group]]:
-        """Return, for each candidate, one group of episodes per task. All candidates are sampled in parallel.
-
-        Raises:
-            ValueError: a candidate is invalid, or the request has more than `MAX_GROUPS` groups.
-            ConfigError: the search requests other rollouts than it requested at this point before.
+        """Return, for each candidate, one group of episodes per task. All candidates are sampled in parallel. Raise ValueError
+        if a candidate is invalid, or the request has more than `MAX_GROUPS` groups. Raise ConfigError if the search requests
+        other rollouts than it requested at this point before.
         """
         request = Request(tuple(map(dict, candidates)), tuple(tasks), tuple(notes), tuple(parents))
         for candidate in request.candidates:
@@ -181,11 +177,9 @@ class Chosen:
 def go_on(run: Callable[..., Any], inputs: Given, held_out: Sequence[Task]) -> Request | Chosen:
     """Run the algorithm until it requests rollouts or chooses a candidate. Return the request or the choice.
 
-    A chosen candidate and the initial texts are then measured on the held-out tasks, which the search has not used.
-
-    Raises:
-        ConfigError: the algorithm has a parameter that is not a field of `Given`, or requests other rollouts than it requested
-            before.
+    A chosen candidate and the initial texts are then measured on the held-out tasks, which the search has not used. Raise
+    ConfigError if the algorithm has a parameter that is not a field of `Given`, or requests other rollouts than it requested
+    before.
     """
     try:
         chosen = run(**_taken(run, inputs))
@@ -201,11 +195,7 @@ def go_on(run: Callable[..., Any], inputs: Given, held_out: Sequence[Task]) -> R
 
 
 def names_taken(run: Callable[..., Any]) -> list[str]:
-    """Return the names of the algorithm's parameters.
-
-    Raises:
-        ConfigError: a parameter is not a field of `Given`.
-    """
+    """Return the names of the algorithm's parameters. Raise ConfigError if a parameter is not a field of `Given`."""
     arg_names = list(Given.__dataclass_fields__)
     names = list(inspect.signature(run).parameters)
     if strange := [name for name in names if name not in arg_names]:

@@ -55,16 +55,13 @@ class OtlpError(ValueError):
 
 
 def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = POSTED) -> list[Span]:
-    """Decode a body, and return its spans.
+    """Decode a body, and return its spans. Raise OtlpError if the body is not an export of traces, or exceeds the limits.
 
     Args:
         body: the body.
         content_type: the type of the body. Every type other than JSON is decoded as protobuf.
         encoding: the Content-Encoding of the request.
         bounds: the limits.
-
-    Raises:
-        OtlpError: the body is not an export of traces, or exceeds the limits.
     """
     data = inflated(body, encoding, bounds.bytes)
     kind = content_type.partition(";")[0].strip().lower()
@@ -77,10 +74,8 @@ def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = 
 
 
 def inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Decompress the body.
-
-    Raises:
-        OtlpError: the body is not compressed as declared, or has more than `max_bytes` bytes after decompression.
+    """Decompress the body. Raise OtlpError if the body is not compressed as declared, or has more than `max_bytes` bytes after
+    decompression.
     """
     if encoding not in ("", "identity", "gzip", "deflate"):
         raise OtlpError(f"it is encoded as {encoding[:40]!r}; only gzip is supported")

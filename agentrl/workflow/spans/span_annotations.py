@@ -18,10 +18,8 @@ _REWARD = re.compile(span_names.REWARD)
 
 
 def annotations_of_span(span: Span) -> list[Annotation]:
-    """Convert a span to annotations. Their ids contain the span's id, so a span that is exported twice is stored once.
-
-    Raises:
-        ValueError: the span cannot be stored; the message says why.
+    """Convert a span to annotations. Their ids contain the span's id, so a span that is exported twice is stored once. Raise
+    ValueError if the span cannot be stored; the message says why.
     """
     kind = span_names.KINDS.get(span.name, "span")
     annotations = list(_rewards(span)) if kind == "reward" or any(map(_REWARD.fullmatch, span.attributes)) else []
@@ -159,10 +157,8 @@ class Export:
 
 
 def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> Export:
-    """Decode an export, and return the annotations for the episode.
-
-    Raises:
-        OtlpError: the body is not an export, or a span belongs to another episode.
+    """Decode an export, and return the annotations for the episode. Raise OtlpError if the body is not an export, or a span
+    belongs to another episode.
     """
     documents: list[bytes] = []
     rejected, why = 0, ""

@@ -39,11 +39,8 @@ Over = Callable[[], bool]
 
 
 def check_text(sql: str) -> None:
-    """Check that the text can be a query.
-
-    Raises:
-        AccessDenied: the text is too long, or contains a NUL.
-        ConfigError: the text contains an unpaired surrogate.
+    """Check that the text can be a query. Raise AccessDenied if the text is too long, or contains a NUL. Raise ConfigError if
+    the text contains an unpaired surrogate.
     """
     if len(sql) > MAX_SQL:
         raise AccessDenied(f"The query has {len(sql)} characters, and {MAX_SQL} are allowed.", "Ask for less at a time.")
@@ -68,10 +65,8 @@ def instructions(count: int) -> Over:
 
 
 def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_ANSWER) -> list[tuple[Any, ...]]:
-    """Return the first `limit` rows. Together they may have at most `size` characters and bytes.
-
-    Raises:
-        AccessDenied: the rows are too large.
+    """Return the first `limit` rows. Together they may have at most `size` characters and bytes. Raise AccessDenied if the rows
+    are too large.
     """
     collected, total = [], 0
     for row in itertools.islice(rows, limit):

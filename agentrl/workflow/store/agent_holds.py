@@ -44,21 +44,15 @@ class AgentState:
 
 @transaction
 def publish_address(tx: Connection, fence: Fence, address: str) -> None:
-    """Store the address of the process that samples for the group's agents.
-
-    Raises:
-        Fenced: another worker holds the group.
-    """
+    """Store the address of the process that samples for the group's agents. Raise Fenced if another worker holds the group."""
     check_claim(tx, fence)
     tx.execute(update(schema.groups).where(schema.groups.c.id == fence.group).values(address=address))
 
 
 @transaction
 def open_attempts(tx: Connection, fence: Fence, episodes: Sequence[int]) -> None:
-    """Insert a pending row for the current attempt of each episode, unless the attempt already has a row.
-
-    Raises:
-        Fenced: another worker holds the group.
+    """Insert a pending row for the current attempt of each episode, unless the attempt already has a row. Raise Fenced if
+    another worker holds the group.
     """
     held = check_claim(tx, fence)
     rows = [{"episode_id": episode, "attempt": held.attempts[episode], "run": held.run} for episode in episodes]
@@ -106,9 +100,7 @@ def load_agents(
 @transaction
 def lose_agent(tx: Connection, fence: Fence, agent: AgentState, lease_seconds: float) -> bool:
     """Mark an agent as lost if its worker's lease has expired; return False if the agent has ended or the lease was renewed.
-
-    Raises:
-        Fenced: another worker holds the group.
+    Raise Fenced if another worker holds the group.
     """
     check_claim(tx, fence)
     gone = update(schema.agent_attempts).where(_AGENTS.id == agent.id, _AGENTS.status == "running")

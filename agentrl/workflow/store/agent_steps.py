@@ -67,10 +67,8 @@ def commit_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) ->
     """Commit steps, and the results of earlier calls that the steps' requests contain; return the steps in the order of
     `records`.
 
-    The returned steps have their index, parent and chain. A step whose request id is already stored is not written again.
-
-    Raises:
-        Fenced: another worker holds the group.
+    The returned steps have their index, parent and chain. A step whose request id is already stored is not written again. Raise
+    Fenced if another worker holds the group.
     """
     return insert_calls(tx, fence, records)
 
@@ -159,10 +157,8 @@ def _show_results(tx: Connection, record: StepRecord, held: HeldEpisodes) -> Non
 
 @transaction
 def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, int], bool]) -> None:
-    """Store for each (episode, step) whether the client received the complete response.
-
-    Raises:
-        Fenced: another worker holds the group.
+    """Store for each (episode, step) whether the client received the complete response. Raise Fenced if another worker holds
+    the group.
     """
     held = check_claim(tx, fence)
     for (episode, step), all_of_it in delivered.items():

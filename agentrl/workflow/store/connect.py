@@ -76,10 +76,8 @@ _DISK_FULL_ERROR = "database or disk is full"
 
 
 def database_url(text: str) -> URL:
-    """Parse the URL of a SQLite file or a Postgres database.
-
-    Raises:
-        ConfigError: the URL is of another kind, or the password in it is not escaped.
+    """Parse the URL of a SQLite file or a Postgres database. Raise ConfigError if the URL is of another kind, or the password
+    in it is not escaped.
     """
     try:
         url = make_url(text)
@@ -115,11 +113,8 @@ class Database:
     """A database. Threads may share the object, because each transaction has its own connection."""
 
     def __init__(self, url: str) -> None:
-        """Create the folder of a SQLite file; open no connection yet.
-
-        Raises:
-            ConfigError: the URL is not that of a SQLite file or a Postgres database.
-            ServiceError: the folder cannot be created, or the file is not a database.
+        """Create the folder of a SQLite file; open no connection yet. Raise ConfigError if the URL is not that of a SQLite file
+        or a Postgres database. Raise ServiceError if the folder cannot be created, or the file is not a database.
         """
         self.url = database_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
@@ -165,18 +160,14 @@ class Database:
             yield connection
 
     def ask(self, query: Callable[[Connection], T]) -> T:
-        """Run `query` in one read transaction, and run it again if the connection was lost.
-
-        Raises:
-            ServiceError: the database was unreachable for RETRY_SECONDS.
+        """Run `query` in one read transaction, and run it again if the connection was lost. Raise ServiceError if the database
+        was unreachable for RETRY_SECONDS.
         """
         return self._retry(lambda: self._read_once(query))
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in one write transaction, and run it again if the connection was lost.
-
-        Raises:
-            ServiceError: the database was unreachable for RETRY_SECONDS.
+        """Run `work` in one write transaction, and run it again if the connection was lost. Raise ServiceError if the database
+        was unreachable for RETRY_SECONDS.
         """
         return self._retry(lambda: self._write_once(work))
 

@@ -107,10 +107,8 @@ class Reader:
         self._database: Database | None = None
 
     def ask(self, query: Callable[[Any], T]) -> T:
-        """Run `query` in one read transaction.
-
-        Raises:
-            ServiceError: the database has another revision, or it remained unreachable.
+        """Run `query` in one read transaction. Raise ServiceError if the database has another revision, or it remained
+        unreachable.
         """
         if self._database is None and (self._file or self._parts):
             try:

@@ -24,7 +24,9 @@ EXTENDABLE = (*RESUMABLE, "done")
 
 @transaction
 def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterations: int | None = None) -> Mapping[str, Any]:
-    """Add epochs or iterations to a run, and resume it as `planning.resume` does.
+    """Add epochs or iterations to a run, and resume it as `planning.resume` does. Raise StateError if the run's state does not
+    allow an extension. Raise ConfigError if the run's config does not allow this extension. Raise CheckpointError if the
+    weights that the next iteration samples with were removed.
 
     Args:
         key: the key of this request. If a request with the same key is repeated (for example because the commit's reply was
@@ -34,11 +36,6 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
 
     Returns:
         The run's row from before the change.
-
-    Raises:
-        StateError: the run's state does not allow an extension.
-        ConfigError: the run's config does not allow this extension.
-        CheckpointError: the weights that the next iteration samples with were removed.
     """
     # Locked: two that extend it at once, or an update that publishes meanwhile, come one after the other.
     tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == find_run(tx, run)["id"]).with_for_update()).one()
@@ -64,15 +61,12 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
 
 
 def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
-    """Check that a run can be extended.
+    """Check that a run can be extended. Raise StateError if the run's state does not allow an extension. Raise ConfigError if
+    the run's config does not allow an extension.
 
     Args:
         row: the run's row.
         stored: True if the run trains on stored groups.
-
-    Raises:
-        StateError: the run's state does not allow an extension.
-        ConfigError: the run's config does not allow an extension.
     """
     name, decay = row["name"], row["config"]["update"].get("decay", "none")
     if row["kind"] != "train":

@@ -51,11 +51,7 @@ class ImportedEpisode:
 
 @transaction
 def write_import(tx: Connection, submission: Submission, episodes: Sequence[ImportedEpisode]) -> str:
-    """Write the run with all of its episodes; return its name.
-
-    Raises:
-        ConflictError: a run of that name exists.
-    """
+    """Write the run with all of its episodes; return its name. Raise ConflictError if a run of that name exists."""
     run = insert_submission(tx, submission)
     if not run.created:
         raise ConflictError(f"A run called {run.name!r} exists.", "Choose another --name, or leave it out.")

@@ -61,11 +61,8 @@ def _is_foreign(tx: Connection) -> bool:
 
 
 def open_database(url: str) -> Database:
-    """Open the database, ready to use. A SQLite database is upgraded at once.
-
-    Raises:
-        ServiceError: the database does not answer, a newer agentrl or another program wrote it, or it is a Postgres database of
-            another revision.
+    """Open the database, ready to use. A SQLite database is upgraded at once. Raise ServiceError if the database does not
+    answer, a newer agentrl or another program wrote it, or it is a Postgres database of another revision.
     """
     database = Database(url)
     with database.read() as tx:
@@ -93,10 +90,8 @@ def open_database(url: str) -> Database:
 
 
 def check_revision(revision: str | None) -> None:
-    """Check that this code can upgrade a database of this revision.
-
-    Raises:
-        ServiceError: the database is older than the first migration.
+    """Check that this code can upgrade a database of this revision. Raise ServiceError if the database is older than the first
+    migration.
     """
     if revision is not None and revision < FIRST:
         raise ServiceError(
@@ -106,10 +101,8 @@ def check_revision(revision: str | None) -> None:
 
 
 def upgrade(database: Database, revision: str = "head") -> None:
-    """Upgrade the database to `revision`, and recreate its views and triggers.
-
-    Raises:
-        ServiceError: the database is older than the first migration.
+    """Upgrade the database to `revision`, and recreate its views and triggers. Raise ServiceError if the database is older than
+    the first migration.
     """
     from alembic import command
 

@@ -140,14 +140,11 @@ def submit(tx: Connection, submission: Submission, failed: str = "") -> Submitte
     run.
 
     If a generated name is taken, the next free name is used. If the reply of an earlier commit of this submission was lost, the
-    committed run is returned, even if it has another name.
+    committed run is returned, even if it has another name. Raise ConflictError if a run of that name exists, with another
+    config or other starting weights. Raise CheckpointError if the run's starting weights have just been removed.
 
     Args:
         failed: the reason why the run cannot start. If given, the run is stored as failed, and its evaluation as paused.
-
-    Raises:
-        ConflictError: a run of that name exists, with another config or other starting weights.
-        CheckpointError: the run's starting weights have just been removed.
     """
     return insert_submission(tx, submission, failed)
 
@@ -410,13 +407,11 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 
 
 def check_resumable(row: Mapping[str, Any]) -> None:
-    """Check that the run can be resumed.
+    """Check that the run can be resumed. Raise StateError if the run is done or cancelled, has another format, or is of the
+    kind `serve`.
 
     Args:
         row: the run's row.
-
-    Raises:
-        StateError: the run is done or cancelled, has another format, or is of the kind `serve`.
     """
     if row["kind"] == "serve":
         raise StateError(f"Run {row['name']!r} was served by a process, and only that process could continue it.", _SERVE_HINT)
@@ -432,9 +427,7 @@ def resume(tx: Connection, run: str) -> Mapping[str, Any]:
     """Resume a paused or failed run and its paused evaluations. Work without a live lease is sent again at once.
 
     If the run was paused because too few episodes of an iteration were done, the iteration trains with those that are done.
-
-    Raises:
-        StateError: the run cannot be resumed. See `check_resumable`.
+    Raise StateError if the run cannot be resumed. See `check_resumable`.
     """
     row = find_run(tx, run)
     check_resumable(row)
@@ -522,10 +515,8 @@ def _is_unheld(table: Any) -> Any:
 def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str, Any]:
     """Pause, cancel or fail a run. Workers finish or drop their current work, and no more messages are sent. Idempotent.
 
-    If the run is paused or cancelled, its own evaluations are too.
-
-    Raises:
-        StateError: the run has already ended, or it is a `serve` run, which cannot be paused.
+    If the run is paused or cancelled, its own evaluations are too. Raise StateError if the run has already ended, or it is a
+    `serve` run, which cannot be paused.
     """
     row = find_run(tx, run)
     if row["status"] == status:

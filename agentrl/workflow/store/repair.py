@@ -152,10 +152,8 @@ def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tupl
 
 @transaction
 def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path: str, sha256: str) -> None:
-    """Store the path and hash of the rebuilt checkpoint in every row that has the broken one, and release the iteration.
-
-    Raises:
-        Fenced: another trainer holds the iteration.
+    """Store the path and hash of the rebuilt checkpoint in every row that has the broken one, and release the iteration. Raise
+    Fenced if another trainer holds the iteration.
     """
     handed_back = tx.execute(
         update(schema.iterations)

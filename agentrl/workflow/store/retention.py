@@ -39,10 +39,8 @@ class Checkpoints:
 
 @read_transaction
 def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Checkpoints]:
-    """Return the checkpoint folders of these runs, or of all runs if `runs` is empty.
-
-    Raises:
-        NotFoundError: there is no such run.
+    """Return the checkpoint folders of these runs, or of all runs if `runs` is empty. Raise NotFoundError if there is no such
+    run.
     """
     if runs:
         rows: Sequence[Any] = [find_run(tx, run) for run in runs]

@@ -378,11 +378,7 @@ _OPEN_GROUP = PreparedStatement(
 def finish_episodes(
     tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
 ) -> CompletedWork:
-    """End episodes with their rewards. The group ends with its last episode.
-
-    Raises:
-        Fenced: another worker holds the group.
-    """
+    """End episodes with their rewards. The group ends with its last episode. Raise Fenced if another worker holds the group."""
     return end_episodes(tx, fence, outcomes, reward_set, weights)
 
 
@@ -470,11 +466,7 @@ _HELD_EPISODES = PreparedStatement(
 
 
 def check_claim(tx: Connection, fence: Fence) -> HeldEpisodes:
-    """Return the run's name and the episodes of the claimed group.
-
-    Raises:
-        Fenced: another worker holds the group.
-    """
+    """Return the run's name and the episodes of the claimed group. Raise Fenced if another worker holds the group."""
     rows = _HELD_EPISODES.rows(tx, {"group": fence.group, "attempt": fence.attempt})
     if not rows:
         raise Fenced(f"Group {fence.group} is no longer held by attempt {fence.attempt}.")

@@ -21,11 +21,7 @@ MAX_NAME_CHARS = 64
 
 @sql_read_transaction
 def find_run(tx: Any, run: str, columns: str = "*") -> Row:
-    """Return these columns of the run's row. `run` is the run's name or number.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return these columns of the run's row. `run` is the run's name or number. Raise NotFoundError if there is no such run."""
     rows = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", name=run)
     if not rows and run.isascii() and run.isdigit() and len(run) < 19:
         rows = select_rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", id=int(run))
@@ -52,11 +48,7 @@ def _similar_name_hint(tx: Any, run: str) -> str:
 
 
 def parse_version(word: str) -> Version:
-    """Parse the text of a version, such as `3`, `v3`, `best` or `epoch3`.
-
-    Raises:
-        ConfigError: the text is not a version.
-    """
+    """Parse the text of a version, such as `3`, `v3`, `best` or `epoch3`. Raise ConfigError if the text is not a version."""
     if word == "best":
         return "best"
     digits = word.removeprefix("epoch").removeprefix("v")
@@ -67,11 +59,8 @@ def parse_version(word: str) -> Version:
 
 def find_stored_policy(db: Queryable, run: str, version: Version) -> PolicyRef:
     """Return a policy that the run published: the version with that number, the best version by the evaluations, or (None) the
-    newest.
-
-    Raises:
-        NotFoundError: there is no such run or version.
-        CheckpointError: `agentrl gc` or `--save-every` has removed the version's weights.
+    newest. Raise NotFoundError if there is no such run or version. Raise CheckpointError if `agentrl gc` or `--save-every` has
+    removed the version's weights.
     """
     row = find_policy(db, run, version)
     return PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"])
@@ -79,11 +68,9 @@ def find_stored_policy(db: Queryable, run: str, version: Version) -> PolicyRef:
 
 @sql_read_transaction
 def find_policy(tx: Any, run: str, version: Version) -> Row:
-    """Return the row of the run's policy with that version, together with the run's `base`, `base_hash` and `config`.
-
-    Raises:
-        NotFoundError: there is no such run or version.
-        CheckpointError: `agentrl gc` or `--save-every` has removed the version's weights.
+    """Return the row of the run's policy with that version, together with the run's `base`, `base_hash` and `config`. Raise
+    NotFoundError if there is no such run or version. Raise CheckpointError if `agentrl gc` or `--save-every` has removed the
+    version's weights.
     """
     row = find_run(tx, run)
     version = _require_best_version(tx, row) if version == "best" else version
@@ -104,14 +91,11 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
 
 
 def require_weights(run: str, version: int, collected_at: datetime | None, purpose: str = "") -> None:
-    """Check that the weights of a run's policy version were not removed.
+    """Check that the weights of a run's policy version were not removed. Raise CheckpointError if they were removed.
 
     Args:
         collected_at: the time at which they were removed; None if they were not.
         purpose: what needs the weights, for the error message; empty if the user named the version.
-
-    Raises:
-        CheckpointError: they were removed.
     """
     if collected_at is not None:
         raise CheckpointError(
@@ -140,13 +124,10 @@ def find_best_version(tx: Any, run_id: int) -> int | None:
 
 
 def _require_best_version(tx: Any, run: Mapping[str, Any]) -> int:
-    """Return the best version of a run. See `find_best_version`.
+    """Return the best version of a run. See `find_best_version`. Raise NotFoundError if no version was evaluated yet.
 
     Args:
         run: the run's row.
-
-    Raises:
-        NotFoundError: no version was evaluated yet.
     """
     version = find_best_version(tx, run["id"])
     if version is None:

@@ -51,9 +51,7 @@ class TrackerReport:
 @transaction
 def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int) -> int:
     """Add trackers to a run; return the run's id. If the run already has a tracker, the tracker's report becomes due again.
-
-    Raises:
-        NotFoundError: there is no such run.
+    Raise NotFoundError if there is no such run.
     """
     number = int(find_run(tx, run, "id")["id"])
     again = {"samples": samples, "status": "", "error": ""}
@@ -76,11 +74,7 @@ def list_due_reports(tx: Connection) -> list[TrackerReport]:
 
 @read_transaction
 def list_reports(tx: Connection, run: str) -> list[TrackerReport]:
-    """Return the reports of a run.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the reports of a run. Raise NotFoundError if there is no such run."""
     query = select(schema.reports).where(_REPORTS.run_id == find_run(tx, run, "id")["id"]).order_by(_REPORTS.tracker)
     return [_report(row) for row in tx.execute(query).mappings()]
 

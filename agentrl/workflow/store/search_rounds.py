@@ -99,10 +99,8 @@ def record_answer(
 
 @transaction
 def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGroup]) -> None:
-    """Add groups to the search's iteration, and release the claim on the iteration.
-
-    Raises:
-        Fenced: another process holds the iteration, or the iteration has ended.
+    """Add groups to the search's iteration, and release the claim on the iteration. Raise Fenced if another process holds the
+    iteration, or the iteration has ended.
     """
     mine = (_ITERATIONS.id == work.id) & (_ITERATIONS.train_token == work.token) & _ITERATIONS.status.in_(OPEN)
     if tx.execute(select(_ITERATIONS.id).where(mine).with_for_update()).first() is None:
@@ -124,10 +122,8 @@ def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGrou
 
 @transaction
 def finish_search(tx: Connection, work: IterationWork, chosen: Mapping[str, str] | None) -> None:
-    """End the search run, and mark the texts that the search chose.
-
-    Raises:
-        Fenced: another process holds the iteration, or the iteration has ended.
+    """End the search run, and mark the texts that the search chose. Raise Fenced if another process holds the iteration, or the
+    iteration has ended.
     """
     close_iteration(tx, work, UpdateRecord((), {}))
     ids = [

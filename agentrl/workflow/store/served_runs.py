@@ -57,11 +57,8 @@ class ServedEpisode:
 
 @transaction
 def open_run(tx: Connection, submission: Submission, worker: str, lease_seconds: float) -> ServedRun:
-    """Insert the run and claim its iteration for this process.
-
-    Raises:
-        ConflictError: a run of that name exists.
-        CheckpointError: the run's weights have just been removed.
+    """Insert the run and claim its iteration for this process. Raise ConflictError if a run of that name exists. Raise
+    CheckpointError if the run's weights have just been removed.
     """
     submitted = insert_submission(tx, submission)
     if not submitted.created:
@@ -76,15 +73,12 @@ def open_run(tx: Connection, submission: Submission, worker: str, lease_seconds:
 
 @transaction
 def open_episode(tx: Connection, run: ServedRun, client: str, key_hash: str, lease_seconds: float) -> ServedEpisode:
-    """Add an episode for a client.
+    """Add an episode for a client. Raise Fenced if this process no longer serves the run.
 
     Args:
         client: the client's name for the episode; it becomes the key of the task.
         key_hash: the sha256 of the key with which the client's requests are forwarded.
         lease_seconds: the length of the lease in `agent_attempts`, in seconds.
-
-    Raises:
-        Fenced: this process no longer serves the run.
     """
     _check_served(tx, run)
     agents = schema.agent_attempts.c

@@ -70,10 +70,7 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[StepRecord]) 
     """Commit T1: insert the sampled steps, at most one per episode, and a pending row per tool call.
 
     Return the ids of each step's calls. A step that is already stored (because the reply of its commit was lost) is not written
-    again.
-
-    Raises:
-        Fenced: another worker holds the group.
+    again. Raise Fenced if another worker holds the group.
     """
     held = check_claim(tx, fence)
     fresh = [record for record in records if record.step.index >= held.steps[record.episode]]
@@ -169,10 +166,7 @@ _COUNT_RESULTS = PreparedStatement(
 @transaction
 def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, Step]]) -> None:
     """Commit T2: mark each (episode, step) as observed. Each step has all of its results, and the policy may read them after
-    this commit.
-
-    Raises:
-        Fenced: another worker holds the group.
+    this commit. Raise Fenced if another worker holds the group.
     """
     held = check_claim(tx, fence)
     for episode, step in observed:
@@ -198,10 +192,7 @@ def commit_asked(tx: Connection, fence: Fence, questions: Sequence[JudgeQuestion
     """Insert a pending row for each call to a judge, in the last step of the episode. Existing rows are not changed.
 
     Return the ids of each episode's rows, in the order of the episode's questions. The calls may be sent only after this
-    commit.
-
-    Raises:
-        Fenced: another worker holds the group.
+    commit. Raise Fenced if another worker holds the group.
     """
     held = check_claim(tx, fence)
     return [_insert_questions(tx, one, held) for one in questions]
@@ -227,10 +218,8 @@ def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisod
 
 @transaction
 def restart_episode(tx: Connection, fence: Fence, episode: int) -> None:
-    """Start the episode again with the next attempt number. The rows of the old attempt's steps are not deleted.
-
-    Raises:
-        Fenced: another worker holds the group.
+    """Start the episode again with the next attempt number. The rows of the old attempt's steps are not deleted. Raise Fenced
+    if another worker holds the group.
     """
     check_claim(tx, fence)
     fresh = dict.fromkeys(("steps", "prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors"), 0)

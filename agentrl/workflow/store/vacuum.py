@@ -36,10 +36,8 @@ class VacuumResult:
 
 
 def vacuum(database: Database) -> VacuumResult:
-    """Compact the database while others use it, and update the planner's statistics on Postgres.
-
-    Raises:
-        ServiceError: another process writes or locks a table for too long, or the disk has not enough space for SQLite's copy.
+    """Compact the database while others use it, and update the planner's statistics on Postgres. Raise ServiceError if another
+    process writes or locks a table for too long, or the disk has not enough space for SQLite's copy.
     """
     return _vacuum_sqlite(Path(str(database.url.database))) if database.is_sqlite else _vacuum_postgres(database)
 

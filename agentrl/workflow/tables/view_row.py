@@ -60,10 +60,8 @@ class ViewRow(Mapping[str, Any], metaclass=_ViewType):
     COLUMNS: ClassVar[Mapping[str, Column]]
 
     def __init__(self, **values: Any) -> None:
-        """Create a row from its values by column name.
-
-        Raises:
-            TypeError: the value of a column is missing, or there is no column for a value.
+        """Create a row from its values by column name. Raise TypeError if the value of a column is missing, or there is no
+        column for a value.
         """
         if values.keys() != self.COLUMNS.keys():
             raise TypeError(f"{type(self).__name__} has the columns {', '.join(self.COLUMNS)}, not {', '.join(values)}.")

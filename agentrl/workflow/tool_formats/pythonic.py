@@ -237,10 +237,8 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 
 def read_list(text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
-    """Parse the list that begins at index `at`. Return its calls and the index at which it ends.
-
-    Raises:
-        Unreadable: one of the calls cannot be parsed. No call is returned then.
+    """Parse the list that begins at index `at`. Return its calls and the index at which it ends. Raise Unreadable if one of the
+    calls cannot be parsed. No call is returned then.
     """
     reader = CallReader(text, at + 1)
     calls: list[ToolCall] = []
@@ -253,11 +251,7 @@ def read_list(text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
 
 
 def check_length(calls: tuple[ToolCall, ...], at: int, end: int) -> tuple[tuple[ToolCall, ...], int]:
-    """Return the calls and the index at which their text ends.
-
-    Raises:
-        Unreadable: the text is longer than a call may be.
-    """
+    """Return the calls and the index at which their text ends. Raise Unreadable if the text is longer than a call may be."""
     if end - at > MAX_CHARACTERS:
         raise Unreadable(TOO_LONG, end)
     return calls, end

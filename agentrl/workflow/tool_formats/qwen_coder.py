@@ -78,10 +78,8 @@ def _stands_alone(text: str) -> bool:
 
 
 def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -> ToolCall:
-    """Return the call whose text is from index `at` to `end`. The format `glm` uses this function too.
-
-    Raises:
-        Unreadable: the text or the arguments exceed the limits.
+    """Return the call whose text is from index `at` to `end`. The format `glm` uses this function too. Raise Unreadable if the
+    text or the arguments exceed the limits.
     """
     try:
         why = TOO_LONG if end - at > MAX_CHARACTERS else describe_json_error(arguments)
@@ -93,15 +91,13 @@ def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -
 
 
 def read_value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool], end: int) -> Any:
-    """Return the value of a text between tags. The format `glm` uses this function too.
+    """Return the value of a text between tags. The format `glm` uses this function too. Raise Unreadable if the value is JSON
+    that exceeds the limits.
 
     Args:
         kinds: the JSON types that the value may have.
         stands_alone: a function that returns True for a text that needs no quotes between these tags.
         end: the index at which parsing continues if the value is refused.
-
-    Raises:
-        Unreadable: the value is JSON that exceeds the limits.
     """
     value = _value(text, kinds, stands_alone)
     if isinstance(value, Unreadable):

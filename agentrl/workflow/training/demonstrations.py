@@ -38,10 +38,8 @@ class Demonstration:
 
 
 def read_demonstrations(config: DatasetConfig) -> list[Demonstration]:
-    """Read the demonstrations of a dataset, at most `config.max_tasks`, in the order of its rows.
-
-    Raises:
-        DatasetError: the dataset cannot be read, has no demonstrations, or has malformed rows. The message names these rows.
+    """Read the demonstrations of a dataset, at most `config.max_tasks`, in the order of its rows. Raise DatasetError if the
+    dataset cannot be read, has no demonstrations, or has malformed rows. The message names these rows.
     """
     demonstrations: list[Demonstration] = []
     problems: list[str] = []
@@ -93,10 +91,8 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def line_of(demonstration: Demonstration) -> bytes:
-    """Return the JSON line of a demonstration, in the format that `read_demonstrations` reads.
-
-    Raises:
-        ValueError: `read_demonstrations` could not read the line; the message has the reason.
+    """Return the JSON line of a demonstration, in the format that `read_demonstrations` reads. Raise ValueError if
+    `read_demonstrations` could not read the line; the message has the reason.
     """
     row: dict[str, Any] = {"messages": [message_row(message) for message in demonstration.messages]}
     if demonstration.tools:

@@ -190,11 +190,8 @@ def make_learner(policy: Policy) -> Learner:
 
 
 def load_learner(start: Start, device: str, threads: int) -> Learner:
-    """Load the model that learns from stored episodes.
-
-    Raises:
-        ModelError: the model cannot be loaded, or is not the run's.
-        CheckpointError: the policy's weights differ from the recorded ones.
+    """Load the model that learns from stored episodes. Raise ModelError if the model cannot be loaded, or is not the run's.
+    Raise CheckpointError if the policy's weights differ from the recorded ones.
     """
     return make_learner(open_with_weights(start.policy, start.model, start.manifest, device, threads))
 
@@ -407,11 +404,7 @@ def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 def save(learner: Learner, trained_model: TrainedModel, source: Mapping[str, Any]) -> TrainedModel:
-    """Write the model folder atomically, with the record of its origin.
-
-    Raises:
-        CheckpointError: writing failed.
-    """
+    """Write the model folder atomically, with the record of its origin. Raise CheckpointError if writing failed."""
     module = merge_weights(learner.policy) if learner.policy else learner.module
     details = {
         "tool_format": learner.chat.manner.tool_format.name,

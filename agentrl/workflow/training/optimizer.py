@@ -50,10 +50,8 @@ def make_optimizer(
 
 
 def check_optimizer(name: str, device: str) -> None:
-    """Refuse an optimizer that does not work on this machine, after one step with it on a small tensor.
-
-    Raises:
-        ConfigError: the optimizer does not work here; the message has the reason.
+    """Refuse an optimizer that does not work on this machine, after one step with it on a small tensor. Raise ConfigError if
+    the optimizer does not work here; the message has the reason.
     """
     if name == "adamw":
         return
@@ -83,13 +81,11 @@ def take_step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Para
     torch's AdamW allocates a complete parameter group before it updates it, bitsandbytes allocates and updates parameter by
     parameter. So until all moments exist, the weights and moments from before the step are copied to the CPU. If memory runs
     out, they are restored, and the step is tried once more. Later steps allocate no moments; if memory runs out in such a step,
-    the exception is raised at once.
+    the exception is raised at once. Raise InfraError if memory does not suffice for the moments; weights and moments are
+    unchanged.
 
     Args:
         parameters: all parameters that the optimizer trains, by name.
-
-    Raises:
-        InfraError: memory does not suffice for the moments; weights and moments are unchanged.
     """
     allocates = any(p.grad is not None and not optimizer.state.get(p) for p in parameters.values())
     if not allocates:
@@ -137,10 +133,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
 def set_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Copy a state that `optimizer_state` returned into the optimizer.
-
-    Raises:
-        CheckpointError: the state belongs to other parameters or to another optimizer.
+    """Copy a state that `optimizer_state` returned into the optimizer. Raise CheckpointError if the state belongs to other
+    parameters or to another optimizer.
     """
     states: dict[str, dict[str, Tensor]] = {}  # of no parameter that was left alone so far
     for key, tensor in tensors.items():

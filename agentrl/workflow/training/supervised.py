@@ -237,10 +237,8 @@ def _load_existing(model: str, config: ModelConfig | None, device: str, threads:
 def demonstrations(dataset: Dataset | Sequence[Demonstration], limit: int | None, seed: int) -> Iterator[Demonstration | None]:
     """Yield a demonstration, or None, for each of the first `limit` tasks.
 
-    A demonstration has the form of an episode of the dataset's env. None stands for a task without a demonstration.
-
-    Raises:
-        DatasetError: the dataset has no demonstrations.
+    A demonstration has the form of an episode of the dataset's env. None stands for a task without a demonstration. Raise
+    DatasetError if the dataset has no demonstrations.
     """
     if isinstance(dataset, Dataset):
         return _demonstrate_in_env(dataset, list(islice(dataset.load(dataset.sft_split), limit)), seed)
@@ -266,10 +264,8 @@ def texts_of(samples: Iterable[Demonstration | None]) -> list[str]:
 
 
 def segments_of(chat: Chat, demonstration: Demonstration) -> Segments:
-    """Return the token ids of the demonstration, in the layout that an episode would have.
-
-    Raises:
-        DatasetError: the chat template cannot continue its turns.
+    """Return the token ids of the demonstration, in the layout that an episode would have. Raise DatasetError if the chat
+    template cannot continue its turns.
     """
     segments: Segments = []
     pending: list[Message] = []

@@ -314,16 +314,13 @@ class TokenLayout:
         return values.new_zeros(int(self.lengths.sum())).index_copy(0, self.places(rows).to(values.device), values)
 
     def make_earned(self, groups: Sequence[Group], penalty: Tensor | None = None, values: Tensor | None = None) -> TokenRewards:
-        """Return the rewards of each token.
+        """Return the rewards of each token. Raise RewardError if an episode's reward is missing, or not a finite number. Raise
+        StateError if an episode has no step.
 
         Args:
             groups: the groups of the episodes, in the order of the episodes.
             penalty: (N, T), subtracted from the rewards.
             values: (N, T), the critic's values.
-
-        Raises:
-            RewardError: an episode's reward is missing, or not a finite number.
-            StateError: an episode has no step.
         """
         rewards = torch.zeros(self.mask.shape, dtype=torch.float64)
         turns, chains = (torch.zeros(self.mask.shape, dtype=torch.long) for _ in range(2))
@@ -338,11 +335,8 @@ class TokenLayout:
 
 
 def _check(episode: Episode) -> None:
-    """Refuse an episode whose tokens cannot get advantages.
-
-    Raises:
-        RewardError: the reward of the episode or of a step is missing or not a finite number.
-        StateError: the episode has no step.
+    """Refuse an episode whose tokens cannot get advantages. Raise RewardError if the reward of the episode or of a step is
+    missing or not a finite number. Raise StateError if the episode has no step.
     """
     if not episode.steps:
         raise StateError(f"Episode {episode.id} is done and has no step.")

@@ -39,10 +39,7 @@ def check_run(config: RunConfig) -> None:
     """Refuse a run that TRL cannot train.
 
     If the run has a `broker_url`, the installation of TRL is not checked: its workers may have packages that this machine
-    lacks.
-
-    Raises:
-        ConfigError: TRL cannot train the run; the message has the reason.
+    lacks. Raise ConfigError if TRL cannot train the run; the message has the reason.
     """
     check_trl(config)
     if not settings().broker_url:
@@ -50,11 +47,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def require_trl() -> None:
-    """Check that the supported version of TRL is installed.
-
-    Raises:
-        ConfigError: TRL is missing, or has another version.
-    """
+    """Check that the supported version of TRL is installed. Raise ConfigError if TRL is missing, or has another version."""
     try:
         version = metadata.version("trl")
     except metadata.PackageNotFoundError as error:
@@ -66,13 +59,11 @@ def require_trl() -> None:
 
 
 def check_trl(config: RunConfig) -> None:
-    """Refuse options that TRL's trainer does not support.
+    """Refuse options that TRL's trainer does not support. Raise ConfigError if an option is not supported; the message has the
+    option and the reason.
 
     Args:
         config: the config of a training run.
-
-    Raises:
-        ConfigError: an option is not supported; the message has the option and the reason.
     """
     refusal = next(_refusals(config), None)
     if refusal is not None:

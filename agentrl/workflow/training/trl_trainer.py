@@ -74,11 +74,8 @@ class TrlTrainer(Trainer):
         self._credit: Credit = find("credits", self._algorithm.credit)
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
-        """Update the policy on the groups in which every episode can train.
-
-        Raises:
-            InfraError: memory does not suffice.
-            RewardError: an episode's reward is not a finite number.
+        """Update the policy on the groups in which every episode can train. Raise InfraError if memory does not suffice. Raise
+        RewardError if an episode's reward is not a finite number.
         """
         started = time.perf_counter()
         usable_groups, dropped = select_whole_groups(groups, self._config.rollout.group_size)

@@ -49,11 +49,7 @@ class GroupAnswer:
 
 
 def load_group_answer(tx: Any, group: int) -> GroupAnswer:
-    """Return the response about the group, with its episodes.
-
-    Raises:
-        NotFoundError: the group does not exist.
-    """
+    """Return the response about the group, with its episodes. Raise NotFoundError if the group does not exist."""
     loaded = load_group(tx, group)
     run = load_run_of(tx, loaded.run_id)
     shapes = load_sibling_shapes(tx, loaded)

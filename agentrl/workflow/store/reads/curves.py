@@ -89,14 +89,11 @@ class Curves:
 
 @sql_read_transaction
 def load_curves(tx: Any, run: str, after: int = 0, limit: int = MAX_ITERATIONS) -> Curves:
-    """Return the curves of a run.
+    """Return the curves of a run. Raise NotFoundError if there is no such run.
 
     Args:
         after: return only iterations with a greater number, counted from 1.
         limit: the maximum number of iterations.
-
-    Raises:
-        NotFoundError: there is no such run.
     """
     run_id = run_id_and_name(tx, run)["id"]
     after = max(0, storable_value(after))

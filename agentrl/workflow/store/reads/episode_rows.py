@@ -113,11 +113,7 @@ class EpisodeRecord:
 
 @sql_read_transaction
 def find_episode(tx: Any, episode: int) -> EpisodeRecord:
-    """Return the episode with all of its steps.
-
-    Raises:
-        NotFoundError: there is no such episode.
-    """
+    """Return the episode with all of its steps. Raise NotFoundError if there is no such episode."""
     row = _find_row(tx, episode) if abs(episode) <= MAX_ID else None
     if row is None:
         raise no_episode_error(episode)

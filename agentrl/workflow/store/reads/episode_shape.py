@@ -41,11 +41,7 @@ class EpisodeShape:
 
 @sql_read_transaction
 def load_shape(tx: Any, episode: int) -> EpisodeShape:
-    """Return the shape of an episode.
-
-    Raises:
-        NotFoundError: there is no such episode.
-    """
+    """Return the shape of an episode. Raise NotFoundError if there is no such episode."""
     episodes = select_rows(tx, _EPISODE, id=episode) if abs(episode) <= MAX_ID else []
     if not episodes:
         raise no_episode_error(episode)

@@ -68,11 +68,7 @@ def count_evals(tx: Any, run_id: int) -> int:
 
 @sql_read_transaction
 def find_result(tx: Any, run: str) -> Row:
-    """Return the result of an eval run.
-
-    Raises:
-        NotFoundError: there is no such run, or it is not a finished evaluation.
-    """
+    """Return the result of an eval run. Raise NotFoundError if there is no such run, or it is not a finished evaluation."""
     evals = select_rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
     if not evals:
         raise NotFoundError(f"Run {run!r} has no evaluation result.", f"agentrl watch {run}")
@@ -81,11 +77,8 @@ def find_result(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_evals(tx: Any, run: str) -> list[Row]:
-    """Return a list with the evaluation of that name or number. The list is empty if the run is not an evaluation.
-
-    Raises:
-        NotFoundError: there is no such run.
-        StateError: the evaluation is not done.
+    """Return a list with the evaluation of that name or number. The list is empty if the run is not an evaluation. Raise
+    NotFoundError if there is no such run. Raise StateError if the evaluation is not done.
     """
     row = find_run(tx, run)
     evals = _load_evals(tx, "r.id = :id", id=row["id"])

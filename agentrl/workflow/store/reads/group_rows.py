@@ -72,11 +72,7 @@ class GroupOf:
 
 
 def load_group(tx: Any, group: int) -> GroupOf:
-    """Return a group with its first MAX_SIBLINGS episodes.
-
-    Raises:
-        NotFoundError: there is no such group.
-    """
+    """Return a group with its first MAX_SIBLINGS episodes. Raise NotFoundError if there is no such group."""
     number = storable_value(group)
     groups = select_rows(tx, "SELECT run_id, task_id FROM groups WHERE id = :id", id=number)
     if not groups:

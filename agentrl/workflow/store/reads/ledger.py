@@ -68,10 +68,8 @@ def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = 
 def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
     """Return the episode's outcome in its own run and in other runs that trained on it.
 
-    The result also has the counts of `count_fates` for the iterations of the episode's run.
-
-    Raises:
-        NotFoundError: there is no such episode.
+    The result also has the counts of `count_fates` for the iterations of the episode's run. Raise NotFoundError if there is no
+    such episode.
     """
     one = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode) if abs(episode) <= MAX_ID else []
     if not one:

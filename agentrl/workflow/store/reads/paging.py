@@ -89,7 +89,8 @@ def select_page(
     own: str,
     table: str = "",
 ) -> Page[R]:
-    """Return a page of the view of the row class `kind`.
+    """Return a page of the view of the row class `kind`. Raise ConfigError if there is no such order, the size is out of
+    bounds, or the cursor does not belong to this list.
 
     Args:
         conditions: SQL conditions on the columns of `table`, or of the view if `table` is empty. Their `parameters` are written
@@ -99,9 +100,6 @@ def select_page(
         own: the name of the list's default order.
         table: the table in which the ids of the page's rows are looked up, which avoids the view's joins for skipped rows. If
             empty, they are looked up in the view.
-
-    Raises:
-        ConfigError: there is no such order, the size is out of bounds, or the cursor does not belong to this list.
     """
     sort = paging.sort or own
     column, way = _find_order(orders, sort)
@@ -186,10 +184,8 @@ def encode_cursor(*parts: Any) -> str:
 
 
 def decode_cursor(cursor: str, of: str) -> list[Any]:
-    """Return the parts of a cursor without the first part, which must equal `of`.
-
-    Raises:
-        ConfigError: the cursor is invalid or belongs to another list.
+    """Return the parts of a cursor without the first part, which must equal `of`. Raise ConfigError if the cursor is invalid or
+    belongs to another list.
     """
     try:
         parts = json.loads(urlsafe_b64decode(cursor.encode("ascii") + b"==")) if len(cursor) <= MAX_CURSOR_CHARS else None
@@ -213,10 +209,8 @@ def is_id(value: Any) -> bool:
 
 
 def _parse_cursor(cursor: str, digest: str, column: str) -> dict[str, Any]:
-    """Return the sort value (`at`) and the id (`last`) of the cursor's row.
-
-    Raises:
-        ConfigError: the cursor is invalid or belongs to another list.
+    """Return the sort value (`at`) and the id (`last`) of the cursor's row. Raise ConfigError if the cursor is invalid or
+    belongs to another list.
     """
     match decode_cursor(cursor, digest):
         case [at, last] if is_id(last) and (at is None or _may_hold(column, at)):

@@ -70,11 +70,7 @@ class Origin:
 
 @read_transaction
 def find_origin(tx: Connection, episode: int) -> Origin:
-    """Return the episode with the inputs that are needed to repeat it.
-
-    Raises:
-        NotFoundError: there is no such episode.
-    """
+    """Return the episode with the inputs that are needed to repeat it. Raise NotFoundError if there is no such episode."""
     record = find_episode(tx, episode)
     query = (
         select(schema.runs, schema.groups.c.kind.label("purpose"), schema.groups.c.opening, schema.iterations.c.number)
@@ -166,12 +162,8 @@ def load_update_inputs(tx: Connection, run: str, iteration: int | None) -> Updat
     """Return the inputs of the update of an iteration of the run. `iteration` is its number, counted from 1.
 
     If `iteration` is None, use the last iteration whose update took a step. If no update took a step, use the last done
-    iteration.
-
-    Raises:
-        NotFoundError: there is no such run or iteration.
-        StateError: the iteration is not trained yet, or the run does not train.
-        CheckpointError: the weights with which the update started were removed.
+    iteration. Raise NotFoundError if there is no such run or iteration. Raise StateError if the iteration is not trained yet,
+    or the run does not train. Raise CheckpointError if the weights with which the update started were removed.
     """
     row = find_run(tx, run)
     iteration_row = _find_iteration(tx, row, iteration)

@@ -120,11 +120,8 @@ class PromptsPage:
 
 @sql_read_transaction
 def list_prompts(tx: Any, run: str, size: int, cursor: str = "") -> PromptsPage:
-    """Return at most MAX_PROMPTS versions of the run's texts, in the order in which they were first tried.
-
-    Raises:
-        NotFoundError: there is no such run.
-        ConfigError: the cursor does not belong to this list.
+    """Return at most MAX_PROMPTS versions of the run's texts, in the order in which they were first tried. Raise NotFoundError
+    if there is no such run. Raise ConfigError if the cursor does not belong to this list.
     """
     size = min(size, MAX_PROMPTS)
     run_row = run_id_and_name(tx, run)

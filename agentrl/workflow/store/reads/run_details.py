@@ -33,11 +33,7 @@ class StoredConfig:
 
 @sql_read_transaction
 def find_config(tx: Any, run_id: int) -> StoredConfig:
-    """Return the stored config of the run with this id.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the stored config of the run with this id. Raise NotFoundError if there is no such run."""
     run_name(tx, run_id)
     (row,) = select_rows(tx, "SELECT config, manifest FROM runs WHERE id = :id", id=run_id)
     return StoredConfig(row["config"], row["manifest"].get("origins"))

@@ -79,20 +79,12 @@ def find_newest_run(tx: Any) -> str | None:
 
 @sql_read_transaction
 def describe_run(tx: Any, run: str) -> RunRow:
-    """Return the row of one run, by its name or number.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the row of one run, by its name or number. Raise NotFoundError if there is no such run."""
     return run_by_id(tx, run_id_and_name(tx, run)["id"])
 
 
 def run_name(tx: Any, run_id: int) -> str:
-    """Return the name of the run with this id. Call this inside a transaction.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the name of the run with this id. Call this inside a transaction. Raise NotFoundError if there is no such run."""
     rows = select_rows(tx, "SELECT name FROM runs WHERE id = :id", id=run_id) if abs(run_id) <= MAX_ID else []
     if not rows:
         raise NotFoundError(f"There is no run {run_id}.", "List them with `agentrl runs`.")
@@ -248,9 +240,5 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
 
 
 def run_id_and_name(tx: Any, run: str) -> Row:
-    """Return the id and the name of a run.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the id and the name of a run. Raise NotFoundError if there is no such run."""
     return find_run(tx, run, "id, name")

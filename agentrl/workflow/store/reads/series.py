@@ -79,11 +79,9 @@ def _is_number(hint: Any) -> bool:
 
 @sql_read_transaction
 def read_series(tx: Any, run: str, view: str, column: str, cursor: str = "") -> Window:
-    """Return partial sums of a view's column by iteration, over the next WINDOW_ROWS rows of a run.
-
-    Raises:
-        NotFoundError: there is no such run.
-        ConfigError: there is no such view or numeric column, or the cursor does not belong to this series.
+    """Return partial sums of a view's column by iteration, over the next WINDOW_ROWS rows of a run. Raise NotFoundError if
+    there is no such run. Raise ConfigError if there is no such view or numeric column, or the cursor does not belong to this
+    series.
     """
     if view not in WINDOWS:
         raise ConfigError(f"{view!r:.60} is not a view of numbers by iteration.", did_you_mean(view[:60], WINDOWS))

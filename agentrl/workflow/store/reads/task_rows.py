@@ -48,14 +48,12 @@ class TasksPage:
 
 @sql_read_transaction
 def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25, cursor: str = "") -> TasksPage:
-    """Return at most MAX_TASKS tasks that have groups in the run, ordered by their first group or by one of TASK_ORDERS.
+    """Return at most MAX_TASKS tasks that have groups in the run, ordered by their first group or by one of TASK_ORDERS. Raise
+    NotFoundError if there is no such run. Raise ConfigError if there is no such order, or the cursor does not belong to this
+    list.
 
     Args:
         text: a text that the task's key or reference contains.
-
-    Raises:
-        NotFoundError: there is no such run.
-        ConfigError: there is no such order, or the cursor does not belong to this list.
     """
     size = min(size, MAX_TASKS)
     run_id = run_id_and_name(tx, run)["id"]
@@ -236,10 +234,8 @@ def _thin(groups: Sequence[Row]) -> list[list[Any]]:
 
 @sql_read_transaction
 def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
-    """Return a task of a run with its newest MAX_GROUPS groups (oldest first) and the rewards of their episodes.
-
-    Raises:
-        NotFoundError: there is no such run, or the run does not have this task.
+    """Return a task of a run with its newest MAX_GROUPS groups (oldest first) and the rewards of their episodes. Raise
+    NotFoundError if there is no such run, or the run does not have this task.
     """
     run_row = run_id_and_name(tx, run)
     query = "SELECT id AS task_id, key AS task, messages, reference, metadata FROM tasks WHERE id = :task"
@@ -298,14 +294,12 @@ class SampledGroups:
 
 @sql_read_transaction
 def load_solved(tx: Any, run: str = "") -> dict[str, SolvedCount]:
-    """Return for each task how many of its done episodes are correct, by the task's content hash.
+    """Return for each task how many of its done episodes are correct, by the task's content hash. Raise NotFoundError if there
+    is no such run.
 
     Args:
         run: the name or number of the run to count; empty for all runs. Forks are not counted, because their prompts were
             edited.
-
-    Raises:
-        NotFoundError: there is no such run.
     """
     chosen = "AND r.id = :id" if run else ""
     args = {"id": run_id_and_name(tx, run)["id"]} if run else {}
@@ -336,10 +330,8 @@ def _add_run(tx: Any, run_id: int, counts: dict[str, SolvedCount]) -> None:
 
 @sql_read_transaction
 def count_equal_groups(tx: Any, run: str) -> SampledGroups:
-    """Count the run's groups that have done episodes, and those of them whose rewards are all equal.
-
-    Raises:
-        NotFoundError: there is no such run.
+    """Count the run's groups that have done episodes, and those of them whose rewards are all equal. Raise NotFoundError if
+    there is no such run.
     """
     query = """
         SELECT count(*) AS groups, coalesce(sum(CASE WHEN low = high THEN 1 ELSE 0 END), 0) AS equal FROM

@@ -161,10 +161,8 @@ _OF_MESSAGES = ("content", "thought", "tool_calls")
 
 
 def load_text(tx: Any, episode: int, path: str) -> str:
-    """Return the full text at the path. A value of another type is returned as JSON.
-
-    Raises:
-        NotFoundError: there is no such episode, or it has no such text.
+    """Return the full text at the path. A value of another type is returned as JSON. Raise NotFoundError if there is no such
+    episode, or it has no such text.
     """
     shape = load_shape(tx, episode)
     value = _find(tx, shape, path.split("/")) if len(path) <= MAX_PATH else None
