@@ -21,8 +21,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def read_traces(path: Path) -> list[Span]:
-    """Return the spans of a file. Raise DatasetError if the file cannot be read or has no traces; the message names the line.
-    """
+    """Return the spans of a file. Raise DatasetError if the file cannot be read or has no traces; the message names the line."""
     if path.exists() and not path.is_file():  # opening a pipe would wait for who writes into it
         raise DatasetError(f"{str(path)!r} is not a file, but a folder, a pipe or a device.", "Write the traces into a file.")
     try:

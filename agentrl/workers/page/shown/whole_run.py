@@ -42,8 +42,7 @@ def typed_run(number: int, name: str) -> str:
 
 
 def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
-    """Return the response of `/api/runs/{run}` about the run with this number. Raise NotFoundError if the run does not exist.
-    """
+    """Return the response of `/api/runs/{run}` about the run with this number. Raise NotFoundError if the run does not exist."""
     name = run_rows.run_name(tx, run)
     (shown_run,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
     children = find_children(tx, run, CHILDREN_SHOWN + 1)
