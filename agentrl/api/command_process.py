@@ -95,9 +95,7 @@ def follow(place: StoreLocation, run: Run) -> None:
 
 @contextmanager
 def _growing_curve(run: Run) -> Iterator[Callable[[], None]]:
-    """Show the curve of the run in a notebook. Yield a function that updates the displayed curve; it does nothing outside a
-    notebook.
-    """
+    """Show the curve of the run in a notebook."""
     shell = sys.modules.get("IPython")
     if shell is None or not hasattr(shell.get_ipython(), "kernel"):
         yield lambda: None

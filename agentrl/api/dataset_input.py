@@ -55,11 +55,6 @@ def has_references(file: Path) -> bool:
 
 
 def _read(dataset: Any, what: str) -> Iterator[Any]:
-    """Yield the rows of the dataset.
-
-    Raises:
-        DatasetError: the value is not a dataset, iterating it raised an exception, or it has more than `MAX_ROWS` rows.
-    """
     rows, number = iter(_rows(dataset)), 0
     while True:
         try:
@@ -87,11 +82,7 @@ def _rows(dataset: Any) -> Iterable[Any]:
 
 
 def _line(number: int, row: Any) -> str:
-    """Return the row as a line of JSON.
-
-    Raises:
-        DatasetError: the row is not a mapping of JSON values.
-    """
+    """Return the row as a line of JSON."""
     if isinstance(row, Task):
         messages = [{"role": message.role, "content": message.content} for message in row.messages]
         row = {**row.metadata, "messages": messages, "reference": row.reference or None}

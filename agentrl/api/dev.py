@@ -229,9 +229,7 @@ def _agent_variables(llm: LLM, emit_key: str) -> dict[str, str]:
 
 @Once
 def _shared_server() -> SamplingServer:
-    """Return the sampling server of this process, which serves the newest database. There is only one, because its thread
-    cannot be stopped.
-    """
+    """Return the sampling server of this process, which serves the newest database."""
     return sampling_server.start(lambda: _databases[-1], LOOPBACK)
 
 

@@ -182,9 +182,7 @@ class SourceModule:
             self._bodies[name] = f"{name} = {defined}"
 
     def _import_submodules(self, name: str, package: str, text: str) -> None:
-        """Import the submodules of a package that the text reads as attributes. Importing only the package may not load
-        them.
-        """
+        """Import the submodules of a package that the text reads as attributes."""
         for node in ast.walk(ast.parse(text)):
             first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
             module = f"{package}.{rest}"
@@ -286,11 +284,7 @@ def _functions(value: Any) -> list[FunctionType]:
 
 
 def _definition(value: Any) -> str:
-    """Return the source of the statement that defines the value.
-
-    Raises:
-        ConfigError: the source is not available, or the value is a lambda.
-    """
+    """Return the source of the statement that defines the value."""
     name = getattr(value, "__name__", "")
     if name == "<lambda>":
         raise ConfigError("Workers cannot import a lambda: it has no name.", "Write it as def name(...): ...")
@@ -352,9 +346,7 @@ def _scope_of(value: Any) -> Mapping[str, Any]:
 
 
 def _refuse_constant(value: Any, name: str) -> None:
-    """Raise ConfigError if the value is a number, a list or another built-in value, which cannot be an agent, a reward or a
-    hook.
-    """
+    """Raise ConfigError if the value is a number, a list or another built-in value."""
     if type(value).__module__ == "builtins" and not callable(value):
         what = {"solve": "agent"}.get(name, name.partition("_")[0])
         how = "Pass a function, a class or an object of one, a name, or a path: 'module:name'."

@@ -123,9 +123,7 @@ def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _settings_of(variables: Mapping[str, str]) -> Iterator[None]:
-    """Give this process the settings, the database and the thread switch interval of a worker with these variables, until the
-    `with` ends.
-    """
+    """Give this process a worker's settings, database and thread switch interval until the `with` ends."""
     interval = sys.getswitchinterval()
     process.forget()
     try:
@@ -139,11 +137,7 @@ def _settings_of(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _control() -> Iterator[None]:
-    """Hold the lease of the control loop until the `with` ends, so no other control loop sends messages for this store.
-
-    Raises:
-        StateError: another process holds the lease.
-    """
+    """Hold the lease of the control loop until the `with` ends, so no other control loop sends messages for this store."""
     seconds = 3 * settings().tick_seconds + 2
     deadline = time.monotonic() + seconds + 1
     while not leases.take_service_lease(process.database(), "control", process.worker_name(), seconds):
@@ -181,11 +175,7 @@ def _workers() -> Iterator[None]:
 
 
 def _start_worker(roles: list[str], threads: int) -> threading.Thread:
-    """Start a worker thread, and return it when the worker reads its queues.
-
-    Raises:
-        ServiceError: the worker did not start within `READY_SECONDS`.
-    """
+    """Start a worker thread, and return it when the worker reads its queues."""
     ready = threading.Event()
     controller = worker.make_worker(roles, threads, "WorkController", ready_callback=lambda consumer: ready.set())
     thread = _thread("-".join(roles), controller.start)

@@ -254,14 +254,7 @@ def _run_document(relative: Relative, children: Children) -> dict[str, Any]:
 
 
 def _tree_rows(relative: Relative, children: Children, first: str = "", rest: str = "") -> Iterator[tuple[str, ...]]:
-    """Yield the cells of the run, and of all runs below it.
-
-    Args:
-        relative: the run.
-        children: the runs below each run, by the id of the upper run.
-        first: the prefix of this run's name.
-        rest: the prefix of the names below this run.
-    """
+    """Yield the cells of the run, and of all runs below it."""
     row, sources = relative.row, relative.sources
     origins = [f"{source.run}: {source.what}" if index else source.what for index, source in enumerate(sources)]
     done = f"{row['iterations_done']}/{row['iterations']}"

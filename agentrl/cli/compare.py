@@ -109,11 +109,7 @@ def _list_remarks(pair: EvaluationPair, document: Mapping[str, Any]) -> Iterator
 
 
 def _document(pair: EvaluationPair, rewards: "PairedComparison", rights: "PairedComparison", tasks: int) -> dict[str, Any]:
-    """Return the JSON document.
-
-    If the two evaluations have different rewards, the measures of the difference are null. If different reward parts decide
-    correctness, `accuracy` is null.
-    """
+    """Return the JSON document."""
     accuracies = (rights.first, rights.second) if rights.tasks else (None, None)
     sides = {
         side: {
@@ -264,12 +260,7 @@ def _tiny_candidates(datasets: Sequence[str]) -> list[_Candidate]:
 
 
 def _is_foreign(row: Row, config: RunConfig) -> bool:
-    """Return True if the evaluation belongs to a run other than the config's. The config of a plain model has no name, so every
-    run is another run.
-
-    An evaluation that a user started records the run of the policy. Older evaluations do not; if their rewards differ from the
-    config's, they belong to another run.
-    """
+    """Return True if the evaluation belongs to a run other than the config's."""
     if row["measures"] is not None:
         return bool(row["measures"] != config.name)
     if "of" in row["manifest"]:

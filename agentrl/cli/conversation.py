@@ -125,7 +125,6 @@ class Talk:
         return Demonstration(messages, tuple(tool.schema for tool in self.offered_tools.values()))
 
     def _sample_turn(self, new: tuple[Message, ...], voice: MakesVoice | None) -> Generator[Line, None, Step]:
-        """Sample the next turn, show it and return its step."""
         again = bool(self.steps) and not self._row
         messages = (*(message for step in self.steps for message in (*step.prompt, step.message)), *new) if again else new
         stream = self.policy.stream(messages, tuple(self.offered_tools.values()), before=self._row, sample=self._draws)

@@ -158,11 +158,7 @@ def _rows_config(
 
 
 def _run_config(rows: "DatasetConfig", env: str | None, model: str | None) -> "tuple[RunConfig, PolicyRef | None]":
-    """Return a run's config for these rows, and the policy.
-
-    `model` names a model or a run's policy. For a policy, the config is that of its run. For an untrained model, the policy is
-    None.
-    """
+    """Return a run's config for these rows, and the policy."""
     from agentrl.cli.resolve_targets import find_policy
     from agentrl.workflow.config import RunConfig
 
@@ -198,9 +194,7 @@ def _describe_task(task: "Task", reader: "PromptReader | None") -> dict[str, Any
 
 
 def _comparing_rewards(reward_names: Sequence[str] | None, env: str) -> tuple[str, ...]:
-    """Return the rewards that compare an answer with a reference. Check that they can run on this machine. Raise ConfigError if
-    no reward compares with a reference.
-    """
+    """Return the rewards that compare an answer with a reference."""
     from agentrl.workflow.plugins import find
     from agentrl.workflow.reference_check import comparing_rewards
     from agentrl.workflow.rewards import judges_of
@@ -261,9 +255,7 @@ def _measure_prompts(loaded: "LoadedTasks", config: "RunConfig", ref: "PolicyRef
 
 
 def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Sequence[str] | None) -> dict[str, Any]:
-    """Evaluate the model on the first tasks. Return the number of solved tasks and the number of groups from which the model
-    can learn.
-    """
+    """Evaluate the model on the first tasks."""
     from agentrl.cli.eval_run import eval_run_of, run_to_end, with_policy_name
     from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.requests.submit import prepare
@@ -314,9 +306,7 @@ def _check_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _divided_rows(config: "DatasetConfig", share: float, seed: int) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield each row, and True if the row is held out. Raise ConfigError if the dataset is generated and has no rows. Raise
-    DatasetError if a row is malformed.
-    """
+    """Yield each row, and True if the row is held out."""
     from agentrl.workflow.dataset_rows.sources import read_source
     from agentrl.workflow.dataset_rows.splitting import is_held_out, question_key
     from agentrl.workflow.datasets import is_rows, jsonl

@@ -169,11 +169,7 @@ def _broker(where: Any) -> Iterator[Check]:
 
 
 def _workers(coming: str) -> Iterator[Check]:
-    """Check which queues have workers.
-
-    Args:
-        coming: the advice if a running stack will start missing workers by itself; else empty.
-    """
+    """Check which queues have workers."""
     from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.stack import presence
     from agentrl.workers.stack.celery_app import AGENTS

@@ -110,10 +110,7 @@ def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, 
 
 
 def _start_embedded(needs: "Requirements", separate: bool) -> bool:
-    """Start the embedded stack, and check the model and the optimizer meanwhile. Return False if another command has started
-    the stack. Raise ServiceError if the stack does not start. Raise ModelError or ConfigError if this machine cannot load the
-    model or run the optimizer. The idle stack then stops by itself.
-    """
+    """Start the embedded stack, and check the model and the optimizer meanwhile."""
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
 
@@ -158,9 +155,6 @@ def _check_named_broker(needs: "Requirements", there: bool, fit: bool) -> list[s
 
 
 def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[str], list[str]]":
-    """Ask the workers of the broker in the settings. Return their responses, hints for missing services, and remarks on workers
-    that did not respond.
-    """
     from agentrl.workers.requests.requirements import ask_workers
     from agentrl.workers.stack import presence
     from agentrl.workers.stack.celery_app import AGENTS
@@ -181,9 +175,7 @@ def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[s
 
 
 def _renew_embedded(needs: "Requirements", separate: bool, run: str) -> None:
-    """Restart the stack with this command's environment if its workers lack something that the run needs, or if their settings
-    differ from this command's.
-    """
+    """Restart the stack with this command's environment if its workers lack something or have other settings."""
     from agentrl.workers.requests.requirements import list_lacks
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -217,9 +209,7 @@ def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
 
 
 def _list_unfit(needs: "Requirements") -> Iterator[str]:
-    """Yield a sentence for each requirement that the running stack does not meet, and for each setting that differs from this
-    command's.
-    """
+    """Yield a sentence for each requirement that the running stack lacks, and for each setting that differs."""
     from agentrl.workers.stack import broker, embedded
     from agentrl.workflow.settings import settings
 
@@ -265,7 +255,6 @@ def _difference_lines(worker: "WorkerCheck") -> Iterator[str]:
 
 
 def _join_lines(first: str, rest: Sequence[str]) -> str:
-    """Join the texts as lines, and indent all lines except the first."""
     return "\n".join([first, *(f"  {line}" for line in rest)])
 
 

@@ -91,9 +91,7 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
 
 
 def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
-    """Return lines that say why the newest iterations had no training signal. If at least one group has different rewards,
-    there are no lines.
-    """
+    """Return lines that say why the newest iterations had no training signal."""
     newest = iterations[-FLAT_ITERATIONS:]
     flat = len(newest) == FLAT_ITERATIONS and all(0 < row["groups"] <= row["flat_groups"] for row in newest)
     if run["kind"] != "train" or not flat:
@@ -158,11 +156,7 @@ def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
 
 @dataclass
 class _Lines:
-    """The display without a terminal: one line per finished iteration.
-
-    For a long run, only some iterations have a line: every eighth one, those without an optimizer step, and the first one after
-    a long silence.
-    """
+    """The display without a terminal: one line per finished iteration."""
 
     write: Any
     listed_count: int = 0

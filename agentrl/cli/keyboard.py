@@ -170,9 +170,6 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _message_of(line: str) -> str:
-    """Return the message in a line of the file. Return an empty text if the line has no message, or a message with characters
-    that no keyboard types.
-    """
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):

@@ -15,10 +15,7 @@ def _describe_origin(origin: dict[str, Any]) -> str:
 
 
 def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
-    """Return the held-out tasks, and the number of episodes for measuring the first, every N-th and the last version.
-
-    The mapping is empty if no version is measured.
-    """
+    """Return the held-out tasks, and the number of episodes for measuring the first, every N-th and the last version."""
     evaluation = submission.evaluation
     if evaluation is None or every is None:
         return {}
@@ -29,9 +26,7 @@ def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
 
 
 def _describe_roles(submission: Any) -> dict[str, str]:
-    """Return how many tasks of a prompt search are for edits, for selection and for the held-out measurement. Other runs have
-    no such tasks.
-    """
+    """Return how many tasks of a prompt search are for edits, for selection and for the held-out measurement."""
     roles = list(submission.roles.values())
     if not roles:
         return {}
@@ -77,9 +72,7 @@ def _describe_calls(model: Any) -> str:
 
 
 def _describe_time(submission: Any) -> dict[str, str]:
-    """Return the expected time, if a stored run has similar iterations. There is no estimate for a search or for a run on
-    stored groups.
-    """
+    """Return the expected time, if a stored run has similar iterations."""
     from statistics import median
 
     from agentrl.workflow.store.reads.run_rows import find_similar_iterations
@@ -102,9 +95,7 @@ def _hours(seconds: float) -> str:
 
 
 def _describe_model(facts: dict[str, Any], sampled_here: bool, model: ModelConfig) -> dict[str, str]:
-    """Return how the built-in sampler runs the model, the layers that LoRA trains (without LoRA, the precision), and
-    remarks.
-    """
+    """Return how the sampler runs the model, which layers LoRA trains, and remarks."""
     plan = {"sampler": facts["sampler"]} if sampled_here and "sampler" in facts else {}
     if layers := facts.get("lora_layers"):
         trained = facts["trained"]

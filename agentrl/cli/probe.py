@@ -39,11 +39,7 @@ def torch_facts(device: str) -> dict[str, Any]:
 
 
 def _device_facts(device_setting: str) -> dict[str, Any]:
-    """Return the device's name, the dtype of LoRA on the device, and the name, memory in bytes and compute capability of its
-    GPU.
-
-    If the device cannot run a kernel, the key `unusable` has the reason.
-    """
+    """Return facts about the device: its name, precision, memory, and `unusable` if no kernel runs on it."""
     import torch
 
     from agentrl.workflow.models.devices import auto_dtype, pick_device, try_kernel

@@ -46,10 +46,6 @@ def _with_token_texts(token: "TokenDifference", sides: "tuple[Origin, Origin]") 
 
 
 def _token_text(base: str, token: int | None) -> str:
-    """Return the token's text if the tokenizer of the base is on this machine.
-
-    The tokenizer is read without transformers, because importing transformers takes a second.
-    """
     from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer
 

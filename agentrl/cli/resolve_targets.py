@@ -231,9 +231,7 @@ def _link_again(db: Any, run_id: int) -> None:
 
 
 def _policy_of_checkpoint(db: Any, policy: str) -> str:
-    """Return `RUN@VERSION` for the checkpoint at this path; empty if the path is not that of a checkpoint. Raise NotFoundError
-    if the checkpoint belongs to no run in this database, or the text cannot be the name of a file.
-    """
+    """Return `RUN@VERSION` for the checkpoint at this path; empty if the path is not that of a checkpoint."""
     import os
     from pathlib import Path
 

@@ -104,9 +104,7 @@ def _read_origins(text: str, key: str) -> frozenset[str]:
 def _served_config(
     policy: str, name: str | None, options: dict[str, Any], chat: dict[str, Any], trust: bool
 ) -> "tuple[RunConfig, Any, str]":
-    """Return the config with which to serve, the policy's weights and the name of the policy's run. For an untrained model, the
-    weights are None.
-    """
+    """Return the config with which to serve, the policy's weights and the name of the policy's run."""
     from agentrl.workers.requests.serve_request import serve_config
     from agentrl.workflow import engines
     from agentrl.workflow.config import build

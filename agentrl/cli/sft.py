@@ -160,14 +160,7 @@ def sft(
 
 @dataclass(frozen=True)
 class _LearningOptions:
-    """The options of a training.
-
-    Args:
-        recipe: the options of the recipe.
-        rows: keys of the config's section `dataset`.
-        parts: keys of the section `model` that decide what trains; None for options that were not given.
-        chat: keys of the section `model` for the chat format; None for options that were not given.
-    """
+    """The options of a training."""
 
     recipe: Mapping[str, Any]
     epochs: int | None
@@ -259,11 +252,7 @@ def _has_references(rows: "DatasetConfig") -> bool:
 
 
 def _find_named_policy(model: str, how: _LearningOptions) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
-    """Return the section `model`, the policy and the manifest for `RUN@V`.
-
-    The policy is None if the name is that of a model, or if the policy's LoRA was merged. Raise NotFoundError if the run or the
-    version does not exist.
-    """
+    """Return the section `model`, the policy and the manifest for `RUN@V`."""
     if not is_stored_policy(model):
         if how.lora == "new":
             raise ConfigError("--lora new requires a run's policy.", "Write --model RUN@3, or leave --lora out.")

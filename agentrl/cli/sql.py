@@ -54,9 +54,7 @@ def sql(
 
 
 def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
-    """Print the columns of a view with their meanings. Without `view`, print all views with their columns. Raise NotFoundError
-    if no view has this name.
-    """
+    """Print the columns of a view with their meanings."""
     from agentrl.workflow.errors import NotFoundError, did_you_mean
     from agentrl.workflow.tables.views import VIEWS
 

@@ -125,10 +125,7 @@ def _timed(name: str) -> Iterator[None]:
 
 
 def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
-    """Yield lines about the number of parameters that train and about their memory, computed from the model's files.
-
-    There are no lines if files are missing or do not have these numbers.
-    """
+    """Yield lines about the number of parameters that train and about their memory, computed from the model's files."""
     from agentrl.workflow.models.lookup import find_model_files, lora_rank_of
     from agentrl.workflow.models.memory_estimate import estimate_memory
     from agentrl.workflow.models.parameters import count_in_headers

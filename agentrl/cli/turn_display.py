@@ -77,9 +77,6 @@ class Voice:
             self._shown += visible
 
     def _handle_mark(self, mark: str) -> None:
-        """Handle a mark. A thought begins only before all other text, and ends once. Any other thought mark is printed as
-        text.
-        """
         if mark not in (THINK, END_THINK):
             self._calls = True
         elif mark == THINK and not (self._begun or self._shown):

@@ -76,9 +76,6 @@ def ui(
 
 
 def _open_store(url: str | None, demo: bool) -> "ReadOnlyStore":
-    """Open a store for reading. Raise NotFoundError if there is no store. Raise ServiceError if the database has another
-    revision, or does not respond.
-    """
     from agentrl.workers.page.read_only import ReadOnlyStore
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.reads import run_rows

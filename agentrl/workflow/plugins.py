@@ -217,11 +217,7 @@ def _import_error(kind: str, name: str, error: BaseException) -> ConfigError:
 
 
 def _where(error: BaseException) -> str:
-    """Return `FILE:LINE: ` of the first line of the traceback that is not in the import machinery; empty if there is no such
-    line.
-
-    For a syntax error, this is the line with the error, because no line of that file ran.
-    """
+    """Return `FILE:LINE: ` of the first line of the traceback outside of the import machinery; empty without one."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "
     machinery = (__file__, importlib.__file__)

@@ -117,11 +117,7 @@ def by_first_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses constructs that no config needs.
-
-    These are duplicate keys, keys that are not text, aliases (they can expand without limit), and integers of more than
-    `MAX_DIGITS` digits.
-    """
+    """A YAML loader that refuses constructs that no config needs."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose the next node; refuse an alias."""

@@ -148,9 +148,7 @@ class GroupRollout:
         return self._opening
 
     def _commit_sampled(self, events: Sequence[InboxEvent]) -> None:
-        """Commit the sampled steps (T1), then send their calls. If all calls of a step were refused, the results are known, and
-        the step is observed at once.
-        """
+        """Commit the sampled steps (T1), then send their calls."""
         records = [self._sampled_step(event) for event in events]
         refused, others = set[int](), list[int]()
         for record, calls in zip(records, self.recorder.commit_sampled(records), strict=True):
@@ -193,20 +191,13 @@ class GroupRollout:
             self.calls.send_again(episode.id)
 
     def _observe(self, episodes: Set[int]) -> bool:
-        """Commit the results of episodes whose calls are all answered, and perform the next actions of these episodes.
-
-        Returns:
-            Whether there was such an episode.
-        """
+        """Commit the results of episodes whose calls are all answered, and perform the next actions of these episodes."""
         answered = self.calls.take_answered(episodes)
         if answered:
             self._advance(self.recorder.commit_results(answered))
         return bool(answered)
 
     def _end(self, ended: Mapping[int, StopReason], failures: Sequence[Outcome]) -> None:
-        """End the failed episodes and the finished episodes without judges. For the other finished episodes, send the questions
-        to their judges.
-        """
         outcomes, judge_calls = self.recorder.ask_judges(ended)
         for episode, calls in judge_calls.items():
             self.calls.add(episode, calls, self.judges)

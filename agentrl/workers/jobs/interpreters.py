@@ -217,9 +217,7 @@ class Sessions:
             self._places.release()
 
     def _put_away_oldest(self, chosen: Callable[[_LiveSession], bool]) -> bool:
-        """Close the interpreter that has been unused longest among those for which `chosen` is true. Return False if there is
-        none.
-        """
+        """Close the interpreter that has been unused longest among those for which `chosen` is true."""
         with self._lock:
             idle = [live for live in self._lives.values() if live.session and not live.users and chosen(live)]
             if not idle:

@@ -143,10 +143,7 @@ def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, i
 
 
 def _check_code(work: GroupWork, experiment: Experiment) -> None:
-    """Check that this process computes rewards with the code that the run was submitted with. If that code no longer exists
-    here, record an event. Raise ConfigError if the code on disk is the right one, but this process has read another version of
-    a file. A restart of the workers helps.
-    """
+    """Check that this process computes rewards with the code that the run was submitted with."""
     held = _scoring_hash(experiment, anew=False)
     if held in (work.code_hash, ""):
         return
@@ -164,9 +161,7 @@ def _scoring_hash(experiment: Experiment, anew: bool) -> str:
 
 
 def _fail_run(works: Sequence[GroupWork], error: AgentRLError) -> None:
-    """Fail the run, because every repetition would fail too. If the cause is a broken checkpoint of the run that can be
-    rebuilt, send its rebuild instead.
-    """
+    """Fail the run, because every repetition would fail too."""
     broken = {work.policy for work in works} if isinstance(error, CheckpointError) else set()
     waiting: list[int] = []
     try:

@@ -204,9 +204,6 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
 
 
 def _run_timed(tool: Tool, work: CallWork, patience: Patience) -> ToolResult:
-    """Run the tool and return its result with its annotations. If no sandbox measured the processor time, add that of this
-    thread.
-    """
     annotations: list[Annotation] = []
     try:
         with patience.hold(), emitters.collected(annotations, "tool", f"call:{work.id}"):
@@ -234,9 +231,7 @@ def _open_tool(tool: Tool) -> BaseException | None:
 
 
 def _unopened_result(tool: Tool, error: BaseException) -> ToolResult:
-    """Return the result of a call whose tool could not open its resources. Raise Unready if the system, not the tool's code,
-    caused the failure.
-    """
+    """Return the result of a call whose tool could not open its resources."""
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
         raise _unready_error(tool, error) from error
     return _failure_result(tool, error)

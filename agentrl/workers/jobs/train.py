@@ -59,9 +59,6 @@ def train(iteration: int) -> None:
 
 
 def _train_claimed(work: IterationWork) -> None:
-    """Train on a claimed iteration, and handle all errors. If a service does not answer, release the iteration; if the run
-    itself is at fault, fail the run.
-    """
     fenced = threading.Event()
     heartbeat().hold_iteration(work.id, work.token, fenced.set)
     try:
@@ -240,9 +237,7 @@ def _repeat_update(
 
 
 def _fail_run(work: IterationWork, error: Exception) -> None:
-    """Fail the run, because every repetition would fail too. If the cause is a broken checkpoint of the run that can be
-    rebuilt, send its rebuild instead.
-    """
+    """Fail the run, because every repetition would fail too."""
     reported = isinstance(error, CheckpointError) and not work.rebuilds
     waiting = (
         broken_checkpoints.report_broken(work.run_id, work.policy, _checkpoint_part(work, work.policy.path))
@@ -275,9 +270,7 @@ def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedMod
 
 
 def _checkpoint_part(work: IterationWork, path: str) -> checkpoints.Part:
-    """Return the part of the checkpoint that an update loads: `all` for a checkpoint of this run; `start`, without the
-    optimizer, for one of another run.
-    """
+    """Return `all` for a checkpoint of this run; `start`, without the optimizer, for one of another run."""
     return "all" if path.endswith(work.key) else "start"
 
 

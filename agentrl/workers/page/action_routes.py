@@ -145,9 +145,7 @@ def _environment(store: ReadOnlyStore) -> dict[str, str]:
 
 
 async def _run(args: Sequence[str], environment: Mapping[str, str], seconds: float, is_ending: Any) -> dict[str, Any]:
-    """Run the command and wait for its end. If it takes longer than `seconds`, or if the page's service stops, kill its process
-    group.
-    """
+    """Run the command and wait for its end."""
     began = time.monotonic()
     with tempfile.TemporaryFile() as printed:  # no pipe, which a service that the command starts would keep open
         child = await asyncio.create_subprocess_exec(

@@ -203,9 +203,7 @@ def _headers(scope: Scope) -> dict[bytes, bytes]:
 
 
 def _split_host(host: str) -> tuple[str, str]:
-    """Return the name and the port of a `Host` header. If the header has no port, the port is empty. If the header is invalid,
-    both are empty.
-    """
+    """Return the name and the port of a `Host` header."""
     if host.startswith("["):
         name, closed, rest = host[1:].partition("]")
         if not closed or not _is_address(name):

@@ -62,9 +62,7 @@ class _Recording:
     answers: dict[str, bytes] = field(default_factory=dict)
 
     async def ask(self, path: str) -> Any:
-        """Request a path, record the response and return its JSON. Raise _NotTaken if the response does not exist, or does not
-        fit.
-        """
+        """Request a path, record the response and return its JSON."""
         body = await self._body(path)
         if path not in self.answers:
             embedded = embed_json(body)
@@ -79,9 +77,7 @@ class _Recording:
         return json.loads(body)
 
     async def whole(self, work: Callable[[], Awaitable[None]]) -> bool:
-        """Run `work`, which records several responses. If one of them does not fit, remove them all. Return whether they were
-        recorded.
-        """
+        """Run `work`, which records several responses."""
         before = len(self.answers), self.size
         try:
             await work()
@@ -154,9 +150,7 @@ def write_export(
 
 
 def _check_place(out: Path, force: bool) -> Path:
-    """Return the path of the file after resolving links. Raise ConflictError if the file exists. Raise ConfigError if a file
-    cannot be written to this path.
-    """
+    """Return the path of the file after resolving links."""
     elsewhere = ConfigError(f"Cannot write to {str(out)!r}.", "Pass a file in an existing folder: --out run.html")
     try:
         place = out.resolve()
@@ -203,9 +197,7 @@ def _work(recording: _Recording, *paths: str) -> Callable[[], Awaitable[None]]:
 
 
 async def _take_run(recording: _Recording, run: int, around: int) -> list[int]:
-    """Record the responses that the run's page needs first. Return the ids of the tasks on the first page of its list. Raise
-    ConfigError if these responses alone exceed the limit. Raise ServiceError if the store did not return one of the responses.
-    """
+    """Record the responses that the run's page needs first."""
     room, recording.limit = recording.limit, 1 << 62
     here = f"api/runs/{run}"
     try:
@@ -265,10 +257,6 @@ def _put(recording: _Recording, path: str, value: Any) -> None:
 
 
 async def _take_chosen(recording: _Recording, run: int, chosen: Sequence[int], limit_mb: float) -> None:
-    """Record the episodes in `chosen`. Then record the best, the worst and the last episode of the run if they fit. Raise
-    NotFoundError if a chosen episode does not exist. Raise ConfigError if a chosen episode belongs to another run, or does not
-    fit.
-    """
     for episode in chosen:
         answered = await recording.client.get(f"/api/episodes/{episode}")
         if answered.status_code in (404, 422):
@@ -286,9 +274,7 @@ async def _take_chosen(recording: _Recording, run: int, chosen: Sequence[int], l
 
 
 def _episode(recording: _Recording, run: int, episode: int, beside: bool = False) -> Callable[[], Awaitable[None]]:
-    """Return a function that records an episode with all of its turns and tokens. With `beside`, it also records the episode's
-    group, iteration and task.
-    """
+    """Return a function that records an episode with all of its turns and tokens."""
 
     async def work() -> None:
         here = f"api/episodes/{episode}"
@@ -350,9 +336,7 @@ def _left_out(run: int, recording: _Recording, tasks: int, limit_bytes: int) -> 
 
 
 def _write(out: Path, document: bytes, force: bool) -> None:
-    """Write the document to the file atomically. Raise ConflictError if the file was created meanwhile. Raise ConfigError if
-    the file cannot be written.
-    """
+    """Write the document to the file atomically."""
     try:
         handle, name = tempfile.mkstemp(prefix=f".{out.name[:100]}.", dir=out.absolute().parent)
         try:

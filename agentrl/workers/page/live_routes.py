@@ -252,9 +252,7 @@ def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
 
 
 def _parse_id(text: str) -> tuple[int | None, str]:
-    """Return two values from the id of an event: the number of finished iterations, and the mark. For an invalid id, return
-    None and an empty text.
-    """
+    """Return two values from the id of an event: the number of finished iterations, and the mark."""
     closed, point, mark = text.partition(".")
     return (int(closed), mark) if point and closed.isascii() and closed.isdigit() and len(closed) < 10 else (None, "")
 

@@ -83,9 +83,6 @@ def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
 
 
 def _fork_origin(request: ForkRequest) -> dict[str, Any]:
-    """Return the values that identify a fork request. A second request with the same name and the same values finds the
-    existing run.
-    """
     return {
         "episode": request.episode,
         "step": request.step,
@@ -96,11 +93,7 @@ def _fork_origin(request: ForkRequest) -> dict[str, Any]:
 
 
 def _opening_messages(request: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
-    """Return the messages before the forked step if this request or the parent's edited them; else None.
-
-    An edit replaces the content of the last message, which is usually a tool result. A request for a final answer may follow
-    that message, and is kept.
-    """
+    """Return the messages before the forked step if this request or the parent's edited them; else None."""
     if request.edit is None:
         first_own = point.episode.parent_id is not None and request.step == point.episode.fork_step
         return point.episode.steps[request.step].prompt if first_own else None
@@ -111,9 +104,6 @@ def _opening_messages(request: ForkRequest, point: ForkPoint) -> tuple[Message, 
 
 
 def _parse_policy(policy: str, point: ForkPoint) -> tuple[str, Version]:
-    """Return the run and the version that `policy` names. `V` is a version of the run whose policy sampled the step, `RUN` is
-    the newest version of that run, and `RUN@V` names both.
-    """
     run, at, word = policy.partition("@")
     if not at and run.removeprefix("v").isdecimal():
         run, at, word = point.policy_run, "@", run

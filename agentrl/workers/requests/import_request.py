@@ -68,11 +68,7 @@ class _Read:
         return all(turn.exact for _, turn in self.turns)
 
     def keep_once(self) -> None:
-        """Keep one span for each model call. A trace may have several spans of one call, for example a client's span around a
-        proxy's.
-
-        The span with token ids is kept, or else the innermost span. Each of the call's other spans becomes an annotation.
-        """
+        """Keep one span for each model call."""
         parents = {(span.trace_id, span.span_id): span.parent_id for span in self.trace.spans}
         turns = {(span.trace_id, span.span_id): turn for span, turn in self.turns}
         for span, turn in self.turns:
@@ -251,9 +247,7 @@ def _placed(read: _Read) -> list[Annotation]:
 
 
 def _task(trace: Trace, first: Turn) -> Task:
-    """Return the task of a trace, whose messages are those of the trace's first request. Its key is taken from the trace, or
-    else is a hash of the messages.
-    """
+    """Return the task of a trace, whose messages are those of the trace's first request."""
     text = json.dumps([(message.role, message.content) for message in first.messages])
     key = trace.told(span_names.TASK)[:200] or f"import/{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return Task(key, first.messages, trace.told(span_names.REFERENCE))
@@ -267,9 +261,7 @@ def _moment(nanoseconds: int) -> datetime | None:
 
 
 def _check_spelling(episodes: Sequence[ImportedEpisode], base: str) -> None:
-    """Check that the model's tokenizer decodes the tokens to the text of the turns. Raise ModelError if no turn's decoded
-    tokens contain the turn's text, so another model sampled them.
-    """
+    """Check that the model's tokenizer decodes the tokens to the text of the turns."""
     texts = [(step.text, step.step.message.content.strip()) for episode in episodes for step in episode.steps]
     worded = [(text, content) for text, content in texts if content]
     if worded and not any(content in text for text, content in worded):

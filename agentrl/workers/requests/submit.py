@@ -235,9 +235,6 @@ def _list_remarks(
 
 
 def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
-    """Load the tasks. If that fails and the model is missing too, the error reports both. Raise AgentRLError if the tasks
-    cannot be loaded, or the datasets have different envs.
-    """
     try:
         loaded = load_tasks(config.dataset, config.seed)
     except DatasetError as fault:
@@ -275,10 +272,7 @@ def _check_tools_and_trackers(experiment: Experiment) -> None:
 
 
 def _rewards_to_check(experiment: Experiment) -> tuple[str, ...]:
-    """Return the rewards that are checked on the tasks' references.
-
-    If a dataset of agentrl is used with its own env, the env's rewards are left out, because agentrl's tests check them.
-    """
+    """Return the rewards that are checked on the tasks' references."""
     optional = optional_rewards(experiment.env, experiment.weights)
     name, counted = experiment.config.dataset.name, [reward for reward in experiment.weights if reward not in optional]
     own = name in names("datasets") and env_of(experiment.config.dataset) == experiment.config.env
@@ -409,9 +403,7 @@ def remark_on_rewards(*experiments: Experiment) -> Iterator[str]:
 
 
 def _may_earn(experiment: Experiment) -> bool:
-    """Return whether an episode's reward can differ from 0. Rewards of hooks, of the env itself and of an agent are not in
-    `weights`; their weight is 1.
-    """
+    """Return whether an episode's reward can differ from 0."""
     agent = experiment.config.agent
     own = agent is not None and agent.own_rewards
     return own or any(experiment.weights.values()) or bool(experiment.config.hooks) or gives_rewards(experiment.env)
@@ -481,9 +473,7 @@ def _check_sampling(config: RunConfig, kind: str) -> None:
 
 
 def _check_server_url(where: Settings) -> None:
-    """Check that the embedded stack can use the setting `engine_url`. A running stack has its own environment, so in that case
-    a missing URL is not reported.
-    """
+    """Check that the embedded stack can use the setting `engine_url`."""
     from agentrl.workflow.inference.http import check_url
 
     if not where.broker_url and (where.engine_url or embedded.find_supervisor(where) is None):
@@ -491,9 +481,7 @@ def _check_server_url(where: Settings) -> None:
 
 
 def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained: bool) -> None:
-    """Check that the engine can sample from the weights, if the base model is on this machine. Otherwise the worker that
-    downloads the base makes this check.
-    """
+    """Check that the engine can sample from the weights, if the base model is on this machine."""
     if Path(ref.base).is_dir():
         kind = "lora" if lora_rank(config.model, Path(ref.base)) else "full"
         engines.check_weights(backend, kind, trained)
@@ -512,9 +500,6 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _with_served_tools(config: RunConfig) -> RunConfig:
-    """Return the config with the tools of each MCP server in `tools`. If the config already lists a server's tools, as in an
-    evaluation, they are kept; any other server is queried now.
-    """
     servers = {tool.server for tool in config.served_tools}
     strange = servers - set(config.tools)
     if strange:

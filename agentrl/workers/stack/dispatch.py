@@ -97,9 +97,7 @@ def send_agent(episode: int, attempt: int, reply_to: str) -> None:
 
 
 class _broker_errors:  # noqa: N801 - reads as a phrase: `with _broker_errors("train")`
-    """A context manager around a send. It converts the broker's errors to ServiceError, and has the fault points
-    `send_WHAT.before` and `send_WHAT.after`.
-    """
+    """A context manager around a send."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -73,10 +73,7 @@ class Notifier:
 
 
 def _run(command: Sequence[str], body: bytes) -> None:
-    """Run a program with `body` on its standard input, and discard its output. If it takes longer than COMMAND_SECONDS, kill
-    its process group. Raise OSError if the program cannot be started. Raise SubprocessError if the program fails, or takes
-    longer than COMMAND_SECONDS.
-    """
+    """Run a program with `body` on its standard input, and discard its output."""
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as process:
         try:

@@ -90,9 +90,7 @@ def _reason_of(message: str) -> str:
 
 
 def _report_loss(record: logging.LogRecord) -> bool:
-    """Return whether to log a record of Celery's consumer. If the record reports a lost broker, call `lose` and do not log the
-    record.
-    """
+    """Return whether to log a record of Celery's consumer."""
     if not record.getMessage().startswith(LOSS_PREFIXES):
         return True
     readiness().lose(_reason_of(record.getMessage()))

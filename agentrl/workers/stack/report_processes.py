@@ -98,9 +98,7 @@ def _describe_exit(tracker: str, code: int) -> str:
 
 @dataclass
 class _Pause:
-    """The pause before a failed report is tried again. `until` is its end on the monotonic clock, and `seconds` its length,
-    both in seconds.
-    """
+    """The pause before a failed report is tried again."""
 
     until: float
     seconds: float

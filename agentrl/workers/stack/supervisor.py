@@ -113,9 +113,7 @@ class Supervisor:
                 self.stopping = self.stopping or self._is_idle()
 
     def _tend_agents(self, roles: Sequence[str]) -> bool:
-        """Start the processes of these roles if a run has an agent. Return whether they were started, now or before. If the
-        broker is in memory, also restart an endpoint that has ended.
-        """
+        """Start the processes of these roles if a run has an agent."""
         running_roles = {child.role for child in self.children}
         for child in self.children if broker.is_in_memory(self.where) else ():
             self._restart_ended(child)

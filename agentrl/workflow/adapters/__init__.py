@@ -145,9 +145,7 @@ def parsed(value: Any) -> Any:
 
 
 def _with_whole_characters(value: Any, levels: int) -> Any:
-    """Replace unpaired surrogates in the texts of the value, down to `levels` levels. JSON can express them, but no tokenizer
-    accepts them.
-    """
+    """Replace unpaired surrogates in the texts of the value, down to `levels` levels."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if not levels:
@@ -158,11 +156,7 @@ def _with_whole_characters(value: Any, levels: int) -> Any:
 
 
 def _answered(messages: Sequence[SpanMessage]) -> tuple[tuple[Message, ...], tuple[int, ...]]:
-    """Return the messages, and the call numbers of the last tool results. In the messages, each tool result has the name of its
-    call.
-
-    A result without a call id belongs to the next call that has no result yet.
-    """
+    """Return the messages, and the call numbers of the last tool results."""
     history: list[Message] = []
     calls: tuple[ToolCall, ...] = ()
     places: dict[str, int] = {}
@@ -187,9 +181,7 @@ def _answered(messages: Sequence[SpanMessage]) -> tuple[tuple[Message, ...], tup
 
 
 def _ids(span: Span, names: Sequence[str]) -> tuple[int, ...]:
-    """Return the token ids under the first of these names that exists. If the value is a list of answers, return the ids of the
-    first answer.
-    """
+    """Return the token ids under the first of these names that exists."""
     value = next((parsed(span.attributes[name]) for name in names if name in span.attributes), None)
     if isinstance(value, list) and value and isinstance(value[0], list):
         value = value[0]

@@ -218,11 +218,7 @@ def _group_means(update: Sequence[Scored]) -> dict[int, tuple[float, bool]]:
 
 
 def _moments(values: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
-    """Return the mean and the unbiased variance; None if all values are equal.
-
-    Args:
-        values: pairs of a value and the number of its occurrences.
-    """
+    """Return the mean and the unbiased variance; None if all values are equal."""
     count = sum(times for _, times in values)
     if count < 2 or len({value for value, times in values if times}) < 2:
         return None

@@ -109,10 +109,6 @@ def compare(left: Episode, right: Episode) -> EpisodeComparison:
 
 
 def _chain_pairs(left: Episode, right: Episode) -> list[tuple[Chain, Chain]]:
-    """Return the pairs of chains to compare, in the order of the left episode.
-
-    If a chain has no partner, the other side of its pair is empty.
-    """
     theirs: dict[tuple[tuple[int, ...], ...], list[Chain]] = {}
     for chain in reversed(chains_of(right)):
         theirs.setdefault(_key(right, chain), []).append(chain)
@@ -151,10 +147,7 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _parts(episode: Episode, chain: Chain) -> Iterator[_Part]:
-    """Yield the tokens of a chain's training row in parts.
-
-    The prompt of the chain's first step includes the context before it.
-    """
+    """Yield the tokens of a chain's training row in parts."""
     for step in chain:
         begins = step is chain[0] and step.parent is not None
         before = episode.tokens_of(step.parent)[: step.shared] if begins and step.parent is not None else ()

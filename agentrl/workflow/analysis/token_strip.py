@@ -84,9 +84,7 @@ def _chain_pieces(episode: Episode, place: ChainPlace, lengths: Mapping[int, int
 
 
 def _context_pieces(episode: Episode, first: Step, place: ChainPlace, length: int) -> list[TokenPiece]:
-    """Return the pieces of the tokens before the chain's own steps: the first `length` tokens of the line that its first step
-    continues.
-    """
+    """Return the pieces of the first `length` tokens of the line that the chain's first step continues."""
     pieces: list[TokenPiece] = []
     end = 0
     for step in episode.line(first.parent if first.parent is not None else ROOT):
@@ -113,10 +111,7 @@ def _context_length(first: Step, lengths: Mapping[int, int]) -> int:
 
 
 def _line_lengths(episode: Episode) -> dict[int, int]:
-    """Return, by the index of each step, the number of tokens up to the end of the step, including its context.
-
-    The context of a missing parent is empty.
-    """
+    """Return, by the index of each step, the number of tokens up to the end of the step, including its context."""
     lengths = {ROOT: 0}
     for step in episode.steps:
         lengths[step.index] = _context_length(step, lengths) + len(step.prompt_ids) + len(step.sampled_ids)

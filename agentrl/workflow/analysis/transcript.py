@@ -121,10 +121,7 @@ def _head_lines(row: Any) -> Iterator[Line]:
 
 
 def _tree_lines(episode: Episode) -> Iterator[Line]:
-    """Yield the lines that list an episode's chains. Each is below the step that it continues, with the reason why it began.
-
-    For an episode with one chain, yield no lines.
-    """
+    """Yield the lines that list an episode's chains."""
     chains = chains_of(episode)
     if len(chains) < 2:
         return
@@ -146,11 +143,6 @@ def _tree_lines(episode: Episode) -> Iterator[Line]:
 
 
 def _step_lines(step: Step, row: Any, calls: list[Any], seen_results: set[str]) -> Iterator[Line]:
-    """Yield the lines of a step.
-
-    Args:
-        seen_results: the results that were shown with the previous step. If a tool's message is not among them, it was edited.
-    """
     yield "", ""
     yield (
         f"--- step {step.index}  policy v{row['policy_version']}, {cell(row['generate_seconds'])} s, {_token_text(step)}",

@@ -55,10 +55,7 @@ _PROBE_WORDS = (_PROBE_QUESTION.content, _PROBE_ANSWER.content, _PROBE_ANSWER.th
 
 
 class _ProbeAnswer(NamedTuple):
-    """The assistant's answer in a rendered conversation of the probe.
-
-    `ids` are all ids up to the end of the answer. `end` is the special token after the answer, or None if nothing follows it.
-    """
+    """The assistant's answer in a rendered conversation of the probe."""
 
     ids: tuple[int, ...]
     end: int | None
@@ -184,9 +181,7 @@ class Chat:
         return any(word in text and not any(word in message.content for message in messages) for word in _PROBE_WORDS)
 
     def _why_not(self, messages: Sequence[Message], tools: Sequence[Schema], options: Mapping[str, Any]) -> str:
-        """Return why these messages cannot follow a turn: the template either drops the turn's thought or rewrites earlier
-        turns.
-        """
+        """Return why these messages cannot follow a turn: the template drops its thought or rewrites it."""
         role, thoughtless = messages[0].role, [_PROBE_QUESTION, replace(_PROBE_ANSWER, thought="")]
         before = self._find_answer(self._encode(self._render(thoughtless, tools, generate=False, options=options))).ids
         whole = self._encode(self._render([*thoughtless, *messages], tools, generate=True, options=options))
@@ -370,9 +365,7 @@ class Chat:
         return _kept(self._prefixes, key, make)
 
     def _find_answer(self, ids: tuple[int, ...]) -> _ProbeAnswer:
-        """Find the answer of the probe: the last text between special tokens that contains the words of the answer. Raise
-        ModelError if the answer is missing.
-        """
+        """Find the answer of the probe: the last text between special tokens that contains the words of the answer."""
         stop = len(ids)
         while stop >= 0:
             start = next((place for place in range(stop, 0, -1) if ids[place - 1] in self._closing), 0)
@@ -396,11 +389,6 @@ class Chat:
         turns: Sequence[dict[str, Any]] | None = None,
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """Return the text that the template renders from the messages.
-
-        Args:
-            turns: the same messages, already in the template's form; None: they are converted.
-        """
         if turns is None:
             turns = self._harmless_turns(messages, tools)
         check_options(options)
@@ -416,10 +404,7 @@ class Chat:
     def _check_system_messages(
         self, messages: Sequence[Message], tools: Sequence[Schema], generate: bool, options: Mapping[str, Any]
     ) -> None:
-        """Refuse a template that drops a system message.
-
-        The template may change the text of the message, for example remove a switch from it.
-        """
+        """Refuse a template that drops a system message."""
         marks = {number: f"zqsystem{number}zq" for number, message in enumerate(messages) if message.role == "system"}
         marked = [replace(message, content=marks.get(number, message.content)) for number, message in enumerate(messages)]
         text = self._apply_harmless(self._harmless_turns(marked, tools), tools, generate, options)
@@ -476,10 +461,6 @@ class Chat:
 
 
 def _kept(cache: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
-    """Return the cached value of the key. Make and cache it if it is missing.
-
-    If the cache is full, the least recently used values are dropped. Thread-safe.
-    """
     value = cache.get(key)
     if value is None:
         value = cache[key] = make()

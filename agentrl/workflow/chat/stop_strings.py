@@ -138,9 +138,7 @@ def overlap(text: str, string: str) -> int:
 
 
 def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """Return the kinds of decoders that a tokenizer of the `tokenizers` library applies one after another; empty for other
-    tokenizers.
-    """
+    """Return the kinds of decoders in a tokenizer of the `tokenizers` library; empty for other tokenizers."""
     from transformers import PreTrainedTokenizerFast  # imported here: the command line imports this file, through the chat
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.backend_tokenizer.decoder is None:
@@ -150,10 +148,7 @@ def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
 
 
 def _byte_level(name: str) -> bytes:
-    """Return the bytes of a token's name in byte-level BPE.
-
-    Each letter of the name is one byte. If a letter has no byte, return the UTF-8 of the name.
-    """
+    """Return the bytes of a token's name in byte-level BPE."""
     letters = _letters()
     spelled = [letters.get(letter) for letter in name]
     return name.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
@@ -161,10 +156,7 @@ def _byte_level(name: str) -> bytes:
 
 @cache
 def _letters() -> dict[str, int]:
-    """Return the byte of each letter in byte-level BPE (GPT-2).
-
-    A printable byte is represented by itself. The other bytes are represented by the characters from U+0100 on.
-    """
+    """Return the byte of each letter in byte-level BPE (GPT-2)."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}

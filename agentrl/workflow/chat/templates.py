@@ -44,10 +44,7 @@ _OVERRIDE = "Pass --chat-template FILE, or another model."
 
 
 class _Generation(Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's text.
-
-    The block renders only its content.
-    """
+    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
 

@@ -132,9 +132,7 @@ def remove_rivals(path: str) -> None:
 
 
 def _folder_of(path: str) -> Path | None:
-    """Return the folder of the checkpoint at a path or a `file://` URL, which every host can read and write; None for any other
-    URL.
-    """
+    """Return the folder at a path or a `file://` URL; None for any other URL."""
     return object_store.mounted_folder(path) if is_url(path) else Path(path)
 
 

@@ -105,10 +105,7 @@ def _waste(folder: Folder, needs: Needs, key: str, present: Collection[str]) -> 
 
 
 def _parse_name(name: str, key: str) -> tuple[str, tuple[int, int]] | None:
-    """Split a folder's name. Return the name of its checkpoint, and the (iteration, train token) under which it was written.
-
-    An unfinished folder has the name of the checkpoint that it was to become.
-    """
+    """Split a folder's name."""
     match = re.fullmatch(rf"(v(\d{{5,}})\.[tr](\d+)\.{re.escape(key)})(\.tmp|\.old)?", name)
     return (match[1], (int(match[2]) - 1, int(match[3]))) if match else None
 

@@ -124,9 +124,7 @@ class RowFilter:
         self._bound.clear()
 
     def _bind(self, columns: tuple[str, ...]) -> list[str]:
-        """Return the columns that the query needs for rows with these columns: those that the condition may name, and the
-        missing ones.
-        """
+        """Return the columns of these rows that the condition may name, and the missing ones."""
         self._seen.update(columns)
         condition = self._condition.lower()
         bound = [name for name in columns if name.lower() in condition]
@@ -158,9 +156,7 @@ def _length(value: Any) -> int | None:
 
 
 def _find(text: Any, part: Any) -> int | None:
-    """Replace SQLite's function `instr` by one in linear time. With two texts of the size of a row, SQLite's would take
-    hours.
-    """
+    """Replace SQLite's function `instr` by one in linear time."""
     return None if text is None or part is None else str(text).find(str(part)) + 1
 
 

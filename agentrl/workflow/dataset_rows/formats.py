@@ -113,9 +113,7 @@ def _read_json_lines(path: Path, label: str, where: str) -> Iterator[SourceRow]:
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines that the file has now. A line that is too large is cut, but stays longer than the limit so that the error
-    is found.
-    """
+    """Yield the lines that the file has now."""
     end = os.fstat(file.fileno()).st_size  # a writer may append as fast as this reads
     while file.tell() < end and (line := file.readline(MAX_ROW_BYTES + 1)):
         yield line
@@ -169,9 +167,7 @@ def _csv_values(names: list[str], fields: list[str]) -> tuple[dict[str, Any] | N
 
 
 def _check_columns(path: Path, names: list[str]) -> None:
-    """Raise DatasetError if a column has no name, two columns have the same name, or the number of columns is 0 or too
-    large.
-    """
+    """Raise DatasetError if there is no column or too many, or if a name is empty or occurs twice."""
     if not names:
         raise DatasetError(f"{str(path)!r} names no columns.", "Write the names of its columns into its first row.")
     repeated = next((name for name in names if names.count(name) > 1), None) if len(names) <= MAX_COLUMNS else None
@@ -259,11 +255,7 @@ def _decode(batches: Iterable[Any], names: list[str], label: str, where: str) ->
 
 
 def _read_at_once(batch: Any, odd: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Return the values of the rows; None if the rows are too large to decode together, or a row cannot be read.
-
-    Args:
-        odd: the columns whose values may not be valid JSON values.
-    """
+    """Return the values of the rows; None if the rows are too large to decode together, or a row cannot be read."""
     if batch.nbytes > MAX_ROW_BYTES:
         return None
     try:

@@ -215,9 +215,7 @@ def _stream_hub(config: DatasetConfig, name: str, part: str, streaming: bool) ->
 
 
 def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[SourceRow]:
-    """Yield the rows with each mapped column renamed to its field. Raise DatasetError if the first row lacks a mapped column,
-    so the mapping is wrong. A later row that lacks such a column is malformed.
-    """
+    """Yield the rows with each mapped column renamed to its field."""
     columns = [column for column in config.map.values() if column not in config.map]
     pairs, is_first = tuple(config.map.items()), True
     for row in rows:

@@ -160,9 +160,7 @@ def _load_one(config: DatasetConfig) -> LoadedTasks:
 
 
 class _Repeats:
-    """A filter that removes repeated tasks: tasks that equal an earlier task except for the key. `count` is the number removed
-    so far.
-    """
+    """A filter that removes repeated tasks: tasks that equal an earlier task except for the key."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -170,7 +168,6 @@ class _Repeats:
         self._others: defaultdict[int, list[Task]] = defaultdict(list)
 
     def left_out(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """Yield the tasks that are not repeated."""
         for task in tasks:
             if isinstance(task, Task):  # what is none is named later
                 texts = hash((task.reference, *(message.content for message in task.messages)))

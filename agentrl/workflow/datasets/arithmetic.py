@@ -56,11 +56,7 @@ def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, 
 
 
 def _distinct_questions() -> Iterator[tuple[int, str]]:
-    """Yield endless questions as (level, phrase), with the levels in turn.
-
-    The questions of `test` and `train` occur once. Later questions may repeat each other, because the small levels have too
-    few.
-    """
+    """Yield endless questions as (level, phrase), with the levels in turn."""
     rng = random.Random("arithmetic")
     seen: set[str] = set()
     reserved = SPLITS["test"] + SPLITS["train"]

@@ -127,9 +127,6 @@ def _mbpp(key: str, row: Mapping[str, Any]) -> Task:
 
 
 def _tests(source: str, names: Sequence[str], program: str) -> dict[str, Any]:
-    """Return the tests of a source as arguments of `code_metadata`. Raise ValueError if there is no test, or a test uses a name
-    that neither the test nor the reference defines.
-    """
     cases = all_cases(source, names)
     if cases:
         return {"cases": cases}

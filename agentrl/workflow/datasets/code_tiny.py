@@ -102,9 +102,7 @@ def _task(key: str, phrase: str) -> Task:
 
 
 def _is_telling(terms: Sequence[str], cases: Sequence[Case]) -> bool:
-    """Return True if the cases detect wrong operators: every function with other operators fails at least one case, or is
-    equivalent.
-    """
+    """Return True if each function with other operators fails at least one case, or is equivalent."""
     right = _expression(terms, [OPERATORS[word] for word in terms[1::2]])
     grid = list(product(range(2, 10), repeat=2))
     for signs in product(OPERATORS.values(), repeat=len(terms) // 2):

@@ -257,11 +257,7 @@ def read_messages(name: str, value: object) -> tuple[Message, ...]:
 
 
 def _message(where: str, item: object, callers: dict[str, str]) -> Message:
-    """Parse a message.
-
-    Args:
-        callers: a mapping from the id of each earlier tool call to the tool's name. The message's calls are added to it.
-    """
+    """Parse a message."""
     if not isinstance(item, dict):
         raise ValueError(f"{where} must be an object, not {kind_of(item)}")
     role = "system" if item.get("role") == "developer" else item.get("role")

@@ -91,9 +91,6 @@ def _describe(result: CodeResult) -> str:
 
 
 def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Yield the pairs in order, in batches. A batch has at most as many characters as one value may have; a longer pair has its
-    own batch.
-    """
     batch: list[tuple[str, str]] = []
     for pair in pairs:
         if batch and sum(len(case) + len(value) for case, value in [*batch, pair]) > exact_json.MAX_CHARACTERS:

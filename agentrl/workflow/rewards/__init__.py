@@ -354,10 +354,7 @@ def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
 
 
 def _modules(name: str) -> tuple[str, ...]:
-    """Return the modules of the reward: the module with its code, and the user's module.
-
-    They differ if the user's module creates the reward from other code (`brief = within(400, 100)`).
-    """
+    """Return the modules of the reward: the module with its code, and the user's module."""
     reward = find("rewards", name)
     code: Callable[..., Any] = reward.function if isinstance(reward, Judge) else reward
     places = (code.__module__, name.partition(":")[0]) if ":" in name else (code.__module__,)

@@ -105,10 +105,7 @@ def _math_answer(reference: str, answer: str) -> ToolResult:
 
 @lru_cache(maxsize=4096)
 def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
-    """Return a function that judges the answer once and caches the result.
-
-    Its result is the verdict, which is None if the reference has no mathematics, and the processor time in seconds.
-    """
+    """Return a function that judges the answer once and caches the result."""
 
     def judge() -> tuple[float | None, float]:
         result = code_judge.asked("judge", exact_json.encode([reference, answer]), _warm, LIMITS)
@@ -118,10 +115,7 @@ def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
 
 
 def _opened() -> Session:
-    """Return a sandbox session that defines the function `judge`. Raise ConfigError if the packages are not installed. Raise
-    SandboxUnavailable if there is no sandbox, or the sandbox cannot load the packages. Raise InfraError if the session did not
-    start.
-    """
+    """Return a sandbox session that defines the function `judge`."""
     place = sandbox()
     reads = () if place.kind == "docker" else installed()
     session = place.session(LOADING, reads)

@@ -91,9 +91,6 @@ def writable(code: str) -> bool:
 
 
 def _tests_passed(setup: str, answer: str, function: str, hidden: list[str], test: str = "", reference: str = "") -> ToolResult:
-    """Return the share of tests that the answer's function passes. The tests are the hidden cases, or those of a test
-    program.
-    """
     return verdict_result(*_judged(setup, answer, function, tuple(hidden), test, reference)())
 
 
@@ -106,11 +103,7 @@ def verdict_result(verdict: object, cpu_seconds: float) -> ToolResult:
 def _judged(
     setup: str, answer: str, function: str, hidden: tuple[str, ...], test: str, reference: str
 ) -> Once[tuple[float, float]]:
-    """Return a function that judges the answer once and caches the result: the share of passed tests, and the processor time in
-    seconds.
-
-    The cache helps, because episodes of a group often give the same answer.
-    """
+    """Return a cached function for equal answers: the share of passed tests, and the processor time in seconds."""
 
     def judge() -> tuple[float, float]:
         budget = Budget(WHOLE_CPU_SECONDS)

@@ -160,10 +160,7 @@ def _value(data: Any, budget: "_Budget", depth: int) -> Any:
 
 
 def _fields(data: Any, budget: "_Budget") -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value of each field of a message. A value is an integer or a view of bytes.
-
-    The fields are not collected in a list, because there may be many.
-    """
+    """Yield the number and the value of each field of a message."""
     data = _message(data)
     budget.spend_field()  # an empty message is work, too
     place = 0

@@ -60,9 +60,7 @@ def _documents(path: Path, data: bytes) -> Iterator[tuple[str, Iterator[Span]]]:
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield each line that is not empty, with its number. Lines are read one at a time, because there may be a hundred million
-    of them.
-    """
+    """Yield each line that is not empty, with its number."""
     return ((number, line) for number, line in enumerate(io.BytesIO(data), 1) if line.strip())
 
 

@@ -97,9 +97,6 @@ def _database_image(script: Path) -> bytes:
 
 @lru_cache(maxsize=16)
 def _make_database(script: Path, changed: int) -> bytes:
-    """Return the database that a script creates. `changed` is the file's modification time, which is a part of the cache
-    key.
-    """
     try:
         with closing(sqlite3.connect(":memory:")) as connection:
             connection.executescript(script.read_text(encoding="utf-8"))

@@ -72,11 +72,7 @@ def find_run_of_folder(tx: Any, folder: str) -> str:
 
 
 def _epoch_end_versions(tx: Any, run: Mapping[str, Any], only: int | None = None) -> dict[int, int]:
-    """Return the policy version after the last iteration of each completely planned epoch, by the epoch's number, counted from
-    1.
-
-    If `only` is given, return only the version of that epoch. `only` is counted from 0.
-    """
+    """Return, by epoch from 1, the version after each completely planned epoch. `only` selects one, from 0."""
     query = "SELECT epoch, max(number) AS last, count(*) AS planned FROM iterations WHERE run_id = :run"
     args = {"run": run["id"]}
     if only is not None:

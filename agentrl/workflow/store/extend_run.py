@@ -88,20 +88,13 @@ def _fresh_run_hint(row: Mapping[str, Any]) -> str:
 
 
 def _with_length(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dict[str, Any]:
-    """Return the config with the new length.
-
-    The length is given in epochs if the run was submitted in epochs and `total` is a multiple of `of_an_epoch`; else in
-    iterations.
-    """
     whole, rest = divmod(total, of_an_epoch)
     in_epochs = config.get("iterations") is None and not rest
     return {**config, "epochs": whole if in_epochs else None, "iterations": None if in_epochs else total}
 
 
 def _plan_published_iterations(tx: Connection, row: Mapping[str, Any], total: int) -> None:
-    """Plan the new iterations whose sampling policy is already published. For a run that has not ended, there are usually no
-    such iterations.
-    """
+    """Plan the new iterations whose sampling policy is already published."""
     planned = tx.execute(
         select(func.max(schema.iterations.c.number)).where(schema.iterations.c.run_id == row["id"])
     ).scalar_one()

@@ -78,9 +78,7 @@ def write_import(tx: Connection, submission: Submission, episodes: Sequence[Impo
 def _write_group(
     tx: Connection, fence: Fence, of_run: Mapping[str, int], siblings: Sequence[ImportedEpisode], run: str, policy: int
 ) -> list[int]:
-    """Insert the group's episodes with their steps and annotations; return the episodes' ids. The episodes are not ended
-    yet.
-    """
+    """Insert the group's episodes with their steps and annotations; return the episodes' ids."""
     numbers: list[int] = []
     for sample, _ in enumerate(siblings):
         values = {**of_run, "group_id": fence.group, "sample": sample, "attempt": ATTEMPT}
@@ -98,9 +96,6 @@ def _write_group(
 
 
 def _record(number: int, episode: ImportedEpisode, record: StepRecord, policy: int) -> StepRecord:
-    """Return the record with the ids of its episode and its policy. The first step of an episode also stores the name of the
-    trace.
-    """
     request = record.request
     if request is not None and record.step.index == 0:
         request = replace(request, asked={"trace": episode.key})

@@ -158,10 +158,7 @@ def _load_all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], 
 def _pick_in_turn(
     run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Sequence[str], difficulties: Sequence[float | None] = ()
 ) -> tuple[int, list[int]]:
-    """Return the epoch of an iteration, and the ids that the iteration uses.
-
-    The epoch and the iteration's `number` are counted from 0.
-    """
+    """Return the epoch of an iteration, and the ids that the iteration uses."""
     size = run["config"]["rollout"]["tasks_per_iteration"]
     epoch, position = divmod(number, iterations_per_epoch(len(ids), size))
     order = task_order(run["seed"], epoch, keys, difficulties)

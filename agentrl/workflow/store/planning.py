@@ -176,11 +176,7 @@ def _insert_evaluation(tx: Connection, run_id: int, run: str, evaluation: Submis
 
 
 def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str, Any] = MappingProxyType({})) -> int | None:
-    """Insert the run and its rows; return the run's id, or None if the name is taken.
-
-    Args:
-        more: additional columns of the run's row.
-    """
+    """Insert the run and its rows; return the run's id, or None if the name is taken."""
     run_id = insert_run(tx, _row_of(submission) | dict(more))
     if run_id is None:
         return None
@@ -475,7 +471,6 @@ def _resume(tx: Connection, row: Mapping[str, Any]) -> None:
 
 
 def _load_own_evals(tx: Connection, run_id: int, statuses: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of the run's own evaluations whose status is in `statuses`."""
     mine = select(schema.runs).where(schema.runs.c.measures_id == run_id, schema.runs.c.status.in_(statuses))
     return [dict(row) for row in tx.execute(mine.order_by(schema.runs.c.id)).mappings()]
 

@@ -31,11 +31,7 @@ def _dialect(name: str) -> Dialect:
 
 @dataclass(frozen=True, slots=True)
 class _CompiledStatement:
-    """A statement that is compiled for one driver.
-
-    `text` is the SQL text. `own` has the values that are part of the statement. `convert` has the functions that convert a
-    caller's values for the driver, by name.
-    """
+    """A statement that is compiled for one driver."""
 
     text: str
     own: Values

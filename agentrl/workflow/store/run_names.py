@@ -124,11 +124,6 @@ def find_best_version(tx: Any, run_id: int) -> int | None:
 
 
 def _require_best_version(tx: Any, run: Mapping[str, Any]) -> int:
-    """Return the best version of a run. See `find_best_version`. Raise NotFoundError if no version was evaluated yet.
-
-    Args:
-        run: the run's row.
-    """
     version = find_best_version(tx, run["id"])
     if version is None:
         measured = run["config"].get("eval", {}).get("every")

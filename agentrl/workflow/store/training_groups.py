@@ -13,10 +13,7 @@ from agentrl.workflow.trajectory import WHOLE, Episode, Group
 
 
 def _load_slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
-    """Return the slot and the task id of each group on which the iteration trains, by group id.
-
-    These are the groups that the iteration sampled, or the stored groups that it uses.
-    """
+    """Return the slot and the task id of each group on which the iteration trains, by group id."""
     groups, stored = schema.groups.c, schema.iteration_groups.c
     own = select(groups.id, groups.slot, groups.task_id).where(groups.iteration_id == iteration)
     lent = (
@@ -42,11 +39,7 @@ def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group,
 
 
 def _load_rewards(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
-    """Return the episodes with the rewards of their steps and, in a set other than `default`, with their own reward in the set.
-
-    Each episode's rewards come from the reward set of that name in the episode's run. An episode without a reward in the set
-    cannot train.
-    """
+    """Add the rewards of the set to the episodes and their steps. An episode without one cannot train."""
     sets = schema.reward_sets.c
     runs = select(schema.episodes.c.run_id).where(members_of(iteration))
     set_ids = tx.execute(select(sets.id).where(sets.name == reward_set, sets.run_id.in_(runs))).scalars().all()
@@ -73,10 +66,6 @@ def _select_step_rewards(reward_set: str) -> Select[tuple[int, int, float]]:
 
 
 def _with_rewards(episode: Episode, earned: Mapping[int, float], default: bool) -> Episode:
-    """Return the episode with the rewards of its steps.
-
-    In a reward set other than `default`, the episode's reward is the sum of all of its rewards in the set.
-    """
     if earned:
         steps = tuple(replace(step, reward=earned.get(step.index, 0.0)) for step in episode.steps)
         episode = replace(episode, steps=steps)

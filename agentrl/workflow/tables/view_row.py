@@ -28,9 +28,7 @@ def column(sql: str, meaning: str = "") -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(column,))
 class _ViewType(ABCMeta):
-    """The metaclass of views. It creates a slot for each column. This is fast: a starting command loads all views in less than
-    a millisecond.
-    """
+    """The metaclass of views."""
 
     def __new__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], view: str = "", source: str | Sequence[str] = ()

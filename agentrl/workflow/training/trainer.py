@@ -81,7 +81,6 @@ def _combine_metrics(steps: Sequence[Metrics]) -> dict[str, float]:
 
 
 def _undone(prepared: PreparedUpdate, error: Unusable) -> Update:
-    """Return the report of an update that was undone."""
     bad = isinstance(error, NotFinite)
     return Update(advantages=prepared.advantages, dropped=prepared.dropped, skipped=str(error), bad=bad)
 

@@ -99,9 +99,7 @@ def _lay_out(
 
 
 def _within(piece: TokenPiece, start: int, end: int) -> tuple[int, int]:
-    """Return the part of the piece that is inside the range, as two positions in the piece: the first, and the one after the
-    last.
-    """
+    """Return the first position in the piece that is inside the range, and the one after the last."""
     return max(0, start - piece.start), min(piece.end, end) - piece.start
 
 
@@ -117,11 +115,7 @@ def _unpack(kind: str, packed: bytes, first: int, last: int) -> list[Any]:
 
 
 def _piece_texts(texts: TokenTexts, piece: TokenPiece, tokens: StepTokens | None, start: int, end: int) -> list[str]:
-    """Return the texts of those tokens of the piece that are inside the range.
-
-    A character may consist of several tokens. Such a character may extend over an end of the range, but not over an end of the
-    piece.
-    """
+    """Return the texts of those tokens of the piece that are inside the range."""
     first, last = _within(piece, start, end)
     before = max(0, first - AROUND)
     length = piece.end - piece.start
@@ -168,9 +162,6 @@ def _segment_advantage(piece: TokenPiece, credit: TokenCredit) -> float | None:
 def _advantages(
     shape: EpisodeShape, pieces: Sequence[TokenPiece], credit: TokenCredit, start: int, end: int
 ) -> list[float | None] | None:
-    """Return an advantage for each token in the range. Return None if all tokens of each segment have the same advantage,
-    because `segments` then has all values.
-    """
     if credit.of_steps is None or all(values[0] == values[-1] for values in credit.of_steps.values() if values):
         return None
     idle = reasons_not_to_train(shape.value)

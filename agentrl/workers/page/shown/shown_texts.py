@@ -56,9 +56,7 @@ def cut_value(value: Any, max_chars: int = SHOWN_CHARS) -> tuple[Any, int | None
 
 
 def _depth(text: str) -> int:
-    """Return approximately how deeply the JSON text is nested. The number may be too high, because brackets inside strings
-    count too.
-    """
+    """Return approximately how deeply the JSON text is nested."""
     deepest = depth = 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")

@@ -119,11 +119,7 @@ def find_texts(where: Settings, base: str) -> FoundTexts:
 
 
 def _find_file(where: Settings, base: str) -> tuple[Path | None, bool]:
-    """Return the tokenizer's file, and whether it is surely that of the base model.
-
-    A file in the base's folder or in the hub's cache is surely the right one. Otherwise a model of the same name in agentrl's
-    models folder is used, which may be another model.
-    """
+    """Return the tokenizer's file, and whether it is surely that of the base model."""
     if not base or "\0" in base:
         return None, False
     with suppress(OSError, ValueError):
@@ -164,9 +160,7 @@ def _is_byte_level(decoder: Any) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of GPT-2's byte-level alphabet stands for. Printable bytes have the letter with the same
-    code. The 68 other bytes have letters from U+0100 on.
-    """
+    """Return the byte that each letter of GPT-2's byte-level alphabet stands for."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in seen)
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(others)}

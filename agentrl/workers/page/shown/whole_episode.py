@@ -147,9 +147,7 @@ def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownT
 
 
 def _shown_prompt(row: Row, results: Sequence[Row], texts: ShownTexts) -> dict[str, Any]:
-    """Return the new messages of a turn's prompt, and the number of messages that the prompt shares with another chain.
-    Messages that repeat the result of a call are left out.
-    """
+    """Return the new messages of a turn's prompt, and the number of messages that the prompt shares with another chain."""
     shared, messages = new_messages(row["prompt"], results)
     documents = []
     for place, message in messages[:MAX_MESSAGES]:

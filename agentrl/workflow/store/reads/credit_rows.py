@@ -58,10 +58,7 @@ def _members(tx: Any, rows: Sequence[Row], reward_set: str) -> list[Member]:
 
 
 def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
-    """Return the number of trainable tokens that each episode sampled itself, by episode id.
-
-    The tokens of a step are trainable if its response was delivered or another step continues it.
-    """
+    """Return the number of trainable tokens that each episode sampled itself, by episode id."""
     counts: dict[int, int] = {}
     for some in in_parts([row["id"] for row in rows]):
         query = f"""

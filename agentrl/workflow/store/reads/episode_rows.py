@@ -174,9 +174,7 @@ def _load_steps(tx: Any, episode: Row) -> list[Step]:
 
 
 def _select_with_inherited(tx: Any, kind: type[T], rest: str, episode: EpisodeRow) -> list[T]:
-    """Return the rows of the steps that the episode inherits from its parent, followed by the rows of the episode's own
-    steps.
-    """
+    """Return the rows of the steps inherited from the parent, then those of the episode's own steps."""
     own = select_values(tx, kind, rest, id=episode.id)
     parent = None if episode.parent_id is None else _find_row(tx, episode.parent_id)
     if parent is None:

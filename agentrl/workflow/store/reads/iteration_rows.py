@@ -172,7 +172,6 @@ _ADVANTAGE = """
 
 
 def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
-    """Return the episodes of each group by group id, with their advantages in the run `run_id`."""
     query = f"""
         SELECT e.id, e.group_id, e.sample, e.status, e.stop_reason, e.reward, {_ADVANTAGE} AS advantage, e.steps,
                e.sampled_tokens, e.prompt_tokens, e.tool_calls, e.tool_errors, e.started_at, e.finished_at

@@ -109,9 +109,7 @@ def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
-    """Return the steps whose history matches several turns, each with the turn that it continues and the number of matching
-    turns.
-    """
+    """Return the steps that could continue several turns: the turn that each continues, and the number of turns."""
     query = f"""
         SELECT number AS step, parent_step AS after, asked FROM steps WHERE episode_id = :id AND attempt = :attempt
         AND parent_step IS NOT NULL AND CAST(asked AS TEXT) LIKE '%"{EQUAL}"%' ORDER BY number"""
@@ -120,12 +118,7 @@ def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _count_fates(tx: Any, run: str, among: str = "", numbers: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
-    """Return the counts of `count_fates` for the iterations that a condition selects.
-
-    Args:
-        among: an SQL condition that starts with AND; empty for all iterations.
-        numbers: the values of the condition's parameters.
-    """
+    """Return the counts of `count_fates` for the iterations that a condition selects."""
     counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS of_{fate}" for fate in FATES)  # `tainted` is a flag
     ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run {among} GROUP BY iteration"
     by_iteration = {

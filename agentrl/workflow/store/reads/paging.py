@@ -166,10 +166,7 @@ def _find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
 
 
 def _after(column: str, way: str, place: Mapping[str, Any]) -> str:
-    """Return the SQL condition for the rows that follow the cursor's row.
-
-    The cursor's row has the sort value `:at` and the id `:last`. Rows without a sort value come last.
-    """
+    """Return the SQL condition for the rows that follow the cursor's row."""
     beyond = "<" if way == "DESC" else ">"
     if column == "id":
         return f"id {beyond} :last"
@@ -209,9 +206,7 @@ def is_id(value: Any) -> bool:
 
 
 def _parse_cursor(cursor: str, digest: str, column: str) -> dict[str, Any]:
-    """Return the sort value (`at`) and the id (`last`) of the cursor's row. Raise ConfigError if the cursor is invalid or
-    belongs to another list.
-    """
+    """Return the sort value (`at`) and the id (`last`) of the cursor's row."""
     match decode_cursor(cursor, digest):
         case [at, last] if is_id(last) and (at is None or _may_hold(column, at)):
             return {"at": at, "last": last}

@@ -140,10 +140,7 @@ _UNREAD: Mapping[str, Any] = {"groups": None, "episodes_done": None, "mean_rewar
 
 
 def _load_sums(tx: Any, run_id: int, versions: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return the numbers of groups and done episodes and the mean rewards of each version, by version id.
-
-    When MAX_GROUPS groups have been read, the remaining versions are left out.
-    """
+    """Return the numbers of groups and done episodes and the mean rewards of each version, by version id."""
     query = f"""
         SELECT resource_id, group_id FROM group_resources WHERE resource_id IN ({among(versions)})
         ORDER BY resource_id LIMIT {MAX_GROUPS + 1}"""
@@ -158,10 +155,7 @@ def _load_sums(tx: Any, run_id: int, versions: Sequence[int]) -> dict[int, dict[
 
 
 def _load_rewards(tx: Any, run_id: int, groups: Collection[int]) -> dict[int, Row]:
-    """Return the role of the task, the number of done episodes and the sum of their rewards for each group, by group id.
-
-    Only groups that the run sampled itself are returned.
-    """
+    """Return the role of the task, the number of done episodes and the sum of their rewards for each group, by group id."""
     done = "FILTER (WHERE status = 'done')"  # as a condition, a Postgres without statistics would look for all that are done
     query = f"""
         SELECT g.id, m.role, e.episodes, e.reward FROM

@@ -187,11 +187,7 @@ def _newest_steps(tx: Any, running: Sequence[RunRow]) -> Mapping[int, datetime]:
 
 
 def _waits(tx: Any, running: Sequence[RunRow]) -> dict[int, str]:
-    """Return the reason why each waiting run waits, by run id.
-
-    The reason is that a running run rebuilds the run's checkpoint or, without such a run, the detail of the newest `waiting`
-    event.
-    """
+    """Return the reason why each waiting run waits, by run id."""
     if not running:
         return {}
     ids, losses = among(run.id for run in running), ", ".join(f"'{kind}'" for kind in LOSS_EVENTS)

@@ -117,7 +117,6 @@ def _parse_cursor(cursor: str, digest: str) -> int:
 
 
 def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[Row]]:
-    """Return the groups of each task in the order of their iterations, by task id."""
     chosen = among(tasks)
     query = f"SELECT * FROM ({_MEMBERS}) members WHERE task_id IN ({chosen}) ORDER BY iteration, id"
     by_task: dict[int, list[Row]] = {}
@@ -128,10 +127,7 @@ def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[R
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The rule that decides whether an episode is correct. See `stats.evaluation.is_right`.
-
-    `reward_set` is the name of the reward set whose parts the rule uses.
-    """
+    """The rule that decides whether an episode is correct."""
 
     reward_set: str
     weights: Mapping[str, float]
@@ -188,11 +184,7 @@ def _describe(
 
 
 def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
-    """Return the best and the worst done episode of each group, with their rewards, by group id.
-
-    The values are None for a group without done episodes. Only the first groups are read, until they have MAX_EPISODES
-    episodes.
-    """
+    """Return the best and the worst done episode of each group, with their rewards, by group id."""
     if not groups:
         return {}
     (first,) = select_rows(tx, "SELECT count(*) AS size FROM episodes WHERE group_id = :id", id=groups[0])

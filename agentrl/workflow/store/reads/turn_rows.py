@@ -222,9 +222,7 @@ def _of_message(messages: Any, place: str, name: str) -> Any:
 
 
 def _of_call(tx: Any, shape: EpisodeShape, call: int, name: str) -> Any:
-    """Return the column `name` of a call if the call belongs to the episode or to a step that the episode inherits; else
-    None.
-    """
+    """Return a column of a call; None if the episode neither has nor inherits the call."""
     query = f"SELECT episode_id, step_id, {name} FROM tool_calls WHERE id = :id"
     rows = select_rows(tx, query, id=call)
     if not rows or (rows[0]["episode_id"] != shape.id and rows[0]["step_id"] not in {row["id"] for row in shape.rows}):
