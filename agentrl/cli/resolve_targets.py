@@ -272,7 +272,7 @@ def find_trusted_policy(policy: str, trust: bool) -> "tuple[RunConfig, Any]":
 
 
 def check_model_is_there(policy: str, config: "RunConfig") -> None:
-    """Check that a name is that of a model, if it is not that of a run's policy. Raise ModelError if the model does not exist."""
+    """Check that a name is a model, if it is not a run's policy. Raise ModelError if the model does not exist."""
     from agentrl.workflow.errors import ModelError
     from agentrl.workflow.models.lookup import existing_model
 

@@ -181,7 +181,7 @@ class _LearningOptions:
         return _as_flags(self.chat)
 
     def model(self, path: str, trusted: bool) -> "ModelConfig":
-        """Return the config's section `model`. Raise ConfigError if the options do not fit the model, or contradict each other."""
+        """Return the config's section `model`. Raise ConfigError if the options contradict the model or each other."""
         values = {**self.parts, **self.chat}
         keys = {f"model.{name}": value for name, value in values.items() if value is not None}
         return build({**keys, "model.path": path, "model.trust_remote_code": trusted}).model
