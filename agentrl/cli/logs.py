@@ -16,9 +16,7 @@ from agentrl.workflow.runtime.shown_text import clean
 PAUSE_SECONDS = 0.3
 MAX_LINES = 10_000
 END_BYTES = 1_000_000
-"""The number of bytes that are read from the end of a log."""
 MAX_LINE_CHARS = 2_000
-"""The most characters of a line that are shown."""
 
 
 def logs(

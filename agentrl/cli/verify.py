@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 TOOLS, TOKENS, REWARDS = "tools", "tokens", "rewards"
 CHECK_CHOICES = (TOOLS, TOKENS, REWARDS, "all")
-"""The parts that can be verified."""
 
 MAX_QUOTED = 200
 """The most characters of a text in a report."""

@@ -15,10 +15,8 @@ KINDS = ("reward", "message", "object", "annotation", "exception", "operation", 
 SOURCES = ("agent", "tool", "hook")
 MAX_AT_ONCE = 100
 MAX_OF_ATTEMPT = 10_000
-"""The most annotations that one attempt at an episode may have."""
 MAX_NAME = 128
 MAX_DATA = 64 * 1024
-"""The most bytes of an annotation's data, encoded as JSON."""
 MAX_DEPTH = 32
 MAX_STEP = 2**31 - 1
 MAX_REWARD = 1e30

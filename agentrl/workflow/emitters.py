@@ -29,7 +29,6 @@ from agentrl.workflow.errors import ConfigError, ServiceError
 EMIT_URL, EMIT_KEY = "AGENTRL_EMIT_URL", "AGENTRL_EMIT_KEY"
 """The environment variables of an agent's process that hold the URL for its annotations, and the key for that URL."""
 REWARD = "reward"
-"""The name of a reward that is emitted without a name."""
 PATIENCE_SECONDS = 60.0
 """The longest time for which a request is repeated while the endpoint is unavailable, in seconds."""
 TIMEOUT_SECONDS = 30.0

@@ -19,7 +19,6 @@ ENV_PREFIX = "AGENTRL_RUN_"
 MISSPELT = 0.85
 """The similarity, from 0 to 1, above which an unknown key is treated as a misspelt key or section."""
 MAX_FILE = 1 << 20
-"""The most bytes of a config file."""
 MAX_DIGITS = 100
 OTHER_NAMES = {"agent": "agent.name", "max_samples": "max_tasks", **OLDER_KEYS}
 """A mapping from other names of keys and flags to their first name: older names, and `agent` for `agent.name`."""

@@ -14,7 +14,6 @@ TOOL = "tool:"
 """The prefix of the resource name of a tool's description."""
 MAX_RESOURCES = 64
 MAX_RESOURCE_CHARS = 32_768
-"""The most characters of a resource."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_:./-]{0,127}")
 _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 

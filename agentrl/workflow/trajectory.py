@@ -19,7 +19,6 @@ Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["planned", "running", "done", "failed", "infra_error", "cancelled"]
 StopReason = Literal["answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout", "agent_error"]
 TRUNCATED: tuple[StopReason, ...] = ("max_steps", "max_tokens", "timeout")
-"""The stop reasons of an episode that ended at a limit."""
 FinishReason = Literal["stop", "length"]
 
 TRANSITIONS: Mapping[str, frozenset[str]] = {

@@ -163,5 +163,4 @@ def _folder_stamp(folder: Path) -> str:
 
 
 models = Models()
-"""The model slot of this process."""
 add_collector(models.collect)

@@ -27,7 +27,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_BODY_BYTES = 100_000
 """The largest body of a request, in bytes. A body is an SQL query or the parameters of an action."""
 BODY_SECONDS = 10.0
-"""The time limit for receiving a body, in seconds."""
 OWN_HEADER = b"x-agentrl"
 """The header that only the page itself can send. Requests that do more than read need it."""
 ACTIONS = "/api/actions/"

@@ -13,7 +13,6 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.tool_formats import HERMES
 
 MAX_TASKS = 4096
-"""The most tasks of an evaluation, which is one iteration."""
 
 TRAINING_KEYS = ("algorithm.", "update.", "critic.", "source.", "eval.", "report.")
 """Prefixes of config keys that do not affect how episodes are sampled."""

@@ -30,7 +30,6 @@ from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.trajectory import PolicyRef, StepRecord, StopReason, Task
 
 MAX_TURNS = 1000
-"""The most turns of an episode."""
 MAX_EPISODES = 100_000
 MAX_DEPTH = 64
 """The most ancestors of a span among which another span of the same call is searched."""

@@ -30,9 +30,7 @@ PORT_ORDER = ("control", "rollout", "train", "tools", "agents", "endpoint")
 higher port.
 """
 REQUEST_SECONDS = 5.0
-"""The longest wait for the next bytes of a request, in seconds."""
 CONNECTION_SECONDS = 30.0
-"""The longest duration of a connection, in seconds."""
 MAX_CONNECTIONS = 16
 MIB = 1024 * 1024
 

@@ -26,7 +26,6 @@ SENTENCES = {
     "waiting": "done, but not trained yet: its iteration is still open",
     "open": "not finished: {status}",
 }
-"""The sentence for each outcome, by its name in the views."""
 
 
 def fate_sentence(fate: Mapping[str, Any]) -> str:

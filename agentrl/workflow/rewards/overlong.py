@@ -23,7 +23,7 @@ CACHE_SHARE = 0.2
 
 
 def overlong(episode: Episode) -> tuple[float, ...]:
-    """Return the penalty of each step, from -1.0 to 0.0. Raise ValueError if the episode has no run, so its limits are unknown."""
+    """Return the penalty of each step, from -1.0 to 0.0. Raise ValueError if the episode has no limits."""
     if episode.limits is None:
         raise ValueError("it needs the token limit of a run, and this episode has no run")
     max_tokens = episode.limits.max_new_tokens

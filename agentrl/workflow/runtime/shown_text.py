@@ -20,7 +20,6 @@ _CONTROLS = re.compile(
     "\u00ad\u180e\u200b\u2028\u2029\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
 )
 CELL_CHARS = 60
-"""The most characters of a text in the cell of a table."""
 MAX_DEPTH = 100
 """The most nested levels of a value that are shown. Deeper values become `...`."""
 MAX_BITS = 10_000

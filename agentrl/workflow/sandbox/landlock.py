@@ -85,7 +85,7 @@ def abi() -> int:
 
 
 def check() -> None:
-    """Check that Landlock works on this machine. Raise SandboxUnavailable if the kernel is too old, or libseccomp is missing."""
+    """Check that Landlock works here. Raise SandboxUnavailable if the kernel is too old, or libseccomp is missing."""
     if abi() < NEEDED_ABI:
         raise SandboxUnavailable(
             f"The landlock sandbox needs Landlock's ABI {NEEDED_ABI} (Linux 6.12), and this kernel has {abi()}.",

@@ -18,7 +18,6 @@ from agentrl.workflow.resources import validation_error
 from agentrl.workflow.trajectory import Group, Task
 
 MAX_GROUPS = 4096
-"""The maximum number of groups of one request."""
 Candidate = Mapping[str, str]
 """The texts of all resources of a run, by name."""
 

@@ -11,7 +11,6 @@ from agentrl.workflow.spans import Span, span_names
 from agentrl.workflow.spans.otlp import JSON, OtlpError, decode
 
 PART_BYTES = 512 * 2**10
-"""The most bytes of annotations in one request."""
 MAX_NAMED = 4096
 """The most characters in the id of an episode, a conversation, an attempt or a task."""
 _REWARD = re.compile(span_names.REWARD)

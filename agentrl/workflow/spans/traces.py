@@ -16,12 +16,11 @@ from agentrl.workflow.spans.otlp import JSON, PROTOBUF, Bounds, OtlpError, decod
 from agentrl.workflow.spans.span_annotations import episode_named, named
 
 TRACE_FILE_BOUNDS = Bounds(bytes=256 * 2**20, spans=200_000, values=5_000_000, fields=20_000_000)
-"""The limits of a file."""
 _GZIP = b"\x1f\x8b"
 
 
 def read_traces(path: Path) -> list[Span]:
-    """Return the spans of a file. Raise DatasetError if the file cannot be read or has no traces; the message names the line."""
+    """Return the spans of a file. Raise DatasetError with the line if the file cannot be read or has no traces."""
     if path.exists() and not path.is_file():  # opening a pipe would wait for who writes into it
         raise DatasetError(f"{str(path)!r} is not a file, but a folder, a pipe or a device.", "Write the traces into a file.")
     try:

@@ -16,7 +16,6 @@ from agentrl.workflow.trajectory import PolicyRef
 Version = int | Literal["best"] | Epoch | None
 """A reference to a version of a run's policy. None is the newest version."""
 MAX_NAME_CHARS = 64
-"""The maximum length of a run's name, in characters."""
 
 
 @sql_read_transaction

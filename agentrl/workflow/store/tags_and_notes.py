@@ -12,13 +12,9 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import storable
 
 MAX_TAG_CHARS = 64
-"""The maximum length of a tag, in characters."""
 MAX_NOTE_CHARS = 10_000
-"""The maximum length of a note, in characters."""
 MAX_TAGS = 100
-"""The maximum number of tags of a run."""
 MAX_NOTES = 1000
-"""The maximum number of notes of a run."""
 _TAGS, _NOTES = schema.run_tags.c, schema.run_notes.c
 
 

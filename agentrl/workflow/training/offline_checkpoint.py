@@ -35,7 +35,6 @@ MIN_SECONDS_APART = 60.0
 MAX_TIME_SHARE = 20
 """The limit of the time for checkpoints: 1/20 of the training's time, if no number of steps is set."""
 LAST = "last"
-"""The name of the folder of the last checkpoint."""
 MAX_STATE = 1 << 16
 """The largest progress file that is read, in bytes."""
 

@@ -168,7 +168,6 @@ router = APIRouter(prefix="/api", tags=["runs"])
 Size = Annotated[int, Query(ge=1, le=1000)]
 """The most rows of a page."""
 LEDGER_ITERATIONS = 50
-"""The most iterations in a response of the ledger."""
 
 
 @router.get("/runs", response_model=RunsPage)

@@ -11,9 +11,7 @@ from typing import Any
 from agentrl.workflow.store.row_codecs import SHARED
 
 SHOWN_CHARS = 20_000
-"""The most characters of a text in a response."""
 LISTED_CHARS = 2000
-"""The most characters of a text in a row of a list."""
 MAX_DEPTH = 40
 """The deepest nesting of a value that is returned as JSON. A value that is nested more deeply is returned as text."""
 
@@ -65,7 +63,6 @@ def _depth(text: str) -> int:
 
 
 ANSWER_CHARS = 2_000_000
-"""The approximate limit on the characters of all texts in a response."""
 LEAST_CHARS = 200
 """The number of characters of each text that are shown even if the response is full."""
 

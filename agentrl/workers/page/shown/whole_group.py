@@ -26,7 +26,6 @@ from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, unpack_ids
 
 Row = Mapping[str, Any]
 TEXT_CHARS = 4000
-"""The most characters of a single text of an episode."""
 MAX_SEGMENTS = 400
 """The most texts of an episode in the response."""
 ALIGNED_TOKENS = 65_536

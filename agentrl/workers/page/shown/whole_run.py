@@ -23,7 +23,6 @@ from agentrl.workflow.store.reads.run_details import StoredConfig, load_summarie
 from agentrl.workflow.tables.views import RunRow
 
 CHILDREN_SHOWN = 100
-"""The most children of a run that are listed."""
 OPEN_WORK_SHOWN = 200
 """The most entries in the list of a run's claims and waiting messages."""
 
@@ -42,7 +41,7 @@ def typed_run(number: int, name: str) -> str:
 
 
 def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
-    """Return the response of `/api/runs/{run}` about the run with this number. Raise NotFoundError if the run does not exist."""
+    """Return the response of `/api/runs/{run}` about this run. Raise NotFoundError if the run does not exist."""
     name = run_rows.run_name(tx, run)
     (shown_run,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
     children = find_children(tx, run, CHILDREN_SHOWN + 1)

@@ -67,7 +67,6 @@ COLUMNS: Mapping[str, str] = {
     "tflops": "10**12 operations that the model needs, per second of the update",
     "mfu": "share of the GPU's peak rate that its update computed at",
 }
-"""The columns of a curve in order, each with its meaning."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class IterationDetails:
 
 @sql_read_transaction
 def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
-    """Return an iteration of the run by its number, counted from 1. Raise NotFoundError if there is no such run or iteration."""
+    """Return an iteration by its number, counted from 1. Raise NotFoundError if there is no such run or iteration."""
     run_row = run_id_and_name(tx, run)
     query = """
         SELECT i.id, r.reward_set FROM iterations i JOIN runs r ON r.id = i.run_id

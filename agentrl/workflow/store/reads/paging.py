@@ -19,7 +19,6 @@ from agentrl.workflow.tables.view_row import ViewRow
 from agentrl.workflow.trajectory import storable
 
 MAX_SIZE = 100_000
-"""The maximum number of rows of a page."""
 MAX_CURSOR_CHARS = 1000
 """The maximum length of a cursor, in characters. No valid cursor is longer."""
 BY_NUMBER, FEW_BY_NUMBER = {"id": "id"}, {"id": "id + 0"}

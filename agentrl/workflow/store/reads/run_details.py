@@ -89,9 +89,7 @@ def list_reward_parts(tx: Any, run_id: int, name: str) -> list[str]:
 
 
 SPARK_POINTS = 60
-"""The maximum number of points of a sparkline, not counting the newest point."""
 LEARNING_KINDS = ("train", "search")
-"""The kinds of runs that have an algorithm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.tables.views import VIEWS
 
 WINDOW_ROWS = 5000
-"""The maximum number of rows in a window."""
 
 WINDOWS = {
     "v_iterations": "iterations WHERE run_id = :id",

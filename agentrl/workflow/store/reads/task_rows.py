@@ -20,11 +20,9 @@ from agentrl.workflow.trajectory import storable
 TASK_ORDERS = {"id": "s.task_id", "task": "t.key", "groups": "groups", "reward": "mean_reward", "last": "last_reward"}
 """The names by which the list can be sorted, each with its column."""
 MAX_TASKS = 40
-"""The maximum number of tasks on a page."""
 MAX_EPISODES = 20_000
 """The maximum number of episodes that are read for a page. If there are more, those of the first groups are read."""
 POINTS = 60
-"""The maximum number of points of a task's curve."""
 MAX_GROUPS = 1000
 """The maximum number of a task's groups in a response. If there are more, the newest are returned."""
 KIND = "tasks"
