@@ -24,11 +24,8 @@ if TYPE_CHECKING:
 
 
 class Loading:
-    """A conversation that a thread loads while the user types.
-
-    Args:
-        make: the function that loads the conversation.
-        what: the text that the spinner shows after "loading".
+    """A conversation that a thread loads while the user types. `make` is the function that loads the conversation. `what` is
+    the text that the spinner shows after "loading".
     """
 
     def __init__(self, make: "Callable[[], Talk]", what: str) -> None:

@@ -33,14 +33,11 @@ RESTART_HINT = "Type `agentrl down`. Unfinished runs continue in the new stack"
 def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, list[str]]":
     """Start the services, write the run and send its first messages. Return the run, and remarks on its workers.
 
-    If no worker can run it, the run is stored as failed, with the reason. `agentrl resume` then starts it. Raise ServiceError
-    if the broker or the database does not respond, the stack does not start, or a required worker is missing. Raise WorkerError
-    if a required worker lacks something that the run needs. Raise ConfigError if one worker has both the roles rollout and
-    train, but the run does not allow it. No row is written.
-
-    Args:
-        prepared: the run.
-        required: True to raise an error if a queue has no worker, or if a worker lacks something that the run needs.
+    If no worker can run it, the run is stored as failed, with the reason. `agentrl resume` then starts it. `prepared` is the
+    run. `required` is True to raise an error if a queue has no worker, or if a worker lacks something that the run needs. Raise
+    ServiceError if the broker or the database does not respond, the stack does not start, or a required worker is missing.
+    Raise WorkerError if a required worker lacks something that the run needs. Raise ConfigError if one worker has both the
+    roles rollout and train, but the run does not allow it. No row is written.
     """
     from agentrl.workers.requests import submit as submission
     from agentrl.workers.stack.process import database
@@ -62,14 +59,11 @@ def with_resume_hint(error: AgentRLError, run: str, options: str = "") -> AgentR
 
 
 def start_services(submission: "Submission", required: bool) -> list[str]:
-    """Start the embedded stack, or check the broker of the settings. Return remarks on the workers. Raise ServiceError if the
-    broker or the database does not respond, the stack does not start, or a required worker is missing. Raise WorkerError if a
-    required worker lacks something that the run needs. Raise ConfigError if one worker has both the roles rollout and train,
-    but the run does not allow it.
-
-    Args:
-        submission: the submission.
-        required: True to raise an error if a queue has no worker, or if a worker lacks something that the run needs.
+    """Start the embedded stack, or check the broker of the settings. Return remarks on the workers. `submission` is the
+    submission. `required` is True to raise an error if a queue has no worker, or if a worker lacks something that the run
+    needs. Raise ServiceError if the broker or the database does not respond, the stack does not start, or a required worker is
+    missing. Raise WorkerError if a required worker lacks something that the run needs. Raise ConfigError if one worker has both
+    the roles rollout and train, but the run does not allow it.
     """
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workflow.store.iterations import staleness_of

@@ -33,11 +33,7 @@ removed.
 
 
 class Keyboard:
-    """The terminal at which a user types messages.
-
-    Args:
-        history: the file of earlier messages.
-    """
+    """The terminal at which a user types messages. `history` is the file of earlier messages."""
 
     def __init__(self, history: Path) -> None:
         self._history = TypedLines(history)
@@ -65,10 +61,8 @@ class Keyboard:
 
 
 def read_message(line: Callable[[str], str]) -> str:
-    """Read a message of one or more lines. Raise ConfigError if the message is too long.
-
-    Args:
-        line: a function that takes a prompt and returns the next line.
+    """Read a message of one or more lines. `line` is a function that takes a prompt and returns the next line. Raise
+    ConfigError if the message is too long.
     """
     first = line("> ")
     is_block = first.lstrip().startswith(BLOCK)

@@ -83,11 +83,7 @@ def template_facts(folder: str) -> dict[str, Any]:
 
 def model_facts(path: str, config: str) -> dict[str, Any]:
     """Return the model's facts for a plan, or the reason why it cannot be loaded. For a hub model that is not on this machine,
-    return no facts.
-
-    Args:
-        path: the model's folder or name.
-        config: the section `model` of a config, as JSON.
+    return no facts. `path` is the model's folder or name. `config` is the section `model` of a config, as JSON.
     """
     from agentrl.workflow.config import ModelConfig
     from agentrl.workflow.errors import AgentRLError

@@ -27,11 +27,8 @@ TOO_LONG = f"more than {MAX_CHARACTERS} characters, which a call may have at mos
 
 
 class Unreadable(Exception):
-    """A call that cannot be parsed.
-
-    Args:
-        why: the reason, which the model reads.
-        end: the index in the text at which parsing continues.
+    """A call that cannot be parsed. `why` is the reason, which the model reads. `end` is the index in the text at which parsing
+    continues.
     """
 
     def __init__(self, why: str, end: int) -> None:
@@ -144,10 +141,8 @@ def read_arguments(name: str, arguments: object) -> ToolCall:
 
 
 def make_call(name: object, arguments: object, end: int) -> ToolCall:
-    """Return the call of the tool `name` with these arguments. Raise Unreadable if the name or the arguments are invalid.
-
-    Args:
-        end: the index at which the text of the call ends. The exception carries it.
+    """Return the call of the tool `name` with these arguments. `end` is the index at which the text of the call ends. The
+    exception carries it. Raise Unreadable if the name or the arguments are invalid.
     """
     if not isinstance(name, str) or not name:
         raise Unreadable('a call is an object with a "name" and "arguments"', end)

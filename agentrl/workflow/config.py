@@ -718,9 +718,7 @@ class RunConfig(Section):
 
     def importance_method(self, same_numbers: bool) -> Literal["truncate", "mask"] | None:
         """Return how an update treats importance ratios above `importance_cap`; None if the update uses no importance ratios.
-
-        Args:
-            same_numbers: True if sampler and trainer compute the same logprobs, up to the rounding of float32.
+        `same_numbers` is True if sampler and trainer compute the same logprobs, up to the rounding of float32.
         """
         method = self.algorithm.importance
         if method == "auto":

@@ -142,11 +142,9 @@ def operation(name: "str | Callable[..., Any]" = "", **notes: Any) -> Any:
 
 @contextmanager
 def collected(into: list[Annotation], source: str, prefix: str) -> Iterator[None]:
-    """Append the annotations that this context emits to the list `into`, instead of sending them.
-
-    Args:
-        source: the writer, one of `annotations.SOURCES`.
-        prefix: the first part of each annotation's id. The second part is the annotation's index in the list.
+    """Append the annotations that this context emits to the list `into`, instead of sending them. `source` is the writer, one
+    of `annotations.SOURCES`. `prefix` is the first part of each annotation's id. The second part is the annotation's index in
+    the list.
     """
 
     def add(annotation: Annotation) -> None:

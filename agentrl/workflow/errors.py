@@ -13,11 +13,8 @@ _SECOND_STOP = re.compile(r"(?:(?<=[?!])|(?<=[^.]\.)|(?<=\.\.\.))\.\Z")
 
 
 class AgentRLError(Exception):
-    """The base class of all errors that the user can fix.
-
-    Args:
-        message: one sentence that says what was requested, and what is wrong with it.
-        hint: the next command to type, or the change to make; empty if there is none.
+    """The base class of all errors that the user can fix. `message` is one sentence that says what was requested, and what is
+    wrong with it. `hint` is the next command to type, or the change to make; empty if there is none.
     """
 
     exit_code = 1
@@ -126,10 +123,8 @@ class WorkerError(AgentRLError):
 
 
 class DeviceLost(AgentRLError):
-    """A failure of the GPU in this process. Only a new process can use the GPU again.
-
-    Args:
-        reason: the report of the device's driver.
+    """A failure of the GPU in this process. Only a new process can use the GPU again. `reason` is the report of the device's
+    driver.
     """
 
     exit_code = 12

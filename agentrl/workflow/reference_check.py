@@ -32,13 +32,9 @@ def comparing_rewards(names: Iterable[str]) -> tuple[str, ...]:
 def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None:
     """Check the references of a random sample of the tasks.
 
-    A sample that has passed is checked again only if its tasks or the code of the rewards change. Raise DatasetError if some
-    tasks cannot be scored; the message has their keys. Raise SandboxUnavailable or InfraError if a reward could not run its
-    code.
-
-    Args:
-        names: the names of the rewards.
-        seed: the seed that selects the sample.
+    A sample that has passed is checked again only if its tasks or the code of the rewards change. `names` are the names of the
+    rewards. `seed` is the seed that selects the sample. Raise DatasetError if some tasks cannot be scored; the message has
+    their keys. Raise SandboxUnavailable or InfraError if a reward could not run its code.
     """
     if not names:
         return

@@ -478,11 +478,8 @@ class SamplingKey:
         return _bits(self._text)
 
     def of_turn(self, prompt_ids: tuple[int, ...], repeats: int) -> int:
-        """Return the key of a turn as a 64-bit integer.
-
-        Args:
-            prompt_ids: the whole prompt, each id below 2**31.
-            repeats: the number of earlier samples of the episode from exactly this prompt.
+        """Return the key of a turn as a 64-bit integer. `prompt_ids` is the whole prompt, each id below 2**31. `repeats` is the
+        number of earlier samples of the episode from exactly this prompt.
         """
         prompt = hashlib.sha256(struct.pack(f"<{len(prompt_ids)}i", *prompt_ids)).hexdigest()
         return _bits(f"{self._text}|{prompt}|{repeats}")

@@ -54,12 +54,8 @@ class _LiveSession:
 
 
 class Sessions:
-    """The sessions of this process. Thread-safe.
-
-    Args:
-        owner: the name of the queue that only this process reads.
-        failed: the function that turns an exception of a call into the result for the model; it raises InfraError if the system
-            failed.
+    """The sessions of this process. Thread-safe. `owner` is the name of the queue that only this process reads. `failed` is the
+    function that turns an exception of a call into the result for the model; it raises InfraError if the system failed.
     """
 
     def __init__(

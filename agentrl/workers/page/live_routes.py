@@ -98,10 +98,8 @@ class Live:
         return sum(watch.listeners for watch in self._watches.values())
 
     async def listen(self, run: int | None) -> AsyncGenerator[Seen | None]:
-        """Yield the state whenever it changes. Yield None after COMMENT_SECONDS without a change.
-
-        Args:
-            run: the number of the run; None for the list of runs.
+        """Yield the state whenever it changes. Yield None after COMMENT_SECONDS without a change. `run` is the number of the
+        run; None for the list of runs.
         """
         watch = self._watches.setdefault(run, _Watch())
         watch.listeners += 1

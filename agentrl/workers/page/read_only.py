@@ -45,10 +45,8 @@ class ReadOnlyStore:
     """A store that is only read. Each query opens its own connection. So an open page holds neither a lock nor a connection."""
 
     def __init__(self, where: Settings) -> None:
-        """Set the database that the store reads. No connection is opened yet.
-
-        Args:
-            where: the settings, which contain the database's URL.
+        """Set the database that the store reads. No connection is opened yet. `where` is the settings, which contain the
+        database's URL.
         """
         self.settings = where
         self._file = sqlite_file(where)

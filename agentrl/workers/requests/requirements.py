@@ -153,11 +153,8 @@ def roles_of(config: RunConfig, rolls_out: bool = True) -> tuple[str, ...]:
 def ask_workers(needs: Requirements, workers: int | None = None) -> list[WorkerCheck]:
     """Return the responses of all workers that serve a queue of the run. A worker that does not respond has no entry.
 
-    A worker whose check is not complete is asked again, for up to LOOK_SECONDS.
-
-    Args:
-        needs: the requirements.
-        workers: the number of workers, if known. The call then returns as soon as so many have responded.
+    A worker whose check is not complete is asked again, for up to LOOK_SECONDS. `needs` are the requirements. `workers` is the
+    number of workers, if known. The call then returns as soon as so many have responded.
     """
     checks: dict[str, WorkerCheck] = {}
     deadline = time.monotonic() + LOOK_SECONDS

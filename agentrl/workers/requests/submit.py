@@ -387,10 +387,8 @@ def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
 
 
 def remark_on_rewards(*experiments: Experiment) -> Iterator[str]:
-    """Yield remarks if rewards of the env have weight 0, and if no episode can get a reward other than 0.
-
-    Args:
-        experiments: the experiments on whose episodes the run trains.
+    """Yield remarks if rewards of the env have weight 0, and if no episode can get a reward other than 0. `experiments` are the
+    experiments on whose episodes the run trains.
     """
     for experiment in experiments:
         if experiment.uncounted_rewards:

@@ -29,10 +29,8 @@ class Readiness:
     """
 
     def __init__(self, file: Path | None) -> None:
-        """Remove the file if an earlier process left it.
-
-        Args:
-            file: the file that exists while the process can serve; None for no file.
+        """Remove the file if an earlier process left it. `file` is the file that exists while the process can serve; None for
+        no file.
         """
         self._file = file
         self._state = "starting"

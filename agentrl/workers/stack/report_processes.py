@@ -41,11 +41,8 @@ class ReportProcess:
     """
 
     def __init__(self, report: TrackerReport, output: int | None = None) -> None:
-        """Start the process.
-
-        Args:
-            report: the report to write.
-            output: the file descriptor for the process's log; None for the stderr of this process.
+        """Start the process. `report` is the report to write. `output` is the file descriptor for the process's log; None for
+        the stderr of this process.
         """
         self.report, self.claim = report, claim_name()
         command = [sys.executable, "-P", "-m", "agentrl.workers.stack.reporter", str(report.run_id), report.tracker, self.claim]
@@ -133,11 +130,9 @@ class ReportProcesses:
                 self._processes[key] = ReportProcess(report)
 
     def stop(self, open_database: Callable[[], Database]) -> None:
-        """Ask all processes to write the remaining steps, and kill those that take longer than STOP_SECONDS.
-
-        Args:
-            open_database: the function that returns the database. It is called only if there are processes, because a missing
-                database may be the reason for stopping.
+        """Ask all processes to write the remaining steps, and kill those that take longer than STOP_SECONDS. `open_database` is
+        the function that returns the database. It is called only if there are processes, because a missing database may be the
+        reason for stopping.
         """
         for process in self._processes.values():
             process.process.terminate()

@@ -261,11 +261,8 @@ def _some_run_has_agent() -> bool:
 
 
 def main(stay: bool, separate: bool = False) -> None:
-    """Run the supervisor process. Return at once if another supervisor is running.
-
-    Args:
-        stay: whether to stop only on request.
-        separate: whether rollout and train run in separate processes.
+    """Run the supervisor process. Return at once if another supervisor is running. `stay` says whether to stop only on request.
+    `separate` says whether rollout and train run in separate processes.
     """
     where = settings()
     where.stack_dir.mkdir(parents=True, exist_ok=True)

@@ -276,11 +276,8 @@ class Stretch:
 def returns_of(episode: Episode, discount: float) -> list[Stretch]:
     """Return, by step, the returns of the episode's tokens that train: the discounted sum of the rewards from each token on.
 
-    The steps are in the order of the episode's training rows.
-
-    Args:
-        episode: the episode with its reward and the rewards of its steps. See `training.training_rows`, which assigns rewards
-            to tokens.
+    The steps are in the order of the episode's training rows. `episode` is the episode with its reward and the rewards of its
+    steps. See `training.training_rows`, which assigns rewards to tokens.
     """
     read, numbers = as_read(episode)
     idle = reasons_not_to_train(read)

@@ -29,11 +29,7 @@ SENTENCES = {
 
 
 def fate_sentence(fate: Mapping[str, Any]) -> str:
-    """Return the outcome of an episode as a sentence.
-
-    Args:
-        fate: the result of `ledger.explain_fate`.
-    """
+    """Return the outcome of an episode as a sentence. `fate` is the result of `ledger.explain_fate`."""
     error = one_line(fate["error"] or "", 1000)
     fields = {**fate, "error": error, "advantage": cell(fate["advantage"])}
     return SENTENCES.get(fate["fate"], "the outcome is not known").format(**fields)

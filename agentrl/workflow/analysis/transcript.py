@@ -16,11 +16,8 @@ STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
 
 
 def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
-    """Yield the lines of an episode's transcript.
-
-    Args:
-        record: an `EpisodeRecord`.
-        only: the index of the step to yield; None: the complete episode.
+    """Yield the lines of an episode's transcript. `record` is an `EpisodeRecord`. `only` is the index of the step to yield;
+    None: the complete episode.
     """
     yield from _head_lines(record.row)
     yield from _tree_lines(record.episode)
@@ -42,10 +39,8 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
 
 
 def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterator[Line]:
-    """Yield the lines of turns that are not in a database, in the format of `transcript_lines`.
-
-    Args:
-        of_agent: whether an agent ran the calls of the turns itself.
+    """Yield the lines of turns that are not in a database, in the format of `transcript_lines`. `of_agent` says whether an
+    agent ran the calls of the turns itself.
     """
     earlier_results: set[str] = set()
     for step in steps:

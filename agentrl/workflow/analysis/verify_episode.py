@@ -328,11 +328,8 @@ class TokensReport:
 
 
 def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -> dict[int, str]:
-    """Return, by the index of each step whose weights can no longer be read, a sentence that says why.
-
-    Args:
-        policies: the policy with which each step was sampled, by the step's index.
-        collected: the time at which garbage collection removed the weights' files, by the step's index.
+    """Return a sentence for each step whose weights can no longer be read, by the step's index. `policies` and `collected` have
+    the policy of each step and the time at which its files were removed.
     """
     reasons = {}
     for step, ref in policies.items():

@@ -121,13 +121,10 @@ class Chat:
         options: Mapping[str, Any] = NO_OPTIONS,
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Return the token ids of an episode's first prompt, including the generation prompt. Raise ModelError if the template
-        refuses the messages or the options, drops a system message, or does not support the options. Raise TooLong if the
-        prompt has many more than `max_tokens` tokens.
-
-        Args:
-            options: additional variables of the template (`template_options`).
-            max_tokens: the limit from which a prompt is of no use. A prompt that is much longer is not tokenized completely.
+        """Return the token ids of an episode's first prompt, including the generation prompt. `options` is additional variables
+        of the template (`template_options`). `max_tokens` is the limit from which a prompt is of no use. A prompt that is much
+        longer is not tokenized completely. Raise ModelError if the template refuses the messages or the options, drops a system
+        message, or does not support the options. Raise TooLong if the prompt has many more than `max_tokens` tokens.
         """
         return self._encode(self._render(messages, tools, generate=True, options=options), max_tokens)
 

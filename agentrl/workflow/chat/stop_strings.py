@@ -56,11 +56,8 @@ class Spelling:
 
 
 class Stops:
-    """A matcher of some stop strings for one tokenizer. `Chat.stops` makes and caches it.
-
-    Args:
-        spelling: the bytes of the tokenizer's ids.
-        strings: the stop strings, none of them empty.
+    """A matcher of some stop strings for one tokenizer. `Chat.stops` makes and caches it. `spelling` is the bytes of the
+    tokenizer's ids. `strings` are the stop strings, none of them empty.
     """
 
     def __init__(self, spelling: Spelling, strings: Sequence[str]) -> None:
@@ -70,11 +67,8 @@ class Stops:
         self._may: dict[int, bool] = {}
 
     def is_completed(self, ids: "Sequence[int] | NDArray[np.int64]", end: int | None = None) -> bool:
-        """Return True if the last of a turn's ids completes one of the strings. Only the end of the turn is read.
-
-        Args:
-            ids: the turn's ids; an array may be longer than the turn.
-            end: the number of ids that belong to the turn; None: all.
+        """Return True if the last of a turn's ids completes one of the strings. Only the end of the turn is read. `ids` are the
+        turn's ids; an array may be longer than the turn. `end` is the number of ids that belong to the turn; None: all.
         """
         end = len(ids) if end is None else end
         last = int(ids[end - 1])

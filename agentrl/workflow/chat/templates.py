@@ -73,10 +73,8 @@ def _compile(source: str) -> Template:
 def renderer(source: str, tokens: Mapping[str, str]) -> Render:
     """Return a function that renders the template.
 
-    If the template asks for the time, it always gets the time of the call to `renderer`.
-
-    Args:
-        tokens: the special tokens that the template names.
+    If the template asks for the time, it always gets the time of the call to `renderer`. `tokens` are the special tokens that
+    the template names.
     """
     clock = datetime.now(UTC)
 
@@ -112,10 +110,8 @@ def render_template(
 
 
 def read_template(template: str) -> str:
-    """Return the text of a chat template. Raise ConfigError if the file does not exist, or is not a template.
-
-    Args:
-        template: the path of a file, or the text itself.
+    """Return the text of a chat template. `template` is the path of a file, or the text itself. Raise ConfigError if the file
+    does not exist, or is not a template.
     """
     source = template if "{" in template or "\n" in template else _read_template_file(Path(template).expanduser())
     if len(source.encode(errors="replace")) > MAX_BYTES:
@@ -161,11 +157,8 @@ def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
 def resolve_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
     """Return the config with a value of `rollout.last_turn` in place of `auto`.
 
-    If the model is not on this machine, `auto` stays. Raise ConfigError if the value is `ask`, and the model's chat template
-    does not support it.
-
-    Args:
-        config: the run's config, with its model as `resolve_chat` returns it.
+    If the model is not on this machine, `auto` stays. `config` is the run's config, with its model as `resolve_chat` returns
+    it. Raise ConfigError if the value is `ask`, and the model's chat template does not support it.
     """
     spoken = _renderer_and_manner(config.model, folder) if folder is not None else None
     if spoken is None or config.rollout.last_turn == "plain":
@@ -187,10 +180,8 @@ def _recorded_format(folder: Path | None) -> str:
 
 
 def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict[str, str]] | None:
-    """Return a model's chat template and special tokens; None if the model's files contain no template.
-
-    Args:
-        source: the text of a template to use instead of the model's.
+    """Return a model's chat template and special tokens; None if the model's files contain no template. `source` is the text of
+    a template to use instead of the model's.
     """
     if folder is None or not folder.is_dir():
         return (source, {}) if source else None
@@ -255,11 +246,7 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool,
 
 
 def template_error(model: str, trouble: str) -> ModelError:
-    """Return the exception that refuses a model's template.
-
-    Args:
-        trouble: the reason that `find_trouble` returned.
-    """
+    """Return the exception that refuses a model's template. `trouble` is the reason that `find_trouble` returned."""
     return ModelError(f"The chat template of {model!r} {trouble}.", _OVERRIDE)
 
 

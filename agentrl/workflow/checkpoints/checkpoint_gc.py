@@ -61,10 +61,7 @@ class Waste:
 
 def list_folders(output_dir: str, key: str) -> list[Folder]:
     """Return the checkpoints of the run with that key, and unfinished folders next to them; empty if this machine has no such
-    folder. Raise ServiceError if the store at the URL does not respond.
-
-    Args:
-        output_dir: a folder or a URL.
+    folder. `output_dir` is a folder or a URL. Raise ServiceError if the store at the URL does not respond.
     """
     if not key:
         return []

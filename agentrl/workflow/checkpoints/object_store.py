@@ -108,11 +108,8 @@ def write(url: str, writer: Writer) -> str:
 
 
 def local_copy(url: str, sha256: str, part: Part) -> Path:
-    """Return this host's copy of a part of a checkpoint. Fetch the part if needed. Raise BrokenCheckpoint if the checkpoint is
-    missing or incomplete, or its weights have another hash.
-
-    Args:
-        sha256: the hash that the checkpoint's weights must have.
+    """Return this host's copy of a part of a checkpoint. Fetch the part if needed. `sha256` is the hash that the checkpoint's
+    weights must have. Raise BrokenCheckpoint if the checkpoint is missing or incomplete, or its weights have another hash.
     """
     copy = copy_of(url)
     if (copy, part) in _verified_copies and _touch(copy) and sealed_folder.has_part(copy, part):

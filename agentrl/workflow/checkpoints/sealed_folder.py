@@ -126,10 +126,8 @@ def _try_link(file: Path, target: Path, content: bytes) -> bool:
 
 
 def write_error(folder: Path, error: OSError | SafetensorError, then: str, what: str = "checkpoint") -> CheckpointError:
-    """Return the exception for a folder that could not be written.
-
-    Args:
-        then: the command to type after the disk's problem is solved.
+    """Return the exception for a folder that could not be written. `then` is the command to type after the disk's problem is
+    solved.
     """
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     full = (
@@ -153,11 +151,9 @@ def remove_rivals(folder: Path) -> None:
 
 
 def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> Mapping[str, FileRecord]:
-    """Verify that every file, except those in `without`, is unchanged. Return the manifest. Raise BrokenCheckpoint if a file is
-    missing, truncated or changed; the message names the first one.
-
-    Args:
-        shared: whether to verify also the files that the run's checkpoints share. No update reads these files.
+    """Verify that every file, except those in `without`, is unchanged. Return the manifest. `shared` says whether to verify
+    also the files that the run's checkpoints share. No update reads these files. Raise BrokenCheckpoint if a file is missing,
+    truncated or changed; the message names the first one.
     """
     manifest = read_manifest(folder)
     for name, record in manifest.items():
@@ -270,11 +266,8 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
-    """Return the manifest of a checkpoint: each file's record by name. Raise BrokenCheckpoint if the manifest is missing or
-    cannot be read.
-
-    Args:
-        called: the checkpoint's name in error messages, if the folder is a copy of it.
+    """Return the manifest of a checkpoint: each file's record by name. `called` is the checkpoint's name in error messages, if
+    the folder is a copy of it. Raise BrokenCheckpoint if the manifest is missing or cannot be read.
     """
     if not (folder / MANIFEST).is_file():  # opening a pipe would block
         raise broken_error(called or folder, f"{MANIFEST} is missing")
@@ -310,11 +303,8 @@ def _record(entry: Mapping[str, Any]) -> FileRecord:
 
 
 def broken_error(where: Path | str, damage: str) -> BrokenCheckpoint:
-    """Return the exception for a checkpoint whose files have changed or are missing.
-
-    Args:
-        where: the checkpoint's folder or URL.
-        damage: what is wrong with the files.
+    """Return the exception for a checkpoint whose files have changed or are missing. `where` is the checkpoint's folder or URL.
+    `damage` says what is wrong with the files.
     """
     return BrokenCheckpoint(
         f"The checkpoint {str(where)!r} is damaged: {damage}.",

@@ -62,12 +62,9 @@ Reader = Callable[[Path, str, str], Iterator[SourceRow]]
 
 
 def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRow]:
-    """Yield the rows of a file. The file's suffix, in lower or upper case, selects the reader (`READERS`). Raise DatasetError
-    if the file does not exist, it does not have the format of its suffix, or the suffix is unknown.
-
-    Args:
-        label: the prefix of the rows' keys.
-        where: the text before the unit in which rows are counted, for messages.
+    """Yield the rows of a file. The file's suffix, in lower or upper case, selects the reader (`READERS`). `label` is the
+    prefix of the rows' keys. `where` is the text before the unit in which rows are counted, for messages. Raise DatasetError if
+    the file does not exist, it does not have the format of its suffix, or the suffix is unknown.
     """
     suffix = path.suffix.lower()
     if suffix not in READERS:

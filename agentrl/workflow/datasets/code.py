@@ -45,9 +45,7 @@ def code_metadata(
     """Return the metadata that the rewards read.
 
     The metadata has the function's name, the code to run before the answer, the hidden tests, and the tests in the question.
-
-    Args:
-        test: the hidden tests as a program, if they cannot be expressed as cases.
+    `test` is the hidden tests as a program, if they cannot be expressed as cases.
     """
     tests = {"hidden": [case.text for case in cases], "visible": [case.text for case in visible]}
     return {"function": function, "setup": setup, **tests, **({"test": test} if test else {})}

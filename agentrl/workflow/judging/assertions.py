@@ -25,12 +25,9 @@ def parse_source(source: str) -> ast.Module:
 
 
 def read_asserts(source: str, names: Sequence[str], constants: Constants | None = None) -> tuple[list[Case], int]:
-    """Return (the cases that test these functions, the number of asserts that are not cases). Raise ValueError if the source is
-    not Python.
-
-    Args:
-        names: the names of the functions.
-        constants: an evaluator that several sources share. Its size limit applies to all of them together.
+    """Return (the cases that test these functions, the number of asserts that are not cases). `names` are the names of the
+    functions. `constants` is an evaluator that several sources share. Its size limit applies to all of them together. Raise
+    ValueError if the source is not Python.
     """
     asserts = [node for node in ast.walk(parse_source(source)) if isinstance(node, ast.Assert)]
     constants = constants or Constants()

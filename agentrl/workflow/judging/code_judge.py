@@ -31,11 +31,9 @@ MAX_ROUNDS = 8
 
 
 def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Return True or False for each pair: whether the value passes the case. Raise SandboxUnavailable if this machine has no
-    working sandbox. Raise InfraError if the system failed.
-
-    Args:
-        pairs: a case, and the value that a function returned for it, both as text.
+    """Return True or False for each pair: whether the value passes the case. `pairs` is a case, and the value that a function
+    returned for it, both as text. Raise SandboxUnavailable if this machine has no working sandbox. Raise InfraError if the
+    system failed.
     """
     verdicts: list[bool] = []
     waiting = list(_batches(pairs))[::-1]

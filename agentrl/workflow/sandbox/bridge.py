@@ -140,10 +140,7 @@ def send(kind: bytes, data: bytes) -> None:
 
 def counts(waited: float) -> bytes:
     """Return the kernel's counts for this container as JSON: processes killed for lack of memory, refused processes, and
-    processor time.
-
-    Args:
-        waited: the time that the container waited for a core, in seconds; it becomes part of the JSON.
+    processor time. `waited` is the time that the container waited for a core, in seconds; it becomes part of the JSON.
     """
     values = {"waited": waited}
     for name, (first, second, word) in COUNTS.items():

@@ -96,10 +96,8 @@ def check() -> None:
 
 @lru_cache(maxsize=2)
 def filters(owner: bool) -> tuple[str, str]:
-    """Return two system call filters in hex: the filter of bwrap's programs, and the additional filter of this sandbox.
-
-    Args:
-        owner: True if the program runs as a user who owns files.
+    """Return two system call filters in hex: the filter of bwrap's programs, and the additional filter of this sandbox. `owner`
+    is True if the program runs as a user who owns files.
     """
     import pyseccomp
 

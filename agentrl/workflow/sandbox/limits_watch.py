@@ -78,11 +78,8 @@ class Clock:
 
     def look(self, cpu: float, waited: float) -> tuple[Overrun | None, float]:
         """Check the limits. Return the reason to kill the program now (None without a reason), and the time until the next
-        check, in seconds.
-
-        Args:
-            cpu: the program's processor time so far, in seconds.
-            waited: the time that the program waited for a core so far, in seconds.
+        check, in seconds. `cpu` is the program's processor time so far, in seconds. `waited` is the time that the program
+        waited for a core so far, in seconds.
         """
         limits, now = self._limits, time.monotonic()
         if cpu + waited - self._busy < ASLEEP_SHARE * (now - self._seen):
@@ -176,10 +173,8 @@ def _runnable() -> int:
 def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> float:
     """Return the processor time that a sandbox has used so far, in seconds.
 
-    Without a control group, only the sandbox's living processes are counted.
-
-    Args:
-        lasting: the ids of the processes of the sandbox itself. Without a control group they are not counted.
+    Without a control group, only the sandbox's living processes are counted. `lasting` is the ids of the processes of the
+    sandbox itself. Without a control group they are not counted.
     """
     counted = box.cgroup.cpu_seconds()
     if counted is not None:

@@ -14,11 +14,8 @@ FILE, CELL = "<code>", "<cell "
 
 
 def limit(address_bytes: int, processes: int) -> None:
-    """Lower the limits of this process and its children permanently.
-
-    Args:
-        address_bytes: the address space of each process, in bytes.
-        processes: the number of processes and threads of this user.
+    """Lower the limits of this process and its children permanently. `address_bytes` is the address space of each process, in
+    bytes. `processes` is the number of processes and threads of this user.
     """
     for name, value in (("AS", address_bytes), ("NPROC", processes), ("NOFILE", 256), ("FSIZE", 1 << 26), ("CORE", 0)):
         which = getattr(resource, f"RLIMIT_{name}")
@@ -28,12 +25,9 @@ def limit(address_bytes: int, processes: int) -> None:
 
 
 def budget(cpu_seconds: int, max_seconds: int) -> None:
-    """Limit the processor time of this process and of each of its children.
-
-    Args:
-        cpu_seconds: the time after which SIGXCPU ends a process, in seconds.
-        max_seconds: the maximum for `cpu_seconds`, in seconds; no process inside can raise it again. One second after
-            `max_seconds`, SIGKILL ends the process.
+    """Limit the processor time of this process and of each of its children. `cpu_seconds` is the time after which SIGXCPU ends
+    a process, in seconds. `max_seconds` is the maximum for `cpu_seconds`, in seconds; no process inside can raise it again. One
+    second after `max_seconds`, SIGKILL ends the process.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, max_seconds + 1))
 

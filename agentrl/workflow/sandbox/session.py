@@ -224,10 +224,7 @@ class CellSession:
         """Let a cell fork its next state after there was no room for one more process. For this, kill the other processes that
         the cell started.
 
-        Return the message that follows, and the id of the process that sent it.
-
-        Args:
-            child: the id of the cell's process.
+        Return the message that follows, and the id of the process that sent it. `child` is the id of the cell's process.
         """
         self._line.settle({self._state, child})
         self._line.go_on()

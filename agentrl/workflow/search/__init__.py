@@ -82,11 +82,9 @@ class Resources(dict[str, str]):
 
 
 class Rollouts:
-    """The episodes of a search. Its first requests get the recorded episodes; a later request samples new ones.
-
-    Args:
-        seeds: the texts with which the search starts. Every candidate has the same names.
-        record: all groups that the run has tried, in order.
+    """The episodes of a search. Its first requests get the recorded episodes; a later request samples new ones. `seeds` are the
+    texts with which the search starts. Every candidate has the same names. `record` is all groups that the run has tried, in
+    order.
     """
 
     def __init__(self, seeds: Candidate, record: Sequence[Tried]) -> None:
@@ -95,11 +93,8 @@ class Rollouts:
     def __call__(
         self, candidate: Candidate, tasks: Sequence[Task], note: str = "", parent: Candidate | None = None
     ) -> list[Group]:
-        """Return one group of episodes per task, sampled with the candidate's texts.
-
-        Args:
-            note: a description of the candidate's origin.
-            parent: the candidate from which this candidate was made.
+        """Return one group of episodes per task, sampled with the candidate's texts. `note` is a description of the candidate's
+        origin. `parent` is the candidate from which this candidate was made.
         """
         return self.each([candidate], tasks, [note], [parent])[0]
 

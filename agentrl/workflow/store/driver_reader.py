@@ -94,11 +94,8 @@ class Reader:
     """
 
     def __init__(self, url: str, open_database: "Callable[[], Database]") -> None:
-        """Store the URL without opening a connection.
-
-        Args:
-            url: the database's URL.
-            open_database: the function that opens the database with SQLAlchemy.
+        """Store the URL without opening a connection. `url` is the database's URL. `open_database` is the function that opens
+        the database with SQLAlchemy.
         """
         self.url = url
         self._file, self._parts = sqlite_path(url), postgres_parts(url)
@@ -159,11 +156,8 @@ def postgres_transaction(parts: Mapping[str, Any], settings: Mapping[str, Any]) 
 
 
 def connect_postgres(parts: Mapping[str, Any], settings: Mapping[str, Any]) -> "psycopg.Connection[tuple[Any, ...]]":
-    """Connect to a Postgres database with `PLANNER_SETTINGS`.
-
-    Args:
-        parts: the arguments of `psycopg.connect`.
-        settings: more server settings of the session, by name. They override those in `parts["options"]`.
+    """Connect to Postgres with `PLANNER_SETTINGS`. `parts` are the arguments of `psycopg.connect`. `settings` are more server
+    settings of the session, which override those in `parts["options"]`.
     """
     import psycopg
 

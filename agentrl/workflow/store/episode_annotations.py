@@ -49,10 +49,8 @@ def add_annotations(tx: Connection, episode: int, attempt: int, annotations: Seq
 @transaction
 def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, annotations: Sequence[Annotation]) -> None:
     """Write annotations as the worker that holds the episode's group. Annotations that are already stored are not written
-    again. Raise Fenced if another worker holds the group.
-
-    Args:
-        steps: the number of steps so far. An annotation that names no step is assigned to the last of these steps.
+    again. `steps` is the number of steps so far. An annotation that names no step is assigned to the last of these steps. Raise
+    Fenced if another worker holds the group.
     """
     held = check_claim(tx, fence)
     insert_annotations(tx, episode, held.attempts[episode], steps - 1 if steps else None, held.run, annotations)

@@ -53,11 +53,8 @@ def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[A
 def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> tuple[Episode, ...]:
     """Return the episodes that meet the condition, with the steps of their current attempt, ordered by group and sample number.
 
-    The first steps of a fork are read from its parent, which has the same task.
-
-    Args:
-        condition: an SQL condition on `episodes`.
-        tasks: the tasks of these episodes, by id.
+    The first steps of a fork are read from its parent, which has the same task. `condition` is an SQL condition on `episodes`.
+    `tasks` are the tasks of these episodes, by id.
     """
     order = (schema.episodes.c.group_id, schema.episodes.c.sample)
     rows = tx.execute(select(schema.episodes).where(condition).order_by(*order)).mappings().all()

@@ -23,12 +23,8 @@ class Epoch:
 
 
 def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
-    """Return the policy version at the end of an epoch. Raise NotFoundError if the epoch has not ended, or the run has no such
-    epoch.
-
-    Args:
-        run: the run's row.
-        epoch: the epoch's number, counted from 1.
+    """Return the policy version at the end of an epoch. `run` is the run's row. `epoch` is the epoch's number, counted from 1.
+    Raise NotFoundError if the epoch has not ended, or the run has no such epoch.
     """
     versions = _epoch_end_versions(tx, run, min(epoch, MAX_ITERATIONS) - 1)
     newest = select_rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=run["id"])

@@ -61,12 +61,9 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
 
 
 def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
-    """Check that a run can be extended. Raise StateError if the run's state does not allow an extension. Raise ConfigError if
-    the run's config does not allow an extension.
-
-    Args:
-        row: the run's row.
-        stored: True if the run trains on stored groups.
+    """Check that a run can be extended. `row` is the run's row. `stored` is True if the run trains on stored groups. Raise
+    StateError if the run's state does not allow an extension. Raise ConfigError if the run's config does not allow an
+    extension.
     """
     name, decay = row["name"], row["config"]["update"].get("decay", "none")
     if row["kind"] != "train":

@@ -30,11 +30,8 @@ class Slot(NamedTuple):
 def task_order(seed: int, epoch: int | str, keys: Sequence[str], difficulties: Sequence[float | None] = ()) -> list[int]:
     """Return the indices of the tasks in the order of one epoch. The order is the same on every machine.
 
-    The tasks are sorted by difficulty, if difficulties are given, and then by hash(seed, epoch, task).
-
-    Args:
-        keys: the keys of the tasks.
-        difficulties: the difficulties of the tasks. The lowest comes first, None comes last.
+    The tasks are sorted by difficulty, if difficulties are given, and then by hash(seed, epoch, task). `keys` are the keys of
+    the tasks. `difficulties` are the difficulties of the tasks. The lowest comes first, None comes last.
     """
     digests = [hashlib.sha256(f"{seed}|{epoch}|{key}".encode()).digest() for key in keys]
     order = sorted(range(len(keys)), key=digests.__getitem__)
@@ -48,11 +45,7 @@ def iterations_per_epoch(tasks: int, tasks_per_iteration: int) -> int:
 
 
 def epoch_length(tx: Connection, run: Mapping[Any, Any]) -> int:
-    """Return the number of iterations in an epoch of a run; 0 if the run trains on stored groups.
-
-    Args:
-        run: the run's row.
-    """
+    """Return the number of iterations in an epoch of a run; 0 if the run trains on stored groups. `run` is the run's row."""
     tasks = tx.execute(select(func.count()).where(schema.run_tasks.c.run_id == run["id"])).scalar_one()
     return iterations_per_epoch(tasks, run["config"]["rollout"]["tasks_per_iteration"])
 

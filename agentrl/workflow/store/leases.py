@@ -99,10 +99,7 @@ def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
     """Record that the worker `host:pid` ended, and end the worker's leases.
 
     An event is written to every running run, with the work that the worker held. If a worker dies repeatedly at its start,
-    equal consecutive events are written once.
-
-    Args:
-        how: how the worker ended, as a verb phrase.
+    equal consecutive events are written once. `how` says how the worker ended, as a verb phrase.
     """
     for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK)).scalars().all():
         detail = f"the worker {role} {how}, and is started again; it held {describe_held_work(tx, run, worker, role)}"
@@ -188,10 +185,7 @@ def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> Non
     """Release all claims of the worker `host:pid` because its device failed. This counts neither as a loss nor as an attempt.
 
     Other workers may claim the work after `EXIT_MS`. A run fails if its devices fail `MAX_DEVICE_LOSSES` times without
-    progress; otherwise it would repeat forever.
-
-    Args:
-        reason: the device's error.
+    progress; otherwise it would repeat forever. `reason` is the device's error.
     """
     holds = union(*(select(table.c.run_id).where(*is_held_by(table, worker)) for table in (schema.groups, schema.iterations)))
     for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK, schema.runs.c.id.in_(holds))).scalars().all():

@@ -140,11 +140,9 @@ def submit(tx: Connection, submission: Submission, failed: str = "") -> Submitte
     run.
 
     If a generated name is taken, the next free name is used. If the reply of an earlier commit of this submission was lost, the
-    committed run is returned, even if it has another name. Raise ConflictError if a run of that name exists, with another
-    config or other starting weights. Raise CheckpointError if the run's starting weights have just been removed.
-
-    Args:
-        failed: the reason why the run cannot start. If given, the run is stored as failed, and its evaluation as paused.
+    committed run is returned, even if it has another name. `failed` is the reason why the run cannot start. If given, the run
+    is stored as failed, and its evaluation as paused. Raise ConflictError if a run of that name exists, with another config or
+    other starting weights. Raise CheckpointError if the run's starting weights have just been removed.
     """
     return insert_submission(tx, submission, failed)
 
@@ -403,11 +401,8 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 
 
 def check_resumable(row: Mapping[str, Any]) -> None:
-    """Check that the run can be resumed. Raise StateError if the run is done or cancelled, has another format, or is of the
-    kind `serve`.
-
-    Args:
-        row: the run's row.
+    """Check that the run can be resumed. `row` is the run's row. Raise StateError if the run is done or cancelled, has another
+    format, or is of the kind `serve`.
     """
     if row["kind"] == "serve":
         raise StateError(f"Run {row['name']!r} was served by a process, and only that process could continue it.", _SERVE_HINT)

@@ -57,12 +57,9 @@ def find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last:
 
 @transaction
 def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
-    """Mark the run's unneeded policies as collected. Return which checkpoints are still needed, and why.
-
-    Args:
-        present: the names of the checkpoint folders on this disk. Only these are marked.
-        keep_last: the number of newest adapters to keep of an ended run, even if stored episodes refer to more; None to keep
-            all to which episodes refer.
+    """Mark the run's unneeded policies as collected. Return which checkpoints are still needed, and why. `present` is the names
+    of the checkpoint folders on this disk. Only these are marked. `keep_last` is the number of newest adapters to keep of an
+    ended run, even if stored episodes refer to more; None to keep all to which episodes refer.
     """
     needs, unneeded = _find_needs(tx, run_id, present, keep_last)
     if unneeded:
@@ -172,11 +169,8 @@ def _load_policies(tx: Connection, run_id: int) -> Sequence[Any]:
 def _kept_paths(
     rows: Sequence[Any], run: Mapping[Any, Any], mine: Sequence[str], keep_last: int | None, saved: set[str] | None
 ) -> set[str]:
-    """Return the paths of the checkpoints that are kept.
-
-    Args:
-        mine: the paths of the run's own checkpoints, newest first.
-        saved: the paths that the run keeps permanently; None if it keeps all to which episodes refer.
+    """Return the paths of the checkpoints that are kept. `mine` is the paths of the run's own checkpoints, newest first.
+    `saved` is the paths that the run keeps permanently; None if it keeps all to which episodes refer.
     """
     by_name = {row.path for row in rows if row.sampled} if saved is None else saved
     if keep_last is not None and run["status"] not in ALIVE_STATUSES:

@@ -161,12 +161,8 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     """Claim the group and load its work.
 
     Return None if the group has ended or another worker holds a live lease on it. Also return None if the run is not running or
-    waits for a broken checkpoint.
-
-    Args:
-        worker: a name that is unique to this claim. If the reply of the commit was lost and the claim is repeated, this name
-            identifies it.
-        lease_seconds: the length of the lease, in seconds.
+    waits for a broken checkpoint. `worker` is a name that is unique to this claim. If the reply of the commit was lost and the
+    claim is repeated, this name identifies it. `lease_seconds` is the length of the lease, in seconds.
     """
     before = tx.execute(_free_group(lease_seconds), {"wanted": group, "claimant": worker}).one_or_none()
     if before is None or before.status != "running":

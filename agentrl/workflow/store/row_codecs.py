@@ -114,11 +114,8 @@ def token_row(step: Step) -> dict[str, bytes]:
 
 
 def call_row(item: CallRecord, number: int, kind: str) -> dict[str, Any]:
-    """Return the row of a tool call for the table `tool_calls`. A call of the kind `agent` is never sent to a worker.
-
-    Args:
-        number: the position of the call in its step, counted from 0.
-        kind: the kind of the call.
+    """Return the row of a tool call for the table `tool_calls`. A call of the kind `agent` is never sent to a worker. `number`
+    is the position of the call in its step, counted from 0. `kind` is the kind of the call.
     """
     now = datetime.now(UTC)
     return {
@@ -138,10 +135,8 @@ def call_row(item: CallRecord, number: int, kind: str) -> dict[str, Any]:
 
 
 def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], before: Sequence[Step] = ()) -> Step:
-    """Build a step from its row in `steps` with its tokens, the version that sampled it, and the rows of its calls.
-
-    Args:
-        before: the earlier steps of the same attempt, in order. The step's prompt may share their messages.
+    """Build a step from its row in `steps` with its tokens, the version that sampled it, and the rows of its calls. `before` is
+    the earlier steps of the same attempt, in order. The step's prompt may share their messages.
     """
     tool_calls = tuple(
         ToolCall(

@@ -139,10 +139,8 @@ def _lost_runs(lease_seconds: float) -> Select[Any]:
 
 @transaction
 def end_lost_runs(tx: Connection, lease_seconds: float, only: Collection[int] | None = None) -> list[str]:
-    """End the `serve` runs whose process died; return their names. Their open episodes end as infra_error.
-
-    Args:
-        only: the ids of the runs that may be ended; None for all.
+    """End the `serve` runs whose process died; return their names. Their open episodes end as infra_error. `only` is the ids of
+    the runs that may be ended; None for all.
     """
     lost = _lost_runs(lease_seconds)
     lost = lost if only is None else lost.where(_RUNS.id.in_(only))

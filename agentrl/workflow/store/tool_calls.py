@@ -69,11 +69,8 @@ def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Litera
     """Commit the start of a call that must not run twice.
 
     Return `ours` if this attempt may run the call, `running` if another attempt may still be running it, and `lost` if the time
-    of the other attempt is over.
-
-    Args:
-        worker: a name that is unique to this attempt.
-        seconds: the longest time that the call may take, in seconds.
+    of the other attempt is over. `worker` is a name that is unique to this attempt. `seconds` is the longest time that the call
+    may take, in seconds.
     """
     calls = schema.tool_calls
     started = tx.execute(

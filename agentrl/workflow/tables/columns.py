@@ -122,11 +122,8 @@ def is_lease_free(lease_until: Column[int], seconds: float) -> ColumnElement[boo
     """Return the SQL condition that no worker holds a live lease. The condition uses the database's clock.
 
     If that clock was set back, a lease may end too late. So a lease that ends more than CLOCK_JUMP_LEASES lease lengths from
-    now counts as free.
-
-    Args:
-        lease_until: the column with the end of the lease, in ms since 1970.
-        seconds: the length of a lease, in seconds.
+    now counts as free. `lease_until` is the column with the end of the lease, in ms since 1970. `seconds` is the length of a
+    lease, in seconds.
     """
     until = func.coalesce(lease_until, 0)
     return (until < now_ms()) | (until > now_ms() + int(CLOCK_JUMP_LEASES * seconds * 1000))

@@ -16,12 +16,9 @@ class Column(NamedTuple):
 
 
 def column(sql: str, meaning: str = "") -> Any:
-    """Declare a column of a view.
-
-    Args:
-        sql: an SQL expression over the view's source. `{seconds:START,END}` in it is replaced by the seconds between two
-            timestamps.
-        meaning: the meaning of the column; empty to use the meaning of its name in MEANINGS.
+    """Declare a column of a view. `sql` is an SQL expression over the view's source. `{seconds:START,END}` in it is replaced by
+    the seconds between two timestamps. `meaning` is the meaning of the column; empty to use the meaning of its name in
+    MEANINGS.
     """
     return Column(sql, meaning)
 

@@ -52,11 +52,8 @@ def _token(quote: str) -> re.Pattern[str]:
 
 
 class CallReader:
-    """A parser that reads calls token by token. `at` is the index at which the last token ends.
-
-    Args:
-        how: the error message for the model about text that is not a call.
-        quote: the mark before and after a text. If it is set, keys need no quotes.
+    """A parser that reads calls token by token. `at` is the index at which the last token ends. `how` is the error message for
+    the model about text that is not a call. `quote` is the mark before and after a text. If it is set, keys need no quotes.
     """
 
     def __init__(self, text: str, at: int, how: str = _HOW, quote: str = "") -> None:

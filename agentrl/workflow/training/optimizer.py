@@ -81,11 +81,8 @@ def take_step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Para
     torch's AdamW allocates a complete parameter group before it updates it, bitsandbytes allocates and updates parameter by
     parameter. So until all moments exist, the weights and moments from before the step are copied to the CPU. If memory runs
     out, they are restored, and the step is tried once more. Later steps allocate no moments; if memory runs out in such a step,
-    the exception is raised at once. Raise InfraError if memory does not suffice for the moments; weights and moments are
-    unchanged.
-
-    Args:
-        parameters: all parameters that the optimizer trains, by name.
+    the exception is raised at once. `parameters` are all parameters that the optimizer trains, by name. Raise InfraError if
+    memory does not suffice for the moments; weights and moments are unchanged.
     """
     allocates = any(p.grad is not None and not optimizer.state.get(p) for p in parameters.values())
     if not allocates:
@@ -220,11 +217,7 @@ class LossScale:
     def must_repeat(self, loss: float, norm: float) -> bool:
         """Adapt the factor to the result of a backward pass.
 
-        Return True if the pass must be repeated, with a smaller factor.
-
-        Args:
-            loss: the loss.
-            norm: the norm of the gradient.
+        Return True if the pass must be repeated, with a smaller factor. `loss` is the loss. `norm` is the norm of the gradient.
         """
         if not self.is_used:
             return False

@@ -31,10 +31,8 @@ class PackedLines:
     rows: int
 
     def sums(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the scored tokens of each row, (rows,).
-
-        Args:
-            values: (B, T - 1), a value for each token except the first of each line.
+        """Return the sum of `values` over the scored tokens of each row, (rows,). `values` is (B, T - 1), a value for each
+        token except the first of each line.
         """
         score_mask = self.score_mask[:, 1:]
         return values.new_zeros(self.rows).index_add(0, self.owner[:, 1:][score_mask], values[score_mask])

@@ -125,10 +125,8 @@ def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, f
 
 
 class UpdatePreparation:
-    """The preparation of an update: it selects the rows, computes the constants, and assigns advantages.
-
-    Args:
-        corrects: whether the update uses importance weights.
+    """The preparation of an update: it selects the rows, computes the constants, and assigns advantages. `corrects` says
+    whether the update uses importance weights.
     """
 
     def __init__(self, policy: Policy, config: RunConfig, scorer: RowScorer, corrects: bool = False) -> None:

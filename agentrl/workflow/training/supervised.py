@@ -70,10 +70,8 @@ UNSOLVED, TOO_LONG, EMPTY = "no demonstration", "longer than the model reads", "
 def default_recipe(model: str, full: bool) -> Recipe:
     """Return the default recipe of a model.
 
-    For `tiny` it was measured on arithmetic; for other models the values are customary ones.
-
-    Args:
-        full: whether all weights train.
+    For `tiny` it was measured on arithmetic; for other models the values are customary ones. `full` says whether all weights
+    train.
     """
     if model == TINY:
         return Recipe(steps=400, batch_size=32, learning_rate=3e-3)

@@ -311,12 +311,9 @@ class Trainer:
         return self._plain.keys()
 
     def load(self, folder: Path | None, fresh: bool = False) -> None:
-        """Restore the state that `save` wrote, bit for bit. Raise CheckpointError if a file is missing, was changed, or belongs
-        to another model.
-
-        Args:
-            folder: the checkpoint; None: start from the untrained base.
-            fresh: whether to load only the weights; the optimizer and all other state are then new.
+        """Restore the state that `save` wrote, bit for bit. `folder` is the checkpoint; None: start from the untrained base.
+        `fresh` says whether to load only the weights; the optimizer and all other state are then new. Raise CheckpointError if
+        a file is missing, was changed, or belongs to another model.
         """
         if folder is not None:
             checkpoints.verify(folder, without=(checkpoints.OPTIMIZER,) if fresh else (), shared=False)

@@ -87,11 +87,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The rows of one forward and backward pass, one per line; all (B, T) if no other shape is given.
-
-    Args:
-        prefixes: the common beginnings of the lines; None if every line is complete.
-        weights: (B,), the rows' weights.
+    """The rows of one forward and backward pass, one per line; all (B, T) if no other shape is given. `prefixes` are the common
+    beginnings of the lines; None if every line is complete. `weights` is (B,), the rows' weights.
     """
 
     prefixes: Prefixes | None
@@ -305,11 +302,8 @@ class TokenLayout:
         return torch.cat([self.by_row[row.key] for row in rows])
 
     def flatten(self, rows: Sequence[Row], values: Tensor) -> Tensor:
-        """Return flat values (tokens,) for all tokens of the layout; 0 for tokens that are not in `rows`.
-
-        Args:
-            rows: the rows that have values.
-            values: the values of their trained tokens, in the order of the rows.
+        """Return flat values (tokens,) for all tokens of the layout; 0 for tokens that are not in `rows`. `rows` are the rows
+        that have values. `values` are the values of their trained tokens, in the order of the rows.
         """
         return values.new_zeros(int(self.lengths.sum())).index_copy(0, self.places(rows).to(values.device), values)
 

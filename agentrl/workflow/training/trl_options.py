@@ -59,11 +59,8 @@ def require_trl() -> None:
 
 
 def check_trl(config: RunConfig) -> None:
-    """Refuse options that TRL's trainer does not support. Raise ConfigError if an option is not supported; the message has the
-    option and the reason.
-
-    Args:
-        config: the config of a training run.
+    """Refuse options that TRL's trainer does not support. `config` is the config of a training run. Raise ConfigError if an
+    option is not supported; the message has the option and the reason.
     """
     refusal = next(_refusals(config), None)
     if refusal is not None:

@@ -25,11 +25,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class UpdateCost:
-    """A meter of an update's cost. Call `begin`, then `add` for every input of the model, then `metrics`.
-
-    Args:
-        module: the trained model.
-        device: the module's device.
+    """A meter of an update's cost. Call `begin`, then `add` for every input of the model, then `metrics`. `module` is the
+    trained model. `device` is the module's device.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -64,11 +61,8 @@ class UpdateCost:
         each weight that the gradient passes through, and 2 for each weight that trains (Kaplan et al. 2020, arXiv 2001.08361,
         table 1). For each layer, channel and token that it attends to, attention takes 4 operations in the forward and 8 in the
         backward pass (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Unlike there, a token attends only to itself and
-        earlier tokens.
-
-        Args:
-            shares: whether common beginnings of rows are read once.
-            learns: whether there is a backward pass.
+        earlier tokens. `shares` says whether common beginnings of rows are read once. `learns` says whether there is a backward
+        pass.
         """
         starts = [row.prefix if shares else 0 for row in rows]
         beginnings = {row.input_ids[: row.prefix] for row in rows} if shares else set()

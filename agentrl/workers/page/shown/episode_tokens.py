@@ -32,12 +32,8 @@ class EpisodeTokens:
     """The tokens of an episode, which are read range by range. The chains of the episode follow one another."""
 
     def __init__(self, tx: Any, episode: int) -> None:
-        """Load the structure of the episode: its chains and the lengths of its steps. Raise NotFoundError if the episode does
-        not exist.
-
-        Args:
-            tx: an open read transaction.
-            episode: the id of the episode.
+        """Load the structure of the episode: its chains and the lengths of its steps. `tx` is an open read transaction.
+        `episode` is the id of the episode. Raise NotFoundError if the episode does not exist.
         """
         self.shape: EpisodeShape = load_shape(tx, episode)
         self.run = load_run_of(tx, self.shape.run_id)

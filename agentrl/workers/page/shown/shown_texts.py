@@ -73,12 +73,7 @@ class ShownTexts:
     """
 
     def __init__(self, max_chars: int = SHOWN_CHARS, max_total_chars: int = ANSWER_CHARS) -> None:
-        """Set the limits.
-
-        Args:
-            max_chars: the most characters of one text.
-            max_total_chars: the most characters of all texts together.
-        """
+        """Set the limits: the most characters of one text, and of all texts together."""
         self._max_chars, self._left = max_chars, max_total_chars
 
     def put(self, target: dict[str, Any], name: str, text: str | None, chars: int | None = None, path: str = "") -> None:
@@ -129,12 +124,8 @@ MAX_KEY = 10_000
 
 def new_messages(prompt: Any, results: Sequence[Row]) -> tuple[int, list[tuple[int, Any]]]:
     """Return two values: the number of messages that a step's prompt shares with another chain, and its other messages, each
-    with its position.
-
-    Args:
-        prompt: the messages of the prompt.
-        results: the calls of the turn before, with `result` and `result_chars`. Messages that repeat such a result are left
-            out.
+    with its position. `prompt` is the messages of the prompt. `results` are the calls of the turn before, with `result` and
+    `result_chars`. Messages that repeat such a result are left out.
     """
     messages = prompt if isinstance(prompt, list) else []
     head = messages[0].get(SHARED, 0) if messages and isinstance(messages[0], Mapping) else 0

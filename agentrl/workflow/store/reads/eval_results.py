@@ -28,11 +28,9 @@ EVAL_ORDERS = {"id": "id", "version": "policy_version", "reward": "mean_reward"}
 
 @dataclass(frozen=True, slots=True)
 class EvalFilter:
-    """A filter of evaluations. Without arguments it selects all evaluations.
-
-    Args:
-        measures: the name or number of a run, to select only the evaluations that this run planned itself.
-        of_policies: the name or number of a run, to select only evaluations of its policies, no matter who started them.
+    """A filter of evaluations. Without arguments it selects all evaluations. `measures` is the name or number of a run, to
+    select only the evaluations that this run planned itself. `of_policies` is the name or number of a run, to select only
+    evaluations of its policies, no matter who started them.
     """
 
     measures: str | None = None
@@ -151,10 +149,7 @@ def list_measured_datasets(tx: Any) -> list[str]:
 def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
     """Return the ids of the correct episodes of an evaluation, judged by their final rewards.
 
-    Return None if no reward decides whether an episode is correct.
-
-    Args:
-        iteration: the id of the evaluation's iteration.
+    Return None if no reward decides whether an episode is correct. `iteration` is the id of the evaluation's iteration.
     """
     query = """
         SELECT s.id, s.weights, r.manifest FROM iterations i JOIN runs r ON r.id = i.run_id

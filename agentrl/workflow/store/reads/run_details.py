@@ -20,11 +20,8 @@ PARTS_FROM = 1000
 
 @dataclass(frozen=True, slots=True)
 class StoredConfig:
-    """The stored config of a run.
-
-    Args:
-        values: the config's values by section.
-        origins: the source (such as a flag) of each value that was set, by its dotted key; None if the sources were not stored.
+    """The stored config of a run. `values` are the config's values by section. `origins` has the source (such as a flag) of each
+    value that was set, by its dotted key; None if the sources were not stored.
     """
 
     values: Mapping[str, Any]

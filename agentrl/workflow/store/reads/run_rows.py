@@ -110,11 +110,7 @@ def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> t
 
     It has this model, the same values of the keys SAME_WORK, and done iterations. Only the last 50 training runs with this
     model are searched. Return the run's name and the durations of its last 20 done iterations, in seconds; None if there is no
-    such run.
-
-    Args:
-        model: the base model's path or name.
-        config: a run's full config, as it is stored.
+    such run. `model` is the base model's path or name. `config` is a run's full config, as it is stored.
     """
     runs = select_rows(
         tx, "SELECT name, config FROM runs WHERE kind = 'train' AND base = :base ORDER BY id DESC LIMIT 50", base=model

@@ -46,12 +46,9 @@ class TasksPage:
 
 @sql_read_transaction
 def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25, cursor: str = "") -> TasksPage:
-    """Return at most MAX_TASKS tasks that have groups in the run, ordered by their first group or by one of TASK_ORDERS. Raise
-    NotFoundError if there is no such run. Raise ConfigError if there is no such order, or the cursor does not belong to this
-    list.
-
-    Args:
-        text: a text that the task's key or reference contains.
+    """Return at most MAX_TASKS tasks that have groups in the run, ordered by their first group or by one of TASK_ORDERS. `text`
+    is a text that the task's key or reference contains. Raise NotFoundError if there is no such run. Raise ConfigError if there
+    is no such order, or the cursor does not belong to this list.
     """
     size = min(size, MAX_TASKS)
     run_id = run_id_and_name(tx, run)["id"]
@@ -284,12 +281,9 @@ class SampledGroups:
 
 @sql_read_transaction
 def load_solved(tx: Any, run: str = "") -> dict[str, SolvedCount]:
-    """Return for each task how many of its done episodes are correct, by the task's content hash. Raise NotFoundError if there
-    is no such run.
-
-    Args:
-        run: the name or number of the run to count; empty for all runs. Forks are not counted, because their prompts were
-            edited.
+    """Return for each task how many of its done episodes are correct, by the task's content hash. `run` is the name or number
+    of the run to count; empty for all runs. Forks are not counted, because their prompts were edited. Raise NotFoundError if
+    there is no such run.
     """
     chosen = "AND r.id = :id" if run else ""
     args = {"id": run_id_and_name(tx, run)["id"]} if run else {}
