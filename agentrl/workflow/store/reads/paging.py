@@ -130,7 +130,7 @@ def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], colu
 def choose_conditions(filter_: object, conditions: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
     """Return SQL conditions for the fields that are set in a filter, and the values of the conditions' parameters.
 
-    The values are converted so that every database accepts them. `filter_` is the filter. `conditions` has the condition of each
+    The values are converted so that every database accepts them. `conditions` has the condition of each
     field, by the field's name. The condition of `text` is a LIKE with `!` as its escape character.
     """
     values = {name: storable_value(value) for name in conditions if (value := getattr(filter_, name)) is not None}

@@ -20,7 +20,7 @@ PARTS_FROM = 1000
 
 @dataclass(frozen=True, slots=True)
 class StoredConfig:
-    """The stored config of a run. `values` are the config's values by section. `origins` has the source (such as a flag) of each
+    """The stored config of a run. `origins` has the source (such as a flag) of each
     value that was set, by its dotted key; None if the sources were not stored.
     """
 
