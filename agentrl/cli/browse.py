@@ -230,9 +230,7 @@ Children = Mapping[int, Sequence[Relative]]
 
 
 def show_tree(db: Any, limit: int, as_json: bool) -> None:
-    """Print the newest runs and the runs from which they were made. A run with several sources is printed under the first of
-    them.
-    """
+    """Print the newest runs and the runs from which they were made. A run with several sources is below the first one."""
     from agentrl.workflow.store.reads.lineage import load_family
 
     children: dict[int, list[Relative]] = {}

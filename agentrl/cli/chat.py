@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 
 class Loading:
-    """A conversation that a thread loads while the user types. `make` is the function that loads the conversation. `what` is
-    the text that the spinner shows after "loading".
-    """
+    """A conversation that the function `make` loads in a thread while the user types. A spinner shows "loading `what`"."""
 
     def __init__(self, make: "Callable[[], Talk]", what: str) -> None:
         self._what = what

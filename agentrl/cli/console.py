@@ -130,10 +130,7 @@ def console(stderr: bool = False) -> Any:
 
 
 def format_interval(measures: Mapping[str, Any]) -> str:
-    """Return an interval as text, such as `95% Wilson [0.15, 0.85]`, from the keys `low` and `high`.
-
-    Older evaluations do not record the method (here Wilson). It is then left out.
-    """
+    """Return `low` and `high` as text, such as `95% Wilson [0.15, 0.85]`; without the method if it is not recorded."""
     whose = f"{measures['interval_by']} " if measures["interval_by"] else ""
     return f"95% {whose}[{cell(measures['low'])}, {cell(measures['high'])}]"
 

@@ -62,10 +62,7 @@ class Talk:
         return {name: tool for name, tool in self.tools.items() if name not in self.off}
 
     def set_tools_off(self, off: frozenset[str]) -> None:
-        """Set the tools that are not offered.
-
-        The next turn renders the whole conversation again, because the chat template lists the tools at the beginning.
-        """
+        """Set the tools that are not offered. The next turn renders the whole conversation again."""
         self.off = off
         self._row = ()
         self._draws += 1
@@ -77,9 +74,7 @@ class Talk:
         self._forget_names()
 
     def take_back(self) -> None:
-        """Remove the last message of the user and its answer. If the user sends the same message again, another answer is
-        drawn.
-        """
+        """Remove the user's last message and its answer. If the message is sent again, another answer is drawn."""
         self.steps, self._row, self._unheard = self._before.steps, self._before.row, self._before.unheard
         self._draws += 1
 
@@ -114,9 +109,7 @@ class Talk:
         yield f"(stopped after {self.policy.limits.max_steps} turns)", "yellow"
 
     def demonstration(self) -> Demonstration:
-        """Return the conversation as a demonstration for `agentrl sft`. Raise StateError if the conversation has no answer yet,
-        or an answer was cut.
-        """
+        """Return the conversation as a demonstration for `sft`. Raise StateError if it has no answer, or one was cut."""
         if not self.steps:
             raise StateError("Nothing to save: there is no answer yet.", "Send a message first.")
         if any(step.finish_reason == "length" for step in self.steps):

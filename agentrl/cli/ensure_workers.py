@@ -119,9 +119,7 @@ def _start_embedded(needs: "Requirements", separate: bool) -> bool:
 
 
 def check_separate(separate: bool) -> None:
-    """Check that no worker has both the roles rollout and train, if `separate` is True. Raise ConfigError if a worker has both
-    roles; the hint says what to type.
-    """
+    """Raise ConfigError if `separate` is True and a worker has both the roles rollout and train."""
     from agentrl.workers.stack import broker, embedded, presence, process
     from agentrl.workflow.settings import settings
 
@@ -253,10 +251,7 @@ def _join_lines(first: str, rest: Sequence[str]) -> str:
 
 
 def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
-    """Start the services and write the run. If `wait` is True, follow the run.
-
-    Without workers, an error is raised, unless `wait` is False (--detach).
-    """
+    """Start the services, write the run and, if `wait` is True, follow it. Without `wait`, workers may be missing."""
     from agentrl.cli.follow import follow_to_end
     from agentrl.workers.stack.process import database
 

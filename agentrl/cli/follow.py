@@ -49,9 +49,7 @@ RESUME_HINT = "After fixing that"
 
 
 def follow_to_end(db: Any, run: str) -> None:
-    """Follow a run as `watch` does, with all output on stderr. `--wait` uses this function. Raise typer.Exit if the run did not
-    end with the status done (exit code 1).
-    """
+    """Follow a run as `watch` does, with all output on stderr. Exit with 1 if its status is not done."""
     view = follow(db, run, sys.stderr.isatty(), say)
     for text, _ in summary(view):
         say(text)
@@ -131,9 +129,7 @@ def _gained(db: Any, row: Row) -> list[str]:
 
 
 def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
-    """Show the run until it is done, paused, failed or cancelled. Ctrl-C prints the command that cancels the run, and exits
-    with code 130.
-    """
+    """Show the run until it ends or is paused. Ctrl-C prints the command that cancels it, and exits with 130."""
     view, seen = None, time.monotonic()
     try:
         with _Live() if live else _Lines(write) as screen:
@@ -326,9 +322,7 @@ def _describe_rewards(rewards: Sequence[float]) -> str:
 
 
 def is_somebody_working(db: Any) -> bool:
-    """Return True if a control loop is running, or a supervisor that will start one. On a slow machine, the start takes a
-    while.
-    """
+    """Return True if a control loop is running, or a supervisor that will start one."""
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import leases
@@ -354,9 +348,7 @@ def _no_control_loop_hint(run: str) -> str:
 
 
 def gain_of(db: Any, run: str) -> "PairedComparison | None":
-    """Return the gain of a prompt search on held-out tasks, which the search did not use to choose; None if the gain was not
-    measured.
-    """
+    """Return the gain of a prompt search on the held-out tasks; None if it was not measured."""
     from agentrl.workflow.stats.paired_test import compare_paired
     from agentrl.workflow.store.reads.resource_rows import find_held_out
 

@@ -61,9 +61,7 @@ class Keyboard:
 
 
 def read_message(line: Callable[[str], str]) -> str:
-    """Read a message of one or more lines. `line` is a function that takes a prompt and returns the next line. Raise
-    ConfigError if the message is too long.
-    """
+    """Read a message of one or more lines by calls of `line(prompt)`. Raise ConfigError if the message is too long."""
     first = line("> ")
     is_block = first.lstrip().startswith(BLOCK)
     lines = [first.lstrip().removeprefix(BLOCK) if is_block else first]
@@ -97,18 +95,14 @@ def _find_readline() -> Any:
 
 
 class TypedLines:
-    """The history file, with the messages of earlier chats and a limited size. A file that agentrl did not write, or that
-    cannot be opened, is not changed.
-    """
+    """The history file: messages of earlier chats. A file that agentrl did not write is never changed."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._is_usable = True
 
     def read(self) -> list[str]:
-        """Return the newest messages, oldest first. If agentrl did not write the file, print a warning and store no further
-        messages.
-        """
+        """Return the newest messages, oldest first. If agentrl did not write the file, warn and store nothing."""
         try:
             return self._entries()[-MAX_MESSAGES:]
         except FileNotFoundError:

@@ -42,9 +42,7 @@ def describe_agent(agent: AgentConfig) -> str:
 
 
 def describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None = None) -> list[str]:
-    """Return the rewards with their weights. If the run has an agent, the agent's own rewards are included, with their
-    weight.
-    """
+    """Return the rewards with their weights, including the agent's own rewards."""
     rewards = [f"{name} x {cell(weight)}" for name, weight in weights.items()]
     own = [f"the agent's rewards x {cell(float(agent.own_rewards))}"] if agent is not None else []
     return [*rewards, *own]

@@ -61,10 +61,7 @@ def _device_facts(device_setting: str) -> dict[str, Any]:
 
 
 def template_facts(folder: str) -> dict[str, Any]:
-    """Return the format of tool calls, the padding token, and why the chat template cannot be continued after a tool result.
-
-    The reason is empty if the template can be continued.
-    """
+    """Return the tool format, the padding token, and why the template cannot be continued (empty if it can)."""
     from transformers import AutoTokenizer
 
     from agentrl.workflow.chat.rendering import Chat

@@ -38,9 +38,7 @@ def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
 
 
 def probe_sampler(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Load the model and sample one token with the built-in sampler. Return how the sampler runs the model. Raise ModelError if
-    the model cannot be loaded or sampled.
-    """
+    """Load the model, sample a token, and return how the sampler runs it. Raise ModelError if that fails."""
     return _checked(probe_facts("sampler", base, config.model_dump_json(), settings().device, seconds=SAMPLER_SECONDS))
 
 
@@ -51,9 +49,7 @@ def _checked(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_optimizer(name: str) -> None:
-    """Check that an optimizer works on this machine. Torch's own optimizers are not checked. Raise ConfigError if the optimizer
-    does not work.
-    """
+    """Raise ConfigError if an optimizer does not work on this machine. Torch's own optimizers are not checked."""
     facts = probe_facts("optimizer", name, settings().device) if name != "adamw" else {}
     if "error" in facts:
         raise ConfigError(facts["error"], facts.get("hint", ""))

@@ -42,9 +42,7 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code fro
 
 
 def pick_run(db: Any, run: str | None) -> str:
-    """Return the named run. Without a name, return the newest run and print its name. Raise NotFoundError if there is no run
-    yet.
-    """
+    """Return the named run; without a name the newest, and print its name. Raise NotFoundError if there is none."""
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import run_rows
 
@@ -57,9 +55,7 @@ def pick_run(db: Any, run: str | None) -> str:
 
 
 def pick_episode(db: Any, episode: int | None) -> int:
-    """Return the named episode. Without a name, return the last episode that is done, and print its id. Raise NotFoundError if
-    no episode is done yet.
-    """
+    """Return the named episode; without a name the last done one, and print its id. Raise NotFoundError if none is done."""
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import episode_rows
 
@@ -103,9 +99,7 @@ def stored_reader() -> "Reader":
 
 
 def stored_database() -> Any:
-    """Return the database for a command that shows or changes stored rows. The command never creates the database. Raise
-    NotFoundError if there is no database yet.
-    """
+    """Return the existing database. Raise NotFoundError if there is none: it is never created here."""
     return existing_database() or _refuse_empty()
 
 
@@ -260,9 +254,7 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
 
 
 def find_trusted_policy(policy: str, trust: bool) -> "tuple[RunConfig, Any]":
-    """Return the result of `find_policy`. Code from the model's folder may run if `trust` is true, or if the run was submitted
-    with --trust-remote-code.
-    """
+    """Return `find_policy`. The model's code may run if `trust` is true or the run had --trust-remote-code."""
     config, ref = find_policy(policy)
     trusted = config.model.trust_remote_code or trust
     return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref

@@ -78,9 +78,7 @@ class RunView:
 
 
 def iteration_seconds(rows: Sequence[Row]) -> list[float]:
-    """Return the seconds of each iteration, measured from the end of the previous iteration. So the time of overlapping
-    iterations is counted once.
-    """
+    """Return the seconds of each iteration since the end of the previous one, so overlapping time counts once."""
     seconds, ended = [], None
     for row in rows:
         shared = (ended - row["started_at"]).total_seconds() if ended and row["started_at"] else 0.0

@@ -69,9 +69,7 @@ COLUMNS: dict[str, Callable[[Row], float | None]] = {
 
 
 def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
-    """Return the display of the run in at most `height - 1` lines of `width` characters. The last line of the screen is for the
-    cursor.
-    """
+    """Return the display in at most `height - 1` lines of `width` characters; the last line is for the cursor."""
     tall = height > TALL_SCREEN
     lines = [*_head_lines(view), ""] if height > MIN_CURVE_LINES else list(_head_lines(view))
     lines += list(_curve_lines(view, width, len(CURVES) if tall else MAX_CURVES))

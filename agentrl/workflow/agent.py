@@ -34,10 +34,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class CallTools:
-    """The action to run the tool calls of a step.
-
-    The caller waits for all results and records them in the order of the calls.
-    """
+    """The action to run a step's tool calls. All results are recorded together, in the order of the calls."""
 
     step: Step
 

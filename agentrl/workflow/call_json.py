@@ -27,9 +27,7 @@ TOO_LONG = f"more than {MAX_CHARACTERS} characters, which a call may have at mos
 
 
 class Unreadable(Exception):
-    """A call that cannot be parsed. `why` is the reason, which the model reads. `end` is the index in the text at which parsing
-    continues.
-    """
+    """A call that cannot be parsed. `why` is for the model. Parsing continues at the index `end`."""
 
     def __init__(self, why: str, end: int) -> None:
         super().__init__(why)
@@ -88,9 +86,7 @@ def describe_json_error(value: Any) -> str:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at index `at` of the text, and the index at which the value ends. Raise Unreadable if
-    no acceptable value begins at that index.
-    """
+    """Return the JSON value at index `at` of the text, and its end. Raise Unreadable if none begins there."""
     window = text[at : at + MAX_CHARACTERS + 1]
     keys = _Keys()
     try:
@@ -124,10 +120,7 @@ def nesting(value: Any) -> int:
 
 
 def read_arguments(name: str, arguments: object) -> ToolCall:
-    """Return the call of a tool with these arguments.
-
-    `arguments` must be an object, a string that contains one, or null. With any other value the returned call has an `error`.
-    """
+    """Return a call with these arguments: an object, a string with one, or null. Any other value becomes an `error`."""
     why = ""
     arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):

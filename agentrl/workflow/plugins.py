@@ -76,9 +76,7 @@ def names(kind: str) -> list[str]:
 
 
 def find(kind: str, name: str) -> Any:
-    """Return the plug-in of that kind and name. Raise ConfigError if the plug-in does not exist, its file cannot be imported,
-    or its object is of another kind.
-    """
+    """Return the plug-in. Raise ConfigError if it does not exist, cannot be imported, or is of another kind."""
     if ":" in name:
         plugin = _user_object(kind, name)
     elif kind in KINDS:
@@ -113,9 +111,7 @@ def source_of(module: str, anew: bool = False) -> str:
 
 
 def hashed_source(module: str, anew: bool = False) -> str:
-    """Return the part of a module's source that is hashed: its statements without comments, docstrings and layout. Raise
-    OSError if the module's file was deleted.
-    """
+    """Return the hashed part of a module's source: its statements only. Raise OSError if its file was deleted."""
     return _statements(source_of(module, anew))
 
 

@@ -73,9 +73,7 @@ def resolve(
 
 
 def parse_weights(texts: Iterable[str]) -> dict[str, float]:
-    """Parse weights by name. Each text is `NAME` (weight 1) or `NAME=WEIGHT`. Raise ConfigError if a weight is not a finite
-    number, or a name occurs twice.
-    """
+    """Parse texts `NAME` (weight 1) or `NAME=WEIGHT`. Raise ConfigError if a weight is not finite, or a name repeats."""
     weights: dict[str, float] = {}
     for text in texts:
         name, separator, weight = text.partition("=")
@@ -92,9 +90,7 @@ def parse_weights(texts: Iterable[str]) -> dict[str, float]:
 
 
 def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Parse texts `key=value` into a mapping. The values are parsed as YAML. Raise ConfigError if a text is not an assignment,
-    or its key is unknown.
-    """
+    """Parse texts `key=value`, with values in YAML. Raise ConfigError if one is not an assignment, or its key is unknown."""
     assignments = by_first_name(map(_parse_assignment, texts))
     for key in assignments:
         if key not in KEYS:
@@ -103,9 +99,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def by_first_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Replace other names of keys and flags by the first name (see `OTHER_NAMES`), and return the values by key. Raise
-    ConfigError if a key is given under two of its names.
-    """
+    """Return the values under the first names of keys (`OTHER_NAMES`). Raise ConfigError if a key has two."""
     entries: dict[str, tuple[str, Any]] = {}
     for key, value in pairs:
         name = OTHER_NAMES.get(key, key)
@@ -149,9 +143,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the values of a YAML file by dotted key. Raise ConfigError if the file cannot be read, is not YAML, or is not a
-    mapping.
-    """
+    """Return the values of a YAML file by dotted key. Raise ConfigError if the file is unreadable or not a mapping."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE + 1)

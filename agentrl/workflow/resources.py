@@ -57,9 +57,7 @@ def validation_error(text: Any, before: str | None = None) -> str:
 
 
 def read_resources(values: Mapping[str, Any]) -> dict[str, str]:
-    """Validate resources, and return them as a new dict. Raise ValueError if there are too many resources, or a name or a text
-    is invalid.
-    """
+    """Return validated resources as a new dict. Raise ValueError if there are too many, or one is invalid."""
     if len(values) > MAX_RESOURCES:
         raise ValueError(f"a run has at most {MAX_RESOURCES} resources, not {len(values)}")
     for name, text in values.items():

@@ -208,9 +208,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A tool call of a step, with the values that only its database row has. `result` is set if the call could not be sent to a
-    worker.
-    """
+    """A tool call of a step with its row's values. `result` is set if it could not be sent."""
 
     call: ToolCall
     effects: str
@@ -304,9 +302,7 @@ class Episode:
     annotations: tuple[Annotation, ...] = ()
 
     def with_step(self, step: Step) -> "Episode":
-        """Return the episode with this step added. The step replaces an existing step of the same index, and all later
-        steps.
-        """
+        """Return the episode with this step in place of that index and of all later steps."""
         return replace(self, steps=(*self.steps[: step.index], step), status="running")
 
     def line(self, index: int) -> tuple[Step, ...]:

@@ -62,9 +62,7 @@ def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebu
 
 
 def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
-    """Return the error for a broken checkpoint that cannot be rebuilt. Its message names the last intact version, and its hint
-    the next command.
-    """
+    """Return the error for a broken checkpoint that cannot be rebuilt. It names the last intact version."""
     broken = rebuild.broken.version
     versions = repair.list_versions_before(database(), work.run_id, broken)
     whole = next((version for version, path, sha256 in versions if not path or not checkpoints.find_fault(path, sha256)), None)

@@ -33,9 +33,7 @@ from agentrl.workflow.trajectory import CallRecord, Episode, Message, Step, Step
 
 @dataclass
 class GroupRollout:
-    """The driver of a group's unfinished episodes in the built-in loop. It is live until the episodes end or the group's fence
-    is in `lost`.
-    """
+    """The driver of a group's unfinished episodes in the built-in loop, until they end or the fence is lost."""
 
     db: Database
     work: GroupWork

@@ -176,9 +176,7 @@ class EpisodeRecorder:
         return replace(outcome, of_agent=True, error_class=error_class, error=error)
 
     def report_wait(self, what: str) -> None:
-        """Record an event that says why the calls wait. After the next commit of results or of an end, another event says that
-        the run continues.
-        """
+        """Record an event that says why the calls wait. After the next commit, another event says that the run continues."""
         self._says_waiting = True
         blocked_runs.wait_for(self.db, self.work.run_id, what)
 
@@ -233,9 +231,7 @@ class EpisodeRecorder:
             self._note(episode, annotations)
 
     def _note(self, episode: Episode, annotations: Sequence[Annotation]) -> None:
-        """Store the hooks' annotations of the episode. If hooks repeat annotations after a worker was lost, the stored ones
-        stay.
-        """
+        """Store the hooks' annotations of the episode. Annotations that are stored already stay as they are."""
         if annotations:
             episode_annotations.note_annotations(self.db, self.work.fence, episode.id, len(episode.steps), annotations)
 

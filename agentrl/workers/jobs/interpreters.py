@@ -235,9 +235,7 @@ class Sessions:
             log.warning("sessions could not be released; other workers wait for this worker's leases to end: %s", error)
 
     def renew_and_clean(self) -> None:
-        """Renew the leases of this process. Close the interpreters that were idle for too long, whose episode is over, or whose
-        session another worker has.
-        """
+        """Renew the leases. Close interpreters that are idle for long, no longer ours, or whose episode is over."""
         with self._lock:
             there = set(self._lives)
         held = tool_sessions.keep(self._db, self.owner, self._lease)

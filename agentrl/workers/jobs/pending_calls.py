@@ -112,9 +112,7 @@ class PendingCalls:
         self.send(episode)
 
     def take_answered(self, episodes: Set[int]) -> dict[int, tuple[ToolResult, ...]]:
-        """Remove the episodes whose calls are all answered. Return, for each of these episodes, the results in the order of its
-        calls.
-        """
+        """Remove the episodes whose calls are all answered. Return their results, in the order of the calls."""
         waiting = {episode: self.by_episode[episode] for episode in sorted(episodes & self.by_episode.keys())}
         if not waiting:
             return {}

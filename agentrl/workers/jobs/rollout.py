@@ -69,9 +69,7 @@ def rollout(groups: list[int]) -> int:
 
 
 def _claim_groups(groups: Sequence[int]) -> list[GroupWork]:
-    """Claim the groups that no other worker holds. Raise Reject if this process is stopping. The message returns to the queue,
-    so another worker gets it at once.
-    """
+    """Claim the groups that no other worker holds. Raise Reject, which requeues the message, if the process is stopping."""
     works: list[GroupWork] = []
     try:
         for group in groups:

@@ -67,9 +67,7 @@ _running_lock = threading.Lock()
 
 @app.task(name="agentrl.call", throws=(ServiceError, InfraError))
 def call(call_id: int, reply_to: str) -> None:
-    """Run the tool call and record its result, unless the call has a result. Then wake the waiting rollout worker at
-    `reply_to`.
-    """
+    """Run the tool call unless it has a result, record the result, and wake the rollout worker at `reply_to`."""
     work = tool_calls.find_call(database(), row_id(call_id))
     try:
         if work is not None:
@@ -128,9 +126,7 @@ def _hold_call(call: int) -> Iterator[bool]:
 
 
 def _load_tool(work: CallWork) -> Tool:
-    """Load the call's tool. Raise Unready if this process cannot load the tool. The model did not cause that, because the
-    rollout worker, which offered the tool, could load it.
-    """
+    """Load the call's tool. Raise Unready if this process cannot load it; the rollout worker could."""
     try:
         tool: Tool = find("rewards", work.tool) if work.kind == "grade" else load_toolset(database(), work.run)[work.tool]
     except ServiceError:

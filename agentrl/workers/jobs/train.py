@@ -113,9 +113,7 @@ def _dispatch_more_groups(plan: MoreGroupsPlanned) -> None:
 
 @cache
 def _update_thread() -> ThreadPoolExecutor:
-    """Return the executor of the one thread that runs all updates. glibc keeps freed memory per thread, so every further thread
-    would keep as much memory as the activations need.
-    """
+    """Return the one thread that runs all updates. glibc keeps freed memory per thread: as much as all activations."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
 
@@ -275,9 +273,7 @@ def _checkpoint_part(work: IterationWork, path: str) -> checkpoints.Part:
 
 
 def _discard_checkpoint(path: str) -> None:
-    """Delete the checkpoint of a fenced trainer, unless a row names it: then the commit succeeded, and only the database's
-    reply was lost.
-    """
+    """Delete the checkpoint of a fenced trainer, unless a row names it: then only the commit's reply was lost."""
     if not repair.is_checkpoint_named(database(), path):
         checkpoints.remove(path)
 

@@ -166,9 +166,7 @@ class RequestGuard:
 
 
 def _hurried(receive: Receive) -> Receive:
-    """Return a `receive` that limits the time for a request's body to BODY_SECONDS. After that time, the application sees a
-    disconnected client.
-    """
+    """Return a `receive` that shows a disconnected client if a body takes longer than BODY_SECONDS."""
     until = time.monotonic() + BODY_SECONDS
     whole = False
 
@@ -187,9 +185,7 @@ def _hurried(receive: Receive) -> Receive:
 
 
 def names_of(host: str, own: Iterable[str]) -> frozenset[str]:
-    """Return the valid host names of a page that listens on `host`. These are the loopback names, `host` itself, and the
-    machine's names in `own`.
-    """
+    """Return the valid host names of a page that listens on `host`: loopback names, `host`, the names in `own`."""
     return frozenset(name.lower() for name in ("127.0.0.1", "localhost", "::1", host, *own) if name)
 
 
@@ -233,9 +229,7 @@ def _is_address(name: str) -> bool:
 
 
 def _cookies(text: bytes, name: str) -> list[str]:
-    """Return the values of all cookies with this name. There may be several, because pages on other ports of this host can set
-    cookies too.
-    """
+    """Return all cookies with this name. Pages on other ports of this host can set cookies too."""
     pairs = (part.strip().partition("=") for part in text.decode("latin-1").split(";"))
     return [value for cookie, _, value in pairs if cookie == name]
 

@@ -359,9 +359,7 @@ def _write(out: Path, document: bytes, force: bool) -> None:
 
 
 def _link(name: str, out: Path) -> None:
-    """Rename the temporary file to `out`. This also works on file systems without hard links. Raise FileExistsError if `out`
-    exists.
-    """
+    """Rename the temporary file to `out`, also without hard links. Raise FileExistsError if `out` exists."""
     try:
         os.link(name, out)
     except FileExistsError:

@@ -98,9 +98,7 @@ class Live:
         return sum(watch.listeners for watch in self._watches.values())
 
     async def listen(self, run: int | None) -> AsyncGenerator[Seen | None]:
-        """Yield the state whenever it changes. Yield None after COMMENT_SECONDS without a change. `run` is the number of the
-        run; None for the list of runs.
-        """
+        """Yield the state of a run, or of the list (None), whenever it changes; None after COMMENT_SECONDS without a change."""
         watch = self._watches.setdefault(run, _Watch())
         watch.listeners += 1
         if watch.task is None:
@@ -126,9 +124,7 @@ class Live:
                 self._watches.pop(run, None)
 
     async def changes(self, run: int, since: int, mark: str) -> dict[str, Any]:
-        """Return the data that may have changed after `since` iterations were finished. The data are read once for all
-        listeners that have the same `mark`.
-        """
+        """Return the data that may have changed after `since` iterations. Listeners with the same `mark` share one read."""
         read = self._watches[run].read
         task = read.get((mark, since))
         if task is None:

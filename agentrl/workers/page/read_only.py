@@ -45,9 +45,7 @@ class ReadOnlyStore:
     """A store that is only read. Each query opens its own connection. So an open page holds neither a lock nor a connection."""
 
     def __init__(self, where: Settings) -> None:
-        """Set the database that the store reads. No connection is opened yet. `where` is the settings, which contain the
-        database's URL.
-        """
+        """Set the database that the store reads, by the settings `where`. No connection is opened yet."""
         self.settings = where
         self._file = sqlite_file(where)
         self._revision = ""

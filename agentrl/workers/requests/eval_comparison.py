@@ -71,9 +71,7 @@ def load_sides(db: Queryable, one: Row, other: Row) -> Sides:
 
 
 def load_right_shares(db: Queryable, row: Row) -> dict[int, float]:
-    """Return, for each task, the share of right episodes among its done episodes, by the task's id. The result is empty if no
-    reward decides which episodes are right.
-    """
+    """Return the share of right episodes by task id; empty if no reward decides which episodes are right."""
     right = eval_results.find_right_episodes(db, row["iteration"])
     if right is None:
         return {}

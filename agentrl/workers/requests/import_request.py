@@ -232,9 +232,7 @@ def _whole(value: float | tuple[float, ...]) -> float:
 
 
 def _placed(read: _Read) -> list[Annotation]:
-    """Return the annotations, each with the step of the latest turn that began before it. If an id occurs twice, the trace's id
-    is added to the second one.
-    """
+    """Return the annotations, each with the latest turn before it. An id that occurs twice gets the trace's id."""
     starts = [span.start for span, _ in read.turns]
     placed: dict[str, Annotation] = {}
     for span, annotation in read.annotations:

@@ -19,18 +19,14 @@ from agentrl.workflow.trajectory import Task
 
 @dataclass(frozen=True)
 class SearchedTasks:
-    """All tasks of a search. `roles` has the role of each task, "choose" or "held_out", by content hash; a task without a role
-    is used for edits.
-    """
+    """All tasks of a search. `roles`, by content hash, is "choose" or "held_out"; tasks for edits have none."""
 
     tasks: tuple[Task, ...]
     roles: dict[str, str]
 
 
 def check_resources(experiment: Experiment) -> None:
-    """Check that the run uses each of its texts. Raise ConfigError if a text has no effect, because the built-in loop uses no
-    text of that name.
-    """
+    """Raise ConfigError if a text has no effect: the built-in loop uses no text of that name."""
     if experiment.config.agent is not None:
         return
     for name in experiment.config.resources:

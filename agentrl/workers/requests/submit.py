@@ -369,9 +369,7 @@ def _remark_on_tiny(experiment: Experiment, folder: Path | None) -> Iterator[str
 
 
 def remark_on_trackers(config: RunConfig) -> Iterator[str]:
-    """Yield a remark for each tracker whose package is not installed on this machine. This is not an error, because the control
-    loop may run on another machine.
-    """
+    """Yield a remark for each tracker whose package is missing here. The control loop may run elsewhere."""
     for package in [find("trackers", name).package for name in config.report.to]:
         if find_spec(package) is None:
             yield f"{package} is not installed here. The control loop's machine needs: {install_command(package)}"
@@ -387,9 +385,7 @@ def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
 
 
 def remark_on_rewards(*experiments: Experiment) -> Iterator[str]:
-    """Yield remarks if rewards of the env have weight 0, and if no episode can get a reward other than 0. `experiments` are the
-    experiments on whose episodes the run trains.
-    """
+    """Yield remarks if rewards of the env have weight 0, or no episode can earn a reward. `experiments` sampled them."""
     for experiment in experiments:
         if experiment.uncounted_rewards:
             again = " ".join(f"--reward {name}={experiment.env.rewards[name]:g}" for name in experiment.uncounted_rewards)

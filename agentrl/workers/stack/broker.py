@@ -110,9 +110,7 @@ def is_in_memory(where: Settings) -> bool:
 
 
 def start_server(where: Settings) -> "subprocess.Popen[bytes]":
-    """Start the private Redis on its socket. The server writes every command to its append-only file. Raise ServiceError if no
-    server is installed, or the server does not start.
-    """
+    """Start the private Redis on its socket, with an append-only file. Raise ServiceError if that fails."""
     binary = find_server(where)
     if binary is None:
         raise ServiceError("No Redis or Valkey server was found.", server_hint())

@@ -43,9 +43,7 @@ def dispatch(db: Database, iteration: int) -> None:
 
 
 def _unsubscribe(body: AsyncResult) -> None:
-    """End Celery's subscriptions to the results of a chord's jobs. The results are in the rows, so the subscriptions are
-    useless.
-    """
+    """End Celery's subscriptions to the results of a chord's jobs: the results are in the rows."""
     if not isinstance(app.backend, RedisBackend):
         return  # the in-memory result store subscribes to nothing
     header = body.parent.results if isinstance(body.parent, GroupResult) else [body.parent]
@@ -88,9 +86,7 @@ def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
 
 
 def send_agent(episode: int, attempt: int, reply_to: str) -> None:
-    """Send the job that runs the agent of one attempt at an episode. When the agent has ended, the agents worker wakes the
-    rollout process at `reply_to`.
-    """
+    """Send the job that runs an attempt's agent. At its end, the agents worker wakes the process at `reply_to`."""
     with _broker_errors("agent"):
         queue = Queue("agents", routing_key="agents")
         app.send_task("agentrl.agent", args=[episode, attempt, reply_to], ignore_result=True, queue=queue)

@@ -120,9 +120,7 @@ def _is_serving(where: Settings) -> bool:
 
 
 def stop(where: Settings) -> bool:
-    """Stop the embedded stack and wait for its end. Return False if no stack is running. Unfinished runs continue at the next
-    start.
-    """
+    """Stop the embedded stack and wait for its end. Return False if none is running."""
     pid = find_supervisor(where)
     if not pid:
         return False
@@ -163,9 +161,7 @@ def changed_variables(where: Settings, variables: Iterable[str]) -> list[str]:
 
 
 def _environment_digests(key: str) -> dict[str, str]:
-    """Return a digest of each relevant environment variable. The state file contains these digests instead of the values, which
-    may be secret.
-    """
+    """Return a digest of each relevant variable, for the state file. The values may be secret."""
     values = {
         name: value for name, value in os.environ.items() if value and (name.startswith("AGENTRL_") or name in PATH_VARIABLES)
     }
@@ -188,9 +184,7 @@ def was_asked_lately(where: Settings) -> bool:
 
 
 def read_state(where: Settings) -> dict[str, Any]:
-    """Return the supervisor's state: its pid (0 before it is written), whether it is stopping, and whether rollout and train
-    are separate processes.
-    """
+    """Return the supervisor's state: pid (0 at first), whether it is stopping, whether rollout and train are separate."""
     try:
         state = json.loads((where.stack_dir / "supervisor.json").read_text())
     except FileNotFoundError:
@@ -199,9 +193,7 @@ def read_state(where: Settings) -> dict[str, Any]:
 
 
 def write_state(where: Settings, stopping: bool, separate: bool) -> None:
-    """Write the state of this process, the supervisor: its pid, whether it is stopping, and whether rollout and train are
-    separate processes.
-    """
+    """Write this supervisor's state: pid, whether it is stopping, whether rollout and train are separate."""
     beside = where.stack_dir / "supervisor.json.new"
     with suppress(FileNotFoundError):  # the data folder was removed: the children are ended all the same
         state = {

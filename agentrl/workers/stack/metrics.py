@@ -50,9 +50,7 @@ _collectors: list[Collect] = []
 
 
 def add_collector(collect: Collect) -> None:
-    """Add the metrics that `collect` returns to `/metrics` of this process. The server calls `collect` for each request, from
-    any thread.
-    """
+    """Add the metrics that `collect` returns to `/metrics`. `collect` is called per request, from any thread."""
     _collectors.append(collect)
 
 

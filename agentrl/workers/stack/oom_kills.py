@@ -9,9 +9,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def count_kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of processes that were killed so far in this process's memory cgroup; 0 if the kernel does not report
-    it.
-    """
+    """Return the number of processes killed so far in this process's memory cgroup; 0 if the kernel does not tell."""
     for file in _counter_files(cgroups, mine):
         try:
             fields = dict(line.split() for line in file.read_text().splitlines())

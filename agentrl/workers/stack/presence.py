@@ -48,9 +48,7 @@ def missing_control_hints(db: Database) -> list[str]:
 
 
 def find_endpoint_url(db: Database) -> str | None:
-    """Return the URL at which agents reach the endpoint, without `/v1`; None if there is no endpoint. AGENTRL_ENDPOINT_URL has
-    precedence over the URL that a running endpoint published.
-    """
+    """Return the endpoint's URL for agents, without `/v1`; None without an endpoint. AGENTRL_ENDPOINT_URL comes first."""
     return settings().endpoint_url.rstrip("/") or leases.service_holder(db, ENDPOINT)
 
 

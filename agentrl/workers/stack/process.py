@@ -68,9 +68,7 @@ def confirm_base(run: int, policy: "Policy") -> None:
 
 
 def base_hashes(policy: "Policy") -> dict[str, str]:
-    """Return the hashes of a base that a run records besides that of its weights: those of the tokenizer, the chat template,
-    and the model's own code if there is any.
-    """
+    """Return the hashes of the base's tokenizer, chat template and, if there is any, own code."""
     hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
     return hashes | ({"code": policy.code_hash} if policy.code_hash else {})
 
@@ -121,9 +119,7 @@ def write_when_possible(write: Callable[[], object]) -> None:
 
 
 def forget() -> None:
-    """Close the singletons of this process, and clear the cached settings. The next use reads the settings again and opens the
-    database that they name.
-    """
+    """Close the singletons of this process and clear its settings, so that the next use reads them again."""
     if heartbeat.made:
         heartbeat().stop()
     if database.made:

@@ -24,14 +24,10 @@ LOSS_PREFIXES = ("consumer: ", "Frequent restarts detected")
 
 
 class Readiness:
-    """The state of this process: whether it can serve. Each change is logged as one line. If two threads report a change at the
-    same time, it may be logged twice.
-    """
+    """Whether this process can serve. Each change is logged as one line."""
 
     def __init__(self, file: Path | None) -> None:
-        """Remove the file if an earlier process left it. `file` is the file that exists while the process can serve; None for
-        no file.
-        """
+        """Set the file that exists while the process can serve (None: no file), and remove an old one."""
         self._file = file
         self._state = "starting"
         self._remove()
@@ -65,9 +61,7 @@ def readiness() -> Readiness:
 
 
 def follow_celery() -> None:
-    """Call `confirm` at each of Celery's heartbeats, and `lose` when Celery reports a lost broker. Call this function before
-    the worker is created.
-    """
+    """Call `confirm` at Celery's heartbeats, `lose` when the broker is lost. Call this before the worker is created."""
     from celery.signals import heartbeat_sent
 
     heartbeat_sent.connect(_confirm, weak=False)

@@ -56,9 +56,7 @@ class Replies:
             threading.Thread(target=self._run, args=(connect_redis(where),), name="replies", daemon=True).start()
 
     def expect(self, call: int, answered: ReplyCallback) -> None:
-        """Register the callback of a call. It is called with an empty reason when the result is recorded. Before that, it may
-        be called with reasons why workers could not run the call.
-        """
+        """Register a call's callback. It gets reasons why workers cannot run the call, and "" when the result is recorded."""
         self._waiting[call] = answered
 
     def forget(self, call: int) -> None:

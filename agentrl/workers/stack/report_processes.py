@@ -41,9 +41,7 @@ class ReportProcess:
     """
 
     def __init__(self, report: TrackerReport, output: int | None = None) -> None:
-        """Start the process. `report` is the report to write. `output` is the file descriptor for the process's log; None for
-        the stderr of this process.
-        """
+        """Start the process that writes the report. `output` is the descriptor of its log; None for our stderr."""
         self.report, self.claim = report, claim_name()
         command = [sys.executable, "-P", "-m", "agentrl.workers.stack.reporter", str(report.run_id), report.tracker, self.claim]
         quiet, environment = subprocess.DEVNULL, {**os.environ, CLAIM: self.claim}

@@ -60,9 +60,7 @@ class Reporter:
         self.last = {ITERATION: 0, EVALUATION: -1}
 
     def write(self) -> None:
-        """Open the run in the tracker, and write each step after its rows are committed. Raise Fenced if another process writes
-        this report.
-        """
+        """Open the run in the tracker, and write each committed step. Raise Fenced if another process writes this report."""
         parent = os.getppid()
         with self._limited():
             session = self.tracker.open(self.run, self.report.handle)

@@ -69,9 +69,7 @@ class SupervisedProcess:
 
 
 class Supervisor:
-    """Starts the child processes, and restarts them until it is stopped. Without the file `stay`, it also stops after
-    `idle_stop_seconds` without an active run.
-    """
+    """The parent of the workers: restarts them until it is stopped or, without the file `stay`, was idle for long."""
 
     def __init__(self, where: Settings, separate: bool = False) -> None:
         self.where = where
@@ -127,9 +125,7 @@ class Supervisor:
         return True
 
     def _is_idle(self) -> bool:
-        """Return whether the stack should stop, because no run was active for `idle_stop_seconds`. If so, the state file is
-        written first.
-        """
+        """Return whether no run was active for `idle_stop_seconds`. If so, write first that the stack is stopping."""
         if not self._is_quiet():
             return False
         embedded.write_state(self.where, stopping=True, separate=self.separate)
@@ -236,9 +232,7 @@ def _describe_exit(code: int) -> str:
 
 
 def _send_calls_again() -> None:
-    """Send the calls of a dead tools worker again at once. Otherwise they would be sent only after a lease and the tool's time
-    limit.
-    """
+    """Send the calls of a dead tools worker again at once, instead of after a lease and the tool's time limit."""
     from agentrl.workers.stack.dispatch import send_calls_again
 
     send_calls_again(database())  # if that fails, the rollouts do it later

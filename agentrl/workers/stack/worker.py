@@ -128,9 +128,7 @@ def _let_segments_grow() -> None:
 
 
 def set_up_logging() -> None:
-    """Log messages of agentrl from level INFO on, and those of other libraries from WARNING on. AGENTRL_LOG selects text or
-    JSON.
-    """
+    """Log agentrl from level INFO on, other libraries from WARNING on. AGENTRL_LOG selects text or JSON."""
     handler = logging.StreamHandler(sys.stderr)
     as_text = logging.Formatter("%(asctime)s %(levelname).1s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if settings().log == "json" else as_text)

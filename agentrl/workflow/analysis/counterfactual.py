@@ -131,9 +131,6 @@ def _cosine(one: Tensor, other: Tensor) -> float | None:
 
 
 def _dot(one: Tensor, other: Tensor) -> float:
-    """Return the dot product in float64.
-
-    The product is computed in chunks, because all weights of a model in float64 would need too much memory.
-    """
+    """Return the dot product in float64, in chunks: all weights in float64 would need too much memory."""
     parts = (slice(start, start + CHUNK) for start in range(0, len(one), CHUNK))
     return fsum(float(one[part].double() @ other[part].double()) for part in parts)

@@ -23,9 +23,7 @@ UNKNOWN = "the mean over its tokens of the advantages from the run's own code"
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An episode of an update: its id, its group, its reward in the reward set that was trained on, and the number of its
-    trained tokens.
-    """
+    """An episode of an update: id, group, reward in the reward set, number of trained tokens."""
 
     id: int
     group: int
@@ -263,10 +261,7 @@ BY_EPISODE = ("grpo", "dapo", "dr_grpo", "cispo", "gspo", "sapo", "rloo", "pass_
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Adjacent tokens of one step.
-
-    `value` is the return of the last of them. Each token before it has that value, discounted once more per token.
-    """
+    """Adjacent tokens of a step. `value` is the return of the last; earlier ones are discounted once more per token."""
 
     step: int
     tokens: int

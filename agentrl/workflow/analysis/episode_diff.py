@@ -52,10 +52,7 @@ Chain = Sequence[Step]
 
 @dataclass(frozen=True, slots=True)
 class ResultDifference:
-    """Two different results of the call at the same position of two episodes.
-
-    The position is numbered as in the left episode. A side is None if it has no result (yet).
-    """
+    """Two different results of the same call. Its position is the left episode's. A side without a result is None."""
 
     step: int
     call: int

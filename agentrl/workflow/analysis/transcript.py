@@ -16,9 +16,7 @@ STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
 
 
 def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
-    """Yield the lines of an episode's transcript. `record` is an `EpisodeRecord`. `only` is the index of the step to yield;
-    None: the complete episode.
-    """
+    """Yield the lines of an episode's transcript. `only` is the index of the step to yield; None: all steps."""
     yield from _head_lines(record.row)
     yield from _tree_lines(record.episode)
     if only is None:
@@ -39,9 +37,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
 
 
 def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterator[Line]:
-    """Yield the lines of turns that are not in a database, in the format of `transcript_lines`. `of_agent` says whether an
-    agent ran the calls of the turns itself.
-    """
+    """Yield the lines of turns without a database. `of_agent` says whether an agent ran their calls itself."""
     earlier_results: set[str] = set()
     for step in steps:
         row = {"policy_version": step.policy_version, "generate_seconds": step.seconds}

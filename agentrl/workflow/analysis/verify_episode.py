@@ -206,10 +206,7 @@ class StepScore:
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
-    """A token whose recorded logprob differs from its logprob under the recorded weights.
-
-    `token` is the index of the token within the step.
-    """
+    """A token whose recorded logprob differs from that under the weights. `token` is its index in the step."""
 
     step: int
     token: int

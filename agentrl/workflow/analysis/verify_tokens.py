@@ -209,9 +209,7 @@ def _has_measurable_noise(policy: Policy, engine: str) -> bool:
 def _prompt_difference(
     episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema], requests: Mapping[int, Request]
 ) -> TokenDifference | None:
-    """Return the first difference between a step's recorded prompt and its messages rendered again; None if there is no
-    difference.
-    """
+    """Return the first difference between a step's recorded prompt and its rendered one; None if they are equal."""
     if step.shared is not None and not step.prompt_ids:  # another choice of a request: its prompt is the first one's
         return None
     if step.index in requests:
@@ -298,10 +296,7 @@ def _rescore(
 
 
 def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], policy: Policy) -> tuple[list[int], list[int]]:
-    """Return the ids of a row up to the end of the last of the steps, and the positions of the steps' sampled tokens.
-
-    The ids include the tokens before the row.
-    """
+    """Return the ids before and in a row up to the last step's end, and the positions of the steps' sampled tokens."""
     ids = list(before)
     places: list[int] = []
     for step in row[: row.index(steps[-1]) + 1]:
@@ -353,10 +348,7 @@ def _chunks(
     rollout: RolloutConfig,
     tolerances: tuple[float, float],
 ) -> Iterator[_Value]:
-    """Yield the values for the positions of the logits (N, V). `CHUNK` positions are computed at a time.
-
-    `again` are the logits of the second reading.
-    """
+    """Yield the values for the positions of the logits (N, V). `again` are the logits of the second reading."""
     recorded = torch.tensor([ids[place] for place in places], device=logits.device)
     for start in range(0, len(places), CHUNK):
         part = slice(start, start + CHUNK)

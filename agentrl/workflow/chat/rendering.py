@@ -200,9 +200,7 @@ class Chat:
         return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
 
     def stops(self, strings: tuple[str, ...]) -> Stops:
-        """Return the matcher of these stop strings. Matchers are cached. Raise ModelError if the bytes of the tokenizer's
-        tokens are unknown.
-        """
+        """Return the cached matcher of these stop strings. Raise ModelError if the bytes of tokens are unknown."""
         return _kept(self._stops, strings, lambda: Stops(self._spelling, strings))
 
     def turn(self, message: Message, tools: Sequence[Schema] = ()) -> tuple[int, ...]:
@@ -218,10 +216,7 @@ class Chat:
         return self._close_turn(self._encode(text), message)
 
     def _close_turn(self, ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
-        """Make the ids end with exactly one end token.
-
-        If end tokens are at the end of the ids, cut the ids after the first of these. Otherwise append an end token.
-        """
+        """Make the ids end with exactly one end token: cut after the first of several, or append one."""
         place, first = len(ids), None
         while place and (ids[place - 1] in self.end_ids or self.decode(ids[place - 1 : place]).isspace()):
             place -= 1
@@ -269,10 +264,7 @@ class Chat:
         return parse_text(text, self.manner.tool_format, tools, thinking, offered_only, self.strict_calls)
 
     def leaves_thought_open(self, prompt_ids: Sequence[int]) -> bool:
-        """Return True if a prompt ends inside a thought, so the sampled turn continues that thought.
-
-        Some templates open one.
-        """
+        """Return True if a prompt ends inside a thought, which the sampled turn continues."""
         return self.decode(prompt_ids[-LAST_TOKENS:]).rstrip().endswith(THINK)
 
     def bytes_of(self, token: int) -> bytes | None:
@@ -322,10 +314,7 @@ class Chat:
 
     @cached_property
     def _closing(self) -> frozenset[int]:
-        """The special tokens that may follow a turn.
-
-        Text of other roles cannot contain them, because special tokens in it are broken up.
-        """
+        """The special tokens that may follow a turn. They are broken up in text of other roles."""
         return frozenset({*self._special.values(), *self._end_of_sequence()})
 
     def _ends_by_next_role(self) -> dict[str, int]:

@@ -110,9 +110,7 @@ def render_template(
 
 
 def read_template(template: str) -> str:
-    """Return the text of a chat template. `template` is the path of a file, or the text itself. Raise ConfigError if the file
-    does not exist, or is not a template.
-    """
+    """Return a chat template, given as a path or a text. Raise ConfigError if it is neither."""
     source = template if "{" in template or "\n" in template else _read_template_file(Path(template).expanduser())
     if len(source.encode(errors="replace")) > MAX_BYTES:
         raise ConfigError(f"The chat template has more than {MAX_BYTES} bytes.", "Is it the right file?")
@@ -180,9 +178,7 @@ def _recorded_format(folder: Path | None) -> str:
 
 
 def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict[str, str]] | None:
-    """Return a model's chat template and special tokens; None if the model's files contain no template. `source` is the text of
-    a template to use instead of the model's.
-    """
+    """Return a model's chat template (or `source` instead) and special tokens; None if its files have no template."""
     if folder is None or not folder.is_dir():
         return (source, {}) if source else None
     config = read_object(folder / "tokenizer_config.json")
@@ -251,10 +247,7 @@ def template_error(model: str, trouble: str) -> ModelError:
 
 
 def remark_on_tools(config: ModelConfig, folder: Path) -> str:
-    """Return remarks on the template's support of tools; empty if there are no remarks.
-
-    A template may leave tools out of the prompt, or write calls that the format cannot parse.
-    """
+    """Return remarks if the template leaves out tools, or writes calls that the format cannot parse."""
     spoken = _renderer_and_manner(config, folder)
     if spoken is None:
         return ""

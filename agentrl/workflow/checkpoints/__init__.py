@@ -108,9 +108,7 @@ def find_fault(path: str, sha256: str, part: Part = "weights") -> str:
 
 
 def drop_optimizer(path: str) -> None:
-    """Remove the optimizer's state from a checkpoint that no update will start from. The weights can still be sampled. Raise
-    ServiceError if the store did not respond for a long time.
-    """
+    """Remove the optimizer's state from a checkpoint; it can still be sampled. Raise ServiceError if the store is away."""
     (_own_folder(path) / OPTIMIZER).unlink(missing_ok=True)
     if is_url(path):
         object_store.remove(path, OPTIMIZER)

@@ -50,9 +50,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """A folder that no row needs, or (with `optimizers`) a folder whose optimizer state no row needs; and the size of it in
-    bytes.
-    """
+    """A folder that no row needs or, with `optimizers`, whose optimizer state no row needs; its size in bytes."""
 
     kind: Kind
     name: str
@@ -77,9 +75,7 @@ def find_waste(folders: Iterable[Folder], needs: Needs, key: str) -> list[Waste]
 
 
 def remove(output_dir: str, item: Waste) -> None:
-    """Remove an item from the disk or the store. It is not an error if the item no longer exists. Raise ServiceError if the
-    store at the URL does not respond.
-    """
+    """Remove an item from the disk or the store if it exists. Raise ServiceError if the store does not respond."""
     path = f"{output_dir.rstrip('/')}/{item.name}"
     if item.kind == "optimizers":
         checkpoints.drop_optimizer(path)

@@ -40,9 +40,7 @@ def epoch_number(name: str) -> int | None:
 
 
 def link_epochs(ends: EpochEnds) -> None:
-    """Update the links in the run's folder if the run is the youngest in that folder. Raise OSError if the links cannot be
-    written.
-    """
+    """Update the run's links if it is the youngest run in the folder. Raise OSError if they cannot be written."""
     unlink_epochs(ends)
     if not ends.newest:
         return

@@ -221,9 +221,7 @@ def _evict(folder: Path) -> None:
 
 
 def must_see(place: Path) -> None:
-    """Check that this host sees the folder in which a run stores its checkpoints. Raise ConfigError if the folder does not
-    exist on this host.
-    """
+    """Raise ConfigError if this host does not see the folder in which a run stores its checkpoints."""
     if not place.is_dir():  # the whole place is missing, so no checkpoint in it is broken
         raise ConfigError(
             f"This host ({socket.gethostname()}) cannot access {str(place)!r}, the run's folder for checkpoints.",
@@ -233,9 +231,7 @@ def must_see(place: Path) -> None:
 
 @contextmanager
 def report_host_trouble(path: str) -> Iterator[None]:
-    """Inside the context, convert errors of this host (permissions, a full disk) to exceptions that do not blame the
-    checkpoint.
-    """
+    """Convert errors of this host (permissions, a full disk) to exceptions that do not blame the checkpoint."""
     try:
         yield
     except OSError as error:
@@ -255,10 +251,7 @@ def get(url: str, name: str, file: Path) -> None:
 
 
 def sizes(url: str) -> dict[str, dict[str, int]]:
-    """Return the size of every file under a run's URL in bytes, by checkpoint and by the path in the checkpoint.
-
-    The result is empty if the run has no file there.
-    """
+    """Return the sizes in bytes of the files under a run's URL, by checkpoint and path; empty without files."""
     files, key = _store(url)
     listed: dict[str, Any] = _retry(url, lambda: files.find(key, detail=True))
     sizes_by_name: dict[str, dict[str, int]] = {}
@@ -309,10 +302,7 @@ def host_trouble(path: str, error: Exception) -> ConfigError | ServiceError | No
 
 
 def _retry(url: str, action: Callable[[], T]) -> T:
-    """Run the action, and repeat it while the store does not respond.
-
-    FileNotFoundError is a response and ends the repetition.
-    """
+    """Run the action until the store responds. FileNotFoundError is a response."""
     deadline = time.monotonic() + RETRY_SECONDS
     pause = 0.1
     while True:

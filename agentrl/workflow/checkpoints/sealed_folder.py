@@ -47,10 +47,7 @@ NEAREST = 2
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """The manifest's entry for one file.
-
-    It has the file's size in bytes, the sha256 of its content, and whether the run's checkpoints share it.
-    """
+    """A file in the manifest: size in bytes, sha256, and whether the run's checkpoints share it."""
 
     size: int
     sha256: str
@@ -103,10 +100,7 @@ def weights_of(folder: Path) -> Path:
 
 
 def link_shared(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a checkpoint's folder.
-
-    If one of the newest checkpoints has an equal file, make a hard link to it instead.
-    """
+    """Write files into a checkpoint's folder. Equal files of the newest checkpoints become hard links."""
     others = sorted(folder.parent.glob(f"*/{MANIFEST}"), reverse=True)[:NEAREST]
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -126,9 +120,7 @@ def _try_link(file: Path, target: Path, content: bytes) -> bool:
 
 
 def write_error(folder: Path, error: OSError | SafetensorError, then: str, what: str = "checkpoint") -> CheckpointError:
-    """Return the exception for a folder that could not be written. `then` is the command to type after the disk's problem is
-    solved.
-    """
+    """Return the exception for a folder that could not be written. `then` is the command to type afterwards."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     full = (
         error.errno in NO_SPACE_ERRNOS
@@ -303,9 +295,7 @@ def _record(entry: Mapping[str, Any]) -> FileRecord:
 
 
 def broken_error(where: Path | str, damage: str) -> BrokenCheckpoint:
-    """Return the exception for a checkpoint whose files have changed or are missing. `where` is the checkpoint's folder or URL.
-    `damage` says what is wrong with the files.
-    """
+    """Return the exception for the checkpoint at `where`. `damage` says what is wrong with its files."""
     return BrokenCheckpoint(
         f"The checkpoint {str(where)!r} is damaged: {damage}.",
         "Put the files back. An unfinished run rebuilds its newest checkpoint by itself.",

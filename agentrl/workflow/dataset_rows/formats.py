@@ -84,9 +84,7 @@ def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRo
 
 
 def check_regular(path: Path) -> None:
-    """Check that a path is not a pipe or device. Such a file may have no end, and opening a pipe waits until a process writes
-    to it. Raise DatasetError if the path is a pipe or a device.
-    """
+    """Raise DatasetError for a pipe or device, which may have no end or block."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DatasetError(f"Cannot read the dataset {str(path)!r}: it is a pipe or a device.", "Write its rows into a file.")
 

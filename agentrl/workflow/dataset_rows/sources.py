@@ -35,10 +35,7 @@ _WORD = re.compile(r"[A-Za-z0-9]+")
 
 
 def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
-    """Return the kind of source that a dataset's name refers to.
-
-    A name without a slash and without a known suffix is a plug-in, or a folder if there is no such plug-in.
-    """
+    """Return the kind of source of a dataset's name. Without slash and suffix: a plug-in, or else a folder."""
     if Path(name).suffix.lower() in READERS or expand_home(name).is_file():
         return "file"
     if "/" not in name and not name.startswith((".", "~")):
@@ -50,9 +47,7 @@ def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
 
 
 def expand_home(name: str) -> Path:
-    """Return a dataset's name as a path, with `~` expanded. An unknown user after `~` is not an error. Raise DatasetError if
-    the name contains a NUL character.
-    """
+    """Return a dataset's name as a path with `~` expanded. Raise DatasetError if it contains a NUL character."""
     if "\0" in name:
         raise DatasetError(f"The name of the dataset {name!r:.200} holds a NUL character.", "Leave it out.")
     try:
@@ -106,9 +101,7 @@ def hash_source(name: str, split: str) -> str:
 
 
 def nested_value(values: dict[str, Any], column: str) -> Any:
-    """Return the value of a column, or of a key inside a column (`COLUMN.KEY`). Raise KeyError if the column or the key does
-    not exist.
-    """
+    """Return the value of a column, or of a key in it (`COLUMN.KEY`). Raise KeyError if it does not exist."""
     if column in values:
         return values[column]
     head, _, rest = column.partition(".")

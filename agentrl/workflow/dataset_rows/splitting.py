@@ -42,9 +42,7 @@ SPLITS = ("train", "test")
 
 
 def is_held_out(key: bytes, share: float, seed: int) -> bool:
-    """Return True if the question belongs to the test split. Only hash(seed, question) decides, so other rows have no
-    influence.
-    """
+    """Return True if the question belongs to the test split. Only hash(seed, question) decides."""
     digest = hashlib.sha256(f"{seed}|split|".encode() + key).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 

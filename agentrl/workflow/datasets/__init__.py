@@ -182,9 +182,7 @@ class _Repeats:
 
 
 def is_file(name: str) -> bool:
-    """Return True if the dataset's name is a file of rows. For a mixture, every dataset must be a file. A file has only the
-    split `train`.
-    """
+    """Return True if the name, or each name of a mixture, is a file of rows. A file has only the split `train`."""
     return all(sources.kind_of_source(part) == "file" for part in split_mixture(name))
 
 

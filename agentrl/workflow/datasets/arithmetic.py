@@ -27,9 +27,7 @@ the same share of right answers, a model learns this ten times faster than rando
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train`, `test` or `warmup`. `metadata["level"]` is 1, 2 or 3. Raise DatasetError if the split does
-    not exist.
-    """
+    """Yield the tasks of a split. `metadata["level"]` is 1, 2 or 3. Raise DatasetError for an unknown split."""
     if split not in SPLITS:
         raise DatasetError(f"arithmetic has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     names = list(SPLITS)

@@ -42,9 +42,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """Yield one conversation of two turns per task: a call that tries out a function, which is often wrong, and the function as
-    the answer.
-    """
+    """Yield one conversation per task: a call that tries out a function, often a wrong one, then the answer."""
     rng = random.Random(f"code_tiny demonstrations {seed}")
     for task in tasks:
         terms = str(task.metadata["words"]).split()

@@ -34,9 +34,7 @@ HINT = "Set AGENTRL_GSM8K_DIR to the folder that holds train.jsonl and test.json
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the split's tasks, in the published order. Raise DatasetError if the split does not exist, neither the folder nor
-    the hub can be read, or the rows are not those of gsm8k.
-    """
+    """Yield the split's tasks in the published order. Raise DatasetError if the rows cannot be read or are not gsm8k's."""
     return (_task(split, row) for row in _rows(split))
 
 

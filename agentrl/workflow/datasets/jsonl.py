@@ -80,18 +80,14 @@ def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[
 
 
 def add_problem(problems: list[str], problem: str, config: DatasetConfig) -> None:
-    """Add the problem of a malformed row to the list. Raise DatasetError if there are more than `MAX_PROBLEMS` problems, and
-    `config.skip_bad_rows` is off.
-    """
+    """Add a malformed row to the list. Raise DatasetError after `MAX_PROBLEMS` of them without `skip_bad_rows`."""
     problems.append(problem)
     if len(problems) > MAX_PROBLEMS and not config.skip_bad_rows:
         raise malformed_error(config.name, problems, SKIP_HINT)
 
 
 def read_file(path: Path) -> tuple[list[TaskRow], list[str]]:
-    """Return the well-formed rows of a JSON lines file, and `line N: why` for each malformed line. Raise DatasetError if the
-    file does not exist or cannot be read.
-    """
+    """Return the rows of a JSON lines file, and `line N: why` for malformed ones. Raise DatasetError if it is unreadable."""
     return read_values(formats.read_rows(path))
 
 
@@ -325,9 +321,7 @@ def _reference(name: str, value: object) -> str:
 
 
 def plain_text(name: str, value: object) -> str:
-    """Check that a value is text, not empty and without control characters. Return it with LF line ends. Raise ValueError if
-    the value is not such a text; the message names the place.
-    """
+    """Return a value as text with LF line ends. Raise ValueError if it is not text, empty, or has control characters."""
     if not isinstance(value, str):
         raise ValueError(f"{name!r} must be text, not {kind_of(value)}")
     if not value.strip():

@@ -72,9 +72,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train` or `test`. `metadata["searches"]` are queries that lead to the answer. Raise DatasetError if
-    the split does not exist.
-    """
+    """Yield the tasks of a split. `metadata["searches"]` leads to the answer. Raise DatasetError for an unknown split."""
     if split not in SPLITS:
         raise DatasetError(f"search_qa has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     return (

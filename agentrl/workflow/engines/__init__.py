@@ -139,9 +139,7 @@ class Engine(Protocol):
         """Submit a request, and return a future. Errors are set on the future."""
 
     def release(self, session: int | None = None) -> None:
-        """Free the memory that is kept for the next turn of a session, because no turn follows. Without `session`, free that of
-        all sessions.
-        """
+        """Free the memory that is kept for a session's next turn; without `session`, that of all sessions."""
 
     def close(self) -> None:
         """Stop the sampler. Unfinished turns fail."""

@@ -114,9 +114,7 @@ class Env:
 
 
 def optional_rewards(env: Env, weights: Mapping[str, float]) -> frozenset[str]:
-    """Return the env's rewards that have weight 0 because the user named other rewards. A failure of such a reward is
-    ignored.
-    """
+    """Return the env's rewards that have weight 0 because the user named others. Their failures are ignored."""
     return frozenset(name for name, weight in env.rewards.items() if weight and not weights.get(name, 1.0))
 
 

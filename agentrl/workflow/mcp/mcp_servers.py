@@ -49,9 +49,7 @@ def parameters(name: str) -> "StdioServerParameters":
 
 
 def command(name: str) -> list[str]:
-    """Split the command in a server's name into words. Raise ConfigError if the name has no command, or a quotation mark in it
-    is not closed.
-    """
+    """Split the command in a server's name. Raise ConfigError if it is empty, or a quotation is not closed."""
     try:
         args = shlex.split(name.removeprefix(PREFIX))
     except ValueError as error:
@@ -85,10 +83,7 @@ class McpServer:
         asyncio.run_coroutine_threadsafe(self._connect(), _loop()).result()
 
     def call(self, tool: ServedTool, arguments: dict[str, Any], seconds: float) -> str:
-        """Call a tool; see `McpTool.call`.
-
-        A call that takes too long is cancelled at the server one second after its caller has stopped waiting.
-        """
+        """Call a tool; see `McpTool.call`. The server is told to cancel one second after the caller has stopped waiting."""
         return asyncio.run_coroutine_threadsafe(self._call(tool, arguments, seconds + 1.0), _loop()).result()
 
     def stop(self) -> None:

@@ -89,9 +89,7 @@ class Judge(Tool):
         return result if isinstance(result, ToolResult) else ToolResult(str(result))
 
     def overdue(self) -> AgentRLError:
-        """Return an InfraError. The judged code has its own time limits, so a timeout of the judge is a failure of the
-        system.
-        """
+        """Return an InfraError: judged code has its own time limits, so the system is at fault."""
         return InfraError(f"{self.name} did not judge within {self.timeout_seconds:g} s.")
 
 

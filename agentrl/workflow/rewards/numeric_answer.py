@@ -84,9 +84,7 @@ _NO_REST = re.compile(
 
 
 def numeric_answer(episode: Episode) -> float:
-    """Return 1.0 if the answer is right, else 0.0. Raise ValueError if the task's reference is not one number, so no answer
-    could be right.
-    """
+    """Return 1.0 if the answer is right, else 0.0. Raise ValueError if the task's reference is not one number."""
     gold = read_reference(episode.task.reference)
     if gold is None:
         raise ValueError(

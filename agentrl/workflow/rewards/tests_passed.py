@@ -54,9 +54,7 @@ BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECA
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """Return the judge's arguments, or the reward 0.0 if the answer has no code to run. Raise ValueError if the task has no
-    hidden test.
-    """
+    """Return the judge's arguments, or 0.0 if the answer has no code. Raise ValueError without a hidden test."""
     final_answer = episode.final_answer
     # A reference's docstring may hold a block.
     answer = final_answer if final_answer == episode.task.reference else read_code(final_answer)
@@ -161,9 +159,7 @@ class Calls:
         self._late = self._told = 0
 
     def begun(self, cells: Sequence[str]) -> bool:
-        """Run the cells that are not empty. Return True if all of them succeeded. Raise InfraError if the sandbox failed, or
-        the machine was too busy.
-        """
+        """Run the non-empty cells. Return whether all succeeded. Raise InfraError if the sandbox or machine failed."""
         for cell in filter(None, cells):
             if self._budget.spent:
                 return False

@@ -64,9 +64,7 @@ def cell(value: Any) -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Convert a value to JSON types. Times become ISO 8601 text, bytes become hexadecimal text, NaN and infinity become null,
-    and very long numbers become text.
-    """
+    """Convert a value to JSON types: times to ISO 8601, bytes to hex, NaN and infinity to null, long numbers to text."""
     match value:
         case None | bool() | str():
             return value

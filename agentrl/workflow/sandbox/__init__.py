@@ -145,9 +145,7 @@ class Sandbox(Protocol):
         ...
 
     def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> CodeResult:
-        """Run a program in a new interpreter with an empty /tmp. When this returns, all processes and files of the program are
-        gone.
-        """
+        """Run a program in a new interpreter. Afterwards all of its processes and files are gone."""
         ...
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> Session:

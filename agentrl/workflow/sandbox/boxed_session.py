@@ -82,9 +82,7 @@ class BoxedLine:
         return self._box.cgroup.events(), self._cpu_seconds()
 
     def settle(self, lasting: Set[int]) -> int:
-        """See `Line.settle`. The first call records which processes belong to the sandbox itself: all that exist then, except
-        `lasting`.
-        """
+        """See `Line.settle`. At the first call, all processes but `lasting` belong to the sandbox itself."""
         if not self._keepers:
             self._keepers = self._box.members() - lasting
         ended = freeze.settle(self._box.stop, lambda: self._box.members() - self._keepers, lasting, ANSWER_SECONDS)

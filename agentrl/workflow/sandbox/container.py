@@ -43,9 +43,7 @@ class KernelCounts:
 
 
 def options(name: str, image: str, user: int, limits: Limits) -> list[str]:
-    """Return the command line of `docker run` without the interpreter's arguments. The program sees only the image and a
-    /tmp.
-    """
+    """Return `docker run` without the interpreter's arguments. The program sees only the image and /tmp."""
     tmp = f"/tmp:rw,exec,nosuid,nodev,size={limits.tmp_bytes},nr_inodes={ENTRIES},uid={user},gid={user},mode=700"
     args = ["run", "--interactive", "--rm", "--pull", "never", "--name", name, "--log-driver", "none", "--network", "none"]
     args += ["--read-only", "--tmpfs", tmp, "--shm-size", str(SHM_BYTES), "--workdir", "/tmp", "--hostname", "sandbox"]
@@ -107,9 +105,7 @@ class Container:
         self._waiting += FRAME.pack(kind, len(data)) + data
 
     def frames(self, seconds: float) -> list[tuple[bytes, bytes]]:
-        """Wait up to `seconds` for frames from the bridge, and return them. Counts are not returned but stored in `counted`.
-        Raise EOFError if the container has ended.
-        """
+        """Wait up to `seconds` for frames. Counts go into `counted`. Raise EOFError if the container has ended."""
         frames, self._kept = [*self._kept, *self._split_frames()], []
         deadline, counted = time.monotonic() + seconds, self.counted
         while not frames and self.counted is counted and (left := deadline - time.monotonic()) > 0:
@@ -125,9 +121,7 @@ class Container:
         return frames
 
     def wait_for_begin(self, seconds: float) -> bool:
-        """Return whether the program began within `seconds`. Other frames that arrive meanwhile are returned by the next call
-        of `frames`.
-        """
+        """Return whether the program began within `seconds`. `frames` returns what else arrived."""
         deadline = time.monotonic() + seconds
         came: list[tuple[bytes, bytes]] = []
         try:
@@ -186,9 +180,7 @@ class Container:
         return self._said
 
     def _wait_until_gone(self, seconds: float) -> bool:
-        """Return whether docker ended within `seconds`. Meanwhile read and discard docker's output, so docker does not
-        block.
-        """
+        """Return whether docker ended within `seconds`. Its output is discarded, so it does not block."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self._in], [], [], left)[0] and not os.read(self._in, CHUNK):

@@ -41,9 +41,7 @@ class ContainerLine:
         return self._parts.pop(0) if self._parts else (b"", 0)
 
     def forget(self) -> None:
-        """See `Line.forget`. Nothing older can arrive later, because the bridge sends all messages and output before it reports
-        the end of `settle`.
-        """
+        """See `Line.forget`. The end of `settle` comes after all messages and output, so nothing older follows."""
         self._parts.clear()
 
     def watch(self, limits: Limits, running: Callable[[], int]) -> Use:

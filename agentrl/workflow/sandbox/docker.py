@@ -103,9 +103,7 @@ def find(settings: Settings) -> Docker:
 
 
 def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
-    """Check that docker and the image are available. Raise ConfigError if no image is configured. Raise SandboxUnavailable if
-    docker or the image is missing.
-    """
+    """Raise ConfigError if no image is configured, SandboxUnavailable if docker or the image is missing."""
     if not image:
         raise ConfigError(
             "The docker sandbox was asked for, but AGENTRL_SANDBOX_IMAGE names no image.", "Try python:3.11-slim."
@@ -119,9 +117,7 @@ def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
 
 
 def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) -> CodeResult:
-    """Wait for the end of a program, and return its result. Raise InfraError if the program did not begin, or its container
-    ended before the program.
-    """
+    """Wait for a program and return its result. Raise InfraError if it did not begin, or its container ended first."""
     code: list[int] = []
 
     def over(kind: bytes, data: bytes) -> bool:

@@ -115,9 +115,7 @@ def _tag_other(value: Any, kind: type, depth: int) -> Any:
 
 
 def _tag_iterator(value: Any, kind: type, depth: int) -> Any:
-    """Encode an object without a plain form: the items of an iterator that has neither `__bool__` nor `__len__`, or the truth
-    value of any other object.
-    """
+    """Encode an object without a plain form: an iterator's items, or any other object's truth value."""
     if hasattr(kind, "__next__") and not (hasattr(kind, "__bool__") or hasattr(kind, "__len__")):
         items = list(islice(value, MAX_ITEMS + 1))
         if len(items) <= MAX_ITEMS:

@@ -96,9 +96,7 @@ def check() -> None:
 
 @lru_cache(maxsize=2)
 def filters(owner: bool) -> tuple[str, str]:
-    """Return two system call filters in hex: the filter of bwrap's programs, and the additional filter of this sandbox. `owner`
-    is True if the program runs as a user who owns files.
-    """
+    """Return the filters in hex: of bwrap's programs, and of this sandbox. `owner`: the program's user owns files."""
     import pyseccomp
 
     rules = seccomp.rules()
@@ -125,18 +123,14 @@ def filters(owner: bool) -> tuple[str, str]:
 
 
 def readable_paths(folders: tuple[str, ...]) -> list[str]:
-    """Return the paths that a program may read: /usr, the folders that older systems have outside of /usr, and the
-    interpreter's folders.
-    """
+    """Return what a program may read: /usr, older systems' folders outside of it, the interpreter's folders."""
     real = [path for path in LINKS if Path(path).is_dir() and not Path(path).is_symlink()]
     return [path for path in (*READABLE, *real, *folders) if Path(path).exists()]
 
 
 @lru_cache(maxsize=1)
 def keeper_source() -> str:
-    """Return the source code of the supervisor. It is passed as text, because the interpreter may run as a user who cannot read
-    our files.
-    """
+    """Return the supervisor's source, as text: the interpreter's user may not be able to read our files."""
     return Path(keeper.__file__).read_text(encoding="utf-8")
 
 

@@ -42,9 +42,7 @@ Overrun = Literal["timeout_cpu", "timeout_wall", "output_cap", "starved"]
 
 @dataclass(frozen=True)
 class Use:
-    """What was observed of a program's run: the reason to kill it (None if it ended by itself), its output up to the limit, and
-    its times in seconds.
-    """
+    """What was observed of a run: why to kill it (None: it ended by itself), output up to the limit, seconds."""
 
     overrun: Overrun | None
     output: bytes
@@ -142,9 +140,7 @@ def watch(
 
 
 def _read(file: int, into: bytearray, max_bytes: int) -> bool:
-    """Read a chunk into `into`; return whether there may be more to read. At most `max_bytes` + 1 bytes are stored; the extra
-    byte shows that the limit was passed.
-    """
+    """Read a chunk; return whether more may follow. One byte above `max_bytes` shows that the limit was passed."""
     try:
         part = os.read(file, CHUNK)
     except BlockingIOError:

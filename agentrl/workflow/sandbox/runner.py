@@ -41,9 +41,7 @@ def connect(stdin: int, output: int) -> None:
 
 
 def configure_streams() -> None:
-    """Make the standard streams escape text that cannot be encoded, and flush each line. So no complete line is lost if the
-    process is killed.
-    """
+    """Make the standard streams escape what cannot be encoded, and flush each line, so a kill loses no line."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
 
@@ -87,9 +85,7 @@ def exit_code(code: object) -> int:
 
 
 def _end_threads() -> None:
-    """Wait for threads and run exit handlers, as the Python interpreter does at its end. This is needed because `os._exit` does
-    neither.
-    """
+    """Wait for threads and run exit handlers, which `os._exit` does not."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     if "atexit" in sys.modules:
@@ -97,10 +93,7 @@ def _end_threads() -> None:
 
 
 def flush_streams(code: int) -> int:
-    """Flush the standard streams; return `code` or, if a stream cannot be written, `code or 1`.
-
-    A stream that the program set to None is skipped.
-    """
+    """Flush the standard streams; return `code` or, if one cannot be written, `code or 1`."""
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()

@@ -26,9 +26,7 @@ class Critic(Protocol):
     """A model that writes critique and edits, at an OpenAI-compatible endpoint."""
 
     def __call__(self, prompt: str) -> str:
-        """Return the model's answer to a prompt. Raise ServiceError if the endpoint does not respond. The run waits and tries
-        again.
-        """
+        """Return the model's answer to a prompt. Raise ServiceError if there is none; the run tries again later."""
         ...
 
     def each(self, prompts: Sequence[str]) -> list[str]:

@@ -74,9 +74,7 @@ def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = 
 
 
 def inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Decompress the body. Raise OtlpError if the body is not compressed as declared, or has more than `max_bytes` bytes after
-    decompression.
-    """
+    """Decompress the body. Raise OtlpError if it is compressed in another way, or larger than `max_bytes`."""
     if encoding not in ("", "identity", "gzip", "deflate"):
         raise OtlpError(f"it is encoded as {encoding[:40]!r}; only gzip is supported")
     if encoding in ("", "identity"):

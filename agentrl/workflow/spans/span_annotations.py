@@ -156,9 +156,7 @@ class Export:
 
 
 def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> Export:
-    """Decode an export, and return the annotations for the episode. Raise OtlpError if the body is not an export, or a span
-    belongs to another episode.
-    """
+    """Return an export's annotations. Raise OtlpError if it is no export, or a span names another episode."""
     documents: list[bytes] = []
     rejected, why = 0, ""
     for span in decode(body, content_type, encoding):

@@ -60,9 +60,7 @@ def check(database: str) -> None:
 
 
 def prepare(database: str) -> None:
-    """Prepare the database for queries. The limits of a query do not include this work. Raise ServiceError if the script is not
-    valid SQLite.
-    """
+    """Prepare the database, outside of a query's limits. Raise ServiceError if the script is invalid."""
     if Path(database).suffix == ".sql" and not is_url(database):
         _database_image(Path(database))
 

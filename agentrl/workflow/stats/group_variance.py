@@ -21,9 +21,7 @@ CUT_OFF = "cut off at a limit"
 
 
 def varies(rewards: Collection[float]) -> bool:
-    """Return True if at least two rewards differ. Rewards are compared exactly, because a computed standard deviation is
-    rounded.
-    """
+    """Return True if at least two rewards differ, exactly: a computed deviation is rounded."""
     return len(set(rewards)) > 1
 
 
@@ -51,9 +49,7 @@ def groups_to_plan(varied: int, max_groups: int, planned: int, limit: int) -> in
 
 
 def choose_groups(groups: Sequence[Group], max_groups: int) -> tuple[list[Group], dict[int, str]]:
-    """Return the first `max_groups` groups with variance, by slot, and a mapping from the slot of each other group to the
-    reason for dropping it.
-    """
+    """Return `max_groups` groups with variance, by slot, and why each other group is dropped, by slot."""
     chosen_groups: list[Group] = []
     dropped = {}
     for group in sorted(groups, key=lambda group: group.slot):

@@ -161,10 +161,7 @@ STOPPED = "stopped"
 
 @transaction
 def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class: str = STOPPED) -> None:
-    """Mark a running agent as lost, so its episode restarts with another agent.
-
-    The lost agent counts as a loss of the episode, unless `error_class` is STOPPED.
-    """
+    """Mark a running agent as lost, so the episode restarts. It counts as a loss unless it is STOPPED."""
     values = {
         "status": "lost",
         "error_class": error_class,

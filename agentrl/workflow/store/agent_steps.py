@@ -154,9 +154,7 @@ def _show_results(tx: Connection, record: StepRecord, held: HeldEpisodes) -> Non
 
 @transaction
 def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, int], bool]) -> None:
-    """Store for each (episode, step) whether the client received the complete response. Raise Fenced if another worker holds
-    the group.
-    """
+    """Store whether the client got the whole response of each step. Raise Fenced if another worker holds the group."""
     held = check_claim(tx, fence)
     for (episode, step), all_of_it in delivered.items():
         _DELIVER.run(tx, {**step_key(episode, step, held), "delivered": all_of_it})
@@ -164,10 +162,7 @@ def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, i
 
 @read_transaction
 def load_requests(tx: Connection, episodes: Sequence[int]) -> dict[int, dict[int, StepRequest]]:
-    """Return the requests of each episode's current attempt, as episode id -> step number -> request, in order of the steps.
-
-    Steps without a request are left out.
-    """
+    """Return the requests of current attempts: episode id -> step number -> request, in order of steps."""
     query = (
         select(_STEPS.episode_id, _STEPS.number, _STEPS.request_id, _STEPS.request_hash, _STEPS.asked)
         .add_columns(_OPTIONS.tools, _OPTIONS.template_options)

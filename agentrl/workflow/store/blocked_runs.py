@@ -28,9 +28,7 @@ def _select_rebuilding_runs() -> Select[tuple[str, str]]:
 
 @transaction
 def wait_for(tx: Connection, run_id: int, what: str) -> None:
-    """Write an event that the run's rollouts wait, with the reason `what`. If several jobs have the same reason, only one event
-    is written.
-    """
+    """Write an event, once per reason, that the run's rollouts wait for `what`."""
     # Locked: of two jobs that say so at once the second sees the first.
     tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update())
     mine = select(schema.events.c.id).where(schema.events.c.run_id == run_id)

@@ -20,9 +20,7 @@ Row = Mapping[str, Any]
 
 @read_transaction
 def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
-    """Return the unfinished work of all running runs. Runs that wait for another run to rebuild their checkpoint are left
-    out.
-    """
+    """Return the unfinished work of running runs, except those that wait for another run's rebuild."""
     now = int(tx.execute(select(now_ms())).scalar_one())
     running = tx.execute(
         select(schema.runs.c.id, schema.runs.c.name, is_broken(schema.runs.c.id))
@@ -109,9 +107,7 @@ def list_runs_beside(tx: Connection, run: str) -> list[str]:
 
 
 def some_run_overlaps(database: Database) -> bool:
-    """Return whether a running run samples rollouts during its updates. Raise ServiceError if the database is unreachable.
-    There is no retry.
-    """
+    """Return whether a running run samples during its updates. Raise ServiceError at once if the database is unreachable."""
     with database.read() as tx:
         configs = tx.execute(select(schema.runs.c.config).where(*IS_AT_WORK)).scalars()
         return any(staleness_of(config) for config in configs)

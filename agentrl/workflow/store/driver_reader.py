@@ -94,9 +94,7 @@ class Reader:
     """
 
     def __init__(self, url: str, open_database: "Callable[[], Database]") -> None:
-        """Store the URL without opening a connection. `url` is the database's URL. `open_database` is the function that opens
-        the database with SQLAlchemy.
-        """
+        """Store the URL and the function that opens the database with SQLAlchemy. No connection is opened."""
         self.url = url
         self._file, self._parts = sqlite_path(url), postgres_parts(url)
         self._open_database = open_database
@@ -104,9 +102,7 @@ class Reader:
         self._database: Database | None = None
 
     def ask(self, query: Callable[[Any], T]) -> T:
-        """Run `query` in one read transaction. Raise ServiceError if the database has another revision, or it remained
-        unreachable.
-        """
+        """Run `query` in a read transaction. Raise ServiceError if the database has another revision or is unreachable."""
         if self._database is None and (self._file or self._parts):
             try:
                 with self._transaction() as tx:
@@ -236,9 +232,7 @@ def select_rows(tx: Any, query: str, /, **parameters: Any) -> list[Row]:
 
 @contextmanager
 def driver_cursor(tx: "Connection", text: str) -> Iterator[Any]:
-    """Open a cursor of the driver in a transaction of SQLAlchemy, to run `text`. Errors of the driver are raised as
-    SQLAlchemy's errors.
-    """
+    """Open the driver's cursor in a transaction of SQLAlchemy, to run `text`. Errors are SQLAlchemy's."""
     cursor: Any = tx.connection.cursor()
     try:
         yield cursor

@@ -77,9 +77,7 @@ def insert_annotations(
 
 @read_transaction
 def load_annotations(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
-    """Return the annotations of each episode's current attempt, by episode id, in the order of writing. Episodes without
-    annotations are left out.
-    """
+    """Return the annotations of current attempts by episode id, in order; only of episodes that have some."""
     return annotations_of(tx, episodes)
 
 

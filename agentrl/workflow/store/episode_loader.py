@@ -39,9 +39,7 @@ def split_in_parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[Any, Any]:
-    """Return the episode's row; with `locked`, lock it until the transaction ends. Raise NotFoundError if there is no such
-    episode.
-    """
+    """Return the episode's row, locked if `locked`. Raise NotFoundError if there is no such episode."""
     query = select(schema.episodes).where(schema.episodes.c.id == episode)
     query = query.with_for_update() if locked else query
     row = tx.execute(query).mappings().one_or_none() if abs(episode) <= MAX_ID else None

@@ -18,9 +18,7 @@ from agentrl.workflow.tables.columns import now_ms
 
 
 class Slot(NamedTuple):
-    """A group's position in an iteration: the slot's number, the id of the group's task, and the sample number of the group's
-    first episode.
-    """
+    """A group's place in an iteration: slot number, task id, sample number of its first episode."""
 
     number: int
     task: int
@@ -66,9 +64,7 @@ def dynamic_sampling_of(config: Mapping[str, Any]) -> int:
 
 
 def wanted_groups(tx: Connection, iteration: int, config: Mapping[str, Any]) -> int:
-    """Return the number of groups that were planned first; 0 without dynamic sampling. With dynamic sampling at most this many
-    groups train.
-    """
+    """Return how many groups may train with dynamic sampling: as many as were planned first. 0 without it."""
     if dynamic_sampling_of(config) == 1:
         return 0
     planned = select(func.count()).where(schema.groups.c.iteration_id == iteration).scalar_subquery()

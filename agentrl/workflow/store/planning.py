@@ -104,10 +104,7 @@ class Submission:
 
     @property
     def episodes(self) -> int:
-        """The number of new episodes that are planned, without those that dynamic sampling adds.
-
-        It is 0 for a run on stored groups and for the kinds in GROWING.
-        """
+        """The number of new episodes, without those that dynamic sampling adds. It is 0 for a run on stored groups."""
         if self.kind in GROWING:
             return 0
         whole, rest = divmod(self.iterations, self._per_epoch) if self.tasks else (0, 0)
@@ -235,9 +232,7 @@ def insert_run(tx: Connection, values: Mapping[str, Any]) -> int | None:
 
 
 def _find_own(tx: Connection, submission: Submission) -> SubmittedRun | None:
-    """Return the run that an earlier attempt of this submission committed before its reply was lost; None if there is no such
-    run.
-    """
+    """Return the run that an earlier attempt of this submission committed before its reply was lost, or None."""
     runs = schema.runs.c
     mine = runs.manifest["id"].as_string() == submission.manifest.get("id", "")
     row = tx.execute(select(runs.id, runs.name, runs.iterations, runs.status).where(mine)).first()

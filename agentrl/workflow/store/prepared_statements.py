@@ -61,9 +61,7 @@ class PreparedStatement:
         return rows
 
     def run(self, tx: Connection, *rows: Values) -> int:
-        """Run the statement once for each element of `rows`; return the number of changed rows. On Postgres the statements are
-        pipelined.
-        """
+        """Run the statement for each element of `rows`; return the number of changed rows. Postgres pipelines them."""
         compiled = self._compiled_for(tx, rows[0])
         with driver_cursor(tx, compiled.text) as cursor:
             if len(rows) == 1:

@@ -84,18 +84,14 @@ def _mark(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
 
 
 def _select_needed_path(run_id: int, path: str) -> Select[tuple[str]]:
-    """Select the path if the training run still needs the checkpoint: it is the newest version, or open groups sample with
-    it.
-    """
+    """Select the path if it is the newest version's, or open groups of the training run sample with it."""
     policies = schema.policies.c
     used = (policies.version == newest_version(run_id)) | policies.id.in_(select_sampled_policies(run_id))
     return select(policies.path).where(policies.run_id == run_id, policies.path == path, used)
 
 
 def _find_maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
-    """Return the row of the run that first published the checkpoint; None if the checkpoint has meanwhile been rebuilt in
-    another folder.
-    """
+    """Return the run that first published the checkpoint; None if it was rebuilt elsewhere meanwhile."""
     publishers = (
         select(schema.runs)
         .join(schema.policies, schema.policies.c.run_id == schema.runs.c.id)

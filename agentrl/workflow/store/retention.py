@@ -39,9 +39,7 @@ class Checkpoints:
 
 @read_transaction
 def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Checkpoints]:
-    """Return the checkpoint folders of these runs, or of all runs if `runs` is empty. Raise NotFoundError if there is no such
-    run.
-    """
+    """Return the checkpoint folders of these runs (none: all). Raise NotFoundError for an unknown run."""
     if runs:
         rows: Sequence[Any] = [find_run(tx, run) for run in runs]
     else:
@@ -105,9 +103,7 @@ def _save_every(run: Mapping[Any, Any]) -> int | None:
 
 
 def _saved_paths(tx: Connection, run: Mapping[Any, Any], rows: Sequence[Any]) -> set[str]:
-    """Return the paths that the run keeps permanently: every `save_every`th version, the last of each epoch, the best, and the
-    final version.
-    """
+    """Return the paths that stay: each `save_every`th version, the last of each epoch, the best, the final one."""
     every, of_an_epoch = _save_every(run) or 1, epoch_length(tx, run) or run["iterations"]
     ends = (find_best_version(tx, run["id"]), run["iterations"])
     return {row.path for row in rows if not row.version % every or not row.version % of_an_epoch or row.version in ends}
@@ -144,9 +140,7 @@ def _find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last
 
 
 def _load_policies(tx: Connection, run_id: int) -> Sequence[Any]:
-    """Return all rows of `policies`, from any run, that have the path of one of the run's checkpoints; the newest version
-    first.
-    """
+    """Return the rows of `policies`, of any run, whose path is that of one of the run's checkpoints; newest version first."""
     policies, runs, iterations = schema.policies, schema.runs, schema.iterations
     mine = select(policies.c.path).where(policies.c.run_id == run_id, policies.c.path != "")
     others = policies.alias()

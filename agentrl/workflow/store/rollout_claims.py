@@ -121,17 +121,13 @@ _GROUPS, _EPISODES = schema.groups.c, schema.episodes.c
 
 
 def _is_open(status: Column[str]) -> ColumnElement[bool]:
-    """Return the SQL condition that a status is not final. It avoids IN, because the length of an IN list is only known when
-    the statement runs.
-    """
+    """Return the SQL condition that a status is not final, without an IN of variable length."""
     return or_(*(status == value for value in OPEN))
 
 
 @cache
 def _free_group(lease_seconds: float) -> Select[Any]:
-    """Return the query for the group `:wanted`. It finds the group if it is open and no worker except `:claimant` holds a live
-    lease on it.
-    """
+    """Select the group `:wanted` if it is open and no other worker than `:claimant` holds a live lease on it."""
     return (
         select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, _GROUPS.lease_until, schema.runs.c.status)
         .join(schema.runs, schema.runs.c.id == _GROUPS.run_id)
@@ -405,9 +401,7 @@ def end_episodes(
 
 
 def _leave_unobserved(tx: Connection, episodes: Sequence[int]) -> None:
-    """Mark open calls that external agents ran themselves as unobserved, because no later request of these episodes can show
-    their results.
-    """
+    """Mark open calls of external agents as unobserved: no later request can show their results."""
     calls = schema.tool_calls.c
     if episodes:
         open_calls = update(schema.tool_calls).where(calls.episode_id.in_(episodes), calls.kind == "agent")

@@ -167,9 +167,7 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
 
 
 def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ...]:
-    """Return the messages of a step's prompt. Messages that the prompt shares with the parent step are taken from the steps in
-    `before`.
-    """
+    """Return the messages of a step's prompt. Those shared with the parent are in the steps `before`."""
     messages = row["prompt"]
     if not messages or SHARED not in messages[0]:
         return tuple(message_value(message) for message in messages)
@@ -178,9 +176,7 @@ def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ..
 
 
 def _prompt_rows(step: Step, shared: int = 0) -> list[dict[str, Any]]:
-    """Return a step's prompt for its JSON column. The first `shared` messages are replaced by their number, because the parent
-    step has them.
-    """
+    """Return a step's prompt for its JSON column: the number of `shared` messages, then the others."""
     head: list[dict[str, Any]] = [{SHARED: shared}] if shared else []
     return head + [message_row(message) for message in step.prompt[shared:]]
 
@@ -220,9 +216,7 @@ def annotation_value(row: Mapping[Any, Any]) -> Annotation:
 
 
 def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:
-    """Return the rows that store the reward parts, each with part, step and value. A part with one value has one row, a part
-    with a value per step has a row per step.
-    """
+    """Return a row (part, step, value) for each value of the reward parts."""
     return [
         {"part": name, "step": step, "value": value}
         for name, part in parts.items()

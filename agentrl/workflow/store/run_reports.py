@@ -50,9 +50,7 @@ class TrackerReport:
 
 @transaction
 def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int) -> int:
-    """Add trackers to a run; return the run's id. If the run already has a tracker, the tracker's report becomes due again.
-    Raise NotFoundError if there is no such run.
-    """
+    """Add trackers to a run, or make their reports due; return its id. Raise NotFoundError if there is no such run."""
     number = int(find_run(tx, run, "id")["id"])
     again = {"samples": samples, "status": "", "error": ""}
     for tracker in dict.fromkeys(trackers):
@@ -118,9 +116,7 @@ def _change(tx: Connection, report: TrackerReport, **values: Any) -> None:
 
 
 def lease_name(run_id: int, tracker: str) -> str:
-    """Return the name of the lease of this report. Only the process that holds it (`leases.take_service_lease`) writes the
-    report.
-    """
+    """Return the name of the lease whose holder alone writes this report (`leases.take_service_lease`)."""
     return f"report {run_id} {tracker}"[:64]
 
 

@@ -35,9 +35,7 @@ _FORKS = schema.episodes.alias("forks")
 
 @dataclass(frozen=True, slots=True)
 class ServedRun:
-    """A run that this process serves. `worker` is the name of the process's claim on the `iteration`, and `token` is the fence
-    of that claim.
-    """
+    """A run that this process serves: its iteration, claimed by `worker` with the fence `token`."""
 
     id: int
     name: str
@@ -139,9 +137,7 @@ def _lost_runs(lease_seconds: float) -> Select[Any]:
 
 @transaction
 def end_lost_runs(tx: Connection, lease_seconds: float, only: Collection[int] | None = None) -> list[str]:
-    """End the `serve` runs whose process died; return their names. Their open episodes end as infra_error. `only` is the ids of
-    the runs that may be ended; None for all.
-    """
+    """End the `serve` runs whose process died, and their episodes. Return their names. `only` restricts it to these ids."""
     lost = _lost_runs(lease_seconds)
     lost = lost if only is None else lost.where(_RUNS.id.in_(only))
     rows = tx.execute(lost.order_by(_RUNS.id).with_for_update(of=schema.runs)).all()

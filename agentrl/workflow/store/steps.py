@@ -24,9 +24,7 @@ from agentrl.workflow.trajectory import CallRecord, Step, StepRecord, ToolCall, 
 
 @dataclass(frozen=True, slots=True)
 class JudgeQuestions:
-    """The calls to the judges of an ended episode. `step` is the episode's last step, and `questions` has the arguments of each
-    judge by the judge's name.
-    """
+    """The calls to the judges after an episode's last step. `questions` has the arguments by judge."""
 
     episode: int
     step: int
@@ -133,9 +131,7 @@ _CALL_RESULTS = select(_CALLS.id, _CALLS.result, _CALLS.error_class, _CALLS.seco
 
 @read_transaction
 def load_results(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
-    """Return the results of these calls with the annotations of their tools, by call id. Calls without a result are left
-    out.
-    """
+    """Return the results of calls that have one, with the tools' annotations, by call id."""
     rows = tx.execute(_CALL_RESULTS, {"calls": list(calls)})
     return {
         call: ToolResult(result, error_class, seconds, annotations=tools_annotations(annotations))
@@ -215,9 +211,7 @@ def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisod
 
 @transaction
 def restart_episode(tx: Connection, fence: Fence, episode: int) -> None:
-    """Start the episode again with the next attempt number. The rows of the old attempt's steps are not deleted. Raise Fenced
-    if another worker holds the group.
-    """
+    """Start the episode again with the next attempt; old steps stay. Raise Fenced if another worker holds the group."""
     check_claim(tx, fence)
     fresh = dict.fromkeys(("steps", "prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors"), 0)
     tx.execute(

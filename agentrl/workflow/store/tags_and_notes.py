@@ -62,9 +62,7 @@ def remove_note(tx: Connection, run: str, note: int) -> None:
 
 
 def check_tag(tag: str) -> str:
-    """Validate a tag, and return it without surrounding space. Raise ConfigError if the tag is empty, too long or not
-    printable.
-    """
+    """Return a tag without space around it. Raise ConfigError if it is empty, too long or not printable."""
     word = tag.strip()
     if not word.isprintable() or not 0 < len(word) <= MAX_TAG_CHARS:
         raise ConfigError(f"{tag[:100]!r} is not a valid tag.", f"A tag has 1 to {MAX_TAG_CHARS} printable characters.")

@@ -30,9 +30,7 @@ class SessionKey:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A call in a session. `result` is None if the call has no result yet. `result.exit` is None if the call did not reach the
-    session.
-    """
+    """A call in a session. `result` is None if the call has none. `result.exit` is None if it did not reach the session."""
 
     id: int
     step: int
@@ -68,9 +66,7 @@ def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> s
 
 @transaction
 def keep(tx: Connection, owner: str, lease_seconds: float) -> set[SessionKey]:
-    """Renew the leases of the owner's sessions, and release the sessions whose episode has ended. Return the sessions that the
-    owner still holds.
-    """
+    """Renew the owner's sessions, and release those of ended episodes. Return those that the owner holds."""
     its = (_EPISODES.id == _SESSIONS.episode_id) & (_EPISODES.attempt == _SESSIONS.attempt)
     goes_on = exists(_EPISODES.id).where(its, _EPISODES.status == "running")
     mine = update(schema.tool_sessions).where(_SESSIONS.owner == owner)

@@ -57,9 +57,7 @@ class IterationWork:
 
 @dataclass(frozen=True, slots=True)
 class MoreGroupsPlanned:
-    """The result of a claim if too few groups had variance. The iteration is not claimed. More groups were planned, and must be
-    sent.
-    """
+    """A refused claim: too few groups had variance. More groups were planned, which must be sent."""
 
     iteration: int
     varied: int
@@ -215,9 +213,7 @@ def _load_newest_policy(tx: Connection, run_id: int, base: str, base_hash: str) 
 
 @transaction
 def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
-    """Renew the trainer's lease. Return False if another trainer holds the iteration, or if the iteration was handed back or
-    has ended.
-    """
+    """Renew the trainer's lease. Return False if it no longer holds the iteration, or that has ended."""
     extended = tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration, schema.iterations.c.train_token == token, schema.iterations.c.worker != "")

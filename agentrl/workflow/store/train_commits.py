@@ -126,9 +126,7 @@ def _load_published(tx: Connection, work: IterationWork) -> PublishedUpdate:
 
 
 def close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
-    """End the iteration, and store the sums of its episodes. Raise Fenced if another worker holds the iteration, or the
-    iteration has ended.
-    """
+    """End the iteration, and store its sums. Raise Fenced if another worker holds it, or it has ended."""
     closed = tx.execute(
         update(schema.iterations)
         .where(
@@ -243,9 +241,7 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
 
 @transaction
 def finish_fork(tx: Connection, work: IterationWork) -> None:
-    """End a fork run. Other runs can then train on its group. Raise Fenced if another worker holds the iteration, or the
-    iteration has ended.
-    """
+    """End a fork run; its group can then train. Raise Fenced if another worker holds the iteration, or it has ended."""
     close_iteration(tx, work, UpdateRecord((), {}))
     set_run_status(tx, work.run_id, "done", "")
 

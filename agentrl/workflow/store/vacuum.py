@@ -26,9 +26,7 @@ BUSY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class VacuumResult:
-    """The size of the database before and after, in bytes. `left` is True if a reader prevented SQLite from emptying its
-    log.
-    """
+    """The database's sizes before and after, in bytes. `left`: a reader kept SQLite from emptying its log."""
 
     before: int
     after: int

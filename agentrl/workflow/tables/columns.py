@@ -43,9 +43,7 @@ class Utc(TypeDecorator[datetime]):
 
 
 class now_ms(FunctionElement[int]):  # noqa: N801 - reads as a SQL function
-    """The SQL for the database's current time, in ms since 1970. Leases are compared with this time, never with a worker's
-    clock.
-    """
+    """The SQL for the database's time in ms since 1970. Leases use this, never a worker's clock."""
 
     type = BigInteger()
     inherit_cache = True

@@ -55,9 +55,7 @@ class ViewRow(Mapping[str, Any], metaclass=_ViewType):
     COLUMNS: ClassVar[Mapping[str, Column]]
 
     def __init__(self, **values: Any) -> None:
-        """Create a row from its values by column name. Raise TypeError if the value of a column is missing, or there is no
-        column for a value.
-        """
+        """Create a row from its values by column name. Raise TypeError if a value is missing, or has no column."""
         if values.keys() != self.COLUMNS.keys():
             raise TypeError(f"{type(self).__name__} has the columns {', '.join(self.COLUMNS)}, not {', '.join(values)}.")
         for name, value in values.items():

@@ -78,9 +78,7 @@ def _stands_alone(text: str) -> bool:
 
 
 def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -> ToolCall:
-    """Return the call whose text is from index `at` to `end`. The format `glm` uses this function too. Raise Unreadable if the
-    text or the arguments exceed the limits.
-    """
+    """Return the call from index `at` to `end` (for `glm` too). Raise Unreadable if it exceeds the limits."""
     try:
         why = TOO_LONG if end - at > MAX_CHARACTERS else describe_json_error(arguments)
     except ValueError as error:

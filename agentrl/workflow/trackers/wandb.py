@@ -57,10 +57,7 @@ def _escape(text: str) -> str:
 
 
 def _read_offline(folder: Path, handle: str) -> dict[str, float]:
-    """Return the last value of each metric in the run's offline files.
-
-    The history is read, because summaries are only written at the end.
-    """
+    """Return the last value of each metric in the offline history; summaries are written only at the end."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     values: dict[str, float] = {}

@@ -70,10 +70,7 @@ class TokenBatch:
         return torch.where(self.mask, self.logprobs - self.old, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def log_ratio_clamped(self) -> Tensor:
-        """Return (B, T), True for tokens that train and whose log ratio was clamped.
-
-        The ratio of such a token has no gradient.
-        """
+        """Return (B, T): True for trained tokens with a clamped log ratio, whose ratio has no gradient."""
         return self.mask & ((self.logprobs - self.old).abs() > MAX_LOG_RATIO)
 
 

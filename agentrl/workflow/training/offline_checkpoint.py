@@ -194,9 +194,7 @@ def _place(target: Path) -> Path:
 
 
 def read_progress(folder: Path) -> tuple[str, int, int]:
-    """Return a checkpoint's key, the number of steps done, and the number of all steps. Raise CheckpointError if the checkpoint
-    cannot be read.
-    """
+    """Return a checkpoint's key, steps done, and all steps. Raise CheckpointError if it cannot be read."""
     try:
         state = _read_state(folder)
         key, done, steps = state["key"], state["done"], state["steps"]

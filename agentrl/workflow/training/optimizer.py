@@ -130,9 +130,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
 def set_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Copy a state that `optimizer_state` returned into the optimizer. Raise CheckpointError if the state belongs to other
-    parameters or to another optimizer.
-    """
+    """Copy a state of `optimizer_state` into the optimizer. Raise CheckpointError if it does not fit."""
     states: dict[str, dict[str, Tensor]] = {}  # of no parameter that was left alone so far
     for key, tensor in tensors.items():
         name, _, moment = key.rpartition(":")

@@ -193,9 +193,7 @@ def _recorded_logprob(rows: Sequence[Row]) -> float:
 
 @torch.no_grad()
 def model_differences(module: nn.Module, pairs: Sequence[PreferencePair], objective: Objective[PreferencePair]) -> list[float]:
-    """Compute (N,): for each pair, the chosen logprob minus the rejected one, in nats, under the module's present weights,
-    without dropout.
-    """
+    """Compute (N,): for each pair, chosen minus rejected logprob in nats, without dropout."""
     module.eval()
     backoff: OomBackoff[int] = backoff_over_rows(lambda number: pairs[number].rows, apart=keeps_apart(module))
     for attempt in backoff.attempts(range(len(pairs))):

@@ -294,10 +294,7 @@ class Trainer:
     # checkpoints
 
     def save(self, folder: Path) -> Collection[str]:
-        """Write everything that the next update reads, and the files of a model, into the folder.
-
-        `checkpoints.write` calls this method.
-        """
+        """Write what the next update reads, and the files of a model. `checkpoints.write` calls this."""
         with self._policy.lock:
             self._policy.save_weights(folder / self._policy.weights_name)
             save_file(optimizer_state(self._optimizer, self._parameters), folder / checkpoints.OPTIMIZER)

@@ -74,9 +74,7 @@ class TrlTrainer(Trainer):
         self._credit: Credit = find("credits", self._algorithm.credit)
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
-        """Update the policy on the groups in which every episode can train. Raise InfraError if memory does not suffice. Raise
-        RewardError if an episode's reward is not a finite number.
-        """
+        """Train on groups whose episodes all can train. Raise InfraError without memory, RewardError for bad rewards."""
         started = time.perf_counter()
         usable_groups, dropped = select_whole_groups(groups, self._config.rollout.group_size)
         episodes = [episode for group in usable_groups for episode in group.episodes]
@@ -187,9 +185,7 @@ class TrlTrainer(Trainer):
 
 
 def select_whole_groups(groups: Sequence[Group], size: int) -> tuple[list[Group], dict[int, str]]:
-    """Return the groups in which every episode can train and has one row and, by slot, the reason why each remaining group is
-    dropped.
-    """
+    """Return the groups whose episodes all train in one row, and why others are dropped, by slot."""
     chosen, dropped = select_groups(groups, needs_group=True)
     whole_groups = []
     for group in chosen:
@@ -222,10 +218,7 @@ def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
 
 
 class _RecordedRollouts:
-    """The `rollout_func` for TRL, which returns recorded rows.
-
-    A prompt is a group's number; its n-th occurrence gets the group's n-th row.
-    """
+    """TRL's `rollout_func`: a prompt is a group's number; its n-th occurrence gets its n-th row."""
 
     def __init__(self, rows: Sequence[Row], rewards: Sequence[float], size: int) -> None:
         numbered = list(zip(rows, rewards, strict=True))
@@ -251,10 +244,7 @@ def _rewards(reward: list[float], **_: Any) -> list[float]:
 
 
 def _set_kl_anchor(trl: Any, coef: float, reference: nn.Module | None) -> None:
-    """Pass the weight of the KL and the reference model to TRL.
-
-    TRL itself would load the base again for each update, and supports only one adapter.
-    """
+    """Pass the KL's weight and reference to TRL, which would load the base again for each update."""
     from trl.trainer.utils import add_fused_lm_head
 
     trl.beta = coef
@@ -264,10 +254,7 @@ def _set_kl_anchor(trl: Any, coef: float, reference: nn.Module | None) -> None:
 
 
 def _silence_trl() -> None:
-    """Turn off TRL's telemetry to the hub, and its warning that `rollout_func` may change.
-
-    agentrl supports only one version of TRL, so the warning is of no use.
-    """
+    """Turn off TRL's telemetry, and its warning that `rollout_func` may change: we support one version."""
     constants.HF_HUB_DISABLE_TELEMETRY = True
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
@@ -291,9 +278,7 @@ def _isolate_rng(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _restore_model(*models: nn.Module | None) -> Iterator[None]:
-    """Undo TRL's changes to the models when the context ends: a different forward function, different special tokens, new
-    attributes.
-    """
+    """Undo TRL's changes to the models at the end: forward function, special tokens, new attributes."""
     mine = [thing for model in models if model is not None for thing in _objects_trl_changes(model)]
     before: list[tuple[Any, Mapping[str, Any]]] = [(thing, dict(vars(thing))) for thing in mine]
     try:

@@ -101,10 +101,7 @@ def find_peak(card: str) -> float | None:
 
 
 def _is_used(name: str, layer: nn.Module, head: nn.Module) -> bool:
-    """Return True if an update computes with the layer.
-
-    The sampler's adapter is not used, and the head is counted separately.
-    """
+    """Return True if an update computes with the layer: not the sampler's adapter, not the head."""
     return layer is not head and "sampler" not in name.split(".")
 
 

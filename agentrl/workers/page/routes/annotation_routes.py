@@ -25,9 +25,7 @@ GAIN = ("first", "second", "difference", "low", "high", "interval_by", "p_value"
 
 
 class EpisodeAnnotation(BaseModel):
-    """An annotation of an episode by an agent, a tool or a hook. `cut` has the full lengths of shortened values, in
-    characters.
-    """
+    """An annotation by an agent, a tool or a hook. `cut` has the full lengths of shortened values, in characters."""
 
     id: int
     run: str
@@ -88,9 +86,7 @@ class PromptVersion(BaseModel):
 
 
 class PromptsAnswer(BaseModel):
-    """A page of prompt versions. `held_out` is null without an evaluation; `left_out` counts the versions with too many groups
-    to read.
-    """
+    """A page of prompt versions. `held_out` is null without an evaluation. `left_out` counts versions without numbers."""
 
     rows: list[PromptVersion]
     next: str

@@ -147,9 +147,7 @@ class ShownChain(BaseModel):
 
 
 class Advantage(BaseModel):
-    """The explanation of an episode's advantage: `how` it follows from `numbers`. `agrees`: the result equals the value that
-    the update recorded.
-    """
+    """How an episode's advantage follows from `numbers`. `agrees`: it equals the value that the update recorded."""
 
     value: float | None
     how: str
@@ -248,9 +246,7 @@ class Metric(BaseModel):
 
 
 class Tokens(BaseModel):
-    """Tokens of an episode, its chains one after another. `advantages` has one value for each token if tokens of a segment
-    differ; otherwise it is null, and the segments have the values.
-    """
+    """Tokens of an episode, chain after chain. `advantages` is null if the segments have the values."""
 
     total: int
     start: int
@@ -276,9 +272,7 @@ Start = Annotated[int, Query(ge=0, le=2**53)]
 def read_episode(
     store: Store, episode: int, turn: Start = 0, size: Annotated[int, Query(ge=1, le=MAX_TURNS)] = 200
 ) -> Response:
-    """Return an episode with its turns from `turn` on. Texts of more than 20,000 characters are shortened; `/text` returns them
-    completely.
-    """
+    """Return an episode with its turns from `turn` on. Long texts are shortened; `/text` returns them completely."""
     return answer(store.ask(lambda tx: load_episode_answer(tx, episode, turn, size)))
 
 

@@ -104,9 +104,7 @@ def _cut_message(message: Any) -> Any:
 
 
 class SiblingText(ShownRow):
-    """A text of an episode: a message of the prompt (`message`), a sampled turn (`sampled`), or the result of a call
-    (`tool`).
-    """
+    """A text of an episode: of the prompt (`message`), a turn (`sampled`), or the result of a call (`tool`)."""
 
     step: int
     kind: str
@@ -162,9 +160,7 @@ class Parting(BaseModel):
 
 
 class WholeGroup(BaseModel):
-    """A group. `left_out` is the number of episodes beyond the limit; at most `aligned_tokens` tokens of each episode are
-    aligned.
-    """
+    """A group. `left_out` counts episodes beyond the limit. `aligned_tokens` of each episode are aligned."""
 
     group: ShownRow
     task: ShownTask

@@ -86,9 +86,7 @@ class ChildRun(SourceRun):
 
 
 class WholeRun(BaseModel):
-    """A run. `typed` is its name on a command line; `children_cut`: there are more children than listed; `progress` is empty if
-    no iteration is open.
-    """
+    """A run. `typed` is its name on a command line. `progress` is empty without an open iteration."""
 
     run: ListedRun
     typed: str
@@ -109,9 +107,7 @@ class WholeRun(BaseModel):
 
 
 class CurvesAnswer(BaseModel):
-    """Curves: a row for each iteration, with a value for each column. `more`: request further rows with `after` = the last
-    row's iteration.
-    """
+    """Curves: a row per iteration, a value per column. `more`: ask again with `after` = the last row's iteration."""
 
     columns: list[str]
     meanings: dict[str, str]
@@ -143,9 +139,7 @@ class LedgerPage(BaseModel):
 
 
 class LanesAnswer(BaseModel):
-    """The work of each worker over time; a worker is idle between its spans. `left_out` is the number of spans beyond the
-    limit.
-    """
+    """The work of each worker over time; between spans it is idle. `left_out` counts spans beyond the limit."""
 
     lanes: list[dict[str, str]]
     spans: list[dict[str, Any]]

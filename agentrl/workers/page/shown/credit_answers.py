@@ -28,9 +28,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CreditReader:
-    """The update that trained on an episode, and the run of this update. If no update trained on the episode, `update` is None
-    and `run` is the episode's own run.
-    """
+    """The update that trained on an episode, and the run of that update. `update` is None if no update did."""
 
     run: Row
     update: Row | None

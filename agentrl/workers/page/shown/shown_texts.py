@@ -17,16 +17,12 @@ MAX_DEPTH = 40
 
 
 def cut_rows(rows: Iterable[Mapping[str, Any]], max_chars: int = LISTED_CHARS) -> list[Mapping[str, Any]]:
-    """Return the rows with long values shortened. In each changed row, `cut` has the full length of each shortened column, in
-    characters.
-    """
+    """Return the rows with long values shortened. `cut` has the full length of each such column, in characters."""
     return [_cut_row(row, max_chars) for row in rows]
 
 
 def cut_texts(row: Mapping[str, Any], max_chars: int = LISTED_CHARS) -> dict[str, Any]:
-    """Return the row with long texts shortened; other values are unchanged. `cut` has the full lengths, in characters, as in
-    `cut_rows`.
-    """
+    """Return the row with long texts shortened. `cut` has the full lengths in characters, as in `cut_rows`."""
     cut = {name: len(value) for name, value in row.items() if isinstance(value, str) and len(value) > max_chars}
     return {**row, **{name: row[name][:max_chars] for name in cut}, **({"cut": cut} if cut else {})}
 
@@ -38,9 +34,7 @@ def _cut_row(row: Mapping[str, Any], max_chars: int) -> Mapping[str, Any]:
 
 
 def cut_value(value: Any, max_chars: int = SHOWN_CHARS) -> tuple[Any, int | None]:
-    """Return the JSON value and None. For a value that is too large, return the beginning of its text, and the full length of
-    the text in characters.
-    """
+    """Return the JSON value and None; for one that is too large, the beginning of its text and its full length."""
     if isinstance(value, str):
         return value[:max_chars], len(value) if len(value) > max_chars else None
     if not isinstance(value, dict | list):

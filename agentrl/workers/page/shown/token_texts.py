@@ -65,9 +65,7 @@ class TokenTexts:
 
 
 def join_pieces(pieces: Sequence[bytes]) -> list[str]:
-    """Decode pieces of UTF-8 to one text per piece. If a character extends over several pieces, it belongs to the first of
-    them. Invalid bytes become U+FFFD.
-    """
+    """Decode pieces of UTF-8, one text per piece. A split character belongs to its first piece. Invalid: U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts: list[str] = []
     held: int | None = None  # whose letter is not whole yet
@@ -95,9 +93,7 @@ class FoundTexts:
     sure: bool = True
 
     def checked(self, ids: Sequence[int], text: str) -> "FoundTexts":
-        """Return this object if its tokenizer decodes `ids` to the recorded `text`, or if the tokenizer is surely the right
-        one. Otherwise return an object without texts.
-        """
+        """Return this object if its tokenizer surely decodes `ids` to the recorded `text`, else one without texts."""
         if self.texts is None or self.sure or self.texts.whole(ids).replace("\0", "\ufffd").startswith(text[: len(ids)]):
             return self
         return FoundTexts(None, "The model with this name on this machine has another tokenizer.")

@@ -51,9 +51,7 @@ _STEP_FIELDS = (
 
 
 def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[str, Any]:
-    """Return the response about the episode, with at most `size` turns, from step `start` on. Raise NotFoundError if the
-    episode does not exist.
-    """
+    """Return the response about the episode: at most `size` turns from `start` on. Raise NotFoundError without the episode."""
     shape = load_shape(tx, episode)
     row, run = load_row(tx, episode), load_run_of(tx, shape.run_id)
     texts = ShownTexts()

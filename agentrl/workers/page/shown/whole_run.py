@@ -67,17 +67,13 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
 
 
 def list_config(config: StoredConfig) -> list[dict[str, Any]]:
-    """Return a row for each config value, with its key, value and origin. If the value is shortened, `cut` has its full length
-    in characters.
-    """
+    """Return a row with key, value and origin for each config value. `cut` has the full length of a shortened one."""
     values, origin = _flat(config.values), _origins(config)
     return [{"key": key, **_shown(value), "origin": origin(key, value)} for key, value in values.items()]
 
 
 def compare_configs(config: StoredConfig, other: StoredConfig | None) -> list[dict[str, Any]]:
-    """Return the rows of `list_config`, each with the value of the `other` run, the origin of that value, and whether the two
-    values differ. If `other` is None, these are None and False.
-    """
+    """Return the rows of `list_config` with the `other` run's value and origin, and whether the two values differ."""
     values, origin = _flat(config.values), _origins(config)
     if other is None:
         unknown = {"other": None, "other_origin": None, "differs": False}

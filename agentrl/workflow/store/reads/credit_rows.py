@@ -107,10 +107,7 @@ def _find_sets(tx: Any, runs: set[int], reward_set: str) -> list[int]:
 
 
 def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None:
-    """Return the shape of each episode without its inherited steps, by episode id.
-
-    Return None if the episodes together have more than MAX_STEPS steps.
-    """
+    """Return each episode's shape without inherited steps, by id. Return None if there are more than MAX_STEPS steps in all."""
     steps: dict[int, list[Row]] = {member.row["id"]: [] for member in members}
     left = MAX_STEPS
     for some in in_parts([*steps]):
@@ -127,8 +124,6 @@ def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None
 
 
 def load_algorithm(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the name of the algorithm in a run's config, and the algorithm's options. The name is None if the config has no
-    algorithm.
-    """
+    """Return the algorithm's name in a run's config (None without one) and its options."""
     options = config.get("algorithm")
     return (str(options["name"]), options) if isinstance(options, Mapping) and options.get("name") else (None, {})

@@ -72,9 +72,7 @@ def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) 
 
 @sql_read_transaction
 def list_newest_episodes(tx: Any, begin: str, limit: int) -> list[Row]:
-    """Return the newest started episodes whose id begins with the digits `begin`: id, the run's name (`name`), status and
-    reward.
-    """
+    """Return id, run, status and reward of the newest episodes whose id begins with the digits `begin`."""
     query = """
         SELECT e.id, r.name, e.status, e.reward FROM episodes e JOIN runs r ON r.id = e.run_id
         WHERE e.status <> 'planned' AND CAST(e.id AS TEXT) LIKE :begin ORDER BY e.id DESC LIMIT :limit"""
@@ -142,9 +140,7 @@ def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
 
 
 def load_episode(tx: Any, episode: int) -> Episode:
-    """Return the episode with its annotations and with the steps of its current attempt. The first steps of a fork are read
-    from its parent.
-    """
+    """Return the episode with annotations and the steps of its current attempt; a fork's first are its parent's."""
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", id=row["task_id"])
     before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]

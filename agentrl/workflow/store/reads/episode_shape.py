@@ -73,9 +73,7 @@ STEP_COLUMNS = """
 
 
 def shape_value(row: Row, steps: Sequence[Row]) -> Episode:
-    """Build an episode without texts from its row and the rows of its steps. The steps have the right numbers of tokens, but
-    each token id is 0.
-    """
+    """Build an episode without texts. Its steps have the right numbers of tokens; each id is 0."""
     return Episode(
         task=Task("", (), ""),
         sample=row["sample"],

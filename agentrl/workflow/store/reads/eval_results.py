@@ -117,9 +117,7 @@ def load_measured_tasks(tx: Any, run: int) -> frozenset[int]:
 
 @sql_read_transaction
 def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
-    """Return the mean reward of each task's done, untainted episodes in an evaluation, by task id; None for a task without such
-    episodes.
-    """
+    """Return the mean reward of each task's done, untainted episodes in an evaluation, or None, by task id."""
     query = """
         SELECT t.task_id, avg(e.reward) FILTER (WHERE e.status = 'done' AND NOT e.tainted) AS mean
         FROM run_tasks t LEFT JOIN episodes e ON e.run_id = t.run_id AND e.task_id = t.task_id
@@ -129,9 +127,7 @@ def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
 
 @sql_read_transaction
 def load_done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
-    """Return the ids of each task's done, untainted episodes in an evaluation, by task id. Tasks without such episodes are left
-    out.
-    """
+    """Return the ids of each task's done, untainted episodes in an evaluation, by task id."""
     query = "SELECT task_id, id FROM episodes WHERE run_id = :run AND status = 'done' AND NOT tainted ORDER BY id"
     episodes: dict[int, list[int]] = {}
     for row in select_rows(tx, query, run=run):

@@ -25,9 +25,7 @@ class EventRow(ViewRow, view="events"):
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """A filter of a run's events. `run` is the run's name or number. `since` is a cursor of `mark_changes`, to select only
-    events that may be new since then.
-    """
+    """A filter of a run's events. The cursor `since` selects the events that may be new since then."""
 
     run: str
     kind: str | None = None

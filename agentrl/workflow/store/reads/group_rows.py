@@ -60,9 +60,7 @@ MAX_PARTS = 5000
 
 @dataclass(frozen=True, slots=True)
 class GroupOf:
-    """A group: its row, the ids of its run and task, and the rows of its first MAX_SIBLINGS episodes. `left_out` is the number
-    of further episodes.
-    """
+    """A group: row, ids of run and task, its first MAX_SIBLINGS episodes. `left_out` counts the others."""
 
     row: GroupRow
     run_id: int

@@ -60,9 +60,7 @@ def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = No
 
 @dataclass(frozen=True, slots=True)
 class UpdateFilter:
-    """A filter of a run's optimizer steps. `iteration` selects those of one iteration by its number, counted from 1; None
-    selects all.
-    """
+    """A filter of optimizer steps: of all iterations (None), or of one, counted from 1."""
 
     run: str
     iteration: int | None = None
@@ -84,9 +82,7 @@ returned.
 
 @dataclass(frozen=True, slots=True)
 class IterationDetails:
-    """An iteration with its optimizer steps and groups. `left_out` is the number of groups that are missing because of the
-    limit MAX_EPISODES.
-    """
+    """An iteration with optimizer steps and groups. `left_out` counts groups beyond MAX_EPISODES episodes."""
 
     iteration: IterationRow
     updates: Sequence[UpdateRow]

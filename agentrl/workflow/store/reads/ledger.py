@@ -28,9 +28,7 @@ WINDOW_EPISODES = 2500
 
 @sql_read_transaction
 def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
-    """Return the outcome of each episode of an iteration, including episodes of stored groups. `iteration` is its number,
-    counted from 1.
-    """
+    """Return the outcome of each episode of an iteration (counted from 1), stored groups included."""
     name = run_id_and_name(tx, run)["name"]
     rest = "WHERE run = :run AND iteration = :iteration ORDER BY slot, sample"
     return select_values(tx, FateRow, rest, run=name, iteration=storable_value(iteration))

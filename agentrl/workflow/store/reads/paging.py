@@ -145,9 +145,7 @@ def escape_like(text: str) -> str:
 
 
 def storable_value(value: Any) -> Any:
-    """Convert a value to one that every database accepts: limit the size of an integer, and replace unsupported characters of a
-    text.
-    """
+    """Limit an integer, and replace characters of a text, so that every database accepts the value."""
     if isinstance(value, str):
         return storable(value)
     return max(-MAX_ID, min(MAX_ID, value)) if isinstance(value, int) else value
@@ -176,9 +174,7 @@ def encode_cursor(*parts: Any) -> str:
 
 
 def decode_cursor(cursor: str, of: str) -> list[Any]:
-    """Return the parts of a cursor without the first part, which must equal `of`. Raise ConfigError if the cursor is invalid or
-    belongs to another list.
-    """
+    """Return a cursor's parts after the first. Raise ConfigError if it is invalid, or the first is not `of`."""
     try:
         parts = json.loads(urlsafe_b64decode(cursor.encode("ascii") + b"==")) if len(cursor) <= MAX_CURSOR_CHARS else None
     except (ValueError, RecursionError):

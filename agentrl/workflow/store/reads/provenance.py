@@ -151,9 +151,7 @@ class UpdateInputs:
 
     @property
     def is_borrowed(self) -> bool:
-        """True if the update started with the checkpoint of another run. Such an update did not use the other run's optimizer
-        and critic.
-        """
+        """True if the update started with another run's checkpoint, without its optimizer and critic."""
         return not self.policy.path.endswith(self.run["manifest"].get("id", "")[:8])
 
 

@@ -24,9 +24,7 @@ from agentrl.workflow.tables.views import CriticCallRow, ResourceRow
 
 @dataclass(frozen=True, slots=True)
 class ResourceFilter:
-    """A filter of versions of texts: by run (its name or number), by the text's name, and by whether a search chose the
-    version.
-    """
+    """A filter of texts: by run (name or number), name, and whether a search chose the version."""
 
     run: str | None = None
     name: str | None = None
@@ -70,9 +68,7 @@ def count_critic_calls(tx: Any, run: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The mean reward of each held-out task, by task id: with the first texts of a search (`seed`), and with the texts that it
-    chose (`chosen`).
-    """
+    """Mean rewards by held-out task: with a search's first texts (`seed`), and with those it chose (`chosen`)."""
 
     seed: Mapping[int, float]
     chosen: Mapping[int, float]

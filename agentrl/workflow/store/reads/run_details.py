@@ -37,9 +37,7 @@ def find_config(tx: Any, run_id: int) -> StoredConfig:
 
 
 def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
-    """Return the run's manifest (versions and hashes), reward sets, output folder, and first and newest policy. Call this
-    inside a transaction.
-    """
+    """Return the manifest, reward sets, folder, first and newest policy. Call this inside a transaction."""
     query = "SELECT manifest, base, base_hash, output_dir, seed, format, reward_set FROM runs WHERE id = :id"
     (run,) = select_rows(tx, query, id=run_id)
     query = "SELECT name, code_hash, weights FROM reward_sets WHERE run_id = :id ORDER BY id"
@@ -54,10 +52,7 @@ def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
 
 
 def find_what_it_has(tx: Any, run_id: int, name: str) -> dict[str, bool]:
-    """Return for each of these kinds of rows whether the run has any: annotations, prompts, critic_calls, agents, evals.
-
-    Call this inside a transaction.
-    """
+    """Return for some kinds of rows whether the run has any. Call this inside a transaction."""
     queries = {
         "annotations": "SELECT 1 AS one FROM annotations WHERE run = :name LIMIT 1",
         "prompts": "SELECT 1 AS one FROM resources WHERE run_id = :id LIMIT 1",

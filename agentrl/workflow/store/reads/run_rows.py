@@ -154,9 +154,7 @@ def count_progress(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def why_sampling_on(tx: Any, run: str) -> str:
-    """Return a text that says why an open iteration samples more groups, and how many; empty if dynamic sampling has added no
-    groups.
-    """
+    """Return why an open iteration samples more groups, and how many; empty if it does not."""
     query = """
         SELECT detail FROM events WHERE run_id = :id AND kind = 'sampling_on' AND subject IN (
           SELECT 'iteration ' || (i.number + 1) FROM iterations i JOIN groups g ON g.iteration_id = i.id

@@ -45,9 +45,7 @@ class Window:
 
 
 def list_views() -> list[dict[str, Any]]:
-    """Return all views with their meanings and columns. Each column has its meaning, and a flag that says whether `read_series`
-    can chart it.
-    """
+    """Return all views with their columns, their meanings, and whether `read_series` can chart a column."""
     return [
         {
             "view": view,

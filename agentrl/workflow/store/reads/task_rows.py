@@ -271,9 +271,7 @@ class SolvedCount:
 
 @dataclass(frozen=True, slots=True)
 class SampledGroups:
-    """The number of a run's groups that have done episodes (`groups`), and the number of these groups whose rewards are all
-    equal (`equal`).
-    """
+    """The numbers of a run's groups with done episodes, and of those whose rewards are all equal."""
 
     groups: int
     equal: int
@@ -314,9 +312,7 @@ def _add_run(tx: Any, run_id: int, counts: dict[str, SolvedCount]) -> None:
 
 @sql_read_transaction
 def count_equal_groups(tx: Any, run: str) -> SampledGroups:
-    """Count the run's groups that have done episodes, and those of them whose rewards are all equal. Raise NotFoundError if
-    there is no such run.
-    """
+    """Count the run's groups with done episodes, and those with equal rewards. Raise NotFoundError if there is no such run."""
     query = """
         SELECT count(*) AS groups, coalesce(sum(CASE WHEN low = high THEN 1 ELSE 0 END), 0) AS equal FROM
           (SELECT min(reward) AS low, max(reward) AS high FROM episodes

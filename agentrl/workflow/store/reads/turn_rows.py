@@ -161,9 +161,7 @@ _OF_MESSAGES = ("content", "thought", "tool_calls")
 
 
 def load_text(tx: Any, episode: int, path: str) -> str:
-    """Return the full text at the path. A value of another type is returned as JSON. Raise NotFoundError if there is no such
-    episode, or it has no such text.
-    """
+    """Return the full text (or JSON) at the path. Raise NotFoundError if the episode or text is missing."""
     shape = load_shape(tx, episode)
     value = _find(tx, shape, path.split("/")) if len(path) <= MAX_PATH else None
     if value is None:

@@ -191,9 +191,7 @@ def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[t
 
 
 def connection_parts(url: "URL") -> dict[str, Any]:
-    """Return the arguments of `psycopg.connect` for a URL. The URL itself cannot be passed, because libpq and SQLAlchemy quote
-    a password differently.
-    """
+    """Return the arguments of `psycopg.connect`: libpq and SQLAlchemy quote a URL's password differently."""
     return {**url.translate_connect_args(username="user", database="dbname"), **url.query}
 
 
