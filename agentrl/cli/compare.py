@@ -40,7 +40,6 @@ class EvaluationPair:
     """Two evaluations on the same split of a dataset.
 
     Attributes:
-        one, other: the rows of the evaluations.
         newest: "yes" if both are the newest evaluations of their policies. Otherwise it says why the newest evaluations were
             not chosen: they differ in "tasks", "rewards" or "limits".
     """

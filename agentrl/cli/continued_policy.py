@@ -50,7 +50,6 @@ def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", me
     CheckpointError if the weights cannot be merged.
 
     Args:
-        prepared: the prepared run.
         policy: the policy's name, `RUN@N`.
         lora: "continue" or "new".
         merges: True to merge the policy's LoRA and to start from the merged weights.

@@ -78,7 +78,6 @@ def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, 
     """Start or check the services as `start_services` does, for a run that is already stored.
 
     Args:
-        run: the run's name.
         needs: the requirements of the run.
         separate: True if the roles rollout and train must be in separate processes.
         there: True to raise an error if a queue has no worker.

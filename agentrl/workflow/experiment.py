@@ -27,7 +27,6 @@ class Experiment:
     process.
 
     Args:
-        config: the run's config.
         stored_weights: the weights of the rewards, as stored with the run; unset: the weights of the env and the config.
         resources: texts that replace the env's system prompt and the descriptions of tools.
     """

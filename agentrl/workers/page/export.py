@@ -121,8 +121,6 @@ def write_export(
     """Write a run into one HTML file.
 
     Args:
-        store: the store.
-        run: the run's name or number.
         out: the file.
         episodes: the ids of episodes that must be included.
         limit_bytes: the largest size of the file, in bytes.

@@ -86,7 +86,6 @@ class Live:
         """Create the object without watching any run.
 
         Args:
-            store: the store that is read.
             is_ending: returns whether the service is stopping.
         """
         self._store, self.is_ending = store, is_ending

@@ -15,7 +15,6 @@ class ChosenTasks:
     """The tasks that a run uses.
 
     Args:
-        tasks: the tasks.
         difficulties: the share of failed episodes of each task, by content hash; empty unless the run orders tasks by
             difficulty.
         remarks: sentences for the user that say how many tasks were left out, and why.

@@ -63,7 +63,6 @@ def load_sides(db: Queryable, one: Row, other: Row) -> Sides:
     """Load the results of two evaluations on each task.
 
     Args:
-        db: the database.
         one, other: the rows of the evaluations, as `find_evals` returns them.
     """
     means = (eval_results.load_task_means(db, one["id"]), eval_results.load_task_means(db, other["id"]))

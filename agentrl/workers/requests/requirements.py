@@ -247,7 +247,6 @@ def list_lacks(needs: Requirements, roles: Iterable[str], agent: ReadAgent = imp
     """Return a sentence for each thing that this process lacks to serve the run.
 
     Args:
-        needs: the requirements.
         roles: the roles of this process.
         agent: the function that imports the run's agent and returns the source of its module.
     """
@@ -366,7 +365,6 @@ def list_differences(needs: Requirements, roles: Sequence[str], agent: ReadAgent
     """Return the names of the variables and files in which this process differs from the command.
 
     Args:
-        needs: the requirements.
         roles: the roles of this process.
         agent: the function that imports the run's agent and returns the source of its module.
     """

@@ -66,9 +66,6 @@ def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str
     """Return the submission of the run that serves the policy.
 
     Args:
-        db: the database.
-        config: the config of the new run.
-        policy: the policy.
         of: the name of the policy's run; empty for a plain model.
         keep_days: the number of days for which episodes are kept; None for ever.
     """
@@ -91,7 +88,6 @@ def recorded_submission(
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.
         kind: the run's kind.
-        config: the run's config.
         policy: the policy that sampled or samples the episodes.
         more_manifest: entries that are added to the usual manifest.
         tasks: the tasks of the episodes.

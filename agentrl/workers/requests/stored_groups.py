@@ -41,7 +41,6 @@ def prepare_stored(
     and the message say why.
 
     Args:
-        db: the database.
         request: the config, with `source` set.
         origins: the origin of each config value; only a value that a user set has an origin other than the default.
         policy: the initial weights; None for the weights from which the first source run started.
@@ -108,7 +107,6 @@ def load_stored_groups(db: Database, source: SourceConfig, least: int, policy: P
     would be used twice, or the groups differ in base model or temperature.
 
     Args:
-        db: the database.
         source: the names of runs and the numbers of groups.
         least: the fewest done episodes of a group that is used.
         policy: the initial weights; None for the weights from which the first source run started.

@@ -117,7 +117,6 @@ def prepare(
 
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.
-        config: the run's config.
         kind: the run's kind.
         policy: the initial weights; None for the model in `config`.
         check: the function that is called with the name of each check and returns a context manager around it; used to report

@@ -52,8 +52,6 @@ def prepare_whatif(
     be loaded; see `load_update_inputs`.
 
     Args:
-        db: the database.
-        run: the run's name.
         iteration: the number of the iteration; None for the last trained one.
         algorithms: the algorithms, by name or as `package.module:name`.
         convention: "verl" or "trl"; None for the run's convention.

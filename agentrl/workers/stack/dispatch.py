@@ -77,7 +77,6 @@ def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
     """Send a tool call to a queue. The tools worker wakes the rollout process at `reply_to` when the result is recorded.
 
     Args:
-        call: the call's id.
         reply_to: the address of the rollout process's reply list; `NO_REPLY` if no process waits.
         queue: the queue of all tools workers, or that of the worker that has the episode's session.
     """

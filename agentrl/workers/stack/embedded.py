@@ -66,7 +66,6 @@ def ensure_running(where: Settings, stay: bool = False, separate: bool = False) 
     or the running stack does not have them.
 
     Args:
-        where: the settings.
         stay: whether the stack stops only on request; this also applies to a stack that is already running.
         separate: whether rollout and train run in separate processes.
 

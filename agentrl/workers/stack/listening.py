@@ -18,7 +18,6 @@ def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free 
 
     Args:
         host: the host name or address.
-        port: the port.
         hint: what the user can do if the address is in use.
     """
     try:

@@ -128,7 +128,6 @@ def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Databa
     """Serve `/metrics` in threads of this process if a port is set. If the port is in use, log a warning and return None.
 
     Args:
-        where: the settings.
         roles: the roles of this process.
         db: the function that returns the database. Only the control loop calls it, for the metrics of all work.
     """

@@ -71,7 +71,6 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
     process.
 
     Args:
-        roles: the roles.
         concurrency: the number of threads; None for the sum of the roles' defaults.
         listening: the `host` and `port` of an endpoint.
     """

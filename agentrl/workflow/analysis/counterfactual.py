@@ -31,7 +31,6 @@ class Finding:
     """The results of one algorithm on the episodes.
 
     Args:
-        options: all options of the algorithm.
         own: whether this is the algorithm of the run itself.
         skipped: why the algorithm takes no step; None if it takes one.
         advantages: the mean advantage over an episode's tokens, by episode id.

@@ -300,7 +300,6 @@ def credit_by_returns(
 
     Args:
         episodes: all episodes of the update; without whitening, the one episode suffices.
-        episode: the id of the episode.
         discount: the discount per token.
         whitened: whether the algorithm whitens the returns over the update.
     """

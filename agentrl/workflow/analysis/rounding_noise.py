@@ -136,7 +136,6 @@ class NoiseBounds:
         The deviations must not be too large together, and must not mostly have the same sign.
 
         Args:
-            noises: the noise at each token.
             logprobs: the logprobs of the first reading, in nats.
             recorded: the recorded logprobs, in nats.
         """

@@ -244,7 +244,6 @@ class EndDifference:
     Args:
         step: the index of the step.
         tokens: the number of the turn's tokens.
-        recorded: the recorded finish reason.
         found: the number of tokens up to the first end token or stop string; None if the turn has neither.
     """
 
@@ -358,7 +357,6 @@ class RewardsReport:
     """The report on one reward set of the episode, which was computed again.
 
     Args:
-        reward_set: the name of the set.
         parts: the number of parts that were computed.
         hooks: the parts that hooks added; they are taken from the record.
         same_code: whether the rewards' code is the code that scored the episode.

@@ -61,8 +61,6 @@ def relayed(reference: str, test: str, function: str, call: Callable[[str], str 
 
     Args:
         reference: the program that runs before the tests; it defines the correct function.
-        test: the tests.
-        function: the name of the function.
         call: a function from the arguments to the value of the model's function, both as text; None if the call failed.
 
     Raises:

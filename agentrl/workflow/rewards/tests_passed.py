@@ -149,8 +149,6 @@ class Calls:
     """Calls of the function in a session, limited by the budget and by the total size of the returned values.
 
     Args:
-        session: the session.
-        function: the function's name.
         budget: the budget for the cells and all calls. A call that would start after the budget is used up fails.
     """
 

@@ -60,7 +60,6 @@ class Container:
 
     Args:
         docker: the docker command.
-        image: the image of the container.
         user: the user id and group id of the program.
         limits: the limits of the program.
         scripts: the names of the files of this package to send. The `main` of the last one is called.

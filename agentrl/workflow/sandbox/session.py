@@ -97,7 +97,6 @@ class CellSession:
     Args:
         line: the connection to the session's processes.
         kind: the sandbox's kind.
-        limits: the session's limits.
         turns: the semaphore that each cell acquires.
         seconds: the longest time for the start, in seconds.
 

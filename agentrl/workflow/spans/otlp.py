@@ -34,7 +34,6 @@ class Bounds:
 
     Args:
         bytes: the most bytes after decompression.
-        spans: the most spans.
         values: the most values in all attributes.
         fields: the most protobuf fields, summed over all passes over the message. For JSON, the most objects, lists and
             members.
@@ -58,10 +57,8 @@ def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = 
     """Decode a body, and return its spans. Raise OtlpError if the body is not an export of traces, or exceeds the limits.
 
     Args:
-        body: the body.
         content_type: the type of the body. Every type other than JSON is decoded as protobuf.
         encoding: the Content-Encoding of the request.
-        bounds: the limits.
     """
     data = inflated(body, encoding, bounds.bytes)
     kind = content_type.partition(";")[0].strip().lower()

@@ -63,7 +63,6 @@ class AgentEnd:
         error: the error as a sentence.
         answer: the episode's answer, if the agent returned one; else None.
         rewards: the rewards that the agent returned, by name; None if the agent returned no rewards.
-        output: the end of the agent's output.
     """
 
     exit_code: int | None = None

@@ -73,7 +73,6 @@ def load_agents(
     """Return the state of each agent that runs the current attempt of an open episode of the group, by episode id.
 
     Args:
-        group: the group's id.
         lease_seconds: the length of a lease, in seconds.
         episodes: the ids of the episodes to look at; None for all episodes of the group.
     """

@@ -69,7 +69,6 @@ def step_row(record: StepRecord, run: str, attempt: int, options: int | None = N
     """Return the row of a step for the table `steps`. `step_value` is the inverse.
 
     Args:
-        run: the name of the step's run.
         attempt: the attempt number of the step's episode.
         options: the id of the row in `request_options` with the request's tools and template options; None without them.
     """

@@ -18,7 +18,6 @@ def check_format(run: str, number: int, verb: str) -> None:
     commit of agentrl that supports it.
 
     Args:
-        run: the run's name.
         number: the number of the run's format.
         verb: what the caller wants to do with the run, for the error message.
     """

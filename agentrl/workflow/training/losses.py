@@ -50,7 +50,6 @@ class TokenBatch:
     Args:
         logprobs: logprobs under the policy that trains, at the sampling temperature; they carry the gradient.
         old: the logprobs in the denominator of the ratio (PPO's "old"), without a gradient.
-        advantages: the advantage of each token.
         mask: True if the token trains. Values at other tokens have no effect.
         reference: logprobs under the frozen reference; None if no KL is needed.
         entropy: entropy of the distribution that each token was drawn from; it has a gradient if entropy_coef is not 0.

@@ -27,7 +27,6 @@ def merge(
     weights differ from the recorded ones.
 
     Args:
-        ref: the policy.
         config: the section `model` of the policy's run.
         manifest: the run's manifest, with its hashes of tokenizer and template.
         target: the model folder to make.

@@ -138,7 +138,6 @@ class TrainedModel:
     """A model that an offline training made.
 
     Args:
-        folder: the model's folder.
         recipe: the recipe that made it.
         examples: the number of examples that it learned from.
         left_out: the number of examples that were left out, by reason.
@@ -213,7 +212,6 @@ def training_key(learner: Learner, recipe: Recipe, source: Mapping[str, Any], ex
 
     Args:
         learner: the model that learns.
-        recipe: the recipe.
         source: the record of the origin that `training.json` gets.
         examples: the rows of each example, the held-out ones included.
     """

@@ -21,7 +21,6 @@ class PackedLines:
         positions: the position of each token in its row; 0 for padding.
         score_mask: True if the token trains.
         owner: the number of the row that each token belongs to.
-        rows: the number of rows.
     """
 
     input_ids: Tensor

@@ -81,7 +81,6 @@ class PreparedUpdate:
     Args:
         tokens: the layout of the tokens of all used episodes.
         minibatches: one per optimizer step of a pass, at least one.
-        constants: the constants of the tokens.
         beside: metrics that are the same for all steps.
         whole: metrics of the update that its steps do not have.
         advantages, dropped: see `Update`.

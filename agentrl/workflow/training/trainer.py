@@ -92,7 +92,6 @@ class Trainer:
 
     Args:
         policy: the policy whose trainable weights are updated; its lock is held during an update.
-        config: the run's config.
         iterations: the run's number of iterations; only needed if the learning rate falls to 0 at their end.
 
     Raises:

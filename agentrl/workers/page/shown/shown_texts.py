@@ -140,7 +140,6 @@ def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
     """Convert a message from a JSON column to an object of the response.
 
     Args:
-        message: the message.
         path: the path under which `/api/episodes/{id}/text` returns the message's texts.
         texts: the writer that shortens the message's texts.
     """

@@ -25,7 +25,6 @@ class EpisodeFilter:
     Args:
         iteration: the iteration's number, counted from 1.
         since: a cursor of `mark_changes`, to select only episodes that may have changed since then.
-        group: the group's id.
         task: the task's key.
         tool_errors: the minimum number of failed tool calls.
         text: a text that the final answer, the error or the result of a failed tool call contains.

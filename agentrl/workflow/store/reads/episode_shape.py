@@ -21,7 +21,6 @@ class EpisodeShape:
     """An episode without its texts and tokens.
 
     Args:
-        id, run_id, task_id, group_id: the ids of the episode, its run, its task and its group.
         value: the episode as a value. Every token id is 0; the task and the messages are empty.
         rows: the rows of the episode's steps: id, episode_id, step, chain, parent_step, prompt_tokens, sampled_tokens.
     """

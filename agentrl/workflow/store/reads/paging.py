@@ -94,7 +94,6 @@ def select_page(
     Args:
         conditions: SQL conditions on the columns of `table`, or of the view if `table` is empty. Their `parameters` are written
             as `:name`.
-        paging: the page to return.
         orders: the names by which the list can be sorted, each with its column.
         own: the name of the list's default order.
         table: the table in which the ids of the page's rows are looked up, which avoids the view's joins for skipped rows. If

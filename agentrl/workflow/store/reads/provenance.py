@@ -26,7 +26,6 @@ class RewardSet:
     """The rewards of an episode in one reward set.
 
     Args:
-        weights: the weight of each reward, by name.
         code_hash: the hash of the rewards' code when the set was written.
         parts: the reward parts, including those that hooks added, in the order of recording; empty if the episode has no
             rewards in the set.
