@@ -1,8 +1,4 @@
-"""Runs commands of the command line in a child process, so the Python API trains in the same way as the terminal.
-
-The remarks of a command are printed as they arrive. An error of a command is raised in this process as an error of the same
-class.
-"""
+"""Runs commands of the command line in a child process, so the Python API trains in the same way as the terminal."""
 
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`Trainer.dev`: runs episodes of an agent in this process, one after another, and prints them. A debugger can stop in the
 agent.
-
-The policy, the endpoint and the recorder are the same as in a run. The rows are deleted afterwards, and no policy is updated.
 """
 
 import asyncio

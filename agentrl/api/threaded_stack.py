@@ -1,7 +1,5 @@
-"""The strategy "threads": runs the workers of a store as threads of this process, with an in-memory broker.
-
-These are the workers of `agentrl up`: the same jobs, queues, control loop, endpoint and commits. Functions are called directly,
-so a debugger can stop in them. While the run trains, the whole process has the settings, the database and the model of the run.
+"""The strategy "threads": the normal workers of a store as threads of this process, with an in-memory broker. While the run
+trains, the whole process has the settings, the database and the model of the run.
 """
 
 import asyncio

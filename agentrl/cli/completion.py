@@ -1,7 +1,4 @@
-"""Shell completion of runs, episodes, plug-ins, models and config keys.
-
-Completion imports no plug-in and writes no file. After an error it offers no words.
-"""
+"""Shell completion of runs, episodes, plug-ins, models and config keys."""
 
 import os
 import pkgutil

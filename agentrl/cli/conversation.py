@@ -1,7 +1,4 @@
-"""A conversation with a policy in this process. It uses the same chat template, sampler, parser and tools as an episode.
-
-The turns are stored as sampled token ids, and the next turn continues exactly these tokens.
-"""
+"""A conversation with a policy in this process. It uses the same chat template, sampler, parser and tools as an episode."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Checks before a command sends work: a stack or broker is running, each queue has a worker, and each worker has what the run
 needs.
-
-If an embedded stack lacks something that the run needs, it is restarted, unless another run uses it.
 """
 
 import time

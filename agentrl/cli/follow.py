@@ -1,7 +1,4 @@
-"""Follows a run: live on a terminal, or else with one line per finished iteration. At the end it prints a summary.
-
-Following only reads the database, so the run continues after Ctrl-C.
-"""
+"""Follows a run: live on a terminal, or else with one line per finished iteration. At the end it prints a summary."""
 
 import sys
 import time

@@ -1,7 +1,4 @@
-"""`agentrl import otlp FILE`: imports traces of other systems as episodes.
-
-The episodes can be imitated and scored. If a trace has exact token ids and logprobs, its episode can also be trained on.
-"""
+"""`agentrl import otlp FILE`: imports traces of other systems as episodes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

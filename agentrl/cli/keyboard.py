@@ -1,7 +1,4 @@
-"""Reads messages of one or more lines from a terminal, with readline for editing, and stores them in a history file.
-
-If a line ends in a backslash, the message continues in the next line. Three quotation marks begin a block, and three more end
-it.
+"""Reads messages of one or more lines from a terminal, and stores them in a history file.
 
 The first line of the history file is a header, and each other line is a message as a JSON string. A file without the header is
 never changed.

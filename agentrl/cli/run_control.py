@@ -1,7 +1,4 @@
-"""`agentrl resume`, `pause` and `cancel`. Each command may be repeated, and prints which work stays and which is done again.
-
-Only `resume --epochs` and `--iterations` add up: each call makes the run longer by the given number.
-"""
+"""`agentrl resume`, `pause` and `cancel`. Each command may be repeated, and prints which work stays and which is done again."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any

@@ -1,8 +1,4 @@
-"""Parses tool calls from untrusted JSON.
-
-Every format in `tool_formats` uses this module, so the same limits apply to all formats. The length is checked before the JSON
-is decoded. Strings may contain raw line breaks, because models write code that way.
-"""
+"""Parses tool calls from untrusted JSON."""
 
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
-"""Experiment: the config of a run, with the plug-ins that the config names. It is built at submission and for each claim.
-
-A plug-in is loaded when it is first used, and is then cached. So a tools worker does not need the run's engine. Loading a
-plug-in never loads torch.
+"""Experiment: the config of a run, with the plug-ins that the config names. Each plug-in is loaded when it is first used,
+without torch.
 """
 
 from collections.abc import Callable, Mapping

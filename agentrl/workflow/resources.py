@@ -1,9 +1,4 @@
-"""Resources: the named texts of a run, such as prompts and descriptions of tools. A prompt search may improve them.
-
-An agent receives the texts by name. The built-in loop uses `system_prompt`, and `tool:NAME` as the description of a tool. A
-text may have placeholders, such as `{question}`, which an agent fills in. If a text replaces another text, both must have the
-same placeholders.
-"""
+"""Resources: the named texts of a run, such as prompts and descriptions of tools. A prompt search may improve them."""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""The data types of agentrl: Task, Message, ToolCall, ToolResult, Step, Episode, Group, and the states of an episode.
-
-The types depend on no database, process or tensor. Rewards, losses, replay and export use only these types.
-"""
+"""The data types of agentrl: Task, Message, ToolCall, ToolResult, Step, Episode, Group, and the states of an episode."""
 
 import hashlib
 import json

@@ -1,8 +1,5 @@
 """The calls that a group's episodes wait for. A group's worker sends them to the tools workers, and sends them again if they
 seem lost, until their rows have results.
-
-This module decides nothing and writes no results. A reply only says that a call's row may have a result; the row contains the
-result.
 """
 
 import time

@@ -1,8 +1,4 @@
-"""One step of a prompt search. It reads the results of earlier candidates, then plans new candidates or chooses the best one.
-
-The step runs in the train job, after all groups of the previous step were rolled out. Each step gets its state from rows only:
-see `workflow.search`.
-"""
+"""One step of a prompt search: it reads the results of earlier candidates, then plans new ones or chooses the best."""
 
 import random
 from collections.abc import Callable, Mapping

@@ -1,8 +1,4 @@
-"""Checks a run's agent before anything is written, and returns remarks on the agent.
-
-This module checks what the command's own process can see. The workers of the queue `agents` check whether they can run the
-agent (`requirements`).
-"""
+"""Checks a run's agent before anything is written, and returns remarks on the agent."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -244,11 +244,8 @@ Checks = Callable[[Requirements], Iterator[Callable[[], object]]]
 
 
 def list_lacks(needs: Requirements, roles: Iterable[str], agent: ReadAgent = import_agent) -> list[str]:
-    """Return a sentence for each thing that this process lacks to serve the run.
-
-    Args:
-        roles: the roles of this process.
-        agent: the function that imports the run's agent and returns the source of its module.
+    """Return a sentence for each thing that this process lacks to serve the run. `roles` are the roles of this process. `agent`
+    is the function that imports the run's agent and returns the source of its module.
     """
     if needs.version != __version__:
         return [f"is agentrl {__version__}, not {needs.version}"]
@@ -362,11 +359,8 @@ def _check_output_dir(output_dir: str) -> None:
 
 
 def list_differences(needs: Requirements, roles: Sequence[str], agent: ReadAgent = import_agent) -> list[str]:
-    """Return the names of the variables and files in which this process differs from the command.
-
-    Args:
-        roles: the roles of this process.
-        agent: the function that imports the run's agent and returns the source of its module.
+    """Return the names of the variables and files in which this process differs from the command. `roles` are the roles of this
+    process. `agent` is the function that imports the run's agent and returns the source of its module.
     """
     read = _list_variables(needs.experiment, roles)
     other = [

@@ -63,11 +63,8 @@ def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]
 
 
 def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str, keep_days: float | None) -> Submission:
-    """Return the submission of the run that serves the policy.
-
-    Args:
-        of: the name of the policy's run; empty for a plain model.
-        keep_days: the number of days for which episodes are kept; None for ever.
+    """Return the submission of the run that serves the policy. `of` is the name of the policy's run; empty for a plain model.
+    `keep_days` is the number of days for which episodes are kept; None for ever.
     """
     retention = {} if keep_days is None else {KEEP_DAYS: keep_days}
     return recorded_submission(db, "serve", config, policy, {"of": of} | retention)

@@ -1,8 +1,4 @@
-"""Training on stored groups: a run that samples no episodes and uses the config of the runs that sampled the groups.
-
-Model, dataset, env and sampling options were fixed when the episodes were sampled. Only options of the algorithm and of
-training can be changed.
-"""
+"""Training on stored groups: a run that samples no episodes and uses the config of the runs that sampled the groups."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
-"""Sends all messages: an iteration as a chord, single rollout jobs, the train job, a tool call, an agent.
-
-After a message was sent, its row records the send. A duplicate message is harmless. If a message is lost after that, the
-control loop sends it again.
+"""Sends all messages: an iteration as a chord, single rollout jobs, the train job, a tool call, an agent. After a message was
+sent, its row records the send. The control loop repeats lost messages.
 """
 
 from collections.abc import Sequence
@@ -75,10 +73,8 @@ def send_calls_again(db: Database) -> None:
 
 def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
     """Send a tool call to a queue. The tools worker wakes the rollout process at `reply_to` when the result is recorded.
-
-    Args:
-        reply_to: the address of the rollout process's reply list; `NO_REPLY` if no process waits.
-        queue: the queue of all tools workers, or that of the worker that has the episode's session.
+    `reply_to` is the address of the rollout process's reply list; `NO_REPLY` if no process waits. `queue` is the queue of all
+    tools workers, or that of the worker that has the episode's session.
     """
     with _broker_errors("call"):
         app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True, queue=Queue(queue, routing_key=queue))

@@ -1,8 +1,5 @@
 """The route `/metrics` of a process, in Prometheus' text format. It shows the state of the process and, in the control loop, of
 all work.
-
-Metrics are off unless AGENTRL_METRICS_PORT is set. The server listens on 127.0.0.1 unless AGENTRL_METRICS_HOST is set. The
-metrics contain no task and no text of an episode. Each process of a machine has its own port; see `port_of`.
 """
 
 import os
@@ -126,10 +123,8 @@ def port_of(where: Settings, roles: Sequence[str]) -> int:
 
 def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Database]) -> ThreadingHTTPServer | None:
     """Serve `/metrics` in threads of this process if a port is set. If the port is in use, log a warning and return None.
-
-    Args:
-        roles: the roles of this process.
-        db: the function that returns the database. Only the control loop calls it, for the metrics of all work.
+    `roles` are the roles of this process. `db` is the function that returns the database. Only the control loop calls it, for
+    the metrics of all work.
     """
     port = port_of(where, roles)
     if not port:

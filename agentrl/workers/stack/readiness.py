@@ -1,9 +1,4 @@
-"""The readiness of a worker process, shown by a file for health checks and by lines in the log.
-
-The file `AGENTRL_READY_FILE` exists while a worker can reach its broker. For the control loop and the endpoint, it exists while
-they can reach the database. A process also removes the file when it starts, because a killed process in a container may have
-left it.
-"""
+"""The readiness of a worker process, shown by a file for health checks and by lines in the log."""
 
 import logging
 import re

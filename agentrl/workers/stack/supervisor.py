@@ -1,13 +1,11 @@
 """The supervisor: one process that runs a private Redis and the workers on this machine.
 
-`agentrl up` starts the supervisor; `submit` starts it too if the settings have no broker. It restarts dead processes with
-back-off, and sends the calls of a dead tools worker again. A supervisor that `submit` started stops some time after the last
-run has ended, unless `agentrl up` was used meanwhile. If `AGENTRL_BROKER_URL` is set, it runs the workers without a private
-Redis. Rollout and train share one process and one copy of the base. They are separate processes with `--separate`, or if an
-unfinished run has rollouts that continue during updates.
+It restarts dead processes with back-off, and sends the calls of a dead tools worker again. Started by `submit`, it stops some
+time after the last run has ended. If `AGENTRL_BROKER_URL` is set, it starts no Redis. Rollout and train share one process and
+one copy of the base, except with `--separate`.
 
-When a running run has an agent, the supervisor also starts an endpoint and an agents worker. It owns the endpoint's listening
-socket. So a restarted endpoint has the same port, and clients that connect before the restart wait in the backlog.
+If a run has an agent, it also starts an endpoint and an agents worker. It owns the endpoint's listening socket, so clients of a
+restarted endpoint wait in the backlog.
 """
 
 import os

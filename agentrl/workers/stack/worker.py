@@ -1,7 +1,4 @@
-"""A worker process: `python -m agentrl.workers.stack.worker rollout,train`. `agentrl worker` runs this too.
-
-Rollout and train can share one process with one copy of the base. Each other role needs its own process.
-"""
+"""A worker process: `python -m agentrl.workers.stack.worker rollout,train`. `agentrl worker` runs this too."""
 
 import logging
 import os
@@ -67,12 +64,9 @@ the number is a setting.
 
 
 def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> None:
-    """Serve the roles in this process until SIGTERM. Raise ConfigError if a role is unknown, or the roles cannot share a
-    process.
-
-    Args:
-        concurrency: the number of threads; None for the sum of the roles' defaults.
-        listening: the `host` and `port` of an endpoint.
+    """Serve the roles in this process until SIGTERM. `concurrency` is the number of threads; None for the sum of the roles'
+    defaults. `listening` is the `host` and `port` of an endpoint. Raise ConfigError if a role is unknown, or the roles cannot
+    share a process.
     """
     unknown = [role for role in roles if role not in ROLES]
     if unknown or not roles:

@@ -1,7 +1,4 @@
-"""The alignment of the episodes of a group: which tokens they share from the first one on, and where each differs.
-
-Lines are packed ids that are compared as bytes. This takes a few milliseconds for hundreds of thousands of tokens.
-"""
+"""The alignment of the episodes of a group: which tokens they share from the first one on, and where each differs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The reason for an episode's advantage, as numbers and as one line of text, computed from rewards and lengths only.
 
-The computed advantage is compared with the one that the update recorded. If the two differ, the explanation says so. A critic's
-values and a KL in the rewards are not stored. If the advantage depends on them, only its mean over the episode is known.
+The explanation says so if the computed advantage differs from the recorded one. If the advantage depends on a critic's values
+or a KL in the rewards, only its mean over the episode is known.
 """
 
 import math

@@ -1,8 +1,4 @@
-"""The tokens of an episode on one line: its chains one after another, as the episode's model read and sampled them.
-
-A chain begins with the tokens that it shares with another chain, as in its training row. This module reads no tokens: it
-returns pieces, which say where the tokens of a part of the line are stored.
-"""
+"""The tokens of an episode on one line: its chains one after another, as the episode's model read and sampled them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,4 @@
-"""A client's options for the chat template, such as `enable_thinking`, and the limits of these options.
-
-A template reads the options as variables. They must be small. They must not replace the rendered messages or the settings of
-rendering.
-"""
+"""A client's options for the chat template, such as `enable_thinking`, and the limits of these options."""
 
 import json
 from collections.abc import Mapping

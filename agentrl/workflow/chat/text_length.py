@@ -1,7 +1,4 @@
-"""A check that refuses texts much longer than the model's window. It does not tokenize them completely.
-
-Tokenizing such a text would take seconds.
-"""
+"""A check that refuses texts much longer than the model's window. It does not tokenize them completely."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
-"""Links to the checkpoints that ended an epoch: `runs/NAME/epoch_3`, in the folder of the checkpoints.
-
-The links are made from the rows at three times: when such a checkpoint is published, when a link is requested, and before
-`agentrl gc` removes the target of a link. After a crash, a link may be missing or out of date, but no link stays broken.
+"""Links to the checkpoints that ended an epoch: `runs/NAME/epoch_3`, in the folder of the checkpoints. After a crash, a link
+may be missing or out of date, but no link stays broken.
 """
 
 import os

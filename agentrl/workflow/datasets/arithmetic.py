@@ -1,9 +1,8 @@
 """arithmetic: generated sums in words, `What is 12 plus 7?`, in three levels of difficulty. The tasks are always the same.
 
 There are 512 tasks for training, 256 held-out tasks, and 16,384 more (split `warmup`) for supervised fine-tuning. No question
-is in two splits. The demonstrations come from a deliberately unreliable teacher. Their form is always right: one calculator
-call, then its result as the answer. But the teacher often confuses one operator with another. So a model that imitates the
-teacher solves about half of the tasks, and learns the meaning of the words by reinforcement.
+is in two splits. In the demonstrations, an unreliable teacher calls the calculator and answers with the result, but often
+confuses one operator with another. So a model that imitates it solves half of the tasks, and learns the words by reinforcement.
 """
 
 import random

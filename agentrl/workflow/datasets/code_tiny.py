@@ -1,11 +1,10 @@
 """code_tiny: functions of one expression, `Write f(x, y) that gives x plus y times 2.` The tasks are always the same.
 
-There are 256 tasks for training, 128 held-out tasks, and 8,192 more (split `warmup`) for supervised fine-tuning. No question of
-`train` or `test` is in another split. The question shows one test, and five more are hidden. If two operators are confused, at
-least one hidden test fails.
+There are 256 tasks for training, 128 held-out tasks, and 8,192 more (split `warmup`) for supervised fine-tuning. The question
+shows one test, and five are hidden. At least one hidden test fails if two operators are confused.
 
-The demonstrations come from a deliberately unreliable teacher. Their form is always right: the teacher tries out its function
-with the tool python, then answers with it. But the teacher often confuses one operator with another, and ignores the output.
+In the demonstrations, an unreliable teacher tries out its function with the tool python, ignores the output, and often confuses
+one operator with another.
 """
 
 import random

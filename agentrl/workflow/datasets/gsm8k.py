@@ -3,10 +3,8 @@
 The published JSON lines are read from the folder AGENTRL_GSM8K_DIR if it is set, else from the hub. A task's reference is the
 number after `####`. The task's key ends with the number of its row, counted from 1.
 
-The solutions contain their computations as `<<48/2=24>>`. In a demonstration, each computation becomes a call of the calculator
-with its real result. A row has no demonstration if the calculator cannot parse an expression, or gets another result: such a
-call would teach the model to write nonsense, or to disregard results. (In the 8,792 rows of the copy used here, every
-annotation is right.)
+In a demonstration, each computation (`<<48/2=24>>`) becomes a call of the calculator with its real result. A row has no
+demonstration if the calculator gets another result.
 """
 
 import re

@@ -1,18 +1,14 @@
 """jsonl: rows of a file, a folder or the hub as tasks: `--dataset FILE.jsonl`, FILE.parquet, FILE.csv, FOLDER, OWNER/NAME.
 
 A row has `question` (text), `prompt` (text or messages) or `messages`, and `answer` or `reference` (text or number;
-`"reference": null` if there is no reference). If the answer is a list of right answers, the first is the reference, and the
-others become the metadata's `aliases`. All columns without a meaning become the task's metadata. `--map
-question=COLUMN,answer=COLUMN` names other columns. A task's key is its file's name and line.
+`"reference": null` if there is none). Of several right answers, the first is the reference, and the others become the
+metadata's `aliases`. All other columns become the task's metadata. A task's key is its file's name and line.
 
-Rows of verl and TRL are read unchanged. Without an answer, the reference is `reward_model.ground_truth`, else `completion`,
-else the last message of `chosen`. Without a prompt, the prompt is the common beginning of `chosen` and `rejected`.
+Rows of verl and TRL: without an answer, the reference is `reward_model.ground_truth`, else `completion`, else the last message
+of `chosen`. Without a prompt, it is the common beginning of `chosen` and `rejected`.
 
-Messages have the format of OpenAI's API: `{"role", "content"}`, with `tool_calls` and `tool_call_id`, and content as text or as
-parts of text. A developer message becomes a system message. The last message must come from the user or a tool.
-
-All malformed rows are reported together, so you can repair the file in one pass. `dataset_rows.formats` describes the file
-formats.
+Messages have OpenAI's format. A developer message becomes a system message. The last message must come from the user or a tool.
+All malformed rows are reported together.
 """
 
 import json

@@ -1,9 +1,4 @@
-"""Parses the asserts in a test's source, without running them.
-
-An assert over one call with constant arguments (`assert f(1, 2) == 3 * 19`, `assert not f("x")`, `assert abs(f(2) - 1.41) <
-1e-2`) is a `Case`, which is only data. A source with anything else (a loop, a helper, the value of another call) must run as a
-program (`sandbox.program_tests`). Of such a source, this module checks only the names.
-"""
+"""Parses the asserts in a test's source, without running them."""
 
 import ast
 import builtins

@@ -1,8 +1,4 @@
-"""The processes of Model Context Protocol servers in a tools worker: one process for each COMMAND, shared by all threads.
-
-One thread with an event loop communicates with all processes, as the SDK requires. A process is started at the first call, and
-started again if it has ended. A process ends when its input is closed, which also happens when the worker is killed.
-"""
+"""The processes of Model Context Protocol servers in a tools worker: one process for each COMMAND, shared by all threads."""
 
 import asyncio
 import atexit

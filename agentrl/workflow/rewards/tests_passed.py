@@ -1,13 +1,11 @@
 """tests_passed: the share of the task's hidden tests that the function in the answer passes.
 
 The answer is the last ```python block of the final turn, else the whole text of that turn. This reward is a `Judge`: the
-answer's code runs in a session of the sandbox, and each test calls the function there. The returned value is plain data. It is
-compared in another session, which never runs model-written code (`judging.code_judge`). The answer's code knows neither the
-expected values nor the number of tests. So it cannot change the verdict by what it prints, by patching modules, or by its exit
-code.
+answer's code runs in a session of the sandbox, and each test calls the function there. The returned value is plain data, which
+another session compares (`judging.code_judge`). So the answer's code knows neither the expected values nor the number of tests.
 
-If a call exceeds its time or memory, that test fails. If an answer has used the processor time for all its tests, or has slept
-for too long, the remaining tests fail. If the system fails, the reward is not 0: the answer is judged again.
+If a call exceeds its time or memory, that test fails. If the answer has used the time for all its tests, the remaining tests
+fail. If the system fails, the answer is judged again.
 """
 
 import json
@@ -146,10 +144,8 @@ class Budget:
 
 
 class Calls:
-    """Calls of the function in a session, limited by the budget and by the total size of the returned values.
-
-    Args:
-        budget: the budget for the cells and all calls. A call that would start after the budget is used up fails.
+    """Calls of the function in a session, limited by the budget and by the total size of the returned values. `budget` is the
+    budget for the cells and all calls. A call that would start after the budget is used up fails.
     """
 
     def __init__(self, session: Session, function: str, budget: Budget) -> None:

@@ -1,7 +1,4 @@
-"""Prepares values and texts of models, tools and users for display: cleaned, shortened and on one line.
-
-Terminal escapes and control characters never reach a terminal. Long numbers and texts are shortened.
-"""
+"""Prepares values and texts of models, tools and users for display: cleaned, shortened and on one line."""
 
 import json
 import math

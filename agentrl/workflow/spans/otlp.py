@@ -54,11 +54,9 @@ class OtlpError(ValueError):
 
 
 def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = POSTED) -> list[Span]:
-    """Decode a body, and return its spans. Raise OtlpError if the body is not an export of traces, or exceeds the limits.
-
-    Args:
-        content_type: the type of the body. Every type other than JSON is decoded as protobuf.
-        encoding: the Content-Encoding of the request.
+    """Decode a body, and return its spans. `content_type` is the type of the body. Every type other than JSON is decoded as
+    protobuf. `encoding` is the Content-Encoding of the request. Raise OtlpError if the body is not an export of traces, or
+    exceeds the limits.
     """
     data = inflated(body, encoding, bounds.bytes)
     kind = content_type.partition(";")[0].strip().lower()

@@ -71,10 +71,8 @@ def load_agents(
     tx: Connection, group: int, lease_seconds: float, episodes: Collection[int] | None = None
 ) -> dict[int, AgentState]:
     """Return the state of each agent that runs the current attempt of an open episode of the group, by episode id.
-
-    Args:
-        lease_seconds: the length of a lease, in seconds.
-        episodes: the ids of the episodes to look at; None for all episodes of the group.
+    `lease_seconds` is the length of a lease, in seconds. `episodes` are the ids of the episodes to look at; None for all
+    episodes of the group.
     """
     lost = schema.agent_attempts.alias("before")
     losses = (

@@ -1,8 +1,7 @@
-"""The last checkpoint of an offline training (`sft`, `dpo`). A killed training continues from it when it is started again.
+"""The last checkpoint of an offline training (`sft`, `dpo`), from which a killed training continues.
 
-The checkpoint is in the folder `.NAME.training`, next to the model `NAME` that the training makes. It is written, sealed and
-renamed like a run's checkpoints, and removed when the model is written. The random draws of a step depend only on the step's
-number. So weights, optimizer state and the number of steps are all that a checkpoint needs.
+It is in the folder `.NAME.training`, next to the model `NAME`, and removed when the model is written. The random draws of a
+step depend only on the step's number, so weights, optimizer state and the number of steps suffice.
 """
 
 import fcntl

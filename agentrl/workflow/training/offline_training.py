@@ -1,8 +1,7 @@
 """Offline training: the loop that `supervised` and `preference` share, and the model folder that it makes.
 
-An example is a demonstration, an episode, or a pair of episodes. Its training rows are learned in the same step. An objective
-defines the loss. The result is a model folder in the hub's format, with LoRA merged. The folder is written under a temporary
-name and renamed, so another process never reads an incomplete one. Its `training.json` records its origin.
+An example is a demonstration, an episode, or a pair of episodes. Its training rows are learned in the same step. The model
+folder has the hub's format, with LoRA merged, is written atomically, and records its origin in `training.json`.
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""Packing of several rows on one line, without attention between them. Rows of unequal length then need less padding.
-
-In each row, positions begin at 0. From these the model sees where a row begins (`models.logprobs.keeps_apart`).
-"""
+"""Packing of several rows on one line, without attention between them. Rows of unequal length then need less padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

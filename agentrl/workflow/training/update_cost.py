@@ -1,7 +1,4 @@
-"""The cost of an update: peak GPU memory, and the model's floating-point operations per second and relative to the GPU's peak.
-
-Only the model's own operations are counted, not padding, and not recomputation under gradient checkpointing.
-"""
+"""The cost of an update: peak GPU memory, and the model's operations per second, also relative to the GPU's peak."""
 
 import re
 from collections.abc import Sequence

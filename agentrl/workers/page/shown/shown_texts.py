@@ -1,7 +1,5 @@
-"""Shortens texts and values to a size that a page can show, and records the full length of each. It also converts a model's
-messages to such texts.
-
-`ShownTexts` limits the total length of all texts in a response. If many texts are long, the later ones are shortened more.
+"""Shortens texts and values to a size that a page can show, and records the full length of each. `ShownTexts` limits the length
+of all texts in a response together.
 """
 
 import json
@@ -137,11 +135,8 @@ def _is_told(message: Any, result_keys: set[tuple[str, int]]) -> bool:
 
 
 def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
-    """Convert a message from a JSON column to an object of the response.
-
-    Args:
-        path: the path under which `/api/episodes/{id}/text` returns the message's texts.
-        texts: the writer that shortens the message's texts.
+    """Convert a message from a JSON column to an object of the response. `path` is the path under which
+    `/api/episodes/{id}/text` returns the message's texts. `texts` is the writer that shortens the message's texts.
     """
     row = message if isinstance(message, Mapping) else {"role": "", "content": str(message)}
     document: dict[str, Any] = {"role": str(row.get("role", ""))[:100]}

@@ -1,9 +1,7 @@
-"""Builds the responses about runs: the list of runs, the first response about one run, and the config of a run, alone or
-compared with that of another run.
+"""Builds the responses about runs: the list, one run, and its config, alone or compared with another run's.
 
-A run that `agentrl submit` made records the origin of each config value that a user set: an option, a variable or a file.
-Another value that differs from its default has the origin `settled`: the algorithm, the model or the continued run decided it.
-Older runs and runs of other commands do not record origins. Their values that differ from the default have the origin `given`.
+The origin of a config value is the option, variable or file that set it. Other values that differ from the default have the
+origin `settled`, or `given` in runs that recorded no origins.
 """
 
 import re

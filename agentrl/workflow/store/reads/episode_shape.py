@@ -18,11 +18,9 @@ IDS_AT_ONCE = 500
 
 @dataclass(frozen=True, slots=True)
 class EpisodeShape:
-    """An episode without its texts and tokens.
-
-    Args:
-        value: the episode as a value. Every token id is 0; the task and the messages are empty.
-        rows: the rows of the episode's steps: id, episode_id, step, chain, parent_step, prompt_tokens, sampled_tokens.
+    """An episode without its texts and tokens. `value` is the episode as a value. Every token id is 0; the task and the
+    messages are empty. `rows` are the rows of the episode's steps: id, episode_id, step, chain, parent_step, prompt_tokens,
+    sampled_tokens.
     """
 
     id: int

@@ -23,12 +23,9 @@ from agentrl.workflow.trajectory import Group, Message, PolicyRef, SamplingKey
 
 @dataclass(frozen=True, slots=True)
 class RewardSet:
-    """The rewards of an episode in one reward set.
-
-    Args:
-        code_hash: the hash of the rewards' code when the set was written.
-        parts: the reward parts, including those that hooks added, in the order of recording; empty if the episode has no
-            rewards in the set.
+    """The rewards of an episode in one reward set. `code_hash` is the hash of the rewards' code when the set was written.
+    `parts` are the reward parts, including those that hooks added, in the order of recording; empty if the episode has no
+    rewards in the set.
     """
 
     weights: Mapping[str, float]
