@@ -56,13 +56,11 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 def show_rows(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[str], least: Sequence[str] = (), below: Sequence[str] = ()
 ) -> None:
-    """Print a table of the given columns. Columns without values are left out.
+    """Print a table of the given columns, without those that have no values.
 
     Args:
-        rows: the rows, as mappings from key to value.
         columns: the keys of the columns. A key may be followed by `=` and a shorter title: `sampled_tokens=tokens`.
-        least: the keys that may be left out on a narrow terminal, the most important first. A remark on stderr names the
-            removed columns.
+        least: the keys that may be left out on a narrow terminal, the most important first.
         below: the keys whose values are printed on separate lines below their row.
     """
     columns_in_use = [column for column in columns if any(row[column.partition("=")[0]] not in (None, "") for row in rows)]

@@ -46,13 +46,8 @@ def resolve_start(config: RunConfig, origins: Mapping[str, str]) -> "tuple[RunCo
 
 
 def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", merges: bool = False) -> "PreparedRun":
-    """Return the prepared run with its origin (run, version, kind of LoRA) in `manifest["from"]`. Raise ModelError or
-    CheckpointError if the weights cannot be merged.
-
-    Args:
-        policy: the policy's name, `RUN@N`.
-        lora: "continue" or "new".
-        merges: True to merge the policy's LoRA and to start from the merged weights.
+    """Return the prepared run with its origin (run, version, kind of LoRA) in `manifest["from"]`. With `merges`, it starts from
+    the merged weights. Raise ModelError or CheckpointError if the weights cannot be merged.
     """
     run_config, ref, manifest = find_trained_policy(policy, "--model")
     submission = prepared.submission

@@ -78,11 +78,8 @@ class Talk:
     def answer(self, text: str, voice: MakesVoice | None = None) -> Generator[Line, None, None]:
         """Sample turns until a turn calls no tool, at most `max_steps` turns. Yield the lines to print.
 
-        Args:
-            text: the user's message.
-            voice: a function that creates the display of a turn while it is sampled. Its arguments say whether the turn begins
-                inside a thought, and the marks that begin a call. With a display, only the lines that it has not shown are
-                yielded.
+        `voice` creates the display of a turn while it is sampled, from two arguments: whether the turn begins inside a thought,
+        and the marks that begin a call. Lines that it has shown are not yielded.
         """
         self._before = _Checkpoint(self.steps, self._row, self._unheard)
         question = Message("user", text)

@@ -73,13 +73,11 @@ def start_services(submission: "Submission", required: bool) -> list[str]:
 
 
 def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, fit: bool) -> list[str]:
-    """Start or check the services as `start_services` does, for a run that is already stored.
+    """Start or check the services for a stored run, as `start_services` does.
 
     Args:
-        needs: the requirements of the run.
         separate: True if the roles rollout and train must be in separate processes.
-        there: True to raise an error if a queue has no worker.
-        fit: True to raise an error if a worker lacks something that the run needs.
+        there, fit: True to raise an error if a queue has no worker, or if a worker lacks something.
     """
     from agentrl.workers.stack import broker, embedded
     from agentrl.workflow.settings import settings

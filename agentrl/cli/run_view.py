@@ -16,14 +16,10 @@ class RunView:
     """The state of a run.
 
     Attributes:
-        run: the row of the run.
-        iterations: the run's finished iterations, oldest first.
         progress: the counts of the run's open iterations.
-        failure: the most frequent failure.
-        agent_error: the most frequent error of the agent.
+        failure, agent_error: the most frequent failure, and error of the agent.
         sampled_on: the reason why more episodes than planned are sampled.
         warning: the reason why the run is waiting.
-        evals: the evaluations of the run's policies.
         gained: lines about the gain of a prompt search.
         flat: lines that say why there is no training signal.
         trackers: lines with the run's pages in trackers.

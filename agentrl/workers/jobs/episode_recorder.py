@@ -110,13 +110,8 @@ class EpisodeRecorder:
         self._change_step(number, replace(self.episodes[number].steps[index], delivered=delivered))
 
     def commit_results(self, answered: Mapping[int, tuple[ToolResult, ...]]) -> list[int]:
-        """Commit the results of calls (T2), and end the episodes whose calls were questions to judges.
-
-        Args:
-            answered: for each episode, the results of all calls of its last step, or of all questions to its judges.
-
-        Returns:
-            The ids of the episodes that continue.
+        """Commit the results of calls (T2), by episode: all results of its last step, or of the questions to its judges. End
+        the episodes whose judges have answered. Return the ids of the others.
         """
         judged = answered.keys() & self._judged.keys()
         self.finish([self._score(*self._judged[episode], answered[episode]) for episode in sorted(judged)])

@@ -26,13 +26,9 @@ log = getLogger("agentrl.search")
 
 
 def advance(work: IterationWork, is_fenced: Callable[[], bool]) -> bool:
-    """Run one step of the search. Return whether new groups were planned, which must now be rolled out. Raise Fenced if another
-    process has taken over the iteration. Raise ServiceError if the search's critic does not answer; the run's events say so.
-    Raise ConfigError if the search algorithm raised an exception.
-
-    Args:
-        work: the claimed iteration of the search.
-        is_fenced: returns whether another process has taken over the iteration.
+    """Run one step of the search. Return whether new groups were planned, which must now be rolled out. Raise Fenced if
+    `is_fenced` says that another process has taken over. Raise ServiceError if the critic does not answer. Raise ConfigError if
+    the search algorithm raised an exception.
     """
     tasks = search_rounds.load_search_tasks(database(), work.run_id)
     try:

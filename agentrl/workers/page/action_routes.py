@@ -43,17 +43,8 @@ Word = Annotated[str, Field(max_length=20_000)]
 
 
 class Action(BaseModel):
-    """The parameters of an action; each kind uses some of them.
-
-    Args:
-        run: the run's number, for tags and notes.
-        episode: the episode's number, for the other kinds.
-        text: the tag or the note.
-        step: the first step that `fork` samples again; None: the last one.
-        n: the number of forks.
-        reward: the rewards of `rescore`, NAME or NAME=WEIGHT.
-        algorithm: the algorithm that `whatif` compares with.
-        iteration: the iteration whose update `whatif` uses.
+    """The parameters of an action; each kind uses some of them. `run` is for tags and notes, `text` the tag or note, and
+    `episode` is for the other kinds. `step` is the first step that `fork` samples again; None: the last one.
     """
 
     run: Annotated[int, Field(ge=1, lt=2**63)] | None = None

@@ -118,21 +118,16 @@ def write_export(
     force: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Write a run into one HTML file.
+    """Write a run into one HTML file. Return a sentence about what was left out; empty if the file is complete.
 
     Args:
-        out: the file.
         episodes: the ids of episodes that must be included.
         limit_bytes: the largest size of the file, in bytes.
-        force: whether to overwrite an existing file.
         progress: called every few seconds with a line of text.
-
-    Returns:
-        A sentence about what was left out; empty if the file is complete.
 
     Raises:
         NotFoundError: the run or an episode does not exist.
-        ConflictError: the file exists.
+        ConflictError: the file exists, and `force` is False.
         ConfigError: the file cannot be written, the limit is too small, or an episode belongs to another run.
         ServiceError: the store cannot be read.
     """

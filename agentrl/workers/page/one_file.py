@@ -26,12 +26,8 @@ _TITLE = "<title>agentrl</title>"
 
 
 def write_page(title: str, about: Mapping[str, object], answers: Mapping[str, bytes]) -> bytes:
-    """Return the HTML document of the page.
-
-    Args:
-        title: the title of the browser's tab.
-        about: a description of the file, for the page; not empty.
-        answers: the recorded responses by path; each is encoded by `embed`.
+    """Return the HTML document of the page. `about` describes the file to the page. `answers` are the recorded responses by
+    path, encoded by `embed`.
     """
     index = _MODULES.sub("", (STATIC / "index.html").read_text(encoding="utf-8"))
     style = "".join((STATIC / name).read_text(encoding="utf-8") for name in _STYLE.findall(index))

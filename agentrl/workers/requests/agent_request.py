@@ -49,14 +49,7 @@ def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
 
 
 def check_function(name: str, function: Callable[..., Any], texts: Collection[str] = ()) -> None:
-    """Check that the agent can be called with a task, a model and the run's texts. Raise ConfigError if the agent cannot be
-    called with these arguments.
-
-    Args:
-        name: the agent's name.
-        function: the agent, a function or a class.
-        texts: the names of the run's texts.
-    """
+    """Raise ConfigError if the agent, a function or a class, cannot be called with a task, a model and these texts."""
     if is_class_agent(function):
         _check_class(name, function)
         return

@@ -41,21 +41,18 @@ def eval_config(
     rewards: Mapping[str, float] = MappingProxyType({}),
     rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
-    """Return the config of an evaluation of a run's policy. The caller then passes it to `in_one_iteration`, which sets
-    `tasks_per_iteration`.
+    """Return the config of an evaluation of a run's policy. Pass it to `in_one_iteration`, which sets `tasks_per_iteration`.
+
+    Values that are None or empty are those of the run.
 
     Args:
-        config: the config of the measured run.
-        dataset: the dataset; None for the run's.
-        split: the split; None for `test`, or for the only split of a file.
+        split: None for `test`, or for the only split of a file.
         n: the number of tasks, counted from the first; None for all tasks.
-        rollout: values that replace the run's in the section `rollout`; a value None keeps the run's.
-        env: the env; None for the run's env or, if the run has none, the dataset's.
+        rollout: values that replace the run's in the section `rollout`.
+        env: None for the run's env or, if the run has none, the dataset's.
         agent: values that replace the run's in the section `agent`. If they name another agent, it replaces the run's agent or
             the built-in loop with its options.
-        rewards: the weights of rewards that replace the run's; empty for the run's.
-        rows: values of the section `dataset` that say how rows are read. The run's values are used only for the run's own
-            dataset.
+        rows: values of the section `dataset` that say how rows are read. The run's are used only for the run's own dataset.
     """
     values = sampling_values(config) | SINGLE_PASS | {"name": None, "output_dir": None}
     split = split or ("train" if is_file(dataset or config.dataset.name) else "test")

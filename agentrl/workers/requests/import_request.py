@@ -40,8 +40,6 @@ class PreparedImport:
     """A checked import that can be written.
 
     Args:
-        submission: the submission of the run.
-        episodes: the episodes of the run.
         exact: whether all token ids and logprobs are those of the sampler.
         without: the number of episodes that have a turn without token ids or logprobs.
         left_out: the number of traces that were left out, by reason.
@@ -91,17 +89,14 @@ def prepare_import(
     name: str | None = None,
     exact_only: bool = False,
 ) -> PreparedImport:
-    """Read the traces and build the import. Nothing is written. Raise ConfigError if an adapter of that name does not exist.
-    Raise ModelError if the model is not on this machine, has no usable chat template, or did not sample these tokens. Raise
-    DatasetError if no trace is left to import, for the reasons in the message; or there are too many episodes.
+    """Read the traces and build the import. Nothing is written. Raise ConfigError if an adapter does not exist. Raise
+    ModelError if the model is not here, has no usable chat template, or did not sample these tokens. Raise DatasetError if no
+    trace is left to import, or there are too many episodes.
 
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.
-        spans: the spans of the traces.
         config: the config whose model sampled the turns, or whose chat template renders them.
         ref: the policy that sampled the turns; None for the model in `config`.
-        adapters: the names of the adapters that read turns; empty for all adapters.
-        name: the run's name; None for a generated name.
         exact_only: whether to leave out traces that have a turn without token ids or logprobs.
     """
     readers: list[Adapter] = [find("adapters", adapter) for adapter in adapters or names("adapters")]

@@ -101,11 +101,9 @@ class Requirements:
 
 @dataclass(frozen=True)
 class WorkerCheck:
-    """A worker's response to the question whether it can run a run.
+    """A worker's answer to the question whether it can run a run.
 
     Attributes:
-        worker: the worker's name.
-        roles: the queues that the worker serves.
         found: whether the worker's check is complete.
         lacks: a sentence for each thing that the worker lacks.
         other: the names of files and variables that differ from the command's.
@@ -127,15 +125,7 @@ class WorkerCheck:
 def requirements_of(
     config: Mapping[str, Any], weights: Mapping[str, float], base: str, output_dir: str, rolls_out: bool
 ) -> Requirements:
-    """Return the requirements of a run, with the digests of this process.
-
-    Args:
-        config: the run's config.
-        weights: the weights of the run's rewards.
-        base: the run's base model.
-        output_dir: the location of the run's checkpoints.
-        rolls_out: whether the run samples episodes; otherwise it trains on stored ones.
-    """
+    """Return the requirements of a run, with the digests of this process. `rolls_out` is False for a run on stored episodes."""
     experiment, key = Experiment.load(config, weights), token_hex(8)
     roles = roles_of(experiment.config, rolls_out)
     here = {name: digest(key, _variable_value(name)) for name in _list_variables(experiment) if os.environ.get(name)}

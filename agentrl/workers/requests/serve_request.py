@@ -28,7 +28,6 @@ class Serving:
         key: the API key that clients must send; if it is empty, every client on this machine is accepted.
         idle_seconds: the time without a request, in seconds, after which an episode ends.
         keep_days: the number of days for which episodes are kept; None for ever.
-        records: whether episodes are stored.
         origins: the origins of web pages that may read responses.
     """
 
@@ -45,13 +44,8 @@ class Serving:
 
 
 def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]) -> RunConfig:
-    """Return the config of a run that serves a policy. It has the model and the sampling options of the policy's run, but no
-    env, rewards or hooks.
-
-    Args:
-        config: the config of the policy's run.
-        name: the name of the new run; None for `serve-N`.
-        rollout: values that replace the run's in the section `rollout`; a value None keeps the run's.
+    """Return the config of a run that serves a policy: the model and sampling options of the policy's run, without env, rewards
+    and hooks. `rollout` replaces sampling options.
     """
     default = RunConfig().flat()
     left_out = ("env", "rewards", "hooks", "output_dir", *LOOP_KEYS, *(key for key in default if key.startswith("dataset.")))

@@ -33,13 +33,8 @@ ALLOWED_KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_
 def prepare_stored(
     db: Database, request: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None
 ) -> PreparedRun:
-    """Check the request and build the submission. Nothing is written. Raise AgentRLError if the request is invalid; the class
-    and the message say why.
-
-    Args:
-        request: the config, with `source` set.
-        origins: the origin of each config value; only a value that a user set has an origin other than the default.
-        policy: the initial weights; None for the weights from which the first source run started.
+    """Check the request and build the submission. Nothing is written. Only values with an origin other than the default in
+    `origins` were set by a user. Raise AgentRLError if the request is invalid; the class and the message say why.
     """
     chosen = {key: value for key, value in request.flat().items() if origins.get(key, "default") != "default"}
     _refuse_ignored(chosen)

@@ -281,17 +281,9 @@ def _rewards_to_check(experiment: Experiment) -> tuple[str, ...]:
 def submission_of(
     db: Database | None, experiment: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any
 ) -> Submission:
-    """Return the submission of the experiment. If the config has no name, the name is `stem` with a number that makes it
-    unique. Raise ConfigError if the name looks like a number, or checkpoints cannot be written to the run's folder. Raise
-    ServiceError if the object store at the run's URL does not respond.
-
-    Args:
-        db: the database in which a free name is looked up; None if it does not exist yet.
-        experiment: the run's config with its plug-ins.
-        kind: the run's kind.
-        policy: the policy from which the run starts.
-        stem: the beginning of a generated name.
-        more: other fields of the Submission.
+    """Return the submission of the experiment. Without a name in the config, the name is `stem` with a number that makes it
+    unique in `db`. Raise ConfigError if the name looks like a number, or checkpoints cannot be written to the run's folder.
+    Raise ServiceError if the object store at the run's URL does not respond.
     """
     config = experiment.config
     if config.name and config.name.isdecimal():

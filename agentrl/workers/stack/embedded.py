@@ -61,16 +61,10 @@ def end_orphaned_redis(where: Settings) -> None:
 
 
 def ensure_running(where: Settings, stay: bool = False, separate: bool = False) -> bool:
-    """Start the embedded stack unless it is running. If a stack is stopping, wait for its end first. Raise ServiceError if the
-    stack does not start, or the broker of the settings does not answer. Raise ConfigError if separate processes are impossible,
-    or the running stack does not have them.
-
-    Args:
-        stay: whether the stack stops only on request; this also applies to a stack that is already running.
-        separate: whether rollout and train run in separate processes.
-
-    Returns:
-        Whether this call started the stack.
+    """Start the embedded stack unless it is running, and return whether this call started it. A stack that is stopping is
+    awaited first. With `stay`, the stack stops only on request. With `separate`, rollout and train are separate processes.
+    Raise ServiceError if the stack does not start, or the broker of the settings does not answer. Raise ConfigError if separate
+    processes are impossible, or the running stack does not have them.
     """
     if where.broker_url:
         broker.require_broker(where)

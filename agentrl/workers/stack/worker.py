@@ -180,13 +180,8 @@ def _run_queues(roles: list[str], concurrency: int) -> None:
 
 
 def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more: Any) -> "Worker":
-    """Return a Celery worker for these queues. It has threads, because one engine and one base serve all jobs.
-
-    Args:
-        roles: the roles, which are also names of queues.
-        concurrency: the number of threads.
-        kind: the class of the worker; `WorkController` leaves the process's signals, output and logging unchanged.
-        more: other arguments of the class.
+    """Return a Celery worker for these roles. It has threads, because one engine and one base serve all jobs. The class
+    `WorkController` leaves the process's signals, output and logging unchanged.
     """
     from kombu import Queue
 

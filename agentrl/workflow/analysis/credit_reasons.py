@@ -294,14 +294,8 @@ def returns_of(episode: Episode, discount: float) -> list[Stretch]:
 def credit_by_returns(
     episodes: Sequence[Episode], episode: int, discount: float, whitened: bool
 ) -> Mapping[int, Sequence[float]]:
-    """Return the advantage of each token of one episode, by step.
-
-    The update's algorithm must use discounted sums of later rewards.
-
-    Args:
-        episodes: all episodes of the update; without whitening, the one episode suffices.
-        discount: the discount per token.
-        whitened: whether the algorithm whitens the returns over the update.
+    """Return the advantage of each token of one episode, by step, for an algorithm that uses discounted sums of later rewards.
+    Without whitening, `episodes` may be the one episode.
     """
     returns = {member.id: returns_of(member, discount) for member in episodes}
     move, scale = _whitening([*returns.values()], discount) if whitened else (0.0, 1.0)

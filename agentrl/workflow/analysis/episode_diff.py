@@ -65,10 +65,7 @@ class EpisodeComparison:
     """The comparison of two episodes.
 
     Args:
-        common: the number of tokens, prompt and sampled ones, before the first difference.
-        tokens: the number of all tokens, left and right.
-        token: the first token that differs; None if all are the same.
-        results: the tool results that differ.
+        common, tokens: the numbers of tokens before the first difference, and of all tokens (left and right).
         rewards: (part, left, right) of the reward parts that differ; the weighted sum is the part `reward`.
         stop_reasons, tasks: left and right, if they differ.
     """

@@ -360,7 +360,6 @@ class RewardsReport:
         parts: the number of parts that were computed.
         hooks: the parts that hooks added; they are taken from the record.
         same_code: whether the rewards' code is the code that scored the episode.
-        differences: the values that differ.
         error: why the rewards could not be computed; empty if they were computed.
     """
 

@@ -147,14 +147,8 @@ def _renders(render: Render, manner: Manner) -> bool:
 
 
 def find_trouble(render: Render, manner: Manner, system: bool, tools: bool, later_system: bool = False) -> str:
-    """Return why the template cannot be used for training; empty if it can.
-
-    The text continues a sentence that begins with the template's name.
-
-    Args:
-        system: whether conversations begin with a system message.
-        tools: whether conversations contain tool calls.
-        later_system: whether conversations have further system messages.
+    """Return why the template cannot be used for training, as the end of a sentence; empty if it can. The flags say whether
+    conversations have a system message, tool calls, and later system messages.
     """
     try:
         parts = _dropped_parts(render, manner, system, tools, later_system)

@@ -228,12 +228,8 @@ def _renderer_and_manner(config: ModelConfig, folder: Path) -> tuple[Render, Man
 
 
 def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool, later_system: bool = False) -> None:
-    """Refuse a template that cannot be used for training. Raise ModelError if the template drops parts of messages, cannot be
-    continued token for token, or cannot be rendered.
-
-    Args:
-        config: the section `model`, as `resolve_chat` returns it.
-        system, tools, later_system: see `find_trouble`.
+    """Raise ModelError if the template drops parts of messages, cannot be continued token for token, or cannot be rendered.
+    `config` is the section `model`, as `resolve_chat` returns it. For the flags see `find_trouble`.
     """
     spoken = _renderer_and_manner(config, folder)
     trouble = find_trouble(*spoken, system, tools, later_system) if spoken else ""

@@ -30,14 +30,12 @@ SKIPPED_BYTES = 1 << 20
 
 
 class SourceRow(NamedTuple):
-    """A row of a dataset: its columns, or the reason that it cannot be read.
+    """A row of a dataset: its columns, or the problem with which it cannot be read.
 
     Args:
         label: the prefix of the row's permanent key, `LABEL/NUMBER`.
         number: the row's number, counted from 1: the line in a text file, the row in another file.
         where: the unit of the number: `line`, or `train.parquet, row`.
-        values: the row's columns; None if the row cannot be read.
-        problem: the reason that the row cannot be read.
     """
 
     label: str

@@ -38,11 +38,7 @@ def load(split: str) -> Iterator[Task]:
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...] | None]:
     """Yield for each task the question, calculator calls with their real results, and the final answer; None if the solution's
-    computations cannot be repeated.
-
-    Args:
-        tasks: tasks of this dataset.
-        seed: not used; the solutions are the published ones.
+    computations cannot be repeated. The seed is not used.
     """
     splits = {task.key.split("/")[1] for task in tasks}
     solutions = {_key(split, row): row.reference for split in splits for row in _rows(split)}

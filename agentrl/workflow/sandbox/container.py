@@ -132,13 +132,8 @@ class Container:
         return len(self._kept) < len(came)
 
     def follow(self, limits: Limits, running: Callable[[], int], over: Callable[[bytes, bytes], bool]) -> Use:
-        """Read the program's output until a frame ends the reading or a limit is passed. Raise EOFError if the container ended
-        first.
-
-        Args:
-            limits: the limits that are checked.
-            running: returns the number of running programs of this process.
-            over: called with each frame that is neither output nor a count; returns True to end the reading.
+        """Read the program's output until `over` returns True for another frame, or a limit is passed. `running` returns the
+        number of running programs of this process. Raise EOFError if the container ended first.
         """
         clock, printed = Clock(limits, running), bytearray()
         overrun: Overrun | None = None

@@ -39,13 +39,7 @@ each container.
 
 
 class Docker:
-    """A `Sandbox` that runs containers.
-
-    Args:
-        image: the image of the containers.
-        user: the user id and group id of the programs.
-        docker: the docker command.
-    """
+    """A `Sandbox` that runs containers of `image`. `user` is the user id and group id of the programs."""
 
     kind = KIND
 

@@ -239,12 +239,8 @@ class KeptProcess:
 
 
 def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
-    """Return a launcher of Landlock sandboxes.
-
-    Args:
-        python: the path of the interpreter.
-        folders: the folders that the interpreter needs in addition to /usr.
-        uids: the user ids for sandboxes, if this process is root.
+    """Return a launcher of Landlock sandboxes. The interpreter needs `folders` in addition to /usr. `uids` are the user ids for
+    sandboxes, if this process is root.
     """
 
     def start_one(limits: Limits, inside: Inside) -> KeptProcess:

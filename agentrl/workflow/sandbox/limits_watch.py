@@ -107,9 +107,7 @@ def watch(
     Args:
         output: the reading end of the program's stdout and stderr.
         end: a descriptor that becomes readable when the program has ended.
-        limits: the program's limits.
-        spent: returns the program's processor time so far, in seconds.
-        members: returns the ids of the program's processes.
+        spent, members: return the program's processor time so far, in seconds, and the ids of its processes.
         running: returns the number of running programs of this process.
     """
     os.set_blocking(output, False)

@@ -103,13 +103,8 @@ def flush_streams(code: int) -> int:
 
 
 def main(source: int, ready: int, cpu_seconds: int, address_bytes: int, processes: int) -> None:
-    """Run the program in the file `source`. A byte is written to `ready` just before the program's code begins.
-
-    Args:
-        source: the descriptor of the program's file.
-        ready: the descriptor for the byte.
-        cpu_seconds: see `budget`.
-        address_bytes, processes: see `limit`.
+    """Run the program in the file `source` within limits (see `budget` and `limit`). A byte is written to the descriptor
+    `ready` just before the program's code begins.
     """
     with open(source, encoding="utf-8", errors="surrogateescape") as file:
         text = file.read()

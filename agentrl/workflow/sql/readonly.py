@@ -118,12 +118,8 @@ def allow_reads(action: int, first: str | None, second: str | None, database: st
 
 @contextmanager
 def translate_sqlite_errors(over: Over, stopped: AgentRLError, hint: str) -> Iterator[None]:
-    """Convert errors of SQLite in the `with` block to agentrl's errors.
-
-    Args:
-        over: a function that returns True if the query has exceeded its limit.
-        stopped: the error to raise if the query has exceeded its limit.
-        hint: the hint for an invalid query.
+    """Convert errors of SQLite in the `with` block to agentrl's: to `stopped` if `over()` says that a limit was exceeded, else
+    to one with `hint`.
     """
     try:
         yield

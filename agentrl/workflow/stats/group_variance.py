@@ -37,13 +37,8 @@ def mean_and_deviation(rewards: Sequence[float]) -> tuple[float | None, float | 
 
 
 def groups_to_plan(varied: int, max_groups: int, planned: int, limit: int) -> int:
-    """Return the number of further groups to plan.
-
-    Args:
-        varied: the number of groups with variance so far.
-        max_groups: the number of groups planned at first. At most this many groups train.
-        planned: the number of groups planned so far.
-        limit: the most groups to plan in total, as a multiple of `max_groups`.
+    """Return the number of further groups to plan, if `varied` of the `planned` groups have variance. `max_groups` were planned
+    at first, and at most this many train. At most `limit` x `max_groups` are planned in total.
     """
     return max(0, min(max_groups - varied, limit * max_groups - planned))
 

@@ -31,7 +31,6 @@ class AgentWork:
         id: the id of the agent's row in `agent_attempts`.
         run: the run's name, which the agent passes as the model's name.
         reference: the task's reference if the run's config shows it to agents; else None.
-        training: True if the run trains.
         resources: the run's texts that the agent uses, by name.
     """
 

@@ -58,13 +58,7 @@ class DriverTransaction:
     """A read transaction on a connection of the plain driver."""
 
     def __init__(self, connection: Any, is_sqlite: bool, read_json: Callable[[str], Any] = json.loads) -> None:
-        """Wrap a read-only connection.
-
-        Args:
-            connection: the driver's connection.
-            is_sqlite: True for SQLite, False for Postgres.
-            read_json: the function that parses SQLite's JSON columns.
-        """
+        """Wrap the driver's read-only connection. `read_json` parses SQLite's JSON columns."""
         self._connection = connection
         self.is_sqlite = is_sqlite
         self._readers = _sqlite_readers(read_json) if is_sqlite else _POSTGRES_READERS

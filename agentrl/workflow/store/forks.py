@@ -24,7 +24,6 @@ class Fork:
     """The point at which the episodes of a fork run branch off.
 
     Args:
-        parent: the id of the parent episode.
         step: the number of the first step that the forks sample themselves.
         opening: the messages that this step reads instead of the env's messages; None for the env's messages.
         with_parent: True if the parent is in the group too, and trains from this step on.

@@ -27,14 +27,7 @@ _RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, sch
 
 @dataclass(frozen=True)
 class ImportedEpisode:
-    """An episode to be imported.
-
-    Args:
-        key: the episode's id in the system from which it is imported.
-        rewards: the parts of the episode's reward by name; `reward` is their weighted sum.
-        answer: the episode's final answer.
-        started_at, finished_at: the times of its start and end; None if unknown.
-    """
+    """An episode to be imported. `key` is its id in the other system. `reward` is the weighted sum of its `rewards`."""
 
     key: str
     task: Task

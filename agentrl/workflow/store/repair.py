@@ -27,11 +27,9 @@ class Rebuild:
     """The inputs of the update that made a broken checkpoint.
 
     Args:
-        broken: the policy with the broken checkpoint.
         start: the policy with which the update started.
         groups: the groups on which the update trained; empty if the checkpoint came from another run.
         advantages: the advantages that the update recorded, by episode id.
-        max_groups: see `IterationWork`.
     """
 
     broken: PolicyRef

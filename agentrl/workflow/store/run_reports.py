@@ -29,12 +29,11 @@ _REPORTS = schema.reports.c
 
 @dataclass(frozen=True, slots=True)
 class TrackerReport:
-    """The report of a run to a tracker.
+    """The report of a run to a tracker: what was last written.
 
     Args:
         handle: the run's id in the tracker; empty before the run is created there.
-        iteration: the number of the last iteration that was written.
-        status: the last status of the run that was written to the tracker; empty if no status was written.
+        iteration, status: the last iteration and status that were written.
         error: the error of the last write; empty if the write succeeded.
     """
 

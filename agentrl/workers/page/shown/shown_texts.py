@@ -69,14 +69,8 @@ class ShownTexts:
         self._max_chars, self._left = max_chars, max_total_chars
 
     def put(self, target: dict[str, Any], name: str, text: str | None, chars: int | None = None, path: str = "") -> None:
-        """Write a text to `target[name]`, shortened if necessary.
-
-        Args:
-            target: the object of the response.
-            name: the key.
-            text: the text or its beginning; None is written as null.
-            chars: the length of the full text in characters, if `text` is only its beginning.
-            path: the path under which `/api/episodes/{id}/text` returns the full text.
+        """Write a text to `target[name]`, shortened if necessary; None as null. If `text` is only the beginning, `chars` is the
+        length of the full text. `path` is where `/api/episodes/{id}/text` returns it.
         """
         if text is None:
             target[name] = None

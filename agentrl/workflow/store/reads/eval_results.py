@@ -173,11 +173,7 @@ KEY_CHARS = 200
 
 @sql_read_transaction
 def list_first_episodes(tx: Any, first: int, second: int) -> list[Mapping[str, Any]]:
-    """Return the tasks that both evaluations tried: the task's key, and the id of the task's first episode in each evaluation.
-
-    Args:
-        first, second: the run ids of the evaluations.
-    """
+    """Return the tasks that both evaluations (run ids) tried: the key, and the first episode's id in each evaluation."""
     query = f"""
         SELECT t.id AS task_id, substr(t.key, 1, {KEY_CHARS}) AS task, a.episode AS a_episode, b.episode AS b_episode
         FROM (SELECT task_id, min(id) AS episode FROM episodes WHERE run_id = :first GROUP BY task_id) a

@@ -167,10 +167,8 @@ def why_sampling_on(tx: Any, run: str) -> str:
 
 @sql_read_transaction
 def find_most_frequent_failure(tx: Any, run: str) -> Row:
-    """Return the most frequent error of the run's episodes that ended as failed or infra_error; empty if there are no such
-    episodes.
-
-    The row has the `error`, its `status`, the number of `episodes` with it, and the number of all failed episodes (`failed`).
+    """Return the most frequent error of failed and infra_error episodes: `error`, `status`, `episodes`, and the number of all
+    such episodes (`failed`). Empty without one.
     """
     query = """
         SELECT status, error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS failed FROM episodes
@@ -182,11 +180,8 @@ def find_most_frequent_failure(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
-    """Return the most frequent agent error of the run's episodes that ended as agent_error; empty if there are no such
-    episodes.
-
-    The row has the `error`, the number of `episodes` with it, and the number of all episodes that ended as agent_error
-    (`ended`).
+    """Return the most frequent agent error of agent_error episodes: `error`, `episodes`, and the number of all such episodes
+    (`ended`). Empty without one.
     """
     query = """
         SELECT a.error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS ended FROM episodes e
