@@ -103,7 +103,6 @@ def _line(number: int, row: Any) -> str:
 
 
 def _dump(value: Any) -> str:
-    """Return the value as JSON. Raise TypeError, ValueError or RecursionError if JSON cannot express the value."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain)
     text.encode()  # refuses half of a surrogate pair
     return text

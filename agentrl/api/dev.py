@@ -127,7 +127,6 @@ class Trial:
                 episodes.close()
 
     def _act(self, db: Database, episodes: ServedEpisodes, url: str, model: str, task: Task) -> Episode:
-        """Call the agent with the task in this thread, and return its episode."""
         opened = episodes.open(task.key).result()
         llm = LLM(url, opened.key, model)
         for hook in self.hooks:
@@ -220,7 +219,6 @@ def _agent_task(task: Task, texts: Mapping[str, str]) -> AgentTask:
 
 
 def _agent_variables(llm: LLM, emit_key: str) -> dict[str, str]:
-    """Return the environment variables that an agent's process has in a run."""
     model = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
     return model | {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
 

@@ -220,7 +220,6 @@ def _import_path(value: Any) -> tuple[str, str] | None:
 
 
 def _is_importable(module: str) -> bool:
-    """Return True if a worker that this process starts can import the module."""
     top = module.partition(".")[0]
     if top in sys.builtin_module_names or top in sys.stdlib_module_names:
         return top != MAIN
@@ -241,7 +240,6 @@ def _import_folders() -> tuple[str, ...]:
 
 
 def _write_module(text: str, where: Settings) -> str:
-    """Write the module if it does not exist, and return its name."""
     name = f"{CODE_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     write_once(code_folder(where) / f"{name}.py", text)
     return name

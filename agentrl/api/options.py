@@ -64,7 +64,6 @@ def _check_section(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_in_file(key: str, value: Any) -> Any:
-    """Convert a value to one that a config file can hold."""
     try:
         return json.loads(json.dumps(value, default=lambda other: str(other) if isinstance(other, Path) else plain(other)))
     except (TypeError, ValueError, RecursionError) as error:

@@ -344,7 +344,6 @@ def _are_unanswered(train: Any, keys: Mapping[str, Any]) -> bool:
 
 
 def _env_of(keys: Mapping[str, Any]) -> str:
-    """Return the name of the env that belongs to the dataset in the keys."""
     config = DatasetConfig()
     split = {"split": keys["dataset.split"]} if "dataset.split" in keys else {}
     return env_of(config.model_copy(update={"name": str(keys.get("dataset.name", config.name))} | split))

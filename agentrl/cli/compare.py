@@ -226,7 +226,6 @@ def _pairs_on_one_split(
 
 
 def _find_candidates(name: str, dataset: str | None) -> Sequence[_Candidate]:
-    """Return the evaluations that a name refers to, newest first."""
     from agentrl.workflow.models.lookup import TINY, starting_policy
     from agentrl.workflow.store.reads import eval_results
 
@@ -276,5 +275,4 @@ def _split_name(row: Row) -> str:
 
 
 def _same_tasks_options(row: Row, tasks: int) -> str:
-    """Return the options with which `agentrl eval` uses the same tasks."""
     return f" --dataset {row['dataset']} --split {row['split']} -n {tasks}"

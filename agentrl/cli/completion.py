@@ -118,7 +118,6 @@ def _stop_reason_choices(incomplete: str) -> list[Choice]:
 
 
 def _view_choices(incomplete: str) -> list[Choice]:
-    """Return the views that `sql --schema` accepts."""
     from agentrl.workflow.tables.views import VIEWS
 
     return [(view, kind.meaning()) for view, kind in VIEWS.items()]

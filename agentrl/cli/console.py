@@ -101,7 +101,6 @@ def _natural_width(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) ->
 
 
 def _align_rows(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the aligned lines: the titles, then one line for each row."""
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in (titles, *cells)]
     return ["  ".join(row).rstrip() for row in padded]

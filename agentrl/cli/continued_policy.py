@@ -82,7 +82,6 @@ def merge_base(run_config: RunConfig, ref: "PolicyRef", manifest: Mapping[str, A
 
 
 def _is_made_of(target: Path, ref: "PolicyRef") -> bool:
-    """Return True if the model in the folder was merged from exactly these weights."""
     from agentrl.workflow.checkpoints import RECORD
 
     try:

@@ -143,7 +143,6 @@ class Talk:
         return tuple(results)
 
     def _cut_reason(self, step: Step) -> str:
-        """Return the name of the limit that cut the turn; empty if the turn ended by itself."""
         if step.finish_reason == "stop":
             return ""
         sampled = len(step.sampled_ids)

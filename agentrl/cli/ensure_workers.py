@@ -184,7 +184,6 @@ def _renew_embedded(needs: "Requirements", separate: bool, run: str) -> None:
 
 
 def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
-    """Raise WorkerError if other runs use the stack, so it cannot be restarted."""
     from agentrl.workers.stack.process import database
     from agentrl.workflow.store import control_reads
 

@@ -212,7 +212,6 @@ def chat(
 
 
 def _check_model(name: str, trusted: bool) -> None:
-    """Check that a local model exists before the user begins to type. Raise ModelError if the model does not exist."""
     from pathlib import Path
 
     from agentrl.workflow.models.lookup import TINY_DATASET, model_folder, resolve_model

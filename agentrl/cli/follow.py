@@ -166,7 +166,6 @@ class _Lines:
         return None
 
     def show(self, view: RunView) -> None:
-        """Write the new lines."""
         for row, seconds in list(zip(view.iterations, iteration_seconds(view.iterations), strict=True))[self.listed_count :]:
             if self._is_due(row, view.run["iterations"]):
                 self.write(iteration_line(row, view.run["iterations"], seconds))

@@ -81,7 +81,6 @@ def replace_invalid(line: str) -> str:
 
 
 def _find_readline() -> Any:
-    """Return the module readline, or None if this Python was built without it."""
     try:
         import readline
     except ImportError:
@@ -128,7 +127,6 @@ class TypedLines:
         say(f"Input is not saved for the next chat: {str(self._file)!r} {why}.")
 
     def _entries(self) -> list[str]:
-        """Read the messages. Raise ValueError if agentrl did not write the file."""
         with open(self._file, "rb", opener=_open_private) as file:
             status = os.fstat(file.fileno())
             is_ours = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_FILE_BYTES

@@ -44,7 +44,6 @@ def logs(
 
 
 def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
-    """Return the log file of each process, by name."""
     there = {file.stem: file for file in sorted(folder.glob("*.log")) if file.is_file() and not file.is_symlink()}
     if not there:
         raise NotFoundError(f"No embedded stack has run in {str(folder.parent)!r} yet.", "Start one: agentrl up")

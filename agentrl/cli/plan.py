@@ -15,7 +15,6 @@ def _describe_origin(origin: dict[str, Any]) -> str:
 
 
 def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
-    """Return the held-out tasks, and the number of episodes for measuring the first, every N-th and the last version."""
     evaluation = submission.evaluation
     if evaluation is None or every is None:
         return {}
@@ -26,7 +25,6 @@ def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
 
 
 def _describe_roles(submission: Any) -> dict[str, str]:
-    """Return how many tasks of a prompt search are for edits, for selection and for the held-out measurement."""
     roles = list(submission.roles.values())
     if not roles:
         return {}
@@ -64,13 +62,11 @@ def _describe_update(prepared: Any) -> dict[str, Any]:
 
 
 def _describe_calls(model: Any) -> str:
-    """Return the format of tool calls, with "strict" if bare JSON is not read as a call."""
     tool_format = "the template's own" if model.tool_format == "auto" else model.tool_format or "auto"
     return f"{tool_format}, strict" if model.strict_calls else tool_format
 
 
 def _describe_time(submission: Any) -> dict[str, str]:
-    """Return the expected time, if a stored run has similar iterations."""
     from statistics import median
 
     from agentrl.workflow.store.reads.run_rows import find_similar_iterations

@@ -33,7 +33,6 @@ def diff(episode: int, other: int, as_json: bool) -> int:
 
 
 def _with_reward_parts(origin: "Origin") -> Episode:
-    """Return the episode with the parts of its default reward set. The record stores these parts separately."""
     from agentrl.workflow.rewards import part_sum
 
     parts = origin.reward_sets["default"].parts

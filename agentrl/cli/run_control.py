@@ -96,7 +96,6 @@ def cancel(run: RunName, as_json: Json = False) -> None:
 
 
 def _set_going(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Resume the run, and return its row; None if the run is already done."""
     from agentrl.workflow.store import planning
     from agentrl.workflow.store.reads import run_rows
 

@@ -85,7 +85,6 @@ def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
 
 
 def _head_lines(view: RunView) -> Iterator[str]:
-    """Yield the run's state, the progress bar, the open iterations and the speed."""
     run, now = view.run, view.progress
     done, total = run["iterations_done"], run["iterations"]
     epoch = f"  epoch {view.iterations[-1]['epoch']} of {run['epochs']}" if view.iterations else ""
@@ -122,12 +121,10 @@ def _curve_line(label: str, values: Sequence[float], width: int) -> str:
 
 
 def _short_number(value: float) -> str:
-    """Return the number with three decimals. Numbers below 0.01 are formatted as in `cell`."""
     return cell(value) if 0 < abs(value) < 0.01 else format_decimals(value)
 
 
 def _eval_line(view: RunView) -> str:
-    """Return the newest evaluation, the best version, and the number of pending evaluations."""
     run, scored = view.run, [row for row in view.evals if row["mean_reward"] is not None]
     newest = scored[-1]
     parts = [f"version {newest['policy_version']}: {format_interval(newest)}"]
@@ -138,7 +135,6 @@ def _eval_line(view: RunView) -> str:
 
 
 def _newest_table(view: RunView, room: int) -> list[str]:
-    """Return a table of the newest iterations in at most `room` lines; empty if there is no room."""
     rows = view.iterations[-(room - 1) :] if room > 1 else []
     if not rows:
         return []

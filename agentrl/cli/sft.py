@@ -242,7 +242,6 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
 
 
 def _has_references(rows: "DatasetConfig") -> bool:
-    """Return True if every row has an answer, so a run could train on the rows."""
     from agentrl.workflow.datasets import load_tasks
 
     try:

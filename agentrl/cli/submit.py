@@ -118,7 +118,6 @@ def _with_origins(prepared: Any, origins: dict[str, str]) -> Any:
 
 @contextmanager
 def _timed(name: str) -> Iterator[None]:
-    """Print the name of a check that passed, and the time that it took, in seconds."""
     start = perf_counter()
     yield
     say(f"checked {name:18} {perf_counter() - start:5.1f} s")
@@ -148,7 +147,6 @@ def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
 
 
 def _source_values(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
-    """Convert the flags that name stored episodes to config keys."""
     numbers = [word for word in groups if word.isascii() and word.isdigit() and len(word) < 19]  # no database takes more digits
     names = [*(word for word in groups if word not in numbers), *runs]
     return {

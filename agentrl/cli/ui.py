@@ -108,7 +108,6 @@ def _reason(error: ServiceError) -> str:
 
 
 def _open_browser(link: str) -> None:
-    """Open the page in a browser if this machine has a display."""
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return
     import webbrowser

@@ -88,7 +88,6 @@ def observe(episode: Episode, env: Env, limits: RolloutConfig) -> tuple[Message,
 
 
 def _answered_calls(step: Step) -> set[tuple[str, str, str]]:
-    """Return (tool, arguments, result) for each call of a turn."""
     results = zip(step.message.tool_calls, step.results or (), strict=False)
     return {(call.name, repr(call.arguments), result.content) for call, result in results}
 

@@ -217,7 +217,6 @@ def _send(url: str, key: str, annotation: Annotation) -> None:
 
 
 def _post(url: str, key: str, body: bytes) -> tuple[int, str]:
-    """Send the body, and return the status and the error message of the response."""
     parts = urlsplit(url)
     make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = make(parts.hostname or "", parts.port, timeout=TIMEOUT_SECONDS)

@@ -129,7 +129,6 @@ def _statements(source: str) -> str:
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
-    """Return True if the statement is only a string."""
     return (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
     )

@@ -113,7 +113,6 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses constructs that no config needs."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next node; refuse an alias."""
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
             problem = f"aliases are not supported; write the value of *{event.anchor} in full"
@@ -162,7 +161,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _load_yaml(text: str) -> Any:
-    """Parse a YAML text. Raise ValueError if the text is not valid YAML."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:

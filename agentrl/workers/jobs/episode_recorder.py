@@ -213,7 +213,6 @@ class EpisodeRecorder:
         return outcome
 
     def _call_hooks(self, place: str, episode: Episode) -> None:
-        """Call the method `place` of every hook. If a hook raises an exception, the episode fails."""
         for number, hook in enumerate(self.hooks):
             annotations: list[Annotation] = []
             try:

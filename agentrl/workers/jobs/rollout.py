@@ -130,7 +130,6 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
 
 
 def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, inbox: Inbox, lost: set[Fence]) -> Driver:
-    """Return the driver of the group: the built-in loop, or the driver of external agents."""
     chat, engine = loaded.policy.chat.at(work.clock), loaded.engine
     if experiment.config.agent is None:
         return GroupRollout(database(), work, experiment.reading(work.resources), engine, chat, inbox, lost)

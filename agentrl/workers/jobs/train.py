@@ -88,7 +88,6 @@ def _train_claimed(work: IterationWork) -> None:
 
 
 def _notify_end(work: IterationWork) -> None:
-    """Call the run's hooks if the run has ended."""
     if not work.config["hooks"]:
         return
     try:
@@ -309,7 +308,6 @@ def _send_next(work: IterationWork, published: PublishedUpdate) -> None:
 
 
 def _link_epoch(work: IterationWork, version: int) -> None:
-    """If this version ended an epoch, link a readable name to its checkpoint."""
     if work.kind == "train" and not is_url(work.output_dir) and epoch_ends.may_end_epoch(database(), work.run_id, version):
         links.link_epochs(epoch_ends.load_epoch_ends(database(), work.run_id))
 

@@ -130,13 +130,11 @@ def _changed(args: Sequence[str], option: str, value: object) -> list[str]:
 
 
 def _environment(store: ReadOnlyStore) -> dict[str, str]:
-    """Return the environment for a command, so that it uses the same store as the page."""
     here = {"AGENTRL_HOME": str(store.settings.root), "AGENTRL_DATABASE_URL": store.settings.database}
     return {**os.environ, **here, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
 
 
 async def _run(args: Sequence[str], environment: Mapping[str, str], seconds: float, is_ending: Any) -> dict[str, Any]:
-    """Run the command and wait for its end."""
     began = time.monotonic()
     with tempfile.TemporaryFile() as printed:  # no pipe, which a service that the command starts would keep open
         child = await asyncio.create_subprocess_exec(

@@ -198,7 +198,6 @@ def _headers(scope: Scope) -> dict[bytes, bytes]:
 
 
 def _split_host(host: str) -> tuple[str, str]:
-    """Return the name and the port of a `Host` header."""
     if host.startswith("["):
         name, closed, rest = host[1:].partition("]")
         if not closed or not _is_address(name):
@@ -235,7 +234,6 @@ def _cookies(text: bytes, name: str) -> list[str]:
 
 
 def _query_token(scope: Scope) -> str | None:
-    """Return the token in the URL if it is that of the start page; None if there is no token."""
     if scope["path"] != "/" or scope["method"] != "GET" or b"token=" not in scope["query_string"]:
         return None
     try:
@@ -246,7 +244,6 @@ def _query_token(scope: Scope) -> str | None:
 
 
 async def _answer(send: Send, status: int, message: str, hint: str, as_json: bool) -> None:
-    """Send a refusal, either as JSON or as a plain HTML page."""
     if as_json:
         body, kind = json.dumps({"error": message, "hint": hint}).encode(), b"application/json"
     else:

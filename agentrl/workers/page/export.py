@@ -143,7 +143,6 @@ def write_export(
 
 
 def _check_place(out: Path, force: bool) -> Path:
-    """Return the path of the file after resolving links."""
     elsewhere = ConfigError(f"Cannot write to {str(out)!r}.", "Pass a file in an existing folder: --out run.html")
     try:
         place = out.resolve()
@@ -298,7 +297,6 @@ def _groups(recording: _Recording, run: int) -> "Iterable[Callable[[], Awaitable
 
 
 def _iterations(recording: _Recording, run: int) -> list[int]:
-    """Return the numbers of the run's iterations, newest first."""
     return [row["iteration"] for row in reversed(_curves(recording, run))]
 
 
@@ -329,7 +327,6 @@ def _left_out(run: int, recording: _Recording, tasks: int, limit_bytes: int) -> 
 
 
 def _write(out: Path, document: bytes, force: bool) -> None:
-    """Write the document to the file atomically."""
     try:
         handle, name = tempfile.mkstemp(prefix=f".{out.name[:100]}.", dir=out.absolute().parent)
         try:

@@ -233,8 +233,6 @@ async def _read(live: Live, run: int | None, since: int, mark: str) -> AsyncGene
 
 
 def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
-    """Read the data that may have changed after `since` iterations were finished."""
-
     def read(tx: DriverTransaction) -> dict[str, Any]:
         name = run_rows.run_name(tx, run)
         (row,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])

@@ -67,7 +67,6 @@ class ReadOnlyStore:
         return self.ask(lambda tx: query(tx, run_name(tx, run)))
 
     def _check_revision(self, tx: DriverTransaction) -> None:
-        """Check that the database has the revision that this code expects, and remember the result."""
         exists = (
             "SELECT name FROM sqlite_master WHERE name = 'alembic_version'"
             if tx.is_sqlite
@@ -124,7 +123,6 @@ class ReadOnlyStore:
 
 
 def _read_json(text: str) -> Any:
-    """Parse the text of a JSON column."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

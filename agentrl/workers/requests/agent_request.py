@@ -76,7 +76,6 @@ def check_function(name: str, function: Callable[..., Any], texts: Collection[st
 
 
 def _check_class(name: str, agent: Any) -> None:
-    """Check that an agent class can be instantiated, and that its rollout methods can be called."""
     instance = agent
     if inspect.isclass(agent):
         try:

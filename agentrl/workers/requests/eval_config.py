@@ -100,7 +100,6 @@ def stored_sampling_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a stored config for a comparison."""
     values = {**RunConfig().flat(), **dict(flatten(config))}
     source = values["model.chat_template"]
     chat_format = {"model.tool_format": values["model.tool_format"] or HERMES}

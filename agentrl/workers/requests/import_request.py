@@ -239,7 +239,6 @@ def _placed(read: _Read) -> list[Annotation]:
 
 
 def _task(trace: Trace, first: Turn) -> Task:
-    """Return the task of a trace, whose messages are those of the trace's first request."""
     text = json.dumps([(message.role, message.content) for message in first.messages])
     key = trace.told(span_names.TASK)[:200] or f"import/{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return Task(key, first.messages, trace.told(span_names.REFERENCE))

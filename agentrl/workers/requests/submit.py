@@ -215,7 +215,6 @@ def _resolve_chat(experiment: Experiment, kind: str, model: StartingModel, tasks
 def _list_remarks(
     db: Database | None, experiment: Experiment, submission: Submission, model: StartingModel, tasks: RunTasks
 ) -> Iterator[str]:
-    """Yield remarks that a user should read before the run starts."""
     is_training = submission.kind == "train"
     if is_training:
         yield from remark_on_rewards(experiment)
@@ -271,7 +270,6 @@ def _check_tools_and_trackers(experiment: Experiment) -> None:
 
 
 def _rewards_to_check(experiment: Experiment) -> tuple[str, ...]:
-    """Return the rewards that are checked on the tasks' references."""
     optional = optional_rewards(experiment.env, experiment.weights)
     name, counted = experiment.config.dataset.name, [reward for reward in experiment.weights if reward not in optional]
     own = name in names("datasets") and env_of(experiment.config.dataset) == experiment.config.env
@@ -311,7 +309,6 @@ def submission_of(
 
 
 def _local_model_folder(base: str) -> Path | None:
-    """Return the folder of the model, which may be in the hub's cache; None if the model is not on this machine."""
     return local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
 
 

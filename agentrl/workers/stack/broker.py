@@ -160,7 +160,6 @@ def is_answering(where: Settings) -> bool:
 
 
 def _silence_reason(where: Settings) -> str | None:
-    """Return the reason why the broker's Redis does not answer; None if it does."""
     if is_in_memory(where):
         return None
     import redis
@@ -194,6 +193,5 @@ def shown_url(where: Settings) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    """Return the URL without user, password and query, which may be secret."""
     head, separator, rest = url.partition("?")[0].rpartition("@")
     return f"{head.partition('://')[0]}://***@{rest}" if separator else rest

@@ -192,7 +192,6 @@ class _Handler(BaseHTTPRequestHandler):
     _collecting = threading.Lock()
 
     def collect(self) -> str:
-        """Return the body of the response."""
         raise NotImplementedError
 
     def do_GET(self) -> None:

@@ -73,7 +73,6 @@ class Notifier:
 
 
 def _run(command: Sequence[str], body: bytes) -> None:
-    """Run a program with `body` on its standard input, and discard its output."""
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as process:
         try:

@@ -20,7 +20,6 @@ def count_kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup"))
 
 
 def _counter_files(cgroups: Path, mine: Path) -> Iterator[Path]:
-    """Yield the files that may contain the counter, for cgroup versions 1 and 2."""
     try:
         groups = [line.split(":", 2) for line in mine.read_text().splitlines()]
     except OSError:

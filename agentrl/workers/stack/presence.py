@@ -26,7 +26,6 @@ def has_shared_worker() -> bool:
 
 
 def _ask_queues() -> dict[str, set[str]]:
-    """Ask all workers for their queues, and return these by worker."""
     answers = app.control.inspect(timeout=ANSWER_SECONDS).active_queues() or {}
     return {worker: {queue["name"] for queue in queues} for worker, queues in answers.items()}
 

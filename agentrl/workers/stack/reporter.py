@@ -109,7 +109,6 @@ class Reporter:
                 yield TrackedStep(ITERATION, row["iteration"], row["finished_at"], iteration_metrics(row), text)
 
     def _samples(self, iteration: int) -> str:
-        """Return the transcripts of the first done episodes of the iteration."""
         if not self.report.samples:
             return ""
         chosen = episode_rows.EpisodeFilter(self.run.name, iteration=iteration, status="done")
@@ -133,7 +132,6 @@ class Reporter:
 
 
 def _transcript(db: Database, episode: int) -> str:
-    """Return an episode's transcript as an indented Markdown block."""
     lines = (text for text, _ in transcript_lines(episode_rows.find_episode(db, episode)))
     return "\n".join(f"    {line}" for text in lines for line in text.split("\n"))
 

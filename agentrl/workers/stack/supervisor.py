@@ -109,7 +109,6 @@ class Supervisor:
                 self.stopping = self.stopping or self._is_idle()
 
     def _tend_agents(self, roles: Sequence[str]) -> bool:
-        """Start the processes of these roles if a run has an agent."""
         running_roles = {child.role for child in self.children}
         for child in self.children if broker.is_in_memory(self.where) else ():
             self._restart_ended(child)
@@ -220,7 +219,6 @@ def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:
 
 
 def _describe_exit(code: int) -> str:
-    """Return a text for the exit code, such as `ended with exit code 1` or `was killed by SIGKILL`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

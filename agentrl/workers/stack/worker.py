@@ -102,7 +102,6 @@ def _serve_metrics(where: Settings, roles: list[str]) -> None:
 
 
 def _describe_servers(where: Settings) -> str:
-    """Return the addresses of the database and the broker, without passwords."""
     from agentrl.workers.stack.broker import shown_url
     from agentrl.workflow.store.connect import database_url
 

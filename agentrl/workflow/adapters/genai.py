@@ -30,7 +30,6 @@ def _turn(span: Span) -> Turn | None:
 
 
 def _messages(item: Any) -> list[SpanMessage]:
-    """Convert a message of the conventions to messages."""
     if not isinstance(item, Mapping):
         raise ValueError("a message is an object with role and parts")
     parts = item.get("parts", item.get("content", []))

@@ -124,7 +124,6 @@ def _finding(options: AlgorithmConfig, is_own: bool, look: UpdatePreview, own: U
 
 
 def _cosine(one: Tensor, other: Tensor) -> float | None:
-    """Return the cosine of two vectors; None if one of them is 0."""
     cosine = _dot(one, other) / sqrt(squares) if (squares := _dot(one, one) * _dot(other, other)) > 0 else nan
     return cosine if isfinite(cosine) else None
 

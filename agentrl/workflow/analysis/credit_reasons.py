@@ -208,7 +208,6 @@ def _group_baseline_whitened(credit: Credit) -> Explained:
 
 
 def _group_means(update: Sequence[Scored]) -> dict[int, tuple[float, bool]]:
-    """Return, by group, the mean of its rewards and whether its rewards are all equal."""
     rewards: dict[int, list[float]] = {}
     for member in update:
         rewards.setdefault(member.group, []).append(member.reward)

@@ -141,7 +141,6 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _parts(episode: Episode, chain: Chain) -> Iterator[_Part]:
-    """Yield the tokens of a chain's training row in parts."""
     for step in chain:
         begins = step is chain[0] and step.parent is not None
         before = episode.tokens_of(step.parent)[: step.shared] if begins and step.parent is not None else ()
@@ -168,7 +167,6 @@ def _result_differences(pairs: Sequence[tuple[Chain, Chain]]) -> Iterator[Result
 
 
 def _results(step: Step | None) -> list[str]:
-    """Return the results of a step's calls as texts."""
     results = step.results or () if step is not None else ()
     return [f"{result.error_class}: {result.content}" if result.error_class else result.content for result in results]
 

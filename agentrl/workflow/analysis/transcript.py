@@ -112,7 +112,6 @@ def _head_lines(row: Any) -> Iterator[Line]:
 
 
 def _tree_lines(episode: Episode) -> Iterator[Line]:
-    """Yield the lines that list an episode's chains."""
     chains = chains_of(episode)
     if len(chains) < 2:
         return
@@ -226,7 +225,6 @@ def _end_lines(record: Any) -> Iterator[Line]:
 
 
 def _format_part(rows: list[Any]) -> str:
-    """Return the value of a reward part, or the sum of its steps' values, as text."""
     by_steps = "" if rows[0]["step"] is None else f" (over {len(rows)} steps)"
     return f"{cell(sum(row['value'] for row in rows))} x {cell(rows[0]['weight'])}{by_steps}"
 

@@ -407,7 +407,6 @@ class Chat:
     def _apply_harmless(
         self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool, options: Mapping[str, Any]
     ) -> str:
-        """Apply the template to the turns. Special tokens in tools and options are broken up."""
         return self._apply(turns, [self._defuse_all(tool) for tool in tools], generate, self._defuse_all(options))
 
     def _apply(
@@ -438,7 +437,6 @@ class Chat:
         return text
 
     def _defuse_all(self, value: Any) -> Any:
-        """Apply `_defuse` to every text in a schema, a call or an option."""
         if isinstance(value, str):
             return self._defuse(value)
         if isinstance(value, Mapping):

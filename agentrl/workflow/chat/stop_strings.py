@@ -142,7 +142,6 @@ def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
 
 
 def _byte_level(name: str) -> bytes:
-    """Return the bytes of a token's name in byte-level BPE."""
     letters = _letters()
     spelled = [letters.get(letter) for letter in name]
     return name.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)

@@ -128,7 +128,6 @@ def _probe_turn(count: int) -> Message:
 
 
 def _reads(text: str, tool_format: ToolFormat, count: int) -> bool:
-    """Return True if the format parses exactly `count` of the probe's calls in the text."""
     return parse_text(text, tool_format, [_PROBE_TOOL]).tool_calls == _probe_turn(count).tool_calls
 
 

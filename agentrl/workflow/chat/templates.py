@@ -49,7 +49,6 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
 
     def parse(self, parser: Parser) -> list[Node]:
-        """Return the nodes inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

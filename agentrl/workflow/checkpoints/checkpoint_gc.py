@@ -98,7 +98,6 @@ def _waste(folder: Folder, needs: Needs, key: str, present: Collection[str]) -> 
 
 
 def _parse_name(name: str, key: str) -> tuple[str, tuple[int, int]] | None:
-    """Split a folder's name."""
     match = re.fullmatch(rf"(v(\d{{5,}})\.[tr](\d+)\.{re.escape(key)})(\.tmp|\.old)?", name)
     return (match[1], (int(match[2]) - 1, int(match[3]))) if match else None
 
@@ -108,7 +107,6 @@ def _measure(name: str, files: Mapping[str, int]) -> Folder:
 
 
 def _disk_sizes(place: Path) -> dict[str, dict[str, int]]:
-    """Return the size of every file in bytes, by folder and by the path in the folder."""
     if not place.is_dir():
         return {}
     return {

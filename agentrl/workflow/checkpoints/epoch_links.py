@@ -72,7 +72,6 @@ def _links(ends: EpochEnds) -> list[Path]:
 
 
 def _wanted_links(ends: EpochEnds) -> dict[str, str]:
-    """Return the target of each link by its name, for targets that exist."""
     if is_url(ends.output_dir) or not ends.key:
         return {}
     there = Path(ends.output_dir)

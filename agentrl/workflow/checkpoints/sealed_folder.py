@@ -277,7 +277,6 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
 
 
 def _is_inside(name: str) -> bool:
-    """Return True if the name, as a path, stays inside the folder."""
     parts = name.split("/")
     fits = name.isprintable() and len(parts) <= DEEPEST and all(0 < len(part.encode()) <= MAX_NAME for part in parts)
     return fits and not {".", ".."}.intersection(parts)

@@ -103,7 +103,6 @@ class RowFilter:
         return [match for row in batch for match in self._decide(columns, [row])]  # one of them is at fault
 
     def _evaluate(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> Iterator[Any]:
-        """Yield the condition's value for each row."""
         bound = self._bound.get(columns)
         if bound is None:
             bound = self._bind(columns)
@@ -115,7 +114,6 @@ class RowFilter:
         return chain.from_iterable(results)
 
     def _add_missing(self, name: str) -> None:
-        """Bind a column that the rows lack to NULL from now on."""
         if name in self._missing:
             raise DatasetError(f"--filter does not know {name!r}.", EXAMPLE)
         self._missing.add(name)

@@ -210,7 +210,6 @@ def _arrow_error(path: Path, error: Exception) -> DatasetError:
 
 
 def _readable_columns(path: Path, schema: Any) -> list[str]:
-    """Return the names of the columns that contain no bytes."""
     _check_columns(path, list(schema.names))
     if deep := next((field.name for field in schema if _depth(field.type) > MAX_DEPTH), ""):
         raise DatasetError(f"{str(path)!r}: the column {deep!r} nests more than {MAX_DEPTH} levels.", "Leave it out.")

@@ -208,7 +208,6 @@ def _stream_hub(config: DatasetConfig, name: str, part: str, streaming: bool) ->
 
 
 def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[SourceRow]:
-    """Yield the rows with each mapped column renamed to its field."""
     columns = [column for column in config.map.values() if column not in config.map]
     pairs, is_first = tuple(config.map.items()), True
     for row in rows:
@@ -235,7 +234,6 @@ def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[So
 
 
 def _known_keys(values: dict[str, Any], column: str) -> str:
-    """Return the hint for a key that a column lacks: the similar keys that it has."""
     head, _, key = column.rpartition(".")
     with suppress(KeyError):
         if head and isinstance(inner := nested_value(values, head), dict):

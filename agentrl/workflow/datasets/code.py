@@ -140,7 +140,6 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _code_before(prompt: str, function: str) -> str:
-    """Return the code of a HumanEval prompt above its function."""
     return prompt[: max(0, prompt.rfind(f"def {function}("))].strip()
 
 
@@ -161,7 +160,6 @@ def _examples(prompt: str, function: str) -> list[Case]:
 
 
 def _tested_function(test: str, reference: str) -> str:
-    """Return the name of the function that the test calls and the reference defines."""
     defined = {node.name for node in ast.walk(parse_source(reference)) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(parse_source(test)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined:

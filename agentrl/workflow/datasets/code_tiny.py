@@ -119,7 +119,6 @@ def _function(expression: str) -> str:
 
 
 def _expression(terms: Sequence[str], signs: Sequence[str]) -> str:
-    """Join the terms by these operators, and return the expression."""
     return terms[0] + "".join(f" {sign} {term}" for sign, term in zip(signs, terms[2::2], strict=True))
 
 

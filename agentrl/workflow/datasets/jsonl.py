@@ -249,7 +249,6 @@ def read_messages(name: str, value: object) -> tuple[Message, ...]:
 
 
 def _message(where: str, item: object, callers: dict[str, str]) -> Message:
-    """Parse a message."""
     if not isinstance(item, dict):
         raise ValueError(f"{where} must be an object, not {kind_of(item)}")
     role = "system" if item.get("role") == "developer" else item.get("role")

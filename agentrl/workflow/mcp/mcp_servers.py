@@ -139,7 +139,6 @@ class McpServer:
             ready.set_exception(failed)
 
     async def _has_died(self, client: "Client") -> bool:
-        """Return True if the process has ended or does not respond."""
         async with self._turn:
             if client is not self._client:
                 return True

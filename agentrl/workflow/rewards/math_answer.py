@@ -96,7 +96,6 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
 
 
 def _math_answer(reference: str, answer: str) -> ToolResult:
-    """Judge whether the answer equals the reference."""
     right, cpu_seconds = _judged(reference, answer)()
     if right is None:
         raise ToolFailure(f"the reference {reference!r:.80} holds no mathematics")
@@ -115,7 +114,6 @@ def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
 
 
 def _opened() -> Session:
-    """Return a sandbox session that defines the function `judge`."""
     place = sandbox()
     reads = () if place.kind == "docker" else installed()
     session = place.session(LOADING, reads)

@@ -140,7 +140,6 @@ def _normal(text: str) -> str:
 
 
 def _boxed(text: str) -> str:
-    """Return the content of the box at the beginning of the text."""
     depth = 0
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1

@@ -129,7 +129,6 @@ def _fork() -> int:
 
 
 def _wait_for(child: int) -> int:
-    """Wait for the child; return its exit code, negative for a signal."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     except ChildProcessError:  # a cell set SIGCHLD to be ignored

@@ -124,7 +124,6 @@ def _tag_iterator(value: Any, kind: type, depth: int) -> Any:
 
 
 def _loaded_type(module: str, name: str) -> Any:
-    """Return a type of a module. If the module is not loaded, return (), because then no value of that type exists."""
     return getattr(sys.modules.get(module), name, ())
 
 

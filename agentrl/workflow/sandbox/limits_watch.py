@@ -158,7 +158,6 @@ def drain(file: int) -> bool:
 
 
 def _runnable() -> int:
-    """Return the number of threads on this machine that run or wait for a core."""
     with suppress(OSError):
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return 1

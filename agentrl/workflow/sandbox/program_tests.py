@@ -249,7 +249,6 @@ class _Sources:
 
 
 def _plain_text(value: list[Any]) -> str | None:
-    """Return the `exact_json` text of a value; None if the value is not plain data."""
     try:
         text = exact_json.encode(value)
     except Exception:  # noqa: BLE001 - of an object of the tests

@@ -59,7 +59,6 @@ def _documents(path: Path, data: bytes) -> Iterator[tuple[str, Iterator[Span]]]:
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield each line that is not empty, with its number."""
     return ((number, line) for number, line in enumerate(io.BytesIO(data), 1) if line.strip())
 
 

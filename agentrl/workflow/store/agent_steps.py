@@ -127,7 +127,6 @@ def _placed(record: StepRecord, places: Sequence[_StepPosition]) -> Step:
 
 
 def _store_options(tx: Connection, request: StepRequest) -> int | None:
-    """Store the request's tools and template options, each distinct pair once; return the id of the pair's row."""
     if not request.tools and not request.template_options:
         return None
     # Keys keep their order, in which a template shows them.

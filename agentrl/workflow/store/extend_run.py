@@ -91,7 +91,6 @@ def _with_length(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dic
 
 
 def _plan_published_iterations(tx: Connection, row: Mapping[str, Any], total: int) -> None:
-    """Plan the new iterations whose sampling policy is already published."""
     planned = tx.execute(
         select(func.max(schema.iterations.c.number)).where(schema.iterations.c.run_id == row["id"])
     ).scalar_one()

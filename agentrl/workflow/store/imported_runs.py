@@ -71,7 +71,6 @@ def write_import(tx: Connection, submission: Submission, episodes: Sequence[Impo
 def _write_group(
     tx: Connection, fence: Fence, of_run: Mapping[str, int], siblings: Sequence[ImportedEpisode], run: str, policy: int
 ) -> list[int]:
-    """Insert the group's episodes with their steps and annotations; return the episodes' ids."""
     numbers: list[int] = []
     for sample, _ in enumerate(siblings):
         values = {**of_run, "group_id": fence.group, "sample": sample, "attempt": ATTEMPT}

@@ -137,7 +137,6 @@ def _pick_tasks(tx: Connection, run: Mapping[Any, Any], number: int) -> tuple[in
 
 
 def _load_all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], list[str], list[float | None]]:
-    """Return the ids, keys and difficulties of the run's tasks."""
     columns = (schema.tasks.c.id, schema.tasks.c.key, schema.run_tasks.c.difficulty)
     mine = select(*columns).join(schema.run_tasks).where(schema.run_tasks.c.run_id == run["id"])
     tasks = tx.execute(mine.order_by(schema.tasks.c.id)).all()

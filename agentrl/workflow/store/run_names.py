@@ -36,7 +36,6 @@ def is_run(tx: Any, name: str) -> bool:
 
 
 def _similar_name_hint(tx: Any, run: str) -> str:
-    """Return a hint that suggests a similar name among the newest 200 runs; empty if no name is similar."""
     names = (
         [row["name"] for row in select_rows(tx, "SELECT name FROM runs ORDER BY id DESC LIMIT 200")]
         if len(run) <= MAX_NAME_CHARS

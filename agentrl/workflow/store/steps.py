@@ -104,7 +104,6 @@ def _call_row(item: CallRecord, episode: int, step: int, number: int, held: Held
 
 
 def _step_counts(record: StepRecord) -> dict[str, Any]:
-    """Return the numbers that a sampled step adds to the counts of its episode."""
     return {
         "episode": record.episode,
         "prompted": len(record.step.prompt_ids),

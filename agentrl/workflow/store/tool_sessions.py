@@ -101,7 +101,6 @@ def load_cells_until(tx: Connection, key: SessionKey, call: int) -> list[Cell]:
 
 
 def _load_inherited_cells(tx: Connection, episode: int, tool: str) -> list[Cell]:
-    """Return the cells of the steps that a fork inherits from its parent."""
     parent = schema.episodes.alias()
     line = select(parent.c.id, parent.c.attempt, _EPISODES.inherited_steps).join(parent, parent.c.id == _EPISODES.parent_id)
     row = tx.execute(line.where(_EPISODES.id == episode)).one_or_none()

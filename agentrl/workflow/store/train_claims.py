@@ -144,7 +144,6 @@ def _load_group_rewards(tx: Connection, iteration: int) -> list[list[float]] | N
 
 
 def _plan_more_groups(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequence[float]]) -> MoreGroupsPlanned | None:
-    """Plan more groups to replace those without variance."""
     varied, planned = sum(map(varies, rewards)), len(rewards)
     more = groups_to_plan(varied, planned - row["more_groups"], planned, dynamic_sampling_of(row["config"]))
     if not more:

@@ -58,7 +58,6 @@ def _vacuum_sqlite(file: Path) -> VacuumResult:
 
 
 def _check_room(file: Path, connection: sqlite3.Connection) -> None:
-    """Check the free disk space."""
     pages, free, size = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )

@@ -66,7 +66,6 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 
 def _explain_wrong(text: str, at: int, read: int) -> Unreadable:
-    """Return the error for a call in which the text at index `at` is wrong."""
     if _BEGUN_CALL.match(text, at) or nothing_after(text, at):
         return Unreadable(UNFINISHED, len(text))
     return Unreadable(_HOW, skip_mark(text, read, END_CALL))
@@ -118,7 +117,6 @@ def _value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> Any:
 
 
 def _is_plain(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> bool:
-    """Return True if the text can be written between the tags without quotes."""
     return stands_alone(text) and "\0" not in text and _value(text, kinds, stands_alone) == text
 
 

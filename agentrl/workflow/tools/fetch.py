@@ -101,7 +101,6 @@ def _fetch_once(url: httpx2.URL, hosts: Sequence[str], end: float) -> str | http
 
 
 async def _request(url: httpx2.URL, address: str) -> tuple[httpx2.Response, bytes]:
-    """Send the request, and return the response and its body. The body of a redirect is empty."""
     headers = {"Host": url.netloc.decode("ascii"), "Accept": "text/*, application/json", "Accept-Encoding": "identity"}
     # The request goes to the address, so that a second lookup of the name cannot lead elsewhere; certificates name the host.
     where, name = url.copy_with(host=address), {"sni_hostname": url.host}

@@ -133,7 +133,6 @@ def _episode_refusals(config: RunConfig) -> Iterator[str]:
 
 
 def _is_sequence_level(options: AlgorithmConfig) -> bool:
-    """Return True if the loss has one ratio per row."""
     return find_gradient(options.name).surrogate_of(options).endswith(":clipped_sequence_mean")
 
 

@@ -46,7 +46,6 @@ def cut_value(value: Any, max_chars: int = SHOWN_CHARS) -> tuple[Any, int | None
 
 
 def _depth(text: str) -> int:
-    """Return approximately how deeply the JSON text is nested."""
     deepest = depth = 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")

@@ -164,7 +164,6 @@ def _curve_row(row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
 
 
 def _deviation(groups: Row) -> float | None:
-    """Return the standard deviation of the groups' mean rewards; None without groups."""
     if groups.get("distance") is None:
         return None
     return math.sqrt(max(0.0, groups["square"] - groups["distance"] * groups["distance"]))

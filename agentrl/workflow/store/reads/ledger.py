@@ -88,7 +88,6 @@ def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
 
 
 def _untrained_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
-    """Return the steps that no update trains on, with the reason."""
     unread = "SELECT count(*) AS n FROM steps WHERE episode_id = :id AND attempt = :attempt AND NOT delivered"
     if not select_rows(tx, unread, id=episode["id"], attempt=episode["attempt"])[0]["n"]:
         return []
@@ -97,7 +96,6 @@ def _untrained_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
-    """Return the steps that started a new chain, with the reason."""
     begun = """
         SELECT number AS step, chain, new_row AS reason FROM steps
         WHERE episode_id = :id AND attempt = :attempt AND new_row IS NOT NULL ORDER BY number"""
@@ -114,7 +112,6 @@ def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _count_fates(tx: Any, run: str, among: str = "", numbers: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
-    """Return the counts of `count_fates` for the iterations that a condition selects."""
     counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS of_{fate}" for fate in FATES)  # `tainted` is a flag
     ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run {among} GROUP BY iteration"
     by_iteration = {

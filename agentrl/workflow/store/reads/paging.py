@@ -158,7 +158,6 @@ def _find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
 
 
 def _after(column: str, way: str, place: Mapping[str, Any]) -> str:
-    """Return the SQL condition for the rows that follow the cursor's row."""
     beyond = "<" if way == "DESC" else ">"
     if column == "id":
         return f"id {beyond} :last"

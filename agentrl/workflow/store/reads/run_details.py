@@ -177,7 +177,6 @@ def _newest_steps(tx: Any, running: Sequence[RunRow]) -> Mapping[int, datetime]:
 
 
 def _waits(tx: Any, running: Sequence[RunRow]) -> dict[int, str]:
-    """Return the reason why each waiting run waits, by run id."""
     if not running:
         return {}
     ids, losses = among(run.id for run in running), ", ".join(f"'{kind}'" for kind in LOSS_EVENTS)

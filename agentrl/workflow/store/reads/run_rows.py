@@ -125,7 +125,6 @@ def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> t
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key of the config; None if the key or its section is missing."""
     section, _, leaf = key.rpartition(".")
     parent = config.get(section) if section else config
     return parent.get(leaf) if isinstance(parent, Mapping) else None

@@ -61,7 +61,6 @@ def list_views() -> list[dict[str, Any]]:
 
 @cache
 def _numbers(view: str) -> tuple[str, ...]:
-    """Return the names of the view's numeric columns, except ids and the iteration."""
     if view not in WINDOWS:
         return ()
     hints = VIEWS[view].types()

@@ -131,7 +131,6 @@ class _Rule:
     own: Mapping[str, float]
 
     def judge(self, reward: float, parts: Mapping[str, float]) -> bool:
-        """Return whether an episode with this reward and these parts is correct."""
         env_parts = parts.keys() - self.own.keys() if self.gives else ()
         verdict = is_right(parts, self.weights, self.correct, env_parts)
         return reward >= FULL_VALUE if verdict is None else verdict
@@ -179,7 +178,6 @@ def _describe(
 
 
 def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
-    """Return the best and the worst done episode of each group, with their rewards, by group id."""
     if not groups:
         return {}
     (first,) = select_rows(tx, "SELECT count(*) AS size FROM episodes WHERE group_id = :id", id=groups[0])
@@ -192,7 +190,6 @@ def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
 
 
 def _find_right(tx: Any, rule: _Rule, groups: Sequence[Row]) -> set[int]:
-    """Return the ids of the groups whose best episode is correct."""
     chosen = among(group["best"] for group in groups if group["best"] is not None)
     query = f"""
         SELECT w.episode_id, w.part, sum(w.value) AS value FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id
