@@ -18,13 +18,11 @@ FOLLOW_PREFIX = "Follow it: "
 
 
 def ask(place: StoreLocation, *arguments: str, environment: Mapping[str, str] | None = None, quiet: bool = False) -> Any:
-    """Run a command, and return the JSON that it prints. The command's remarks are printed to stderr.
+    """Run a command, and return the JSON that it prints. The command's remarks are printed to stderr. Raise AgentRLError if the
+    command failed. The error has the class that belongs to the exit code.
 
     Args:
         quiet: do not print the remarks.
-
-    Raises:
-        AgentRLError: the command failed. The error has the class that belongs to the exit code.
     """
     child = subprocess.Popen(
         [*COMMAND, *arguments],

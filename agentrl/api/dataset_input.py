@@ -22,7 +22,8 @@ EXAMPLE = 'Write {"question": "What is 2 + 3?", "answer": "5"}, or {"messages": 
 
 
 def name_of(dataset: Any, what: str, where: Settings) -> str | None:
-    """Return the config's name for a dataset. Rows are written to a file, and the file's path is the name.
+    """Return the config's name for a dataset. Rows are written to a file, and the file's path is the name. Raise DatasetError
+    if `dataset` has another type, it is empty, or a row cannot be written.
 
     Args:
         dataset: a name, a path, rows as mappings or Tasks, a Hugging Face dataset, or a DataFrame.
@@ -31,9 +32,6 @@ def name_of(dataset: Any, what: str, where: Settings) -> str | None:
 
     Returns:
         The name or path; None for a `Dataset` object.
-
-    Raises:
-        DatasetError: `dataset` has another type, it is empty, or a row cannot be written.
     """
     if isinstance(dataset, str | Path):
         return str(dataset)
@@ -109,11 +107,7 @@ def _dump(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value of numpy, pandas or a similar library to a JSON value.
-
-    Raises:
-        TypeError: JSON cannot express the value.
-    """
+    """Convert a value of numpy, pandas or a similar library to a JSON value. Raise TypeError if that is impossible."""
     for name in ("tolist", "item", "isoformat"):
         if callable(getattr(value, name, None)):
             return getattr(value, name)()

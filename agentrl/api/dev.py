@@ -73,11 +73,8 @@ class Trial:
     hooks: Sequence[Hook] = ()
 
     def run(self) -> list[Episode]:
-        """Run and print one episode per task. An agent's error ends only the episode in which it occurs.
-
-        Raises:
-            AgentRLError: the dataset or the model does not exist, there are more than `MAX_TASKS` tasks, or a reward raised an
-                exception.
+        """Run and print one episode per task. An agent's error ends only the episode in which it occurs. Raise AgentRLError if
+        the dataset or the model does not exist, there are more than `MAX_TASKS` tasks, or a reward raised an exception.
         """
         tasks = load_tasks(self.config.dataset).tasks
         if len(tasks) > MAX_TASKS:
@@ -166,16 +163,14 @@ class Trial:
 def try_agent(
     config: Mapping[str, Any], agent: Any, env: Any, rewards: Mapping[str, tuple[Any, float]], hooks: Sequence[Any]
 ) -> list[Episode]:
-    """Run a trial for `Trainer.dev`.
+    """Run a trial for `Trainer.dev`. Raise AgentRLError as in `Trial.run`; also if the agent is a program, or a path cannot be
+    imported.
 
     Args:
         config: config keys with their values.
         agent, env: an object or its import path.
         rewards: an object or its import path, and a weight, by name.
         hooks: objects, classes or import paths.
-
-    Raises:
-        AgentRLError: as in `Trial.run`; also if the agent is a program, or a path cannot be imported.
     """
     if isinstance(agent, str) and agent.startswith(PROGRAM):
         raise ConfigError("dev cannot run a program: it calls agents in this process.", "Submit it with one task.")

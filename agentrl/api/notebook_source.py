@@ -37,16 +37,14 @@ _objects_here: dict[str, Any] = {}
 
 
 def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
-    """Return the path from which workers can import the object. A text is returned unchanged.
+    """Return the path from which workers can import the object. A text is returned unchanged. Raise ConfigError if workers
+    could not import the object; the hint says what to do.
 
     Args:
         value: a function, a class, or an instance of a class.
         name: the name for the object in a new module, if the object has no name.
         where: the settings with the data folder.
         is_local: True if the workers read this machine's files.
-
-    Raises:
-        ConfigError: workers could not import the object; the hint says what to do.
     """
     if isinstance(value, str):
         return value
@@ -114,13 +112,11 @@ class SourceModule:
         return "\n\n".join(part for part in (*parts, *self._bodies.values()) if part) + "\n"
 
     def add(self, name: str, value: Any, user: str = "") -> None:
-        """Add the value to the module under a name.
+        """Add the value to the module under a name. Raise ConfigError if the value's source is not available, or only this
+        process has the value.
 
         Args:
             user: the function or class that uses the name, for the error message.
-
-        Raises:
-            ConfigError: the value's source is not available, or only this process has the value.
         """
         if name in self._names:
             return
@@ -139,10 +135,8 @@ class SourceModule:
             raise ConfigError(what, f"Create it inside {user!r}, or move both to a file; a script {guard}.")
 
     def add_instance(self, name: str, value: Any) -> None:
-        """Add an instance: its class, and its attributes, which must be constants.
-
-        Raises:
-            ConfigError: an attribute is not a constant.
+        """Add an instance: its class, and its attributes, which must be constants. Raise ConfigError if an attribute is not a
+        constant.
         """
         kind = type(value)
         self.add(kind.__name__, kind, name)

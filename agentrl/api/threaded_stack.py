@@ -44,13 +44,11 @@ _busy = threading.Lock()
 
 @contextmanager
 def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None]:
-    """Run the workers for this store in threads until the `with` block ends.
+    """Run the workers for this store in threads until the `with` block ends. Raise StateError if this process runs such workers
+    already, or workers of another process use this store.
 
     Args:
         variables: environment variables of the workers, added to those of the location.
-
-    Raises:
-        StateError: this process runs such workers already, or workers of another process use this store.
     """
     if not _busy.acquire(blocking=False):
         raise StateError(
@@ -68,10 +66,8 @@ def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None
 
 
 def submit_here(file: Path) -> str:
-    """Submit the run of a config file, and return the run's name. The worker threads find the run in the database.
-
-    Raises:
-        AgentRLError: as in `agentrl submit`.
+    """Submit the run of a config file, and return the run's name. The worker threads find the run in the database. Raise
+    AgentRLError as in `agentrl submit`.
     """
     config, _ = resolve(file, {}, (), os.environ)
     if config.source.given:
@@ -85,10 +81,8 @@ def submit_here(file: Path) -> str:
 
 
 def resume_here(name: str) -> None:
-    """Resume a run that is paused, failed or stranded.
-
-    Raises:
-        AgentRLError: the run cannot continue, or this process cannot load a part that its config names.
+    """Resume a run that is paused, failed or stranded. Raise AgentRLError if the run cannot continue, or this process cannot
+    load a part that its config names.
     """
     db = process.database()
     row = control_reads.load_run_to_serve(db, name)

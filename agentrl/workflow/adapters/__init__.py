@@ -87,11 +87,7 @@ class SpanMessage:
 def make_turn(
     span: Span, messages: Sequence[SpanMessage], reply: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
 ) -> Turn:
-    """Build a turn, and validate the token ids of the span.
-
-    Raises:
-        ValueError: the turn is invalid.
-    """
+    """Build a turn, and validate the token ids of the span. Raise ValueError if the turn is invalid."""
     history, answers = _answered(messages)
     if not history or len(history) > MAX_MESSAGES:
         raise ValueError(f"a turn has 1 to {MAX_MESSAGES} messages before it")
@@ -104,11 +100,7 @@ def make_turn(
 
 
 def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), thought: str = "", name: str = "") -> Message:
-    """Build a message.
-
-    Raises:
-        ValueError: the role is unknown.
-    """
+    """Build a message. Raise ValueError if the role is unknown."""
     chat_role = ROLES.get(role) if isinstance(role, str) else None
     if chat_role is None:
         raise ValueError(f"a message's role is one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
@@ -131,10 +123,8 @@ def make_schema(name: Any, description: Any, parameters: Any) -> Schema:
 
 
 def parsed(value: Any) -> Any:
-    """Parse a value that may be JSON text. A text that is not JSON, and any other value, is returned unchanged.
-
-    Raises:
-        ValueError: the value is nested too deep.
+    """Parse a value that may be JSON text. A text that is not JSON, and any other value, is returned unchanged. Raise
+    ValueError if the value is nested too deep.
     """
     if isinstance(value, str) and len(value) <= MAX_TEXT:
         with suppress(ValueError, RecursionError):

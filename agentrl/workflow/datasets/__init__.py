@@ -87,10 +87,8 @@ def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
 
 
 def split_mixture(name: str) -> dict[str, float | None]:
-    """Parse `A,B` or `A=0.7,B=0.3`, and return the weight of each dataset. A dataset without a weight has None.
-
-    Raises:
-        ConfigError: a weight is missing or not above 0, or a dataset is named twice.
+    """Parse `A,B` or `A=0.7,B=0.3`, and return the weight of each dataset. A dataset without a weight has None. Raise
+    ConfigError if a weight is missing or not above 0, or a dataset is named twice.
     """
     if "," not in name or Path(name).is_file():
         return {name: None}
@@ -220,11 +218,7 @@ def changed_files(hashes: Mapping[str, str], split: str) -> list[str]:
 
 def env_of(config: DatasetConfig) -> str:
     """Return the name of the dataset's env; empty if several datasets have different envs. The function reads at most the first
-    task.
-
-    Raises:
-        ConfigError: the dataset does not exist.
-        DatasetError: the dataset cannot be read.
+    task. Raise ConfigError if the dataset does not exist. Raise DatasetError if the dataset cannot be read.
     """
     envs = {_open(config.model_copy(update={"name": name})).env for name in split_mixture(config.name)}
     return envs.pop() if len(envs) == 1 else ""

@@ -179,10 +179,8 @@ def offered_tools(env: Env, config: RunConfig) -> dict[str, Tool]:
     """Return the tools that the model may call in a run, by the name that the model writes: the tools of the env and those of
     the run.
 
-    If the run has `python_session`, this tool replaces the env's `python`.
-
-    Raises:
-        ConfigError: a tool does not exist, two tools have the same name, or a name is invalid.
+    If the run has `python_session`, this tool replaces the env's `python`. Raise ConfigError if a tool does not exist, two
+    tools have the same name, or a name is invalid.
     """
     own = [_find_tool(name) for name in config.tools if not mcp_tool.is_server(name)]
     session_names = {tool.name for tool in own if keeps_session(tool)}
