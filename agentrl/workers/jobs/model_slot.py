@@ -1,9 +1,7 @@
-"""The model of a worker process. The process holds one base at a time, loads it at first use and keeps it between jobs; sampler
-and trainer share it.
+"""The model of a worker process: one base at a time, loaded at first use, kept between jobs, and shared by sampler and trainer.
 
-A job that needs another base waits until no job uses the loaded one. Jobs that arrive later wait behind this job, unless they
-need the same base as this job. So two runs take turns, and the base is not exchanged at each job. A folder whose files were
-replaced (`agentrl sft --force`) is another base.
+A job that needs another base waits until no job uses the loaded one. Jobs that arrive later wait behind it, unless they need
+the same base, so two runs take turns. A folder whose files were replaced (`agentrl sft --force`) is another base.
 """
 
 import threading

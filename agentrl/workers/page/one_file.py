@@ -1,8 +1,7 @@
-"""Builds the page as one HTML file that needs no requests. The file contains the modules, the styles and the recorded
-responses.
+"""Builds the page as one HTML file that needs no requests: modules, styles and recorded responses.
 
-Each module becomes a function that returns its exports, so the names of different modules cannot conflict. The content security
-policy of the file allows only the script and the style with the right hashes. So no code in a recorded text can run.
+Each module becomes a function that returns its exports. The file's content security policy allows only the script and the style
+with the right hashes, so no code in a recorded text can run.
 """
 
 import base64

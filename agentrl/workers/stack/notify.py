@@ -1,9 +1,7 @@
 """Notifications when a run ends and when it waits: a request to AGENTRL_NOTIFY_URL, a start of AGENTRL_NOTIFY_COMMAND, or both.
 
-Both are set only in the machine's settings; a run's config cannot set them. The control loop sends notifications, which it
-reads from the runs' events. It sends them in a thread, so a slow server delays nothing. The database records the last event
-that was sent. So each event is sent at least once, even if the control loop was stopped. After MAX_ATTEMPTS failures, an event
-is skipped.
+The control loop reads them from the runs' events, and sends them in a thread. The database records the last event that was
+sent, so each event is sent at least once. After MAX_ATTEMPTS failures, an event is skipped.
 """
 
 import json

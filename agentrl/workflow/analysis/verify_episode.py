@@ -1,14 +1,7 @@
 """The verification of an episode's record: the episode is repeated from its rows, and the results are compared with these rows.
 
-There are three checks, each with its own report:
-
-- `check_tools`: do the tools return the same results, and did the model read these results?
-- `check_rewards`: are the rewards the same?
-- `analysis.verify_tokens`, which needs a model: did the recorded weights and draws give these tokens?
-
-Parts that cannot or must not be repeated are taken from the record, and counted by reason.
-
-This module needs no torch. The reports of `analysis.verify_tokens` are defined here too, so they can be printed anywhere.
+`check_tools` verifies tools and messages, `check_rewards` rewards, and `analysis.verify_tokens` tokens, for which it needs a
+model. Parts that cannot or must not be repeated are taken from the record, and counted by reason. This module needs no torch.
 """
 
 from collections import Counter

@@ -1,10 +1,7 @@
 """Stop strings: texts that end a turn as soon as a sampled token completes one.
 
 A stop string may begin and end inside a token, and a character may be split over several tokens. So bytes are compared, not
-texts. Every id stands for some bytes (`Spelling`). The token with a string's last byte completes the string. The bytes of a
-character never begin inside another one, so the result is the same as that of a search in the decoded text.
-
-No state is stored between tokens: the result depends only on the turn's ids, however they were sampled.
+texts. Every id stands for some bytes (`Spelling`). The result depends only on the turn's ids, however they were sampled.
 
 The tokens of a stop string stay in the turn. The client that sent the string gets only the text before it (`cut_at_stop`,
 `StopCut`).

@@ -1,15 +1,14 @@
 """Checkpoints at a URL: their files, read and written with retries, and the copies of them on each host.
 
-All file systems of fsspec are supported. `file://` is a folder that is mounted on every host. Object stores cannot rename, so
-each key is written once and never changed. The manifest is written last: a checkpoint with a manifest is complete.
+Object stores cannot rename, so each key is written once and never changed. The manifest is written last: a checkpoint with a
+manifest is complete.
 
 A copy is in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches it while the others wait. It is verified against the
 manifest and the policy's row before it gets its name, and again when a process first uses it. The `KEEP` most recently used
 copies of a run stay on the host.
 
-Credentials come from the environment, as the store's own tools read them. Every function here raises ConfigError if the store
-refuses this host. It raises ServiceError if the store did not respond for RETRY_SECONDS, or if this host's disk is full.
-Neither error means that the files are broken.
+Every function raises ConfigError if the store refuses this host, and ServiceError if the store did not respond for
+RETRY_SECONDS or this host's disk is full. Neither error means that the files are broken.
 """
 
 import errno

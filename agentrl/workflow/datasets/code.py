@@ -3,17 +3,12 @@
 HumanEval (Chen et al. 2021, arXiv:2107.03374): `task_id, prompt, entry_point, canonical_solution, test`. MBPP (Austin et al.
 2021, arXiv:2108.07732): `task_id`, `text` or `prompt`, `code`, `test_list`, and `test_setup_code`, `challenge_test_list`.
 
-A row is refused, with an error that names it, unless all of its tests can be judged. Tests over constants (`assert f(1, 2) == 3
-* 19`) are parsed here and never run: their arguments go into the sandbox, and the returned values are compared in another
-process. If one test of a row is more complex (a loop, a helper, the value of another call), the row's tests run as a program,
-in a process without model-written code. Each call of the function is relayed to the sandbox of the answer
-(`sandbox.program_tests`).
+Tests over constants (`assert f(1, 2) == 3 * 19`) are parsed here and never run. If one test of a row is more complex, all tests
+of the row run as a program, in a process without model-written code (`sandbox.program_tests`). A row whose tests cannot all be
+judged is refused.
 
 A task's key is its row's `task_id`: `HumanEval/0` unchanged, `mbpp/11` for a number in mbpp.jsonl, and `mbpp/line-11` for a row
-without `task_id`.
-
-The model sees the prompt of HumanEval unchanged, with the examples in its docstring, or the first test of MBPP. The other tests
-are hidden.
+without `task_id`. The model sees HumanEval's prompt, or MBPP's first test. The other tests are hidden.
 """
 
 import ast

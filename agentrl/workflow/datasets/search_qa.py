@@ -1,8 +1,7 @@
-"""search_qa: questions whose answers are only in a collection of texts about an invented country.
+"""search_qa: questions whose answers are only in a collection of generated texts about an invented country.
 
-There are 36 villages and their founders, with one text each (`texts`), and 72 questions. Half of the questions need two texts
-(a village's founder, then a fact about that person). Every fifth question is held out. `metadata["hops"]` is 1 or 2. Everything
-is generated and always the same.
+There are 36 villages and founders, with one text each (`texts`), and 72 questions, half of which need two texts
+(`metadata["hops"]` is 1 or 2). Every fifth question is held out.
 """
 
 import random

@@ -1,13 +1,8 @@
 """Demonstrations to train on: conversations, or questions with answers. `agentrl sft --dataset FILE.jsonl`
 
-The rows come from any file, folder or hub dataset that `dataset_rows` reads. A row has one of two forms:
-
-- a conversation: `messages`, a list in the format of chat APIs (`role`, `content`, an assistant's `tool_calls`, a tool's
-  `name`, `reasoning_content`), and `tools`, if tools were offered
-- a question with an answer: `question` or `prompt`, and `answer`, `response` or `completion`. Each is a text or a list of
-  messages. In a row with a preference pair, the answer is `chosen`.
-
-All turns of the assistant are learned. Other columns are ignored.
+A row is either a conversation (`messages` as in chat APIs, and `tools` if tools were offered), or a question (`question` or
+`prompt`) with an answer (`answer`, `response`, `completion`, or `chosen`). All turns of the assistant are learned. Other
+columns are ignored.
 """
 
 import json

@@ -1,21 +1,18 @@
 """The conversion of episodes to tensors. Each chain of an episode is one training row.
 
-An episode usually is one chain. It has several if its template could not be continued, or if an agent began another
-conversation (`workflow.token_chains`). The row of a later chain begins with the tokens that it shares with another chain. These
-tokens train only in that other row. Every row has the advantage of its episode. Rows are padded on the right and grouped by
-length, or by a common beginning.
+The row of a later chain begins with the tokens that it shares with another chain; these train only in that other row. Every row
+has the advantage of its episode. Rows are padded on the right and grouped by length, or by a common beginning.
 
 All tensors have the positions of `input_ids`. A logprob of token t is predicted from the tokens before t. So a logprob tensor
 of shape (B, T - 1) belongs to columns `[:, 1:]` of the other tensors.
 
-The rows of a group begin with the same prompt. If that saves work, a microbatch contains the prompt once. Then each line begins
-with the last token before the first trained one.
+If that saves work, a microbatch contains a group's prompt once. Then each line begins with the last token before the first
+trained one.
 
 Values of trained tokens are stored flat, (tokens,), row after row (`TokenLayout`). There are two views of them:
 
 - by episode, (N, T), for advantages: the trained tokens of each episode, one after another
-- on the lines of a microbatch, (B, T - 1), for the model: between other tokens, such as prompts, tool results and the tokens
-  of a fork's parent
+- on the lines of a microbatch, (B, T - 1), for the model: between other tokens
 
 Each view has a mask: `pad(values, mask)` lays flat values out, and `padded[mask]` is flat again.
 """

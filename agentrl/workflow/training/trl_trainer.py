@@ -1,19 +1,15 @@
 """TRL as a second trainer (`--trainer trl`): TRL's own `GRPOTrainer` makes the update; episodes and checkpoints stay agentrl's.
 
-TRL receives the samples through its `rollout_func`: the exact prompt and completion ids, the sampler's logprobs, and the
-rewards. `env_mask` marks the tokens that the policy sampled, so text of tools never trains. Advantages, loss, gradient and step
-are TRL's. For one update, TRL gets the policy's weights and agentrl's optimizer. So saving, resuming and fencing work as with
-agentrl's trainer, and the two trainers can be compared on the same run. Both have the same gradient in TRL's convention
-(`tests/training/test_trl.py`).
+TRL receives the samples through its `rollout_func`: exact ids, the sampler's logprobs, and rewards. `env_mask` marks the tokens
+that the policy sampled. TRL gets the policy's weights and agentrl's optimizer, so saving, resuming and fencing work as with
+agentrl's trainer. Both have the same gradient in TRL's convention (`tests/training/test_trl.py`).
 
 TRL differs in these points:
 
-- A group trains completely or not at all.
-- An episode of several rows does not train.
+- A group trains completely or not at all, and an episode of several rows does not train.
 - The model reads all rows, also those without an advantage.
 - The entropy bonus is a mean over the tokens of each microbatch.
-- A value that is not finite is detected only after TRL's step. Such an update is bad, and its caller loads the last
-  checkpoint.
+- A value that is not finite is detected only after TRL's step. The caller then loads the last checkpoint.
 """
 
 import hashlib
