@@ -50,9 +50,7 @@ Action = Generate | CallTools | Finish
 
 
 def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
-    """Return the next action of the episode: sample a turn, run tool calls, or finish. Raise TypeError if the env returned
-    something other than messages with text. Exceptions of the env's code are not caught.
-    """
+    """Return the episode's next action. Raise TypeError if the env returned something other than messages with text."""
     if not episode.steps:
         return _generate(env.reset(episode.task))
     step = episode.steps[-1]

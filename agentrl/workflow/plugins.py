@@ -179,9 +179,7 @@ def _user_position() -> int:
 
 
 def _path_hint(module: str = "") -> str:
-    """Return the hint that lists where a user's module was searched. The working directory of a worker may differ from the
-    command's.
-    """
+    """Return the hint that lists where a user's module was searched: a worker's folder may differ from the command's."""
     here = Path.cwd()
     near = get_close_matches(module, (file.stem for file in islice(here.glob("*.py"), MAX_FILES)), 1) if module else []
     meant = f"Did you mean '{near[0]}'? " if near else ""

@@ -150,9 +150,7 @@ def _loading_key(config: RunConfig, base: str) -> str:
 
 
 def _folder_stamp(folder: Path) -> str:
-    """Return a text that changes when the folder's files are replaced. It is made of names, sizes and times, because hashing
-    gigabytes for every job would be too slow.
-    """
+    """Return the names, sizes and times of the folder's files as text: hashing gigabytes per job would be too slow."""
     files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt", ".py"))
     try:
         return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])

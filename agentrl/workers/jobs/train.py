@@ -283,9 +283,7 @@ def _mean_reward(work: IterationWork) -> float:
 
 
 def _checkpoint_path(work: IterationWork, mark: str = "t") -> str:
-    """Return the path of the update's checkpoint. `mark` is `t` for an update, and `r` for a rebuilt checkpoint, whose token is
-    that of a later iteration.
-    """
+    """Return the checkpoint's path. `mark` is `t`, or `r` for a rebuilt one, whose token is a later iteration's."""
     return f"{work.output_dir.rstrip('/')}/v{work.iteration:05d}.{mark}{work.token}.{work.key}"
 
 

@@ -107,9 +107,7 @@ def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_one_iteration(config: RunConfig) -> RunConfig:
-    """Return the config with `tasks_per_iteration` set so that one iteration has all tasks. Raise ConfigError if there are more
-    than MAX_TASKS tasks. Raise DatasetError if the tasks cannot be read.
-    """
+    """Return the config with one iteration for all tasks. Raise ConfigError if there are more than MAX_TASKS."""
     tasks = len(load_tasks(config.dataset).tasks)
     if tasks > MAX_TASKS:
         hint = f"Use at most {MAX_TASKS}: pass -n to `agentrl eval`, or set eval.tasks of a run."

@@ -234,9 +234,7 @@ Checks = Callable[[Requirements], Iterator[Callable[[], object]]]
 
 
 def list_lacks(needs: Requirements, roles: Iterable[str], agent: ReadAgent = import_agent) -> list[str]:
-    """Return a sentence for each thing that this process lacks to serve the run. `roles` are the roles of this process. `agent`
-    is the function that imports the run's agent and returns the source of its module.
-    """
+    """Return a sentence for each thing that this process lacks to serve the run. `agent` imports the run's agent."""
     if needs.version != __version__:
         return [f"is agentrl {__version__}, not {needs.version}"]
     checks: dict[str, Checks] = {**_CHECKS_BY_ROLE, AGENTS: partial(_agents_checks, agent)}

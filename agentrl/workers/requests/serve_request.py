@@ -44,9 +44,7 @@ class Serving:
 
 
 def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]) -> RunConfig:
-    """Return the config of a run that serves a policy: the model and sampling options of the policy's run, without env, rewards
-    and hooks. `rollout` replaces sampling options.
-    """
+    """Return the config of a served policy: its run's model and sampling options, replaced by `rollout`; no rewards."""
     default = RunConfig().flat()
     left_out = ("env", "rewards", "hooks", "output_dir", *LOOP_KEYS, *(key for key in default if key.startswith("dataset.")))
     values = {**sampling_values(config), **SINGLE_PASS, **{key: default[key] for key in left_out}, "name": name}
@@ -57,9 +55,7 @@ def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]
 
 
 def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str, keep_days: float | None) -> Submission:
-    """Return the submission of the run that serves the policy. `of` is the name of the policy's run; empty for a plain model.
-    `keep_days` is the number of days for which episodes are kept; None for ever.
-    """
+    """Return the submission of a served policy. `of` is its run's name or empty. Episodes are kept for `keep_days`."""
     retention = {} if keep_days is None else {KEEP_DAYS: keep_days}
     return recorded_submission(db, "serve", config, policy, {"of": of} | retention)
 

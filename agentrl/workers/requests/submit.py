@@ -493,9 +493,7 @@ def _with_served_tools(config: RunConfig) -> RunConfig:
 
 
 def check_place(place: str) -> None:
-    """Check that this process can write checkpoints to the folder or URL. Raise ConfigError if the folder or URL is not
-    writable. Raise ServiceError if the object store at the URL does not respond.
-    """
+    """Raise ConfigError if the folder or URL cannot take checkpoints, ServiceError if the store does not respond."""
     folder = checkpoints.check_place(place)
     if folder is not None:
         _check_writable(folder)

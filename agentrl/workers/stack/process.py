@@ -104,9 +104,7 @@ def _report_cpu(run: int) -> None:
 
 
 def write_when_possible(write: Callable[[], object]) -> None:
-    """Repeat a write until the database accepts it or the process is asked to stop. Without the repetition, a claim would not
-    be released, and its holder would be counted as a lost worker.
-    """
+    """Repeat a write until the database accepts it, or the process stops. Otherwise a claim would count as lost."""
     while True:
         try:
             write()

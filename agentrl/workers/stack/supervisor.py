@@ -251,9 +251,7 @@ def _some_run_has_agent() -> bool:
 
 
 def main(stay: bool, separate: bool = False) -> None:
-    """Run the supervisor process. Return at once if another supervisor is running. `stay` says whether to stop only on request.
-    `separate` says whether rollout and train run in separate processes.
-    """
+    """Run the supervisor unless another one is running. `stay` and `separate` are the options of `agentrl up`."""
     where = settings()
     where.stack_dir.mkdir(parents=True, exist_ok=True)
     set_up_logging()

@@ -123,9 +123,7 @@ def make_schema(name: Any, description: Any, parameters: Any) -> Schema:
 
 
 def parsed(value: Any) -> Any:
-    """Parse a value that may be JSON text. A text that is not JSON, and any other value, is returned unchanged. Raise
-    ValueError if the value is nested too deep.
-    """
+    """Parse a value that is JSON text, and return any other unchanged. Raise ValueError if it is nested too deep."""
     if isinstance(value, str) and len(value) <= MAX_TEXT:
         with suppress(ValueError, RecursionError):
             value = _with_whole_characters(json.loads(value), MAX_DEPTH + 1) if "\\u" in value else json.loads(value)

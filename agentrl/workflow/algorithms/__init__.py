@@ -104,9 +104,7 @@ def searches(algorithm: Any) -> bool:
 
 
 def search_function(algorithm: Any) -> Callable[..., Any]:
-    """Return the function of a search. Raise ConfigError if the search's package is not installed, or its class cannot be
-    instantiated without arguments.
-    """
+    """Return a search's function. Raise ConfigError if its package is missing, or its class cannot be instantiated."""
     if not isinstance(algorithm, Search):
         try:
             own: Callable[..., Any] = (algorithm() if isinstance(algorithm, type) else algorithm).run

@@ -317,9 +317,7 @@ class TokensReport:
 
 
 def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -> dict[int, str]:
-    """Return a sentence for each step whose weights can no longer be read, by the step's index. `policies` and `collected` have
-    the policy of each step and the time at which its files were removed.
-    """
+    """Return, by step, why its weights can no longer be read: removed at the time in `collected`, or lost."""
     reasons = {}
     for step, ref in policies.items():
         if step in collected:

@@ -53,9 +53,7 @@ class Spelling:
 
 
 class Stops:
-    """A matcher of some stop strings for one tokenizer. `Chat.stops` makes and caches it. `spelling` is the bytes of the
-    tokenizer's ids. `strings` are the stop strings, none of them empty.
-    """
+    """A cached matcher of non-empty stop `strings` for one tokenizer, whose ids have the bytes `spelling`."""
 
     def __init__(self, spelling: Spelling, strings: Sequence[str]) -> None:
         self._spelling = spelling

@@ -146,9 +146,7 @@ def _renders(render: Render, manner: Manner) -> bool:
 
 
 def find_trouble(render: Render, manner: Manner, system: bool, tools: bool, later_system: bool = False) -> str:
-    """Return why the template cannot be used for training, as the end of a sentence; empty if it can. The flags say whether
-    conversations have a system message, tool calls, and later system messages.
-    """
+    """Return why training with the template is impossible, as the end of a sentence; empty if it is possible."""
     try:
         parts = _dropped_parts(render, manner, system, tools, later_system)
         return f"drops {parts}" if parts else _rewrites(render, manner) if tools else ""

@@ -128,9 +128,7 @@ def forget_copy(url: str, part: Part) -> None:
 
 
 def verify(url: str, sha256: str, part: Part) -> None:
-    """Verify every byte of a part in the store itself: a correct copy on this host does not help other hosts. Raise
-    BrokenCheckpoint if a file is missing, truncated or changed; the message names the first one.
-    """
+    """Verify a part in the store itself, not in this host's copy. Raise BrokenCheckpoint with the first wrong file."""
     with tempfile.TemporaryDirectory() as scratch:
         _fetch(url, Path(scratch) / "checkpoint", sha256, part)
 

@@ -157,9 +157,7 @@ def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> 
 
 
 def verify_part(folder: Path, sha256: str, part: Part) -> None:
-    """Verify every byte of a part of a published checkpoint, and that its weights have the given sha256. Raise BrokenCheckpoint
-    if a file is missing, truncated or changed; the message names the first one.
-    """
+    """Verify a published part: every byte, and its weights' sha256. Raise BrokenCheckpoint with the first wrong file."""
     weights = weights_of(folder)
     if not weights.is_file():
         raise broken_error(folder, "its weights are missing")

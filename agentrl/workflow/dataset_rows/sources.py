@@ -57,9 +57,7 @@ def expand_home(name: str) -> Path:
 
 
 def source_files(name: str, split: str) -> list[Path]:
-    """Return the files of the split, in order; empty for a hub dataset or a plug-in. Raise DatasetError if the folder or the
-    split does not exist, or the split exists in two formats.
-    """
+    """Return the split's files in order; empty without files. Raise DatasetError if it is missing, or in two formats."""
     kind, path = kind_of_source(name), expand_home(name)
     if kind == "file":
         if split != "train":

@@ -199,9 +199,7 @@ class Backend:
 
 
 def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:
-    """Start the engine for this policy. Raise ConfigError if a required setting is missing. Raise ModelError if the engine
-    cannot run this model.
-    """
+    """Start the engine. Raise ConfigError if a setting is missing, ModelError if it cannot run this model."""
     engine: Engine = find("engine", backend.start)(policy, settings)
     return engine
 
@@ -239,9 +237,7 @@ def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = Fal
 
 
 def check_options(backend: Backend, rollout: RolloutConfig) -> None:
-    """Check that the engine supports the sampling options. Raise ConfigError if an option is not supported; the message names
-    it.
-    """
+    """Raise ConfigError, naming the option, if the engine does not support a sampling option."""
     for name in ("temperature", "top_k", "top_p", "min_p", "stop"):
         if name not in backend.options and getattr(rollout, name) != RolloutConfig.model_fields[name].default:
             message = f"The engine {backend.name!r} does not know rollout.{name}."

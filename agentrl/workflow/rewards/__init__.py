@@ -101,9 +101,7 @@ def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
 
 
 def check_rewards(weights: Mapping[str, float]) -> None:
-    """Check that each reward can be called with only an episode. This check runs before the first episode is sampled. Raise
-    ConfigError if a reward cannot be called in this way.
-    """
+    """Raise ConfigError if a reward cannot be called with only an episode."""
     for name in weights:
         if problem := _uncallable(find("rewards", name)):
             raise ConfigError(f"The reward {name!r} {problem}.", "Write it as def reward(episode): return 1.0")
@@ -290,9 +288,7 @@ def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str,
 
 
 def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping[str, float]) -> Episode:
-    """Return the episode with its reward, the parts of the reward, and the rewards of its steps. Raise RewardError if the sum
-    exceeds `MAX_REWARD`.
-    """
+    """Return the episode with its reward, parts and steps' rewards. Raise RewardError if the sum exceeds `MAX_REWARD`."""
     by_step = {name: part for name, part in parts.items() if isinstance(part, tuple)}
     steps = tuple(
         replace(step, reward=sum(part[index] * weights.get(name, 1.0) for name, part in by_step.items()))
@@ -303,9 +299,7 @@ def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping
 
 
 def total_reward(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float:
-    """Return the weighted sum of the parts. A part without a weight, which comes from a hook or an env, has weight 1. Raise
-    RewardError if the sum exceeds `MAX_REWARD`.
-    """
+    """Return the weighted sum of the parts (weight 1 by default). Raise RewardError if it exceeds `MAX_REWARD`."""
     reward = sum(part_sum(part) * weights.get(name, 1.0) for name, part in parts.items())
     if not _is_usable(reward):
         raise RewardError(f"the weighted sum of the reward parts is {reward}{_why_unusable(reward)}")

@@ -239,9 +239,7 @@ class KeptProcess:
 
 
 def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
-    """Return a launcher of Landlock sandboxes. The interpreter needs `folders` in addition to /usr. `uids` are the user ids for
-    sandboxes, if this process is root.
-    """
+    """Return a launcher of Landlock sandboxes. Programs may read `folders` too. Root uses the user ids `uids`."""
 
     def start_one(limits: Limits, inside: Inside) -> KeptProcess:
         return start(python, folders, uids, limits, inside)

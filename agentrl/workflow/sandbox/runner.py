@@ -14,9 +14,7 @@ FILE, CELL = "<code>", "<cell "
 
 
 def limit(address_bytes: int, processes: int) -> None:
-    """Lower the limits of this process and its children permanently. `address_bytes` is the address space of each process, in
-    bytes. `processes` is the number of processes and threads of this user.
-    """
+    """Lower the limits of this process permanently: address space in bytes, and the user's processes and threads."""
     for name, value in (("AS", address_bytes), ("NPROC", processes), ("NOFILE", 256), ("FSIZE", 1 << 26), ("CORE", 0)):
         which = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(which)[1]

@@ -91,9 +91,7 @@ class Rollouts:
     def __call__(
         self, candidate: Candidate, tasks: Sequence[Task], note: str = "", parent: Candidate | None = None
     ) -> list[Group]:
-        """Return one group of episodes per task, sampled with the candidate's texts. `note` is a description of the candidate's
-        origin. `parent` is the candidate from which this candidate was made.
-        """
+        """Return a group per task, sampled with the candidate's texts. `note` and `parent` say how it came about."""
         return self.each([candidate], tasks, [note], [parent])[0]
 
     def each(

@@ -66,9 +66,7 @@ class QueryProcess:
         return self._process.poll() is None
 
     def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Table:
-        """Send a query to the process and return its result. The exceptions are those of `read`. `request` is the arguments of
-        the query. `seconds` is the time limit, in seconds; None: `WALL_SECONDS`.
-        """
+        """Send a query to the process and return its result. Raise as `read` does. The default is `WALL_SECONDS`."""
         timer = threading.Timer(WALL_SECONDS if seconds is None else seconds, self._process.kill)
         timer.start()
         try:

@@ -23,9 +23,7 @@ class Epoch:
 
 
 def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
-    """Return the policy version at the end of an epoch. `run` is the run's row. `epoch` is the epoch's number, counted from 1.
-    Raise NotFoundError if the epoch has not ended, or the run has no such epoch.
-    """
+    """Return the version at the end of an epoch (from 1). Raise NotFoundError if the epoch has not ended."""
     versions = _epoch_end_versions(tx, run, min(epoch, MAX_ITERATIONS) - 1)
     newest = select_rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=run["id"])
     if not versions or versions[epoch] > newest[0]["version"]:

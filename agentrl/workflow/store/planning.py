@@ -396,9 +396,7 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 
 
 def check_resumable(row: Mapping[str, Any]) -> None:
-    """Check that the run can be resumed. `row` is the run's row. Raise StateError if the run is done or cancelled, has another
-    format, or is of the kind `serve`.
-    """
+    """Raise StateError if the run is done or cancelled, has another format, or is of the kind `serve`."""
     if row["kind"] == "serve":
         raise StateError(f"Run {row['name']!r} was served by a process, and only that process could continue it.", _SERVE_HINT)
     if row["status"] not in RESUMABLE:
@@ -466,9 +464,7 @@ def _load_own_evals(tx: Connection, run_id: int, statuses: Sequence[str]) -> Seq
 
 
 def newest_version(run_id: Any) -> ScalarSelect[int]:
-    """Return the SQL for the run's newest published version. If the version is k, the update of the iteration with number k
-    (counted from 0) starts from it.
-    """
+    """Return the SQL for the run's newest version k, from which the update of iteration k (from 0) starts."""
     return select(func.max(schema.policies.c.version)).where(schema.policies.c.run_id == run_id).scalar_subquery()
 
 

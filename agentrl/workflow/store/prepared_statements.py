@@ -46,9 +46,7 @@ class _CompiledStatement:
 
 @dataclass(frozen=True)
 class PreparedStatement:
-    """A statement that is compiled once. Each call must pass values for the same names, which are the bind parameters and the
-    columns that the statement sets.
-    """
+    """A statement that is compiled once. Each call passes values for the same bind parameters and columns."""
 
     statement: Select[Any] | Insert | Update
     _compiled: dict[str, _CompiledStatement] = field(default_factory=dict)

@@ -42,9 +42,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class HeldEpisodes:
-    """The episodes of a claimed group. `attempts` and `steps` have each episode's attempt number and number of steps, by
-    episode id. `run` is the run's name.
-    """
+    """The episodes of a claimed group: their attempt numbers and numbers of steps, by id, and the run's name."""
 
     run: str
     attempts: Mapping[int, int]

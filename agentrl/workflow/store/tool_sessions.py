@@ -84,9 +84,7 @@ def leave(tx: Connection, owner: str) -> None:
 
 @transaction
 def taint(tx: Connection, key: SessionKey, what: str) -> None:
-    """Mark the episode as tainted because a repeated cell gave another result. No update trains on a tainted episode. `what` is
-    a text that describes the difference, for the session's row.
-    """
+    """Mark the episode as tainted: a repeated cell gave another result, `what`. It never trains."""
     tx.execute(update(schema.tool_sessions).where(_matches(key)).values(differs=what))
     same = (_EPISODES.id == key.episode) & (_EPISODES.attempt == key.attempt)
     tx.execute(update(schema.episodes).where(same).values(tainted=True))

@@ -188,9 +188,7 @@ def make_learner(policy: Policy) -> Learner:
 
 
 def load_learner(start: Start, device: str, threads: int) -> Learner:
-    """Load the model that learns from stored episodes. Raise ModelError if the model cannot be loaded, or is not the run's.
-    Raise CheckpointError if the policy's weights differ from the recorded ones.
-    """
+    """Load the model that learns. Raise ModelError if that fails, CheckpointError if its weights differ."""
     return make_learner(open_with_weights(start.policy, start.model, start.manifest, device, threads))
 
 

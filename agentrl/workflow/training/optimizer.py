@@ -50,9 +50,7 @@ def make_optimizer(
 
 
 def check_optimizer(name: str, device: str) -> None:
-    """Refuse an optimizer that does not work on this machine, after one step with it on a small tensor. Raise ConfigError if
-    the optimizer does not work here; the message has the reason.
-    """
+    """Raise ConfigError, with the reason, if the optimizer fails on a small tensor on this machine."""
     if name == "adamw":
         return
     try:

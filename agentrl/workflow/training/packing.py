@@ -27,9 +27,7 @@ class PackedLines:
     rows: int
 
     def sums(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the scored tokens of each row, (rows,). `values` is (B, T - 1), a value for each
-        token except the first of each line.
-        """
+        """Return the sum of `values` (B, T - 1), one per token but each line's first, over each row's scored tokens."""
         score_mask = self.score_mask[:, 1:]
         return values.new_zeros(self.rows).index_add(0, self.owner[:, 1:][score_mask], values[score_mask])
 

@@ -58,9 +58,7 @@ class RowScorer:
     def score(
         self, model: nn.Module, rows: Sequence[Row], critic: nn.Linear | None, trains: bool = False
     ) -> tuple[Microbatch, Scores]:
-        """Lay out the rows as a microbatch and score it. Return both. `trains` says whether the scores need all gradients that
-        the loss needs.
-        """
+        """Lay out the rows as a microbatch, score it, and return both. `trains`: keep the gradients that the loss needs."""
         batch = collate(rows, self._policy.device, self._share)
         self.cost.add(rows, batch.prefixes is not None, torch.is_grad_enabled())
         return batch, token_scores(

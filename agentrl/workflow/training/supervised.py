@@ -262,9 +262,7 @@ def texts_of(samples: Iterable[Demonstration | None]) -> list[str]:
 
 
 def segments_of(chat: Chat, demonstration: Demonstration) -> Segments:
-    """Return the token ids of the demonstration, in the layout that an episode would have. Raise DatasetError if the chat
-    template cannot continue its turns.
-    """
+    """Return the demonstration's ids, laid out like an episode's. Raise DatasetError if the template cannot continue it."""
     segments: Segments = []
     pending: list[Message] = []
     for message in demonstration.messages:

@@ -326,9 +326,7 @@ class TokenLayout:
 
 
 def _check(episode: Episode) -> None:
-    """Refuse an episode whose tokens cannot get advantages. Raise RewardError if the reward of the episode or of a step is
-    missing or not a finite number. Raise StateError if the episode has no step.
-    """
+    """Raise RewardError if a reward of the episode is missing or not finite, StateError if it has no step."""
     if not episode.steps:
         raise StateError(f"Episode {episode.id} is done and has no step.")
     rewards = [episode.reward, *(step.reward for step in episode.steps)]

@@ -59,9 +59,7 @@ def require_trl() -> None:
 
 
 def check_trl(config: RunConfig) -> None:
-    """Refuse options that TRL's trainer does not support. `config` is the config of a training run. Raise ConfigError if an
-    option is not supported; the message has the option and the reason.
-    """
+    """Raise ConfigError, with the reason, if TRL's trainer does not support an option of the config."""
     refusal = next(_refusals(config), None)
     if refusal is not None:
         raise ConfigError(f"The trainer trl cannot do this: {refusal}.", "Leave that out, or take --trainer agentrl.")

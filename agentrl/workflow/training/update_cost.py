@@ -22,9 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class UpdateCost:
-    """A meter of an update's cost. Call `begin`, then `add` for every input of the model, then `metrics`. `module` is the
-    trained model. `device` is the module's device.
-    """
+    """A meter of an update's cost. Call `begin`, then `add` for every input of the model, then `metrics`."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device

@@ -32,9 +32,7 @@ class EpisodeTokens:
     """The tokens of an episode, which are read range by range. The chains of the episode follow one another."""
 
     def __init__(self, tx: Any, episode: int) -> None:
-        """Load the structure of the episode: its chains and the lengths of its steps. `tx` is an open read transaction.
-        `episode` is the id of the episode. Raise NotFoundError if the episode does not exist.
-        """
+        """Load the episode's chains and steps in the transaction. Raise NotFoundError if there is no such episode."""
         self.shape: EpisodeShape = load_shape(tx, episode)
         self.run = load_run_of(tx, self.shape.run_id)
         self._tx = tx

@@ -59,9 +59,7 @@ LEAST_CHARS = 200
 
 
 class ShownTexts:
-    """A writer of texts into a response. For each shortened text, `cut` has the full length in characters and `of` the path of
-    the full text, by the text's key.
-    """
+    """A writer of texts into a response. `cut` has the full length of a shortened text, `of` the path of all of it."""
 
     def __init__(self, max_chars: int = SHOWN_CHARS, max_total_chars: int = ANSWER_CHARS) -> None:
         """Set the limits: the most characters of one text, and of all texts together."""

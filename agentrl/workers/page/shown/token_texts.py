@@ -84,9 +84,7 @@ def join_pieces(pieces: Sequence[bytes]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class FoundTexts:
-    """The texts of the tokens of a base model. If there are none, `texts` is None and `why_none` is the reason. `sure` is False
-    if the tokenizer may be that of another model of the same name.
-    """
+    """The texts of a base's tokens, or `why_none`. `sure` is False if the tokenizer may be another model's."""
 
     texts: TokenTexts | None
     why_none: str = ""
