@@ -96,6 +96,7 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
 
 
 def _math_answer(reference: str, answer: str) -> ToolResult:
+    """Judge whether the answer equals the reference."""
     right, cpu_seconds = _judged(reference, answer)()
     if right is None:
         raise ToolFailure(f"the reference {reference!r:.80} holds no mathematics")

@@ -87,6 +87,7 @@ def writable(code: str) -> bool:
 
 
 def _tests_passed(setup: str, answer: str, function: str, hidden: list[str], test: str = "", reference: str = "") -> ToolResult:
+    """Return the share of tests that the answer's function passes."""
     return verdict_result(*_judged(setup, answer, function, tuple(hidden), test, reference)())
 
 
