@@ -1,8 +1,4 @@
-"""Runs commands of the command line in a child process, so the Python API trains in the same way as the terminal.
-
-The remarks of a command are printed as they arrive. An error of a command is raised in this process as an error of the same
-class.
-"""
+"""Runs commands of the command line in a child process, so the Python API trains in the same way as the terminal."""
 
 import json
 import subprocess
@@ -22,13 +18,11 @@ FOLLOW_PREFIX = "Follow it: "
 
 
 def ask(place: StoreLocation, *arguments: str, environment: Mapping[str, str] | None = None, quiet: bool = False) -> Any:
-    """Run a command, and return the JSON that it prints. The command's remarks are printed to stderr.
+    """Run a command, and return the JSON that it prints. The command's remarks are printed to stderr. Raise AgentRLError if the
+    command failed. The error has the class that belongs to the exit code.
 
     Args:
         quiet: do not print the remarks.
-
-    Raises:
-        AgentRLError: the command failed. The error has the class that belongs to the exit code.
     """
     child = subprocess.Popen(
         [*COMMAND, *arguments],
@@ -95,9 +89,7 @@ def follow(place: StoreLocation, run: Run) -> None:
 
 @contextmanager
 def _growing_curve(run: Run) -> Iterator[Callable[[], None]]:
-    """Show the curve of the run in a notebook. Yield a function that updates the displayed curve; it does nothing outside a
-    notebook.
-    """
+    """Show the curve of the run in a notebook."""
     shell = sys.modules.get("IPython")
     if shell is None or not hasattr(shell.get_ipython(), "kernel"):
         yield lambda: None

@@ -22,7 +22,8 @@ EXAMPLE = 'Write {"question": "What is 2 + 3?", "answer": "5"}, or {"messages": 
 
 
 def name_of(dataset: Any, what: str, where: Settings) -> str | None:
-    """Return the config's name for a dataset. Rows are written to a file, and the file's path is the name.
+    """Return the config's name for a dataset. Rows are written to a file, and the file's path is the name. Raise DatasetError
+    if `dataset` has another type, it is empty, or a row cannot be written.
 
     Args:
         dataset: a name, a path, rows as mappings or Tasks, a Hugging Face dataset, or a DataFrame.
@@ -31,9 +32,6 @@ def name_of(dataset: Any, what: str, where: Settings) -> str | None:
 
     Returns:
         The name or path; None for a `Dataset` object.
-
-    Raises:
-        DatasetError: `dataset` has another type, it is empty, or a row cannot be written.
     """
     if isinstance(dataset, str | Path):
         return str(dataset)
@@ -55,11 +53,6 @@ def has_references(file: Path) -> bool:
 
 
 def _read(dataset: Any, what: str) -> Iterator[Any]:
-    """Yield the rows of the dataset.
-
-    Raises:
-        DatasetError: the value is not a dataset, iterating it raised an exception, or it has more than `MAX_ROWS` rows.
-    """
     rows, number = iter(_rows(dataset)), 0
     while True:
         try:
@@ -87,11 +80,7 @@ def _rows(dataset: Any) -> Iterable[Any]:
 
 
 def _line(number: int, row: Any) -> str:
-    """Return the row as a line of JSON.
-
-    Raises:
-        DatasetError: the row is not a mapping of JSON values.
-    """
+    """Return the row as a line of JSON."""
     if isinstance(row, Task):
         messages = [{"role": message.role, "content": message.content} for message in row.messages]
         row = {**row.metadata, "messages": messages, "reference": row.reference or None}
@@ -112,18 +101,13 @@ def _line(number: int, row: Any) -> str:
 
 
 def _dump(value: Any) -> str:
-    """Return the value as JSON. Raise TypeError, ValueError or RecursionError if JSON cannot express the value."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain)
     text.encode()  # refuses half of a surrogate pair
     return text
 
 
 def plain(value: Any) -> Any:
-    """Convert a value of numpy, pandas or a similar library to a JSON value.
-
-    Raises:
-        TypeError: JSON cannot express the value.
-    """
+    """Convert a value of numpy, pandas or a similar library to a JSON value. Raise TypeError if that is impossible."""
     for name in ("tolist", "item", "isoformat"):
         if callable(getattr(value, name, None)):
             return getattr(value, name)()

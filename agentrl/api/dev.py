@@ -1,7 +1,5 @@
 """`Trainer.dev`: runs episodes of an agent in this process, one after another, and prints them. A debugger can stop in the
 agent.
-
-The policy, the endpoint and the recorder are the same as in a run. The rows are deleted afterwards, and no policy is updated.
 """
 
 import asyncio
@@ -75,11 +73,8 @@ class Trial:
     hooks: Sequence[Hook] = ()
 
     def run(self) -> list[Episode]:
-        """Run and print one episode per task. An agent's error ends only the episode in which it occurs.
-
-        Raises:
-            AgentRLError: the dataset or the model does not exist, there are more than `MAX_TASKS` tasks, or a reward raised an
-                exception.
+        """Run and print one episode per task. An agent's error ends only the episode in which it occurs. Raise AgentRLError if
+        the dataset or the model does not exist, there are more than `MAX_TASKS` tasks, or a reward raised an exception.
         """
         tasks = load_tasks(self.config.dataset).tasks
         if len(tasks) > MAX_TASKS:
@@ -129,7 +124,6 @@ class Trial:
                 episodes.close()
 
     def _act(self, db: Database, episodes: ServedEpisodes, url: str, model: str, task: Task) -> Episode:
-        """Call the agent with the task in this thread, and return its episode."""
         opened = episodes.open(task.key).result()
         llm = LLM(url, opened.key, model)
         for hook in self.hooks:
@@ -169,16 +163,14 @@ class Trial:
 def try_agent(
     config: Mapping[str, Any], agent: Any, env: Any, rewards: Mapping[str, tuple[Any, float]], hooks: Sequence[Any]
 ) -> list[Episode]:
-    """Run a trial for `Trainer.dev`.
+    """Run a trial for `Trainer.dev`. Raise AgentRLError as in `Trial.run`; also if the agent is a program, or a path cannot be
+    imported.
 
     Args:
         config: config keys with their values.
         agent, env: an object or its import path.
         rewards: an object or its import path, and a weight, by name.
         hooks: objects, classes or import paths.
-
-    Raises:
-        AgentRLError: as in `Trial.run`; also if the agent is a program, or a path cannot be imported.
     """
     if isinstance(agent, str) and agent.startswith(PROGRAM):
         raise ConfigError("dev cannot run a program: it calls agents in this process.", "Submit it with one task.")
@@ -222,16 +214,13 @@ def _agent_task(task: Task, texts: Mapping[str, str]) -> AgentTask:
 
 
 def _agent_variables(llm: LLM, emit_key: str) -> dict[str, str]:
-    """Return the environment variables that an agent's process has in a run."""
     model = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
     return model | {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
 
 
 @Once
 def _shared_server() -> SamplingServer:
-    """Return the sampling server of this process, which serves the newest database. There is only one, because its thread
-    cannot be stopped.
-    """
+    """Return the sampling server of this process, which serves the newest database."""
     return sampling_server.start(lambda: _databases[-1], LOOPBACK)
 
 

@@ -37,16 +37,14 @@ _objects_here: dict[str, Any] = {}
 
 
 def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
-    """Return the path from which workers can import the object. A text is returned unchanged.
+    """Return the path from which workers can import the object. A text is returned unchanged. Raise ConfigError if workers
+    could not import the object; the hint says what to do.
 
     Args:
         value: a function, a class, or an instance of a class.
         name: the name for the object in a new module, if the object has no name.
         where: the settings with the data folder.
         is_local: True if the workers read this machine's files.
-
-    Raises:
-        ConfigError: workers could not import the object; the hint says what to do.
     """
     if isinstance(value, str):
         return value
@@ -114,13 +112,11 @@ class SourceModule:
         return "\n\n".join(part for part in (*parts, *self._bodies.values()) if part) + "\n"
 
     def add(self, name: str, value: Any, user: str = "") -> None:
-        """Add the value to the module under a name.
+        """Add the value to the module under a name. Raise ConfigError if the value's source is not available, or only this
+        process has the value.
 
         Args:
             user: the function or class that uses the name, for the error message.
-
-        Raises:
-            ConfigError: the value's source is not available, or only this process has the value.
         """
         if name in self._names:
             return
@@ -139,10 +135,8 @@ class SourceModule:
             raise ConfigError(what, f"Create it inside {user!r}, or move both to a file; a script {guard}.")
 
     def add_instance(self, name: str, value: Any) -> None:
-        """Add an instance: its class, and its attributes, which must be constants.
-
-        Raises:
-            ConfigError: an attribute is not a constant.
+        """Add an instance: its class, and its attributes, which must be constants. Raise ConfigError if an attribute is not a
+        constant.
         """
         kind = type(value)
         self.add(kind.__name__, kind, name)
@@ -182,9 +176,7 @@ class SourceModule:
             self._bodies[name] = f"{name} = {defined}"
 
     def _import_submodules(self, name: str, package: str, text: str) -> None:
-        """Import the submodules of a package that the text reads as attributes. Importing only the package may not load
-        them.
-        """
+        """Import the submodules of a package that the text reads as attributes."""
         for node in ast.walk(ast.parse(text)):
             first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
             module = f"{package}.{rest}"
@@ -222,7 +214,6 @@ def _import_path(value: Any) -> tuple[str, str] | None:
 
 
 def _is_importable(module: str) -> bool:
-    """Return True if a worker that this process starts can import the module."""
     top = module.partition(".")[0]
     if top in sys.builtin_module_names or top in sys.stdlib_module_names:
         return top != MAIN
@@ -243,7 +234,6 @@ def _import_folders() -> tuple[str, ...]:
 
 
 def _write_module(text: str, where: Settings) -> str:
-    """Write the module if it does not exist, and return its name."""
     name = f"{CODE_PREFIX}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     write_once(code_folder(where) / f"{name}.py", text)
     return name
@@ -286,11 +276,7 @@ def _functions(value: Any) -> list[FunctionType]:
 
 
 def _definition(value: Any) -> str:
-    """Return the source of the statement that defines the value.
-
-    Raises:
-        ConfigError: the source is not available, or the value is a lambda.
-    """
+    """Return the source of the statement that defines the value."""
     name = getattr(value, "__name__", "")
     if name == "<lambda>":
         raise ConfigError("Workers cannot import a lambda: it has no name.", "Write it as def name(...): ...")
@@ -352,9 +338,7 @@ def _scope_of(value: Any) -> Mapping[str, Any]:
 
 
 def _refuse_constant(value: Any, name: str) -> None:
-    """Raise ConfigError if the value is a number, a list or another built-in value, which cannot be an agent, a reward or a
-    hook.
-    """
+    """Raise ConfigError if the value is a number, a list or another built-in value."""
     if type(value).__module__ == "builtins" and not callable(value):
         what = {"solve": "agent"}.get(name, name.partition("_")[0])
         how = "Pass a function, a class or an object of one, a name, or a path: 'module:name'."

@@ -13,10 +13,8 @@ from agentrl.workflow.resolve import OTHER_NAMES, read_yaml
 
 
 def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert keyword arguments to config keys.
-
-    Raises:
-        ConfigError: an option does not exist (the message names the nearest one), or a config cannot hold an option's value.
+    """Convert keyword arguments to config keys. Raise ConfigError if an option does not exist (the message names the nearest
+    one), or a config cannot hold an option's value.
     """
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     leaves: dict[str, list[str]] = {}
@@ -43,10 +41,8 @@ def keys_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of_file(config: Any) -> dict[str, Any]:
-    """Return the keys of a config file; an empty mapping if `config` is None.
-
-    Raises:
-        ConfigError: `config` is not a path, or the file cannot be read.
+    """Return the keys of a config file; an empty mapping if `config` is None. Raise ConfigError if `config` is not a path, or
+    the file cannot be read.
     """
     if config is None:
         return {}
@@ -64,11 +60,6 @@ def _check_section(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_in_file(key: str, value: Any) -> Any:
-    """Convert a value to one that a config file can hold. Numbers of numpy become Python numbers.
-
-    Raises:
-        ConfigError: a config file cannot hold the value.
-    """
     try:
         return json.loads(json.dumps(value, default=lambda other: str(other) if isinstance(other, Path) else plain(other)))
     except (TypeError, ValueError, RecursionError) as error:

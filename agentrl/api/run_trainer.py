@@ -151,9 +151,7 @@ class Trainer:
             return self._follow(self.run) if wait else self.run
 
     def _workers(self) -> "AbstractContextManager[None]":
-        """Run the workers in threads of this process if the strategy is "threads". Otherwise the command starts workers if none
-        run.
-        """
+        """Run the workers in threads of this process if the strategy is "threads"."""
         if not self._is_threaded:
             return nullcontext()
         from agentrl.api.threaded_stack import at_work
@@ -303,11 +301,6 @@ class Trainer:
 
 
 def _agent_and_rows(agent: Any, train: Any) -> tuple[Any, Any]:
-    """Return (agent, rows). If rows are passed as the agent, as in `fit(rows)`, they become the rows.
-
-    Raises:
-        ConfigError: both arguments are rows.
-    """
     if agent is None or isinstance(agent, str | Env) or callable(agent) or is_class_agent(agent):
         return agent, train
     if train is not None:
@@ -334,11 +327,6 @@ def _is_env(agent: Any) -> bool:
 
 
 def _env_object(env: Any) -> Any:
-    """Return the env. If `env` is a class, create an instance without arguments.
-
-    Raises:
-        ConfigError: the class needs arguments.
-    """
     if not isinstance(env, type):
         return env
     try:
@@ -356,7 +344,6 @@ def _are_unanswered(train: Any, keys: Mapping[str, Any]) -> bool:
 
 
 def _env_of(keys: Mapping[str, Any]) -> str:
-    """Return the name of the env that belongs to the dataset in the keys."""
     config = DatasetConfig()
     split = {"split": keys["dataset.split"]} if "dataset.split" in keys else {}
     return env_of(config.model_copy(update={"name": str(keys.get("dataset.name", config.name))} | split))

@@ -246,7 +246,6 @@ def _database_url(place: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """Return the URL without its password."""
     head, at, tail = url.rpartition("@")
     scheme, marks, login = head.partition("://")
     return f"{scheme}{marks}{login.partition(':')[0]}{at}{tail}" if at else url

@@ -1,7 +1,5 @@
-"""The strategy "threads": runs the workers of a store as threads of this process, with an in-memory broker.
-
-These are the workers of `agentrl up`: the same jobs, queues, control loop, endpoint and commits. Functions are called directly,
-so a debugger can stop in them. While the run trains, the whole process has the settings, the database and the model of the run.
+"""The strategy "threads": the normal workers of a store as threads of this process, with an in-memory broker. While the run
+trains, the whole process has the settings, the database and the model of the run.
 """
 
 import asyncio
@@ -46,13 +44,11 @@ _busy = threading.Lock()
 
 @contextmanager
 def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None]:
-    """Run the workers for this store in threads until the `with` block ends.
+    """Run the workers for this store in threads until the `with` block ends. Raise StateError if this process runs such workers
+    already, or workers of another process use this store.
 
     Args:
         variables: environment variables of the workers, added to those of the location.
-
-    Raises:
-        StateError: this process runs such workers already, or workers of another process use this store.
     """
     if not _busy.acquire(blocking=False):
         raise StateError(
@@ -70,10 +66,8 @@ def at_work(place: StoreLocation, variables: Mapping[str, str]) -> Iterator[None
 
 
 def submit_here(file: Path) -> str:
-    """Submit the run of a config file, and return the run's name. The worker threads find the run in the database.
-
-    Raises:
-        AgentRLError: as in `agentrl submit`.
+    """Submit the run of a config file, and return the run's name. The worker threads find the run in the database. Raise
+    AgentRLError as in `agentrl submit`.
     """
     config, _ = resolve(file, {}, (), os.environ)
     if config.source.given:
@@ -87,10 +81,8 @@ def submit_here(file: Path) -> str:
 
 
 def resume_here(name: str) -> None:
-    """Resume a run that is paused, failed or stranded.
-
-    Raises:
-        AgentRLError: the run cannot continue, or this process cannot load a part that its config names.
+    """Resume a run that is paused, failed or stranded. Raise AgentRLError if the run cannot continue, or this process cannot
+    load a part that its config names.
     """
     db = process.database()
     row = control_reads.load_run_to_serve(db, name)
@@ -123,9 +115,7 @@ def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _settings_of(variables: Mapping[str, str]) -> Iterator[None]:
-    """Give this process the settings, the database and the thread switch interval of a worker with these variables, until the
-    `with` ends.
-    """
+    """Give this process a worker's settings, database and thread switch interval until the `with` ends."""
     interval = sys.getswitchinterval()
     process.forget()
     try:
@@ -139,11 +129,7 @@ def _settings_of(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _control() -> Iterator[None]:
-    """Hold the lease of the control loop until the `with` ends, so no other control loop sends messages for this store.
-
-    Raises:
-        StateError: another process holds the lease.
-    """
+    """Hold the lease of the control loop until the `with` ends, so no other control loop sends messages for this store."""
     seconds = 3 * settings().tick_seconds + 2
     deadline = time.monotonic() + seconds + 1
     while not leases.take_service_lease(process.database(), "control", process.worker_name(), seconds):
@@ -181,11 +167,7 @@ def _workers() -> Iterator[None]:
 
 
 def _start_worker(roles: list[str], threads: int) -> threading.Thread:
-    """Start a worker thread, and return it when the worker reads its queues.
-
-    Raises:
-        ServiceError: the worker did not start within `READY_SECONDS`.
-    """
+    """Start a worker thread, and return it when the worker reads its queues."""
     ready = threading.Event()
     controller = worker.make_worker(roles, threads, "WorkController", ready_callback=lambda consumer: ready.set())
     thread = _thread("-".join(roles), controller.start)

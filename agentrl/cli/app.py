@@ -53,11 +53,7 @@ def start(
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command line and return its exit code.
-
-    Raises:
-        BrokenPipeError: the process that reads the output has closed the pipe.
-    """
+    """Run one command line and return its exit code. Raise BrokenPipeError if the reader of the output closed the pipe."""
     debug = "--debug" in args
     try:
         code = app([arg for arg in args if arg != "--debug"], prog_name="agentrl", standalone_mode=False)

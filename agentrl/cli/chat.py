@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 class Loading:
-    """A conversation that a thread loads while the user types.
-
-    Args:
-        make: the function that loads the conversation.
-        what: the text that the spinner shows after "loading".
-    """
+    """A conversation that the function `make` loads in a thread while the user types. A spinner shows "loading `what`"."""
 
     def __init__(self, make: "Callable[[], Talk]", what: str) -> None:
         self._what = what
@@ -37,11 +32,7 @@ class Loading:
         threading.Thread(target=self._run, args=(make,), name="loading", daemon=True).start()
 
     def talk(self) -> "Talk":
-        """Return the conversation. If it is still loading, show a spinner and wait.
-
-        Raises:
-            AgentRLError: loading failed.
-        """
+        """Return the conversation. If it is still loading, show a spinner and wait. Raise AgentRLError if loading failed."""
         with nullcontext() if self._made.done() else _spinner(f"loading {self._what}"):
             return self._made.result()
 
@@ -243,11 +234,7 @@ KEYS = (
 
 
 def _read_lines() -> Iterator[str]:
-    """Yield the lines of stdin until the first empty line.
-
-    Raises:
-        ConfigError: a line is not UTF-8.
-    """
+    """Yield the lines of stdin until the first empty line. Raise ConfigError if a line is not UTF-8."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)

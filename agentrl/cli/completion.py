@@ -1,7 +1,4 @@
-"""Shell completion of runs, episodes, plug-ins, models and config keys.
-
-Completion imports no plug-in and writes no file. After an error it offers no words.
-"""
+"""Shell completion of runs, episodes, plug-ins, models and config keys."""
 
 import os
 import pkgutil
@@ -121,7 +118,6 @@ def _stop_reason_choices(incomplete: str) -> list[Choice]:
 
 
 def _view_choices(incomplete: str) -> list[Choice]:
-    """Return the views that `sql --schema` accepts."""
     from agentrl.workflow.tables.views import VIEWS
 
     return [(view, kind.meaning()) for view, kind in VIEWS.items()]

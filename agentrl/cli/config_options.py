@@ -34,9 +34,7 @@ def type_of(key: str) -> Any:
 
 
 def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option to the command for each config key that has a flag. The last parameter of the command must be
-    `**options`.
-    """
+    """Add an option to the command for each config key that has a flag. The command's last parameter is `**options`."""
     keys = sorted(FLAGS.items(), key=lambda item: (PANELS.index(FLAG_OF[item[1]].panel or ""), "." not in item[1]))
     options = [
         inspect.Parameter(

@@ -56,13 +56,11 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 def show_rows(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[str], least: Sequence[str] = (), below: Sequence[str] = ()
 ) -> None:
-    """Print a table of the given columns. Columns without values are left out.
+    """Print a table of the given columns, without those that have no values.
 
     Args:
-        rows: the rows, as mappings from key to value.
         columns: the keys of the columns. A key may be followed by `=` and a shorter title: `sampled_tokens=tokens`.
-        least: the keys that may be left out on a narrow terminal, the most important first. A remark on stderr names the
-            removed columns.
+        least: the keys that may be left out on a narrow terminal, the most important first.
         below: the keys whose values are printed on separate lines below their row.
     """
     columns_in_use = [column for column in columns if any(row[column.partition("=")[0]] not in (None, "") for row in rows)]
@@ -103,7 +101,6 @@ def _natural_width(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) ->
 
 
 def _align_rows(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the aligned lines: the titles, then one line for each row."""
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in (titles, *cells)]
     return ["  ".join(row).rstrip() for row in padded]
@@ -130,10 +127,7 @@ def console(stderr: bool = False) -> Any:
 
 
 def format_interval(measures: Mapping[str, Any]) -> str:
-    """Return an interval as text, such as `95% Wilson [0.15, 0.85]`, from the keys `low` and `high`.
-
-    Older evaluations do not record the method (here Wilson). It is then left out.
-    """
+    """Return `low` and `high` as text, such as `95% Wilson [0.15, 0.85]`; without the method if it is not recorded."""
     whose = f"{measures['interval_by']} " if measures["interval_by"] else ""
     return f"95% {whose}[{cell(measures['low'])}, {cell(measures['high'])}]"
 

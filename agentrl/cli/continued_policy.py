@@ -23,11 +23,9 @@ FREE_KEYS = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "attn_imp
 def resolve_start(config: RunConfig, origins: Mapping[str, str]) -> "tuple[RunConfig, PolicyRef | None]":
     """Return the config and the initial weights for a run that continues a policy.
 
-    If `model.path` does not name a run's policy, the config is unchanged and the weights are None.
-
-    Raises:
-        NotFoundError: the run or the version does not exist.
-        ConfigError: an option contradicts the continued LoRA, or `model.lora` is "new" with a plain model.
+    If `model.path` does not name a run's policy, the config is unchanged and the weights are None. Raise NotFoundError if the
+    run or the version does not exist. Raise ConfigError if an option contradicts the continued LoRA, or `model.lora` is "new"
+    with a plain model.
     """
     from agentrl.workflow.trajectory import PolicyRef
 
@@ -48,16 +46,8 @@ def resolve_start(config: RunConfig, origins: Mapping[str, str]) -> "tuple[RunCo
 
 
 def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", merges: bool = False) -> "PreparedRun":
-    """Return the prepared run with its origin (run, version, kind of LoRA) in `manifest["from"]`.
-
-    Args:
-        prepared: the prepared run.
-        policy: the policy's name, `RUN@N`.
-        lora: "continue" or "new".
-        merges: True to merge the policy's LoRA and to start from the merged weights.
-
-    Raises:
-        ModelError, CheckpointError: the weights cannot be merged.
+    """Return the prepared run with its origin (run, version, kind of LoRA) in `manifest["from"]`. With `merges`, it starts from
+    the merged weights. Raise ModelError or CheckpointError if the weights cannot be merged.
     """
     run_config, ref, manifest = find_trained_policy(policy, "--model")
     submission = prepared.submission
@@ -71,11 +61,8 @@ def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", me
 
 def merge_base(run_config: RunConfig, ref: "PolicyRef", manifest: Mapping[str, Any]) -> "PolicyRef":
     """Return the policy merged into the model `RUN-vN` in agentrl's models folder. The model is written only if it does not
-    exist yet.
-
-    Raises:
-        ConflictError: another model has this name.
-        ModelError, CheckpointError: the policy cannot be merged.
+    exist yet. Raise ConflictError if another model has this name. Raise ModelError or CheckpointError if the policy cannot be
+    merged.
     """
     from agentrl.workflow.models.lookup import base_hash, refuse_existing
     from agentrl.workflow.settings import settings
@@ -95,7 +82,6 @@ def merge_base(run_config: RunConfig, ref: "PolicyRef", manifest: Mapping[str, A
 
 
 def _is_made_of(target: Path, ref: "PolicyRef") -> bool:
-    """Return True if the model in the folder was merged from exactly these weights."""
     from agentrl.workflow.checkpoints import RECORD
 
     try:

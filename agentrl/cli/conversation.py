@@ -1,7 +1,4 @@
-"""A conversation with a policy in this process. It uses the same chat template, sampler, parser and tools as an episode.
-
-The turns are stored as sampled token ids, and the next turn continues exactly these tokens.
-"""
+"""A conversation with a policy in this process. It uses the same chat template, sampler, parser and tools as an episode."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,10 +59,7 @@ class Talk:
         return {name: tool for name, tool in self.tools.items() if name not in self.off}
 
     def set_tools_off(self, off: frozenset[str]) -> None:
-        """Set the tools that are not offered.
-
-        The next turn renders the whole conversation again, because the chat template lists the tools at the beginning.
-        """
+        """Set the tools that are not offered. The next turn renders the whole conversation again."""
         self.off = off
         self._row = ()
         self._draws += 1
@@ -77,20 +71,15 @@ class Talk:
         self._forget_names()
 
     def take_back(self) -> None:
-        """Remove the last message of the user and its answer. If the user sends the same message again, another answer is
-        drawn.
-        """
+        """Remove the user's last message and its answer. If the message is sent again, another answer is drawn."""
         self.steps, self._row, self._unheard = self._before.steps, self._before.row, self._before.unheard
         self._draws += 1
 
     def answer(self, text: str, voice: MakesVoice | None = None) -> Generator[Line, None, None]:
         """Sample turns until a turn calls no tool, at most `max_steps` turns. Yield the lines to print.
 
-        Args:
-            text: the user's message.
-            voice: a function that creates the display of a turn while it is sampled. Its arguments say whether the turn begins
-                inside a thought, and the marks that begin a call. With a display, only the lines that it has not shown are
-                yielded.
+        `voice` creates the display of a turn while it is sampled, from two arguments: whether the turn begins inside a thought,
+        and the marks that begin a call. Lines that it has shown are not yielded.
         """
         self._before = _Checkpoint(self.steps, self._row, self._unheard)
         question = Message("user", text)
@@ -114,11 +103,7 @@ class Talk:
         yield f"(stopped after {self.policy.limits.max_steps} turns)", "yellow"
 
     def demonstration(self) -> Demonstration:
-        """Return the conversation as a demonstration for `agentrl sft`.
-
-        Raises:
-            StateError: the conversation has no answer yet, or an answer was cut.
-        """
+        """Return the conversation as a demonstration for `sft`. Raise StateError if it has no answer, or one was cut."""
         if not self.steps:
             raise StateError("Nothing to save: there is no answer yet.", "Send a message first.")
         if any(step.finish_reason == "length" for step in self.steps):
@@ -127,7 +112,6 @@ class Talk:
         return Demonstration(messages, tuple(tool.schema for tool in self.offered_tools.values()))
 
     def _sample_turn(self, new: tuple[Message, ...], voice: MakesVoice | None) -> Generator[Line, None, Step]:
-        """Sample the next turn, show it and return its step."""
         again = bool(self.steps) and not self._row
         messages = (*(message for step in self.steps for message in (*step.prompt, step.message)), *new) if again else new
         stream = self.policy.stream(messages, tuple(self.offered_tools.values()), before=self._row, sample=self._draws)
@@ -159,7 +143,6 @@ class Talk:
         return tuple(results)
 
     def _cut_reason(self, step: Step) -> str:
-        """Return the name of the limit that cut the turn; empty if the turn ended by itself."""
         if step.finish_reason == "stop":
             return ""
         sampled = len(step.sampled_ids)

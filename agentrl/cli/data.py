@@ -158,11 +158,7 @@ def _rows_config(
 
 
 def _run_config(rows: "DatasetConfig", env: str | None, model: str | None) -> "tuple[RunConfig, PolicyRef | None]":
-    """Return a run's config for these rows, and the policy.
-
-    `model` names a model or a run's policy. For a policy, the config is that of its run. For an untrained model, the policy is
-    None.
-    """
+    """Return a run's config for these rows, and the policy."""
     from agentrl.cli.resolve_targets import find_policy
     from agentrl.workflow.config import RunConfig
 
@@ -198,11 +194,7 @@ def _describe_task(task: "Task", reader: "PromptReader | None") -> dict[str, Any
 
 
 def _comparing_rewards(reward_names: Sequence[str] | None, env: str) -> tuple[str, ...]:
-    """Return the rewards that compare an answer with a reference. Check that they can run on this machine.
-
-    Raises:
-        ConfigError: no reward compares with a reference.
-    """
+    """Return the rewards that compare an answer with a reference."""
     from agentrl.workflow.plugins import find
     from agentrl.workflow.reference_check import comparing_rewards
     from agentrl.workflow.rewards import judges_of
@@ -220,7 +212,7 @@ def _comparing_rewards(reward_names: Sequence[str] | None, env: str) -> tuple[st
 
 
 def _compare_questions(loaded: "LoadedTasks", config: "DatasetConfig", against: str | None) -> dict[str, Any]:
-    from agentrl.workflow.dataset_rows.questions import find_repeated, find_shared
+    from agentrl.workflow.dataset_rows.splitting import find_repeated, find_shared
 
     repeated = list(find_repeated(loaded.tasks))
     other, others = _other_tasks(config, against)
@@ -263,9 +255,7 @@ def _measure_prompts(loaded: "LoadedTasks", config: "RunConfig", ref: "PolicyRef
 
 
 def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Sequence[str] | None) -> dict[str, Any]:
-    """Evaluate the model on the first tasks. Return the number of solved tasks and the number of groups from which the model
-    can learn.
-    """
+    """Evaluate the model on the first tasks."""
     from agentrl.cli.eval_run import eval_run_of, run_to_end, with_policy_name
     from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.requests.submit import prepare
@@ -316,15 +306,9 @@ def _check_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _divided_rows(config: "DatasetConfig", share: float, seed: int) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield each row, and True if the row is held out.
-
-    Raises:
-        ConfigError: the dataset is generated and has no rows.
-        DatasetError: a row is malformed.
-    """
-    from agentrl.workflow.dataset_rows.questions import question_key
+    """Yield each row, and True if the row is held out."""
     from agentrl.workflow.dataset_rows.sources import read_source
-    from agentrl.workflow.dataset_rows.splitting import is_held_out
+    from agentrl.workflow.dataset_rows.splitting import is_held_out, question_key
     from agentrl.workflow.datasets import is_rows, jsonl
 
     if not is_rows(config.name):

@@ -104,7 +104,6 @@ def _torch(where: Any) -> Iterator[Check]:
 
 
 def _device(device: str, facts: dict[str, Any]) -> Check:
-    """Check that the device on which models run can run a kernel."""
     if "unusable" in facts:
         description = f"{facts['name']} (AGENTRL_DEVICE={device}) cannot be used: {facts['unusable']}"
         todo = "Set AGENTRL_DEVICE to auto, cpu, cuda or cuda:N."
@@ -169,11 +168,6 @@ def _broker(where: Any) -> Iterator[Check]:
 
 
 def _workers(coming: str) -> Iterator[Check]:
-    """Check which queues have workers.
-
-    Args:
-        coming: the advice if a running stack will start missing workers by itself; else empty.
-    """
     from agentrl.cli.resolve_targets import existing_database
     from agentrl.workers.stack import presence
     from agentrl.workers.stack.celery_app import AGENTS
@@ -245,7 +239,6 @@ def _sandbox(where: Any) -> Check:
 
 
 def _describe_sandbox(sandbox: Any) -> str:
-    """Return the interpreter inside the sandbox, and how its memory is limited."""
     from agentrl.workflow.sandbox.cgroups import parents
 
     program = "import sys; print(sys.executable, '.'.join(map(str, sys.version_info[:3])))"

@@ -1,7 +1,5 @@
 """Checks before a command sends work: a stack or broker is running, each queue has a worker, and each worker has what the run
 needs.
-
-If an embedded stack lacks something that the run needs, it is restarted, unless another run uses it.
 """
 
 import time
@@ -33,16 +31,11 @@ RESTART_HINT = "Type `agentrl down`. Unfinished runs continue in the new stack"
 def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, list[str]]":
     """Start the services, write the run and send its first messages. Return the run, and remarks on its workers.
 
-    If no worker can run it, the run is stored as failed, with the reason. `agentrl resume` then starts it.
-
-    Args:
-        prepared: the run.
-        required: True to raise an error if a queue has no worker, or if a worker lacks something that the run needs.
-
-    Raises:
-        ServiceError: the broker or the database does not respond, the stack does not start, or a required worker is missing.
-        WorkerError: a required worker lacks something that the run needs.
-        ConfigError: one worker has both the roles rollout and train, but the run does not allow it. No row is written.
+    If no worker can run it, the run is stored as failed, with the reason. `agentrl resume` then starts it. `prepared` is the
+    run. `required` is True to raise an error if a queue has no worker, or if a worker lacks something that the run needs. Raise
+    ServiceError if the broker or the database does not respond, the stack does not start, or a required worker is missing.
+    Raise WorkerError if a required worker lacks something that the run needs. Raise ConfigError if one worker has both the
+    roles rollout and train, but the run does not allow it. No row is written.
     """
     from agentrl.workers.requests import submit as submission
     from agentrl.workers.stack.process import database
@@ -64,16 +57,11 @@ def with_resume_hint(error: AgentRLError, run: str, options: str = "") -> AgentR
 
 
 def start_services(submission: "Submission", required: bool) -> list[str]:
-    """Start the embedded stack, or check the broker of the settings. Return remarks on the workers.
-
-    Args:
-        submission: the submission.
-        required: True to raise an error if a queue has no worker, or if a worker lacks something that the run needs.
-
-    Raises:
-        ServiceError: the broker or the database does not respond, the stack does not start, or a required worker is missing.
-        WorkerError: a required worker lacks something that the run needs.
-        ConfigError: one worker has both the roles rollout and train, but the run does not allow it.
+    """Start the embedded stack, or check the broker of the settings. Return remarks on the workers. `submission` is the
+    submission. `required` is True to raise an error if a queue has no worker, or if a worker lacks something that the run
+    needs. Raise ServiceError if the broker or the database does not respond, the stack does not start, or a required worker is
+    missing. Raise WorkerError if a required worker lacks something that the run needs. Raise ConfigError if one worker has both
+    the roles rollout and train, but the run does not allow it.
     """
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workflow.store.iterations import staleness_of
@@ -85,14 +73,11 @@ def start_services(submission: "Submission", required: bool) -> list[str]:
 
 
 def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, fit: bool) -> list[str]:
-    """Start or check the services as `start_services` does, for a run that is already stored.
+    """Start or check the services for a stored run, as `start_services` does.
 
     Args:
-        run: the run's name.
-        needs: the requirements of the run.
         separate: True if the roles rollout and train must be in separate processes.
-        there: True to raise an error if a queue has no worker.
-        fit: True to raise an error if a worker lacks something that the run needs.
+        there, fit: True to raise an error if a queue has no worker, or if a worker lacks something.
     """
     from agentrl.workers.stack import broker, embedded
     from agentrl.workflow.settings import settings
@@ -114,13 +99,7 @@ def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, 
 
 
 def _start_embedded(needs: "Requirements", separate: bool) -> bool:
-    """Start the embedded stack, and check the model and the optimizer meanwhile. Return False if another command has started
-    the stack.
-
-    Raises:
-        ServiceError: the stack does not start.
-        ModelError, ConfigError: this machine cannot load the model or run the optimizer. The idle stack then stops by itself.
-    """
+    """Start the embedded stack, and check the model and the optimizer meanwhile."""
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
 
@@ -135,11 +114,7 @@ def _start_embedded(needs: "Requirements", separate: bool) -> bool:
 
 
 def check_separate(separate: bool) -> None:
-    """Check that no worker has both the roles rollout and train, if `separate` is True.
-
-    Raises:
-        ConfigError: a worker has both roles; the hint says what to type.
-    """
+    """Raise ConfigError if `separate` is True and a worker has both the roles rollout and train."""
     from agentrl.workers.stack import broker, embedded, presence, process
     from agentrl.workflow.settings import settings
 
@@ -167,9 +142,6 @@ def _check_named_broker(needs: "Requirements", there: bool, fit: bool) -> list[s
 
 
 def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[str], list[str]]":
-    """Ask the workers of the broker in the settings. Return their responses, hints for missing services, and remarks on workers
-    that did not respond.
-    """
     from agentrl.workers.requests.requirements import ask_workers
     from agentrl.workers.stack import presence
     from agentrl.workers.stack.celery_app import AGENTS
@@ -190,9 +162,7 @@ def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[s
 
 
 def _renew_embedded(needs: "Requirements", separate: bool, run: str) -> None:
-    """Restart the stack with this command's environment if its workers lack something that the run needs, or if their settings
-    differ from this command's.
-    """
+    """Restart the stack with this command's environment if its workers lack something or have other settings."""
     from agentrl.workers.requests.requirements import list_lacks
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
@@ -214,7 +184,6 @@ def _renew_embedded(needs: "Requirements", separate: bool, run: str) -> None:
 
 
 def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
-    """Raise WorkerError if other runs use the stack, so it cannot be restarted."""
     from agentrl.workers.stack.process import database
     from agentrl.workflow.store import control_reads
 
@@ -226,9 +195,7 @@ def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
 
 
 def _list_unfit(needs: "Requirements") -> Iterator[str]:
-    """Yield a sentence for each requirement that the running stack does not meet, and for each setting that differs from this
-    command's.
-    """
+    """Yield a sentence for each requirement that the running stack lacks, and for each setting that differs."""
     from agentrl.workers.stack import broker, embedded
     from agentrl.workflow.settings import settings
 
@@ -274,15 +241,11 @@ def _difference_lines(worker: "WorkerCheck") -> Iterator[str]:
 
 
 def _join_lines(first: str, rest: Sequence[str]) -> str:
-    """Join the texts as lines, and indent all lines except the first."""
     return "\n".join([first, *(f"  {line}" for line in rest)])
 
 
 def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
-    """Start the services and write the run. If `wait` is True, follow the run.
-
-    Without workers, an error is raised, unless `wait` is False (--detach).
-    """
+    """Start the services, write the run and, if `wait` is True, follow it. Without `wait`, workers may be missing."""
     from agentrl.cli.follow import follow_to_end
     from agentrl.workers.stack.process import database
 

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 
 def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
-    """Start an evaluation, wait for its end and return the run. If the run does not end with the status done, exit with
-    code 1.
-    """
+    """Start an evaluation, wait for its end and return the run. Exit with 1 if its status is not done."""
     from agentrl.cli.ensure_workers import start_run
     from agentrl.workers.stack.process import database
 
@@ -39,10 +37,7 @@ def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
 
 
 def with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
-    """Return the prepared evaluation with the name of the policy's run in its manifest; the name is empty for a model.
-
-    The name is needed because several runs may have the same weights.
-    """
+    """Add the name of the policy's run to the manifest (empty for a model). Several runs may have the same weights."""
     manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
     return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
 

@@ -130,11 +130,7 @@ def evaluate(
 
 
 def _greedy_options(drawn: Mapping[str, Any], group_size: int) -> dict[str, Any]:
-    """Return the sampling options that select the most likely token. They replace the options of the policy's run.
-
-    Raises:
-        ConfigError: `--greedy` is combined with another sampling option, or with more than one episode per task.
-    """
+    """Return the sampling options that select the most likely token."""
     also = [f"--{name.replace('_', '-')}" for name, value in drawn.items() if value is not None]
     if also:
         raise ConfigError(f"--greedy takes the likeliest token, so {also[0]} has no effect.", "Leave one out.")
@@ -216,11 +212,6 @@ def chat(
 
 
 def _check_model(name: str, trusted: bool) -> None:
-    """Check that a local model exists before the user begins to type.
-
-    Raises:
-        ModelError: the model does not exist.
-    """
     from pathlib import Path
 
     from agentrl.workflow.models.lookup import TINY_DATASET, model_folder, resolve_model
@@ -236,13 +227,7 @@ def _greeting(policy: str, tools: Mapping[str, Any]) -> str:
 
 
 def _env_at_hand(config: RunConfig, env_name: str | None) -> tuple[Any, Mapping[str, Any]]:
-    """Return the env of the chat and its tools: the env that the user named, or else the run's env.
-
-    Tools, and an env of the run, that cannot be loaded on this machine are left out.
-
-    Raises:
-        ConfigError: the env that the user named cannot be loaded.
-    """
+    """Return the env of the chat and its tools: the env that the user named, or else the run's env."""
     from agentrl.workflow.envs import Env, offered_tools
     from agentrl.workflow.plugins import find
 

@@ -1,7 +1,4 @@
-"""Follows a run: live on a terminal, or else with one line per finished iteration. At the end it prints a summary.
-
-Following only reads the database, so the run continues after Ctrl-C.
-"""
+"""Follows a run: live on a terminal, or else with one line per finished iteration. At the end it prints a summary."""
 
 import sys
 import time
@@ -49,11 +46,7 @@ RESUME_HINT = "After fixing that"
 
 
 def follow_to_end(db: Any, run: str) -> None:
-    """Follow a run as `watch` does, with all output on stderr. `--wait` uses this function.
-
-    Raises:
-        typer.Exit: the run did not end with the status done (exit code 1).
-    """
+    """Follow a run as `watch` does, with all output on stderr. Exit with 1 if its status is not done."""
     view = follow(db, run, sys.stderr.isatty(), say)
     for text, _ in summary(view):
         say(text)
@@ -93,9 +86,7 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
 
 
 def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
-    """Return lines that say why the newest iterations had no training signal. If at least one group has different rewards,
-    there are no lines.
-    """
+    """Return lines that say why the newest iterations had no training signal."""
     newest = iterations[-FLAT_ITERATIONS:]
     flat = len(newest) == FLAT_ITERATIONS and all(0 < row["groups"] <= row["flat_groups"] for row in newest)
     if run["kind"] != "train" or not flat:
@@ -135,9 +126,7 @@ def _gained(db: Any, row: Row) -> list[str]:
 
 
 def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
-    """Show the run until it is done, paused, failed or cancelled. Ctrl-C prints the command that cancels the run, and exits
-    with code 130.
-    """
+    """Show the run until it ends or is paused. Ctrl-C prints the command that cancels it, and exits with 130."""
     view, seen = None, time.monotonic()
     try:
         with _Live() if live else _Lines(write) as screen:
@@ -160,11 +149,7 @@ def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
 
 @dataclass
 class _Lines:
-    """The display without a terminal: one line per finished iteration.
-
-    For a long run, only some iterations have a line: every eighth one, those without an optimizer step, and the first one after
-    a long silence.
-    """
+    """The display without a terminal: one line per finished iteration."""
 
     write: Any
     listed_count: int = 0
@@ -181,7 +166,6 @@ class _Lines:
         return None
 
     def show(self, view: RunView) -> None:
-        """Write the new lines."""
         for row, seconds in list(zip(view.iterations, iteration_seconds(view.iterations), strict=True))[self.listed_count :]:
             if self._is_due(row, view.run["iterations"]):
                 self.write(iteration_line(row, view.run["iterations"], seconds))
@@ -334,9 +318,7 @@ def _describe_rewards(rewards: Sequence[float]) -> str:
 
 
 def is_somebody_working(db: Any) -> bool:
-    """Return True if a control loop is running, or a supervisor that will start one. On a slow machine, the start takes a
-    while.
-    """
+    """Return True if a control loop is running, or a supervisor that will start one."""
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import leases
@@ -362,9 +344,7 @@ def _no_control_loop_hint(run: str) -> str:
 
 
 def gain_of(db: Any, run: str) -> "PairedComparison | None":
-    """Return the gain of a prompt search on held-out tasks, which the search did not use to choose; None if the gain was not
-    measured.
-    """
+    """Return the gain of a prompt search on the held-out tasks; None if it was not measured."""
     from agentrl.workflow.stats.paired_test import compare_paired
     from agentrl.workflow.store.reads.resource_rows import find_held_out
 

@@ -122,9 +122,7 @@ def _fate_lines(fate: Any) -> Iterator[Line]:
 
 
 def _iteration_rows(iterations: Sequence[Mapping[str, Any]], here: int) -> list[dict[str, Any]]:
-    """Return one row per iteration, and a row with the sums over all iterations. For a long run, only iterations near the
-    iteration `here` have a row.
-    """
+    """Return one row per iteration, and a row with the sums over all iterations."""
     near = [row for row in iterations if abs(row["iteration"] - here) <= NEIGHBOURS]
     visible = iterations if len(iterations) <= 2 * len(near) else near
     marked = [{**row, "iteration": f"{row['iteration']}{' <-' if row['iteration'] == here else ''}"} for row in visible]

@@ -1,7 +1,4 @@
-"""`agentrl import otlp FILE`: imports traces of other systems as episodes.
-
-The episodes can be imitated and scored. If a trace has exact token ids and logprobs, its episode can also be trained on.
-"""
+"""`agentrl import otlp FILE`: imports traces of other systems as episodes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -50,7 +47,7 @@ def otlp(
     from agentrl.workers.requests.import_request import prepare_import
     from agentrl.workers.stack.process import database
     from agentrl.workflow.config import build
-    from agentrl.workflow.spans.trace_files import read_traces
+    from agentrl.workflow.spans.traces import read_traces
     from agentrl.workflow.store.imported_runs import write_import
 
     spans = read_traces(file)

@@ -1,7 +1,4 @@
-"""Reads messages of one or more lines from a terminal, with readline for editing, and stores them in a history file.
-
-If a line ends in a backslash, the message continues in the next line. Three quotation marks begin a block, and three more end
-it.
+"""Reads messages of one or more lines from a terminal, and stores them in a history file.
 
 The first line of the history file is a header, and each other line is a message as a JSON string. A file without the header is
 never changed.
@@ -33,11 +30,7 @@ removed.
 
 
 class Keyboard:
-    """The terminal at which a user types messages.
-
-    Args:
-        history: the file of earlier messages.
-    """
+    """The terminal at which a user types messages. `history` is the file of earlier messages."""
 
     def __init__(self, history: Path) -> None:
         self._history = TypedLines(history)
@@ -65,14 +58,7 @@ class Keyboard:
 
 
 def read_message(line: Callable[[str], str]) -> str:
-    """Read a message of one or more lines.
-
-    Args:
-        line: a function that takes a prompt and returns the next line.
-
-    Raises:
-        ConfigError: the message is too long.
-    """
+    """Read a message of one or more lines by calls of `line(prompt)`. Raise ConfigError if the message is too long."""
     first = line("> ")
     is_block = first.lstrip().startswith(BLOCK)
     lines = [first.lstrip().removeprefix(BLOCK) if is_block else first]
@@ -95,7 +81,6 @@ def replace_invalid(line: str) -> str:
 
 
 def _find_readline() -> Any:
-    """Return the module readline, or None if this Python was built without it."""
     try:
         import readline
     except ImportError:
@@ -106,18 +91,14 @@ def _find_readline() -> Any:
 
 
 class TypedLines:
-    """The history file, with the messages of earlier chats and a limited size. A file that agentrl did not write, or that
-    cannot be opened, is not changed.
-    """
+    """The history file: messages of earlier chats. A file that agentrl did not write is never changed."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._is_usable = True
 
     def read(self) -> list[str]:
-        """Return the newest messages, oldest first. If agentrl did not write the file, print a warning and store no further
-        messages.
-        """
+        """Return the newest messages, oldest first. If agentrl did not write the file, warn and store nothing."""
         try:
             return self._entries()[-MAX_MESSAGES:]
         except FileNotFoundError:
@@ -146,7 +127,6 @@ class TypedLines:
         say(f"Input is not saved for the next chat: {str(self._file)!r} {why}.")
 
     def _entries(self) -> list[str]:
-        """Read the messages. Raise ValueError if agentrl did not write the file."""
         with open(self._file, "rb", opener=_open_private) as file:
             status = os.fstat(file.fileno())
             is_ours = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_FILE_BYTES
@@ -173,9 +153,6 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _message_of(line: str) -> str:
-    """Return the message in a line of the file. Return an empty text if the line has no message, or a message with characters
-    that no keyboard types.
-    """
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):

@@ -16,9 +16,7 @@ from agentrl.workflow.runtime.shown_text import clean
 PAUSE_SECONDS = 0.3
 MAX_LINES = 10_000
 END_BYTES = 1_000_000
-"""The number of bytes that are read from the end of a log."""
 MAX_LINE_CHARS = 2_000
-"""The most characters of a line that are shown."""
 
 
 def logs(
@@ -46,11 +44,6 @@ def logs(
 
 
 def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
-    """Return the log file of each process, by name. With `role`, return only the logs of processes that have this role.
-
-    Raises:
-        NotFoundError: there is no such log.
-    """
     there = {file.stem: file for file in sorted(folder.glob("*.log")) if file.is_file() and not file.is_symlink()}
     if not there:
         raise NotFoundError(f"No embedded stack has run in {str(folder.parent)!r} yet.", "Start one: agentrl up")

@@ -76,7 +76,6 @@ def vacuum(as_json: Json = False) -> None:
 
 
 def _format_bytes(count: int) -> str:
-    """Return a number of bytes as text, in the largest fitting unit."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count >= 1 << power:
             return f"{count / (1 << power):.1f} {unit}"

@@ -158,26 +158,22 @@ class StoredEpisodes:
         return Start(config.model, self.groups.start, config.rollout.temperature, manifest)
 
     def recipe(self, examples: int, passes: int, options: Mapping[str, Any]) -> "Recipe":
-        """Return the recipe for this number of examples and passes, with these options. The default learning rate is that of
-        the run.
-        """
+        """Return the recipe for this number of examples and passes. The default learning rate is the run's."""
         from agentrl.workflow.training.offline_training import recipe_for
 
         rate = self.groups.config.update.learning_rate
         return replace(recipe_for(examples, passes, rate, options.get("batch_size")), **options)
 
     def episodes(self, chosen: "list[Candidate]") -> "list[Episode]":
-        from agentrl.workflow.store import offline_data
+        from agentrl.workflow.store import training_groups
 
-        return offline_data.load_chosen_episodes(self.db, [one.id for one in chosen])
+        return training_groups.load_chosen_episodes(self.db, [one.id for one in chosen])
 
 
 def find_stored(runs: list[str], reward_set: str | None, policy: str | None, least: int) -> StoredEpisodes:
-    """Return the stored episodes of these runs, and print remarks about them. Only groups with at least `least` done episodes
-    are used.
-    """
+    """Return the stored episodes of these runs from groups with at least `least` done episodes. Print remarks."""
     from agentrl.workers.requests.stored_groups import load_stored_groups
-    from agentrl.workflow.store import offline_data
+    from agentrl.workflow.store import training_groups
 
     db, start = find_stored_start(policy)
     source = build({"source.runs": runs, "source.reward_set": reward_set or "default"}).source
@@ -187,7 +183,7 @@ def find_stored(runs: list[str], reward_set: str | None, policy: str | None, lea
     candidates = [
         one
         for run_groups in groups.sources
-        for one in offline_data.load_candidates(db, run_groups.row["id"], run_groups.groups, source.reward_set)
+        for one in training_groups.load_candidates(db, run_groups.row["id"], run_groups.groups, source.reward_set)
     ]
     return StoredEpisodes(db, groups, candidates)
 
@@ -236,9 +232,7 @@ def show_made(model: "TrainedModel", learned: str, more: Mapping[str, Any], as_j
 
 
 class ProgressBar:
-    """The progress of a training, with its speed and the remaining time: a bar on a terminal, or else a line for every tenth of
-    the steps.
-    """
+    """The progress of a training: a bar on a terminal, or else a line for every tenth of the steps."""
 
     def __init__(self) -> None:
         self._bar: Any = None

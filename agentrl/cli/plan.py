@@ -15,10 +15,6 @@ def _describe_origin(origin: dict[str, Any]) -> str:
 
 
 def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
-    """Return the held-out tasks, and the number of episodes for measuring the first, every N-th and the last version.
-
-    The mapping is empty if no version is measured.
-    """
     evaluation = submission.evaluation
     if evaluation is None or every is None:
         return {}
@@ -29,9 +25,6 @@ def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
 
 
 def _describe_roles(submission: Any) -> dict[str, str]:
-    """Return how many tasks of a prompt search are for edits, for selection and for the held-out measurement. Other runs have
-    no such tasks.
-    """
     roles = list(submission.roles.values())
     if not roles:
         return {}
@@ -47,9 +40,7 @@ def describe_agent(agent: AgentConfig) -> str:
 
 
 def describe_rewards(weights: Mapping[str, float], agent: AgentConfig | None = None) -> list[str]:
-    """Return the rewards with their weights. If the run has an agent, the agent's own rewards are included, with their
-    weight.
-    """
+    """Return the rewards with their weights, including the agent's own rewards."""
     rewards = [f"{name} x {cell(weight)}" for name, weight in weights.items()]
     own = [f"the agent's rewards x {cell(float(agent.own_rewards))}"] if agent is not None else []
     return [*rewards, *own]
@@ -71,15 +62,11 @@ def _describe_update(prepared: Any) -> dict[str, Any]:
 
 
 def _describe_calls(model: Any) -> str:
-    """Return the format of tool calls, with "strict" if bare JSON is not read as a call."""
     tool_format = "the template's own" if model.tool_format == "auto" else model.tool_format or "auto"
     return f"{tool_format}, strict" if model.strict_calls else tool_format
 
 
 def _describe_time(submission: Any) -> dict[str, str]:
-    """Return the expected time, if a stored run has similar iterations. There is no estimate for a search or for a run on
-    stored groups.
-    """
     from statistics import median
 
     from agentrl.workflow.store.reads.run_rows import find_similar_iterations
@@ -102,9 +89,7 @@ def _hours(seconds: float) -> str:
 
 
 def _describe_model(facts: dict[str, Any], sampled_here: bool, model: ModelConfig) -> dict[str, str]:
-    """Return how the built-in sampler runs the model, the layers that LoRA trains (without LoRA, the precision), and
-    remarks.
-    """
+    """Return how the sampler runs the model, which layers LoRA trains, and remarks."""
     plan = {"sampler": facts["sampler"]} if sampled_here and "sampler" in facts else {}
     if layers := facts.get("lora_layers"):
         trained = facts["trained"]

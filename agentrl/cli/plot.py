@@ -17,9 +17,7 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return one block character per bucket. The lowest value has the lowest block, and the highest value has the highest
-    block.
-    """
+    """Return one block character per bucket, from the lowest block to the highest."""
     points = buckets(values, width)
     if not points:
         return ""
@@ -27,9 +25,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def plot(values: Sequence[float], width: int = 60, height: int = 8) -> list[str]:
-    """Return the curve as lines of ASCII, with the highest and lowest value at the left. With fewer than two values, there are
-    no lines.
-    """
+    """Return the curve as lines of ASCII with its highest and lowest value; empty for fewer than two values."""
     points = buckets(values, width)
     if len(points) < 2:
         return []
@@ -53,9 +49,7 @@ def _levels(points: Sequence[float], height: int) -> list[int]:
 
 
 def histogram(values: Sequence[int], width: int = 40, bins: int = 10) -> list[str]:
-    """Return a histogram of integers with at most `bins` ranges of equal width. Each line has the two ends of a range, the
-    count and a bar.
-    """
+    """Return a histogram of at most `bins` equal ranges. A line has the ends of a range, the count and a bar."""
     low, high = min(values), max(values)
     step = max(1, -(-(high - low + 1) // bins))
     counts = {start: sum(start <= value < start + step for value in values) for start in range(low, high + 1, step)}

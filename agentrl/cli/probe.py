@@ -39,11 +39,7 @@ def torch_facts(device: str) -> dict[str, Any]:
 
 
 def _device_facts(device_setting: str) -> dict[str, Any]:
-    """Return the device's name, the dtype of LoRA on the device, and the name, memory in bytes and compute capability of its
-    GPU.
-
-    If the device cannot run a kernel, the key `unusable` has the reason.
-    """
+    """Return facts about the device: its name, precision, memory, and `unusable` if no kernel runs on it."""
     import torch
 
     from agentrl.workflow.models.devices import auto_dtype, pick_device, try_kernel
@@ -65,10 +61,7 @@ def _device_facts(device_setting: str) -> dict[str, Any]:
 
 
 def template_facts(folder: str) -> dict[str, Any]:
-    """Return the format of tool calls, the padding token, and why the chat template cannot be continued after a tool result.
-
-    The reason is empty if the template can be continued.
-    """
+    """Return the tool format, the padding token, and why the template cannot be continued (empty if it can)."""
     from transformers import AutoTokenizer
 
     from agentrl.workflow.chat.rendering import Chat
@@ -87,11 +80,7 @@ def template_facts(folder: str) -> dict[str, Any]:
 
 def model_facts(path: str, config: str) -> dict[str, Any]:
     """Return the model's facts for a plan, or the reason why it cannot be loaded. For a hub model that is not on this machine,
-    return no facts.
-
-    Args:
-        path: the model's folder or name.
-        config: the section `model` of a config, as JSON.
+    return no facts. `path` is the model's folder or name. `config` is the section `model` of a config, as JSON.
     """
     from agentrl.workflow.config import ModelConfig
     from agentrl.workflow.errors import AgentRLError

@@ -28,23 +28,17 @@ def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]
 
 
 def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Check that a worker can load the files of the model. A hub model is checked only if it is on this machine.
+    """Check that a worker can load the files of the model. A hub model is checked only if it is on this machine. Raise
+    ModelError if the files are not a model, or do not fit the config.
 
     Returns:
         The facts for a plan (`models.loading.ModelFacts`); empty for a hub model that is not on this machine.
-
-    Raises:
-        ModelError: the files are not a model, or do not fit the config.
     """
     return _checked(probe_facts("model", base, config.model_dump_json()))
 
 
 def probe_sampler(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Load the model and sample one token with the built-in sampler. Return how the sampler runs the model.
-
-    Raises:
-        ModelError: the model cannot be loaded or sampled.
-    """
+    """Load the model, sample a token, and return how the sampler runs it. Raise ModelError if that fails."""
     return _checked(probe_facts("sampler", base, config.model_dump_json(), settings().device, seconds=SAMPLER_SECONDS))
 
 
@@ -55,11 +49,7 @@ def _checked(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_optimizer(name: str) -> None:
-    """Check that an optimizer works on this machine. Torch's own optimizers are not checked.
-
-    Raises:
-        ConfigError: the optimizer does not work.
-    """
+    """Raise ConfigError if an optimizer does not work on this machine. Torch's own optimizers are not checked."""
     facts = probe_facts("optimizer", name, settings().device) if name != "adamw" else {}
     if "error" in facts:
         raise ConfigError(facts["error"], facts.get("hint", ""))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from agentrl.workflow.tables.views import ResourceRow
 
 SHOWN = 60
-"""The most characters of a text that the list shows."""
 QUESTIONS = """agentrl prompts RUN show VERSION
     agentrl prompts RUN diff A B"""
 

@@ -33,7 +33,6 @@ def diff(episode: int, other: int, as_json: bool) -> int:
 
 
 def _with_reward_parts(origin: "Origin") -> Episode:
-    """Return the episode with the parts of its default reward set. The record stores these parts separately."""
     from agentrl.workflow.rewards import part_sum
 
     parts = origin.reward_sets["default"].parts
@@ -46,10 +45,6 @@ def _with_token_texts(token: "TokenDifference", sides: "tuple[Origin, Origin]") 
 
 
 def _token_text(base: str, token: int | None) -> str:
-    """Return the token's text if the tokenizer of the base is on this machine.
-
-    The tokenizer is read without transformers, because importing transformers takes a second.
-    """
     from huggingface_hub import try_to_load_from_cache
     from tokenizers import Tokenizer
 

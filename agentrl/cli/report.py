@@ -53,11 +53,7 @@ def report(
 
 
 def _check_written(run: str, rows: list[Any]) -> None:
-    """Print which reports another process is writing.
-
-    Raises:
-        ServiceError: a report could not be written.
-    """
+    """Print which reports another process is writing. Raise ServiceError if a report could not be written."""
     if others := [row.tracker for row in rows if not (row.error or row.status)]:
         say(f"Another process is writing {', '.join(others)}. Check again later: agentrl report {run}")
     if failed := [row.error for row in rows if row.error]:
@@ -65,7 +61,6 @@ def _check_written(run: str, rows: list[Any]) -> None:
 
 
 def _leave_to_control(db: Any, run: str) -> None:
-    """Print that the control loop writes the reports while the run is running."""
     from agentrl.workers.stack.presence import missing_control_hints
 
     say(f"{run} is running: the control loop writes its steps. Show them: agentrl report {run}")
@@ -74,7 +69,6 @@ def _leave_to_control(db: Any, run: str) -> None:
 
 
 def _write(db: Any, chosen: list[Any]) -> None:
-    """Write the reports in parallel, each in its own process, and wait for them."""
     from agentrl.workers.stack.embedded import log_file
     from agentrl.workers.stack.report_processes import ReportProcess
     from agentrl.workflow.settings import settings

@@ -42,11 +42,7 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code fro
 
 
 def pick_run(db: Any, run: str | None) -> str:
-    """Return the named run. Without a name, return the newest run and print its name.
-
-    Raises:
-        NotFoundError: there is no run yet.
-    """
+    """Return the named run; without a name the newest, and print its name. Raise NotFoundError if there is none."""
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import run_rows
 
@@ -59,11 +55,7 @@ def pick_run(db: Any, run: str | None) -> str:
 
 
 def pick_episode(db: Any, episode: int | None) -> int:
-    """Return the named episode. Without a name, return the last episode that is done, and print its id.
-
-    Raises:
-        NotFoundError: no episode is done yet.
-    """
+    """Return the named episode; without a name the last done one, and print its id. Raise NotFoundError if none is done."""
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import episode_rows
 
@@ -102,20 +94,12 @@ def _open_database() -> Any:
 
 
 def stored_reader() -> "Reader":
-    """Return a read-only database for a command that shows stored rows.
-
-    Raises:
-        NotFoundError: there is no database yet.
-    """
+    """Return a read-only database for a command that shows stored rows. Raise NotFoundError if there is no database yet."""
     return existing_reader() or _refuse_empty()
 
 
 def stored_database() -> Any:
-    """Return the database for a command that shows or changes stored rows. The command never creates the database.
-
-    Raises:
-        NotFoundError: there is no database yet.
-    """
+    """Return the existing database. Raise NotFoundError if there is none: it is never created here."""
     return existing_database() or _refuse_empty()
 
 
@@ -138,10 +122,8 @@ def first_run_hint() -> str:
 def find_policy(policy: str) -> "tuple[RunConfig, Any]":
     """Return the run's config and the policy for `RUN[@VERSION|@best|@epochN]` or for a run's checkpoint folder.
 
-    For a model, return the default config with this model, and None.
-
-    Raises:
-        NotFoundError: the run or the version does not exist, and the text cannot be the name of a model.
+    For a model, return the default config with this model, and None. Raise NotFoundError if the run or the version does not
+    exist, and the text cannot be the name of a model.
     """
     from agentrl.workflow.config import build
     from agentrl.workflow.errors import NotFoundError
@@ -175,15 +157,9 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
 
 
 def find_trained_policy(policy: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
-    """Return the run's config, the policy and the run's manifest.
-
-    Args:
-        policy: the name of a run's policy.
-        option: the option that has this value, for the error message.
-
-    Raises:
-        NotFoundError: the run or the version does not exist.
-        ConfigError: the text names a model.
+    """Return the run's config, the policy and the run's manifest. `policy` is the name of a run's policy. `option` is the
+    option that has this value, for the error message. Raise NotFoundError if the run or the version does not exist. Raise
+    ConfigError if the text names a model.
     """
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.store import run_names
@@ -196,9 +172,7 @@ def find_trained_policy(policy: str, option: str) -> "tuple[RunConfig, Any, Mapp
 
 def is_stored_policy(text: str) -> bool:
     """Return True if the text names a run's policy (`RUN@N`, a checkpoint folder, or `RUN`), and False if it names a model.
-
-    Raises:
-        NotFoundError: the text names a checkpoint that belongs to no run in this database.
+    Raise NotFoundError if the text names a checkpoint that belongs to no run in this database.
     """
     from pathlib import Path
 
@@ -215,11 +189,8 @@ def is_stored_policy(text: str) -> bool:
 
 def find_stored_start(policy: str | None) -> tuple[Any, Any]:
     """Return the database and the policy from which training starts. The policy is None if training starts from the policy of
-    the episodes.
-
-    Raises:
-        NotFoundError: there is no database yet, or the run does not exist.
-        ConfigError: the policy does not belong to a run.
+    the episodes. Raise NotFoundError if there is no database yet, or the run does not exist. Raise ConfigError if the policy
+    does not belong to a run.
     """
     from agentrl.workflow.errors import NotFoundError
 
@@ -251,11 +222,7 @@ def _link_again(db: Any, run_id: int) -> None:
 
 
 def _policy_of_checkpoint(db: Any, policy: str) -> str:
-    """Return `RUN@VERSION` for the checkpoint at this path; empty if the path is not that of a checkpoint.
-
-    Raises:
-        NotFoundError: the checkpoint belongs to no run in this database, or the text cannot be the name of a file.
-    """
+    """Return `RUN@VERSION` for the checkpoint at this path; empty if the path is not that of a checkpoint."""
     import os
     from pathlib import Path
 
@@ -287,20 +254,14 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
 
 
 def find_trusted_policy(policy: str, trust: bool) -> "tuple[RunConfig, Any]":
-    """Return the result of `find_policy`. Code from the model's folder may run if `trust` is true, or if the run was submitted
-    with --trust-remote-code.
-    """
+    """Return `find_policy`. The model's code may run if `trust` is true or the run had --trust-remote-code."""
     config, ref = find_policy(policy)
     trusted = config.model.trust_remote_code or trust
     return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
 
 
 def check_model_is_there(policy: str, config: "RunConfig") -> None:
-    """Check that a name is that of a model, if it is not that of a run's policy.
-
-    Raises:
-        ModelError: the model does not exist.
-    """
+    """Check that a name is a model, if it is not a run's policy. Raise ModelError if the model does not exist."""
     from agentrl.workflow.errors import ModelError
     from agentrl.workflow.models.lookup import existing_model
 

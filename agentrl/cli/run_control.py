@@ -1,7 +1,4 @@
-"""`agentrl resume`, `pause` and `cancel`. Each command may be repeated, and prints which work stays and which is done again.
-
-Only `resume --epochs` and `--iterations` add up: each call makes the run longer by the given number.
-"""
+"""`agentrl resume`, `pause` and `cancel`. Each command may be repeated, and prints which work stays and which is done again."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -99,11 +96,6 @@ def cancel(run: RunName, as_json: Json = False) -> None:
 
 
 def _set_going(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Resume the run, and return its row; None if the run is already done.
-
-    Raises:
-        StateError: another command has cancelled the run in the meantime.
-    """
     from agentrl.workflow.store import planning
     from agentrl.workflow.store.reads import run_rows
 
@@ -116,15 +108,6 @@ def _set_going(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _show_run(run: str, status: str, before: str, as_json: bool, length: int | None = None) -> None:
-    """Print the state of the run.
-
-    Args:
-        run: the run's name.
-        status: the status after the command.
-        before: the status before the command.
-        as_json: True to print JSON.
-        length: the number of iterations before the command; None if the command cannot change it.
-    """
     from agentrl.workflow.store.reads import run_rows
 
     row, now = run_rows.describe_run(stored_database(), run), run_rows.count_progress(stored_database(), run)

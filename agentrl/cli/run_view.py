@@ -16,14 +16,10 @@ class RunView:
     """The state of a run.
 
     Attributes:
-        run: the row of the run.
-        iterations: the run's finished iterations, oldest first.
         progress: the counts of the run's open iterations.
-        failure: the most frequent failure.
-        agent_error: the most frequent error of the agent.
+        failure, agent_error: the most frequent failure, and error of the agent.
         sampled_on: the reason why more episodes than planned are sampled.
         warning: the reason why the run is waiting.
-        evals: the evaluations of the run's policies.
         gained: lines about the gain of a prompt search.
         flat: lines that say why there is no training signal.
         trackers: lines with the run's pages in trackers.
@@ -78,9 +74,7 @@ class RunView:
 
 
 def iteration_seconds(rows: Sequence[Row]) -> list[float]:
-    """Return the seconds of each iteration, measured from the end of the previous iteration. So the time of overlapping
-    iterations is counted once.
-    """
+    """Return the seconds of each iteration since the end of the previous one, so overlapping time counts once."""
     seconds, ended = [], None
     for row in rows:
         shared = (ended - row["started_at"]).total_seconds() if ended and row["started_at"] else 0.0

@@ -69,9 +69,7 @@ COLUMNS: dict[str, Callable[[Row], float | None]] = {
 
 
 def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
-    """Return the display of the run in at most `height - 1` lines of `width` characters. The last line of the screen is for the
-    cursor.
-    """
+    """Return the display in at most `height - 1` lines of `width` characters; the last line is for the cursor."""
     tall = height > TALL_SCREEN
     lines = [*_head_lines(view), ""] if height > MIN_CURVE_LINES else list(_head_lines(view))
     lines += list(_curve_lines(view, width, len(CURVES) if tall else MAX_CURVES))
@@ -87,7 +85,6 @@ def live_lines(view: RunView, width: int = 80, height: int = 24) -> list[str]:
 
 
 def _head_lines(view: RunView) -> Iterator[str]:
-    """Yield the run's state, the progress bar, the open iterations and the speed."""
     run, now = view.run, view.progress
     done, total = run["iterations_done"], run["iterations"]
     epoch = f"  epoch {view.iterations[-1]['epoch']} of {run['epochs']}" if view.iterations else ""
@@ -124,12 +121,10 @@ def _curve_line(label: str, values: Sequence[float], width: int) -> str:
 
 
 def _short_number(value: float) -> str:
-    """Return the number with three decimals. Numbers below 0.01 are formatted as in `cell`."""
     return cell(value) if 0 < abs(value) < 0.01 else format_decimals(value)
 
 
 def _eval_line(view: RunView) -> str:
-    """Return the newest evaluation, the best version, and the number of pending evaluations."""
     run, scored = view.run, [row for row in view.evals if row["mean_reward"] is not None]
     newest = scored[-1]
     parts = [f"version {newest['policy_version']}: {format_interval(newest)}"]
@@ -140,7 +135,6 @@ def _eval_line(view: RunView) -> str:
 
 
 def _newest_table(view: RunView, room: int) -> list[str]:
-    """Return a table of the newest iterations in at most `room` lines; empty if there is no room."""
     rows = view.iterations[-(room - 1) :] if room > 1 else []
     if not rows:
         return []

@@ -89,11 +89,7 @@ def serve(
 
 
 def _read_origins(text: str, key: str) -> frozenset[str]:
-    """Return the origins that AGENTRL_SERVE_ORIGINS lists.
-
-    Raises:
-        ConfigError: a value is not an origin, or no key is set.
-    """
+    """Return the origins that AGENTRL_SERVE_ORIGINS lists. Raise ConfigError if a value is not an origin, or no key is set."""
     from agentrl.workers.serving.cors import read_origins
 
     try:
@@ -108,9 +104,7 @@ def _read_origins(text: str, key: str) -> frozenset[str]:
 def _served_config(
     policy: str, name: str | None, options: dict[str, Any], chat: dict[str, Any], trust: bool
 ) -> "tuple[RunConfig, Any, str]":
-    """Return the config with which to serve, the policy's weights and the name of the policy's run. For an untrained model, the
-    weights are None.
-    """
+    """Return the config with which to serve, the policy's weights and the name of the policy's run."""
     from agentrl.workers.requests.serve_request import serve_config
     from agentrl.workflow import engines
     from agentrl.workflow.config import build

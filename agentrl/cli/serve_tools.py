@@ -46,9 +46,6 @@ def list_tools(ctx: typer.Context, as_json: Json = False) -> None:
 
 
 def _tool_row(tool: "Tool", envs: "Mapping[str, Mapping[str, Tool]]") -> dict[str, Any]:
-    """Return the row of a tool. `works_in` lists the envs that have their own tool of this name, if that tool works on this
-    machine.
-    """
     from dataclasses import asdict
 
     from agentrl.workers.requests.tool_selection import Description
@@ -119,9 +116,7 @@ def serve(
 
 
 def _read_token() -> tuple[str, bool]:
-    """Return the token of the settings, or else a new random token. The second value is True if the token is from the
-    settings.
-    """
+    """Return the token of the settings, or else a new random token."""
     from secrets import token_urlsafe
 
     from agentrl.workflow.errors import ConfigError

@@ -160,14 +160,7 @@ def sft(
 
 @dataclass(frozen=True)
 class _LearningOptions:
-    """The options of a training.
-
-    Args:
-        recipe: the options of the recipe.
-        rows: keys of the config's section `dataset`.
-        parts: keys of the section `model` that decide what trains; None for options that were not given.
-        chat: keys of the section `model` for the chat format; None for options that were not given.
-    """
+    """The options of a training."""
 
     recipe: Mapping[str, Any]
     epochs: int | None
@@ -188,11 +181,7 @@ class _LearningOptions:
         return _as_flags(self.chat)
 
     def model(self, path: str, trusted: bool) -> "ModelConfig":
-        """Return the config's section `model`.
-
-        Raises:
-            ConfigError: the options do not fit the model, or contradict each other.
-        """
+        """Return the config's section `model`. Raise ConfigError if the options contradict the model or each other."""
         values = {**self.parts, **self.chat}
         keys = {f"model.{name}": value for name, value in values.items() if value is not None}
         return build({**keys, "model.path": path, "model.trust_remote_code": trusted}).model
@@ -253,7 +242,6 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
 
 
 def _has_references(rows: "DatasetConfig") -> bool:
-    """Return True if every row has an answer, so a run could train on the rows."""
     from agentrl.workflow.datasets import load_tasks
 
     try:
@@ -263,13 +251,7 @@ def _has_references(rows: "DatasetConfig") -> bool:
 
 
 def _find_named_policy(model: str, how: _LearningOptions) -> "tuple[ModelConfig, PolicyRef | None, Mapping[str, Any]]":
-    """Return the section `model`, the policy and the manifest for `RUN@V`.
-
-    The policy is None if the name is that of a model, or if the policy's LoRA was merged.
-
-    Raises:
-        NotFoundError: the run or the version does not exist.
-    """
+    """Return the section `model`, the policy and the manifest for `RUN@V`."""
     if not is_stored_policy(model):
         if how.lora == "new":
             raise ConfigError("--lora new requires a run's policy.", "Write --model RUN@3, or leave --lora out.")

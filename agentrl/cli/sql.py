@@ -54,11 +54,6 @@ def sql(
 
 
 def _explain_views(view: str | None, as_csv: bool, as_json: bool) -> None:
-    """Print the columns of a view with their meanings. Without `view`, print all views with their columns.
-
-    Raises:
-        NotFoundError: no view has this name.
-    """
     from agentrl.workflow.errors import NotFoundError, did_you_mean
     from agentrl.workflow.tables.views import VIEWS
 

@@ -168,11 +168,7 @@ def show_config(
 def _config_values(
     file: Any, assignments: list[str] | None, run: str | None
 ) -> tuple[dict[str, Any], dict[str, str], set[str]]:
-    """Return the values by key, the source of each value by key, and the keys whose value the algorithm chose.
-
-    Raises:
-        ConfigError: `submit` would refuse the config, or --run is combined with a config.
-    """
+    """Return the values by key, the source of each value by key, and the keys whose value the algorithm chose."""
     from agentrl.workflow import trainers
     from agentrl.workflow.algorithms import resolve_run
     from agentrl.workflow.errors import ConfigError

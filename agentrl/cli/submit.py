@@ -118,17 +118,13 @@ def _with_origins(prepared: Any, origins: dict[str, str]) -> Any:
 
 @contextmanager
 def _timed(name: str) -> Iterator[None]:
-    """Print the name of a check that passed, and the time that it took, in seconds."""
     start = perf_counter()
     yield
     say(f"checked {name:18} {perf_counter() - start:5.1f} s")
 
 
 def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
-    """Yield lines about the number of parameters that train and about their memory, computed from the model's files.
-
-    There are no lines if files are missing or do not have these numbers.
-    """
+    """Yield lines about the number of parameters that train and about their memory, computed from the model's files."""
     from agentrl.workflow.models.lookup import find_model_files, lora_rank_of
     from agentrl.workflow.models.memory_estimate import estimate_memory
     from agentrl.workflow.models.parameters import count_in_headers
@@ -151,7 +147,6 @@ def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
 
 
 def _source_values(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
-    """Convert the flags that name stored episodes to config keys."""
     numbers = [word for word in groups if word.isascii() and word.isdigit() and len(word) < 19]  # no database takes more digits
     names = [*(word for word in groups if word not in numbers), *runs]
     return {

@@ -16,9 +16,9 @@ class Voice:
     """A writer that receives the text of a turn in pieces, and prints the turn's thought and content.
 
     Args:
-        write: a function that prints a text in a style of rich.
+        write: prints a text in a style of rich.
         thinks: True if the turn begins inside a thought.
-        opens: the marks that begin a call in the model's format. Calls without a mark are printed as text.
+        opens: the marks that begin a call. Calls without a mark are printed as text.
     """
 
     def __init__(self, write: Callable[[str, str], None], thinks: bool, opens: Sequence[str]) -> None:
@@ -77,9 +77,6 @@ class Voice:
             self._shown += visible
 
     def _handle_mark(self, mark: str) -> None:
-        """Handle a mark. A thought begins only before all other text, and ends once. Any other thought mark is printed as
-        text.
-        """
         if mark not in (THINK, END_THINK):
             self._calls = True
         elif mark == THINK and not (self._begun or self._shown):

@@ -76,12 +76,6 @@ def ui(
 
 
 def _open_store(url: str | None, demo: bool) -> "ReadOnlyStore":
-    """Open a store for reading.
-
-    Raises:
-        NotFoundError: there is no store.
-        ServiceError: the database has another revision, or does not respond.
-    """
     from agentrl.workers.page.read_only import ReadOnlyStore
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.reads import run_rows
@@ -114,7 +108,6 @@ def _reason(error: ServiceError) -> str:
 
 
 def _open_browser(link: str) -> None:
-    """Open the page in a browser if this machine has a display."""
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return
     import webbrowser

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 TOOLS, TOKENS, REWARDS = "tools", "tokens", "rewards"
 CHECK_CHOICES = (TOOLS, TOKENS, REWARDS, "all")
-"""The parts that can be verified."""
 
 MAX_QUOTED = 200
 """The most characters of a text in a report."""
@@ -30,11 +29,8 @@ def verify(episode: int, what: str, as_json: bool) -> int:
     """Repeat the episode and print the report. Return 1 if the repetition differs from the record, else 0.
 
     If no part of the episode could be verified, the report says so. The value `same` in the JSON is then null, and 0 is
-    returned.
-
-    Raises:
-        CheckpointError: only tokens were requested, and the weights that sampled them were removed.
-        ModelError: the base model on this machine is not the run's.
+    returned. Raise CheckpointError if only tokens were requested, and the weights that sampled them were removed. Raise
+    ModelError if the base model on this machine is not the run's.
     """
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store.imported_runs import EXACT

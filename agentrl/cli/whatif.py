@@ -122,9 +122,7 @@ def _algorithm_document(finding: "Finding") -> dict[str, Any]:
 
 
 def _episode_document(episode: Any, findings: "Sequence[Finding]") -> dict[str, Any]:
-    """Return the episode with one advantage per algorithm, in the order of the algorithms. An advantage is null if the
-    algorithm does not use the episode.
-    """
+    """Return the episode with one advantage per algorithm, in the order of the algorithms."""
     return {
         "id": episode.id,
         "reward": episode.reward,
@@ -214,10 +212,7 @@ def _whatif_sentences(request: "WhatIfRequest", findings: "Sequence[Finding]") -
 
 
 def _describe_optimizer(past: "UpdateInputs", findings: "Sequence[Finding]") -> str:
-    """Return a text about the optimizer's state at the start of the update: as the run had it, empty, or removed.
-
-    Only the first update of a run starts with an empty state. `agentrl gc` removes stored states before it removes policies.
-    """
+    """Return a text about the optimizer's state at the start of the update: as the run had it, empty, or removed."""
     if all("optimizer" not in finding.blank for finding in findings):
         return "as the run had it"
     return "whose state was removed since" if past.policy.path and not past.is_borrowed else "that remembers nothing yet"

@@ -34,10 +34,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class CallTools:
-    """The action to run the tool calls of a step.
-
-    The caller waits for all results and records them in the order of the calls.
-    """
+    """The action to run a step's tool calls. All results are recorded together, in the order of the calls."""
 
     step: Step
 
@@ -53,11 +50,7 @@ Action = Generate | CallTools | Finish
 
 
 def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
-    """Return the next action of the episode: sample a turn, run tool calls, or finish.
-
-    Raises:
-        TypeError: the env returned something other than messages with text. Exceptions of the env's code are not caught.
-    """
+    """Return the episode's next action. Raise TypeError if the env returned something other than messages with text."""
     if not episode.steps:
         return _generate(env.reset(episode.task))
     step = episode.steps[-1]
@@ -93,7 +86,6 @@ def observe(episode: Episode, env: Env, limits: RolloutConfig) -> tuple[Message,
 
 
 def _answered_calls(step: Step) -> set[tuple[str, str, str]]:
-    """Return (tool, arguments, result) for each call of a turn."""
     results = zip(step.message.tool_calls, step.results or (), strict=False)
     return {(call.name, repr(call.arguments), result.content) for call, result in results}
 

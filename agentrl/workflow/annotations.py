@@ -15,10 +15,8 @@ KINDS = ("reward", "message", "object", "annotation", "exception", "operation", 
 SOURCES = ("agent", "tool", "hook")
 MAX_AT_ONCE = 100
 MAX_OF_ATTEMPT = 10_000
-"""The most annotations that one attempt at an episode may have."""
 MAX_NAME = 128
 MAX_DATA = 64 * 1024
-"""The most bytes of an annotation's data, encoded as JSON."""
 MAX_DEPTH = 32
 MAX_STEP = 2**31 - 1
 MAX_REWARD = 1e30
@@ -50,22 +48,14 @@ class Annotation:
 
 
 def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ...]:
-    """Parse annotations from decoded JSON.
-
-    Raises:
-        ValueError: an annotation is invalid; the message says why.
-    """
+    """Parse annotations from decoded JSON. Raise ValueError if an annotation is invalid; the message says why."""
     if not isinstance(values, list) or len(values) > MAX_AT_ONCE:
         raise ValueError(f"annotations must be a list of at most {MAX_AT_ONCE}")
     return tuple(read_annotation(value, source) for value in values)
 
 
 def read_annotation(value: Any, source: str = "agent") -> Annotation:
-    """Parse an annotation from decoded JSON.
-
-    Raises:
-        ValueError: the annotation is invalid; the message says why.
-    """
+    """Parse an annotation from decoded JSON. Raise ValueError if the annotation is invalid; the message says why."""
     if not isinstance(value, Mapping) or value.keys() - {"id", "kind", "name", "data", "step", "seconds"}:
         raise ValueError("an annotation is an object with id, kind, name, data, step and seconds")
     annotation = Annotation(
@@ -82,11 +72,7 @@ def read_annotation(value: Any, source: str = "agent") -> Annotation:
 
 
 def check(annotation: Annotation) -> None:
-    """Validate an annotation.
-
-    Raises:
-        ValueError: the annotation is invalid; the message says why.
-    """
+    """Validate an annotation. Raise ValueError if the annotation is invalid; the message says why."""
     if not isinstance(annotation.id, str) or not _ID.fullmatch(annotation.id):
         raise ValueError("an annotation's id is a text of 1 to 64 small letters, digits, : _ and -")
     if annotation.kind not in KINDS:
@@ -139,10 +125,7 @@ def rewards_of(annotations: Sequence[Annotation], steps: int) -> dict[str, float
     A reward is one number, or one number per step if any annotation of that name belongs to a step. A later reward replaces an
     earlier reward of the same name and step. If a name has rewards of steps and a reward of the episode, the episode's reward
     is added to the last step. Rewards of steps that do not exist are ignored. Rewards from hooks are ignored too, because hooks
-    return their rewards.
-
-    Args:
-        steps: the number of steps of the episode.
+    return their rewards. `steps` is the number of steps of the episode.
     """
     whole: dict[str, float | tuple[float, ...]] = {}
     by_step: dict[str, dict[int, float]] = {}

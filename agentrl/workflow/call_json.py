@@ -1,8 +1,4 @@
-"""Parses tool calls from untrusted JSON.
-
-Every format in `tool_formats` uses this module, so the same limits apply to all formats. The length is checked before the JSON
-is decoded. Strings may contain raw line breaks, because models write code that way.
-"""
+"""Parses tool calls from untrusted JSON."""
 
 import json
 from collections import Counter
@@ -27,12 +23,7 @@ TOO_LONG = f"more than {MAX_CHARACTERS} characters, which a call may have at mos
 
 
 class Unreadable(Exception):
-    """A call that cannot be parsed.
-
-    Args:
-        why: the reason, which the model reads.
-        end: the index in the text at which parsing continues.
-    """
+    """A call that cannot be parsed. `why` is for the model. Parsing continues at the index `end`."""
 
     def __init__(self, why: str, end: int) -> None:
         super().__init__(why)
@@ -64,13 +55,10 @@ def duplicate_key_message(key: str) -> str:
 
 
 def decode_json(text: str) -> tuple[Any, str]:
-    """Decode an untrusted JSON text.
+    """Decode an untrusted JSON text. Raise ValueError if the text is not JSON, or has more than `MAX_CHARACTERS` characters.
 
     Returns:
         The value, and the reason why it is refused. The reason is empty if the value is accepted.
-
-    Raises:
-        ValueError: the text is not JSON, or has more than `MAX_CHARACTERS` characters.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(TOO_LONG)
@@ -84,10 +72,8 @@ def decode_json(text: str) -> tuple[Any, str]:
 
 
 def describe_json_error(value: Any) -> str:
-    """Return the reason why a decoded value is refused; empty if the value is accepted.
-
-    Raises:
-        ValueError: the value cannot be encoded as JSON again (NaN, 1e999, half a surrogate pair), so it cannot be stored.
+    """Return the reason why a decoded value is refused; empty if the value is accepted. Raise ValueError if the value cannot be
+    encoded as JSON again (NaN, 1e999, half a surrogate pair), so it cannot be stored.
     """
     if nesting(value) > MAX_NESTING:
         return f"a call may nest {MAX_NESTING} objects and arrays within each other, not more"
@@ -96,11 +82,7 @@ def describe_json_error(value: Any) -> str:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at index `at` of the text, and the index at which the value ends.
-
-    Raises:
-        Unreadable: no acceptable value begins at that index.
-    """
+    """Return the JSON value at index `at` of the text, and its end. Raise Unreadable if none begins there."""
     window = text[at : at + MAX_CHARACTERS + 1]
     keys = _Keys()
     try:
@@ -118,11 +100,7 @@ def scan_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def parse_digits(digits: str) -> int:
-    """Convert the digits to an integer.
-
-    Raises:
-        ValueError: there are more than `MAX_DIGITS` digits.
-    """
+    """Convert the digits to an integer. Raise ValueError if there are more than `MAX_DIGITS` digits."""
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a whole number may have {MAX_DIGITS} digits, not more")
     return int(digits)
@@ -138,10 +116,7 @@ def nesting(value: Any) -> int:
 
 
 def read_arguments(name: str, arguments: object) -> ToolCall:
-    """Return the call of a tool with these arguments.
-
-    `arguments` must be an object, a string that contains one, or null. With any other value the returned call has an `error`.
-    """
+    """Return a call with these arguments: an object, a string with one, or null. Any other value becomes an `error`."""
     why = ""
     arguments = {} if arguments is None else arguments
     if isinstance(arguments, str):
@@ -155,13 +130,8 @@ def read_arguments(name: str, arguments: object) -> ToolCall:
 
 
 def make_call(name: object, arguments: object, end: int) -> ToolCall:
-    """Return the call of the tool `name` with these arguments.
-
-    Args:
-        end: the index at which the text of the call ends. The exception carries it.
-
-    Raises:
-        Unreadable: the name or the arguments are invalid.
+    """Return the call of the tool `name` with these arguments. `end` is the index at which the text of the call ends. The
+    exception carries it. Raise Unreadable if the name or the arguments are invalid.
     """
     if not isinstance(name, str) or not name:
         raise Unreadable('a call is an object with a "name" and "arguments"', end)
@@ -177,9 +147,5 @@ def unreadable_call(why: str) -> ToolCall:
 
 
 def dump_json(value: object) -> str:
-    """Return the value as JSON, in the form that models write.
-
-    Raises:
-        ValueError: JSON cannot express the value (NaN).
-    """
+    """Return the value as JSON, in the form that models write. Raise ValueError if JSON cannot express the value (NaN)."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

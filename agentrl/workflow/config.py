@@ -100,10 +100,7 @@ class Flag:
 def option(
     default: Any, *names: str, metavar: str | None = None, type: Any = None, panel: str | None = None, **limits: Any
 ) -> Any:
-    """Return a config field that is also an option of `agentrl submit`.
-
-    `limits` are the limits of pydantic's `Field`. See `Flag` for the other arguments.
-    """
+    """Return a config field that is an option of `submit`. `limits` are those of pydantic's `Field`. See `Flag`."""
     return Field(default, json_schema_extra={"flag": Flag(names, metavar, type, panel)}, **limits)  # type: ignore[dict-item]
 
 
@@ -160,11 +157,7 @@ class DatasetConfig(Section):
 
 
 def solved_range(text: str) -> tuple[float, float]:
-    """Parse `LOW..HIGH` and return both numbers.
-
-    Raises:
-        ValueError: the text is not two numbers from 0 to 1, the lower one first.
-    """
+    """Parse `LOW..HIGH`. Raise ValueError if these are not two numbers from 0 to 1, the lower one first."""
     low, _, high = text.partition("..")
     try:
         ends = float(low), float(high)
@@ -338,10 +331,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _reads_formats_up_to_4(cls, tree: Any, info: ValidationInfo) -> Any:
-        """Convert the keys of stored runs up to format 4.
-
-        These runs had the key `importance_beyond`, and a null `importance_cap` meant no correction.
-        """
+        """Convert the keys `importance_beyond` and null `importance_cap` of stored runs up to format 4."""
         if not _is_stored(info) or "importance_beyond" not in tree:
             return tree
         tree = dict(tree)
@@ -447,10 +437,7 @@ class SourceConfig(Section):
 
 
 class SearchConfig(Section):
-    """The options of a prompt search.
-
-    An unset option has the algorithm's default. An option that has no effect is an error (`algorithms.resolve_search`).
-    """
+    """The options of a prompt search. Unset: the algorithm's default. Without effect: an error (`resolve_search`)."""
 
     critic: str | None = Field(None, min_length=1, max_length=256, description="The critic's model, at AGENTRL_CRITIC_URL")
     critic_tokens: int = Field(2048, ge=1, le=131_072, description="Maximum tokens of its answer")
@@ -655,9 +642,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _trl_in_its_own_convention(cls, tree: Any) -> Any:
-        """Set the convention "trl" if the trainer is "trl" and the config sets no convention. This trainer supports no other
-        convention.
-        """
+        """Set the convention "trl" for the trainer "trl", which supports no other."""
         if not isinstance(tree, Mapping):
             return tree
         update, algorithm = tree.get("update"), tree.get("algorithm", {})
@@ -711,18 +696,13 @@ class RunConfig(Section):
         return self
 
     def flat(self) -> dict[str, Any]:
-        """Return the config as dotted keys, `{"rollout.group_size": 8, ...}`, in the order of the fields.
-
-        If the run has no agent, the keys of `agent` have their defaults.
-        """
+        """Return the config as dotted keys: `{"rollout.group_size": 8, ...}`. Without an agent, its keys have defaults."""
         tree = self.model_dump(mode="json")
         return dict(flatten(tree if self.agent else tree | {"agent": NO_AGENT}))
 
     def importance_method(self, same_numbers: bool) -> Literal["truncate", "mask"] | None:
         """Return how an update treats importance ratios above `importance_cap`; None if the update uses no importance ratios.
-
-        Args:
-            same_numbers: True if sampler and trainer compute the same logprobs, up to the rounding of float32.
+        `same_numbers` is True if sampler and trainer compute the same logprobs, up to the rounding of float32.
         """
         method = self.algorithm.importance
         if method == "auto":
@@ -797,11 +777,7 @@ OLDER_KEYS = {
 
 
 def build(values: Mapping[str, Any]) -> RunConfig:
-    """Build the config from dotted keys.
-
-    Raises:
-        ConfigError: values are invalid; the message names the key of each.
-    """
+    """Build the config from dotted keys. Raise ConfigError if values are invalid; the message names the key of each."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         section, _, leaf = key.rpartition(".")

@@ -29,7 +29,6 @@ from agentrl.workflow.errors import ConfigError, ServiceError
 EMIT_URL, EMIT_KEY = "AGENTRL_EMIT_URL", "AGENTRL_EMIT_KEY"
 """The environment variables of an agent's process that hold the URL for its annotations, and the key for that URL."""
 REWARD = "reward"
-"""The name of a reward that is emitted without a name."""
 PATIENCE_SECONDS = 60.0
 """The longest time for which a request is repeated while the endpoint is unavailable, in seconds."""
 TIMEOUT_SECONDS = 30.0
@@ -43,16 +42,13 @@ def emit_reward(value: "float | Mapping[str, float]", step: int | None = None, n
     """Emit a reward of the episode, or several named parts of it.
 
     A later value replaces an earlier value of the same name and step. Rewards from agents and tools are always stored. They are
-    trained on only if the run has no rewards of its own, or has `agent: {own_rewards: true}`.
+    trained on only if the run has no rewards of its own, or has `agent: {own_rewards: true}`. Raise ConfigError if the value is
+    not a finite number. Raise ServiceError if the reward could not be stored.
 
     Args:
         value: a number, or numbers by name.
         step: the index of the step that earned the reward; None: the whole episode earned it.
         name: the name of the part, if `value` is a number.
-
-    Raises:
-        ConfigError: the value is not a finite number.
-        ServiceError: the reward could not be stored.
     """
     for part, number in (value if isinstance(value, Mapping) else {name: value}).items():
         item = getattr(number, "item", None)  # of numpy and torch
@@ -62,40 +58,29 @@ def emit_reward(value: "float | Mapping[str, float]", step: int | None = None, n
 
 
 def emit_message(text: str, **more: Any) -> None:
-    """Emit a message, with further JSON values by name.
-
-    Raises:
-        ConfigError: a value is not JSON, or is too large.
-        ServiceError: the message could not be stored.
+    """Emit a message, with further JSON values by name. Raise ConfigError if a value is not JSON, or is too large. Raise
+    ServiceError if the message could not be stored.
     """
     _emit("message", "", {"message": str(text)} | more)
 
 
 def emit_object(value: Any, name: str = "") -> None:
-    """Emit a JSON value.
-
-    Raises:
-        ConfigError: the value is not JSON, or is too large.
-        ServiceError: the value could not be stored.
+    """Emit a JSON value. Raise ConfigError if the value is not JSON, or is too large. Raise ServiceError if the value could not
+    be stored.
     """
     _emit("object", name, {"object": value})
 
 
 def emit_annotation(values: Mapping[str, Any], name: str = "", step: int | None = None) -> None:
-    """Emit JSON values by name, which belong to the episode or to one of its steps.
-
-    Raises:
-        ConfigError: a value is not JSON, or is too large.
-        ServiceError: the annotation could not be stored.
+    """Emit JSON values by name, which belong to the episode or to one of its steps. Raise ConfigError if a value is not JSON,
+    or is too large. Raise ServiceError if the annotation could not be stored.
     """
     _emit("annotation", name, dict(values), step)
 
 
 def emit_exception(error: BaseException) -> None:
-    """Emit a caught exception: its class, its message and its traceback.
-
-    Raises:
-        ServiceError: the exception could not be stored.
+    """Emit a caught exception: its class, its message and its traceback. Raise ServiceError if the exception could not be
+    stored.
     """
     lines = "".join(traceback.format_exception(error))[-MAX_TRACE:]
     _emit("exception", type(error).__name__[:100], {"message": str(error)[:MAX_TRACE], "traceback": lines})
@@ -144,26 +129,22 @@ def operation(name: F) -> F: ...
 def operation(name: "str | Callable[..., Any]" = "", **notes: Any) -> Any:
     """Emit the duration of an operation, and the exception that it raised.
 
-    Use it as `with operation("search", query=text):`, `@operation` or `@operation("search")`.
+    Use it as `with operation("search", query=text):`, `@operation` or `@operation("search")`. Raise ConfigError if a note is
+    not JSON or is too large. The error is raised when the operation ends. Raise ServiceError if the operation could not be
+    stored. The error is raised when the operation ends.
 
     Args:
         name: the name of the operation; a decorator without a name uses the name of the function.
         notes: JSON values that are stored with the operation.
-
-    Raises:
-        ConfigError: a note is not JSON or is too large. The error is raised when the operation ends.
-        ServiceError: the operation could not be stored. The error is raised when the operation ends.
     """
     return Operation(name, notes) if isinstance(name, str) else Operation(name.__name__, notes)(name)
 
 
 @contextmanager
 def collected(into: list[Annotation], source: str, prefix: str) -> Iterator[None]:
-    """Append the annotations that this context emits to the list `into`, instead of sending them.
-
-    Args:
-        source: the writer, one of `annotations.SOURCES`.
-        prefix: the first part of each annotation's id. The second part is the annotation's index in the list.
+    """Append the annotations that this context emits to the list `into`, instead of sending them. `source` is the writer, one
+    of `annotations.SOURCES`. `prefix` is the first part of each annotation's id. The second part is the annotation's index in
+    the list.
     """
 
     def add(annotation: Annotation) -> None:
@@ -236,9 +217,6 @@ def _send(url: str, key: str, annotation: Annotation) -> None:
 
 
 def _post(url: str, key: str, body: bytes) -> tuple[int, str]:
-    """Send the body, and return the status and the error message of the response. Without a response, they are 0 and the
-    exception.
-    """
     parts = urlsplit(url)
     make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = make(parts.hostname or "", parts.port, timeout=TIMEOUT_SECONDS)

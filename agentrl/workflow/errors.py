@@ -13,11 +13,8 @@ _SECOND_STOP = re.compile(r"(?:(?<=[?!])|(?<=[^.]\.)|(?<=\.\.\.))\.\Z")
 
 
 class AgentRLError(Exception):
-    """The base class of all errors that the user can fix.
-
-    Args:
-        message: one sentence that says what was requested, and what is wrong with it.
-        hint: the next command to type, or the change to make; empty if there is none.
+    """The base class of all errors that the user can fix. `message` is one sentence that says what was requested, and what is
+    wrong with it. `hint` is the next command to type, or the change to make; empty if there is none.
     """
 
     exit_code = 1
@@ -108,9 +105,7 @@ class CheckpointError(AgentRLError):
 
 
 class BrokenCheckpoint(CheckpointError):
-    """A checkpoint whose files differ from the files that were written. Faults of this machine, such as an unreadable disk,
-    never raise it.
-    """
+    """A checkpoint whose files changed. Faults of this machine, such as an unreadable disk, do not raise it."""
 
 
 class SandboxUnavailable(AgentRLError):
@@ -126,11 +121,7 @@ class WorkerError(AgentRLError):
 
 
 class DeviceLost(AgentRLError):
-    """A failure of the GPU in this process. Only a new process can use the GPU again.
-
-    Args:
-        reason: the report of the device's driver.
-    """
+    """A failure of the GPU, which only a new process can use again. `reason` is the driver's report."""
 
     exit_code = 12
 
@@ -140,10 +131,7 @@ class DeviceLost(AgentRLError):
 
 
 class ToolFailure(AgentRLError):
-    """A failed tool call. The model reads the message as its observation.
-
-    `error_class` is stored in the row of the call.
-    """
+    """A failed tool call. The model reads the message; `error_class` is stored in the call's row."""
 
     error_class = "tool_error"
 
@@ -169,10 +157,7 @@ class UnknownOutcome(ToolFailure):
 
 
 class RewardError(AgentRLError):
-    """A reward function that raised an exception, or returned a value that is not a finite number.
-
-    The episode then fails; its reward is never set to 0.
-    """
+    """A reward function that failed or returned no finite number. The episode fails; its reward is never 0."""
 
 
 class InfraError(AgentRLError):
@@ -180,9 +165,7 @@ class InfraError(AgentRLError):
 
 
 class Unready(InfraError):
-    """A worker that lacks a module or a setting that a call needs. On this worker, every other call would fail in the same
-    way.
-    """
+    """A worker without a module or setting that a call needs. Other calls would fail there too."""
 
 
 class Fenced(AgentRLError):

@@ -1,7 +1,5 @@
-"""Experiment: the config of a run, with the plug-ins that the config names. It is built at submission and for each claim.
-
-A plug-in is loaded when it is first used, and is then cached. So a tools worker does not need the run's engine. Loading a
-plug-in never loads torch.
+"""Experiment: the config of a run, with the plug-ins that the config names. Each plug-in is loaded when it is first used,
+without torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +25,6 @@ class Experiment:
     process.
 
     Args:
-        config: the run's config.
         stored_weights: the weights of the rewards, as stored with the run; unset: the weights of the env and the config.
         resources: texts that replace the env's system prompt and the descriptions of tools.
     """
@@ -46,9 +43,7 @@ class Experiment:
         return cls(RunConfig.model_validate(stored, context={"stored": True}), weights)
 
     def reading(self, resources: Mapping[str, str]) -> "Experiment":
-        """Return the experiment with these resources. If the run has an agent, it is returned unchanged: the agent receives the
-        texts itself.
-        """
+        """Return the experiment with these texts; unchanged with an agent, which receives the texts itself."""
         return self if self.config.agent is not None or not resources else replace(self, resources=resources)
 
     @cached_property

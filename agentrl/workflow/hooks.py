@@ -48,10 +48,7 @@ class Hook:
         """Run after an update is committed and its policy is published. Iteration k, counted from 1, makes version k."""
 
     def on_eval_end(self, run: str, version: int, metrics: Mapping[str, float]) -> None:
-        """Run after an evaluation.
-
-        `run` is the name of the evaluation's own run, and `version` is the policy version that was evaluated.
-        """
+        """Run after an evaluation. `run` is the evaluation's own run, `version` the policy version that was measured."""
 
     def on_run_end(self, run: str, status: str) -> None:
         """Run after the run has ended with the status done or failed.

@@ -47,6 +47,5 @@ def install_command(*names: str) -> str:
 
 
 def _belongs_to(requirement: str, names: Collection[str]) -> bool:
-    """Return True if the requirement belongs to one of the named extras, or is a named package that agentrl always requires."""
     name = _EXTRA.search(requirement) or _PACKAGE.match(requirement)
     return bool(name and name[1] in names)

@@ -76,11 +76,7 @@ def names(kind: str) -> list[str]:
 
 
 def find(kind: str, name: str) -> Any:
-    """Return the plug-in of that kind and name.
-
-    Raises:
-        ConfigError: the plug-in does not exist, its file cannot be imported, or its object is of another kind.
-    """
+    """Return the plug-in. Raise ConfigError if it does not exist, cannot be imported, or is of another kind."""
     if ":" in name:
         plugin = _user_object(kind, name)
     elif kind in KINDS:
@@ -92,25 +88,17 @@ def find(kind: str, name: str) -> Any:
 
 
 def code_of(kind: str, name: str) -> str:
-    """Return the source of the file that defines the plug-in, in the version that this process has loaded.
-
-    Raises:
-        ConfigError: as in `find`.
-        OSError: the file was deleted, or the module has no file.
+    """Return the source of the file that defines the plug-in, in the version that this process has loaded. Raise ConfigError as
+    in `find`. Raise OSError if the file was deleted, or the module has no file.
     """
     find(kind, name)
     return source_of(name.partition(":")[0] if ":" in name else f"{PACKAGE}.{kind}.{name}")
 
 
 def source_of(module: str, anew: bool = False) -> str:
-    """Return the source of a loaded module; empty for a notebook.
-
-    Args:
-        anew: True: the current text of the file. False: the text when this process first found a plug-in in the file, which is
-            the loaded code.
-
-    Raises:
-        OSError: the module's file was deleted.
+    """Return the source of a loaded module; empty for a notebook. `anew` is True: the current text of the file. False: the text
+    when this process first found a plug-in in the file, which is the loaded code. Raise OSError if the module's file was
+    deleted.
     """
     loaded = sys.modules[module]
     if getattr(loaded, "__file__", None) is None and module in (HERE, "__main__"):
@@ -123,11 +111,7 @@ def source_of(module: str, anew: bool = False) -> str:
 
 
 def hashed_source(module: str, anew: bool = False) -> str:
-    """Return the part of a module's source that is hashed: its statements without comments, docstrings and layout.
-
-    Raises:
-        OSError: the module's file was deleted.
-    """
+    """Return the hashed part of a module's source: its statements only. Raise OSError if its file was deleted."""
     return _statements(source_of(module, anew))
 
 
@@ -145,7 +129,6 @@ def _statements(source: str) -> str:
 
 
 def _is_docstring(statement: ast.stmt) -> bool:
-    """Return True if the statement is only a string."""
     return (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
     )
@@ -196,9 +179,7 @@ def _user_position() -> int:
 
 
 def _path_hint(module: str = "") -> str:
-    """Return the hint that lists where a user's module was searched. The working directory of a worker may differ from the
-    command's.
-    """
+    """Return the hint that lists where a user's module was searched: a worker's folder may differ from the command's."""
     here = Path.cwd()
     near = get_close_matches(module, (file.stem for file in islice(here.glob("*.py"), MAX_FILES)), 1) if module else []
     meant = f"Did you mean '{near[0]}'? " if near else ""
@@ -227,11 +208,7 @@ def _import_error(kind: str, name: str, error: BaseException) -> ConfigError:
 
 
 def _where(error: BaseException) -> str:
-    """Return `FILE:LINE: ` of the first line of the traceback that is not in the import machinery; empty if there is no such
-    line.
-
-    For a syntax error, this is the line with the error, because no line of that file ran.
-    """
+    """Return `FILE:LINE: ` of the first line of the traceback outside of the import machinery; empty without one."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: "
     machinery = (__file__, importlib.__file__)

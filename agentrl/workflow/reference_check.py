@@ -32,15 +32,9 @@ def comparing_rewards(names: Iterable[str]) -> tuple[str, ...]:
 def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None:
     """Check the references of a random sample of the tasks.
 
-    A sample that has passed is checked again only if its tasks or the code of the rewards change.
-
-    Args:
-        names: the names of the rewards.
-        seed: the seed that selects the sample.
-
-    Raises:
-        DatasetError: some tasks cannot be scored; the message has their keys.
-        SandboxUnavailable, InfraError: a reward could not run its code.
+    A sample that has passed is checked again only if its tasks or the code of the rewards change. `names` are the names of the
+    rewards. `seed` is the seed that selects the sample. Raise DatasetError if some tasks cannot be scored; the message has
+    their keys. Raise SandboxUnavailable or InfraError if a reward could not run its code.
     """
     if not names:
         return
@@ -63,10 +57,8 @@ def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None
 
 
 def reference_problems(tasks: Sequence[Task], names: Sequence[str]) -> list[str]:
-    """Return `key: why` for each task whose reference, as the answer, does not earn the full value of one of the rewards.
-
-    Raises:
-        SandboxUnavailable, InfraError: a reward could not run its code.
+    """Return `key: why` for each task whose reference, as the answer, does not earn the full value of one of the rewards. Raise
+    SandboxUnavailable or InfraError if a reward could not run its code.
     """
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         reasons = pool.map(lambda task: next(filter(None, (_problem(task, name) for name in names)), ""), tasks)

@@ -19,7 +19,6 @@ ENV_PREFIX = "AGENTRL_RUN_"
 MISSPELT = 0.85
 """The similarity, from 0 to 1, above which an unknown key is treated as a misspelt key or section."""
 MAX_FILE = 1 << 20
-"""The most bytes of a config file."""
 MAX_DIGITS = 100
 OTHER_NAMES = {"agent": "agent.name", "max_samples": "max_tasks", **OLDER_KEYS}
 """A mapping from other names of keys and flags to their first name: older names, and `agent` for `agent.name`."""
@@ -39,16 +38,14 @@ def resolve(
 ) -> tuple[RunConfig, dict[str, str]]:
     """Return the config, and the source of each dotted key's value.
 
-    A source is `default`, the file's path, `environment` or `flag`.
+    A source is `default`, the file's path, `environment` or `flag`. Raise ConfigError if a key is unknown (the hint has a
+    suggestion), a value is invalid, or the file cannot be read.
 
     Args:
         file: a YAML file with nested or dotted keys.
         flags: values by dotted key; None: the flag was not passed.
         assignments: texts `key=value`; the values are parsed as YAML.
         environ: the environment variables.
-
-    Raises:
-        ConfigError: a key is unknown (the hint has a suggestion), a value is invalid, or the file cannot be read.
     """
     layers = [
         (str(file), read_yaml(file) if file else {}),
@@ -76,11 +73,7 @@ def resolve(
 
 
 def parse_weights(texts: Iterable[str]) -> dict[str, float]:
-    """Parse weights by name. Each text is `NAME` (weight 1) or `NAME=WEIGHT`.
-
-    Raises:
-        ConfigError: a weight is not a finite number, or a name occurs twice.
-    """
+    """Parse texts `NAME` (weight 1) or `NAME=WEIGHT`. Raise ConfigError if a weight is not finite, or a name repeats."""
     weights: dict[str, float] = {}
     for text in texts:
         name, separator, weight = text.partition("=")
@@ -97,11 +90,7 @@ def parse_weights(texts: Iterable[str]) -> dict[str, float]:
 
 
 def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Parse texts `key=value` into a mapping. The values are parsed as YAML.
-
-    Raises:
-        ConfigError: a text is not an assignment, or its key is unknown.
-    """
+    """Parse texts `key=value`, with values in YAML. Raise ConfigError if one is not an assignment, or its key is unknown."""
     assignments = by_first_name(map(_parse_assignment, texts))
     for key in assignments:
         if key not in KEYS:
@@ -110,11 +99,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def by_first_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Replace other names of keys and flags by the first name (see `OTHER_NAMES`), and return the values by key.
-
-    Raises:
-        ConfigError: a key is given under two of its names.
-    """
+    """Return the values under the first names of keys (`OTHER_NAMES`). Raise ConfigError if a key has two."""
     entries: dict[str, tuple[str, Any]] = {}
     for key, value in pairs:
         name = OTHER_NAMES.get(key, key)
@@ -125,14 +110,9 @@ def by_first_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses constructs that no config needs.
-
-    These are duplicate keys, keys that are not text, aliases (they can expand without limit), and integers of more than
-    `MAX_DIGITS` digits.
-    """
+    """A YAML loader that refuses constructs that no config needs."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next node; refuse an alias."""
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
             problem = f"aliases are not supported; write the value of *{event.anchor} in full"
@@ -162,11 +142,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the values of a YAML file by dotted key.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or is not a mapping.
-    """
+    """Return the values of a YAML file by dotted key. Raise ConfigError if the file is unreadable or not a mapping."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE + 1)
@@ -185,11 +161,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _load_yaml(text: str) -> Any:
-    """Parse a YAML text.
-
-    Raises:
-        ValueError: the text is not valid YAML.
-    """
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:

@@ -1,9 +1,4 @@
-"""Resources: the named texts of a run, such as prompts and descriptions of tools. A prompt search may improve them.
-
-An agent receives the texts by name. The built-in loop uses `system_prompt`, and `tool:NAME` as the description of a tool. A
-text may have placeholders, such as `{question}`, which an agent fills in. If a text replaces another text, both must have the
-same placeholders.
-"""
+"""Resources: the named texts of a run, such as prompts and descriptions of tools. A prompt search may improve them."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +9,6 @@ TOOL = "tool:"
 """The prefix of the resource name of a tool's description."""
 MAX_RESOURCES = 64
 MAX_RESOURCE_CHARS = 32_768
-"""The most characters of a resource."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_:./-]{0,127}")
 _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -27,10 +21,8 @@ class Prompt(str):
     def format(self, *args: object, **values: object) -> str:
         """Return the text with each placeholder `{name}` replaced by the value of that name. Other braces stay unchanged.
 
-        This is not `str.format`: a model may have written the text, and `{a.b}` would read attributes of objects.
-
-        Raises:
-            ValueError: the text has no placeholder for a value, so the model would never read the value.
+        This is not `str.format`: a model may have written the text, and `{a.b}` would read attributes of objects. Raise
+        ValueError if the text has no placeholder for a value, so the model would never read the value.
         """
         if args:
             raise ValueError("pass the values by name: prompt.format(question=...)")
@@ -60,11 +52,7 @@ def validation_error(text: Any, before: str | None = None) -> str:
 
 
 def read_resources(values: Mapping[str, Any]) -> dict[str, str]:
-    """Validate resources, and return them as a new dict.
-
-    Raises:
-        ValueError: there are too many resources, or a name or a text is invalid.
-    """
+    """Return validated resources as a new dict. Raise ValueError if there are too many, or one is invalid."""
     if len(values) > MAX_RESOURCES:
         raise ValueError(f"a run has at most {MAX_RESOURCES} resources, not {len(values)}")
     for name, text in values.items():

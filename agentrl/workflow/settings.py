@@ -30,10 +30,7 @@ def digest(key: str, value: str) -> str:
 
 
 class Settings(BaseSettings):
-    """The settings of the machine.
-
-    Each field is the environment variable `AGENTRL_<NAME>`; an empty variable counts as unset.
-    """
+    """The settings of the machine: each field is the variable `AGENTRL_<NAME>`. Empty counts as unset."""
 
     model_config = SettingsConfigDict(env_prefix="AGENTRL_", env_ignore_empty=True, frozen=True, extra="ignore")
 

@@ -42,9 +42,7 @@ def chains_of(episode: Episode) -> list[list[Step]]:
 
 
 def context_of(episode: Episode, step: Step) -> list[tuple[int, float | None]]:
-    """Return the tokens that precede the step's prompt. Each is an id with its logprob, which is None if the token was not
-    sampled.
-    """
+    """Return the tokens before the step's prompt: ids with their logprobs, which are None for tokens that were not sampled."""
     if step.parent is None or step.parent == ROOT:
         return []
     tokens: list[tuple[int, float | None]] = []

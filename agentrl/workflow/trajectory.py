@@ -1,7 +1,4 @@
-"""The data types of agentrl: Task, Message, ToolCall, ToolResult, Step, Episode, Group, and the states of an episode.
-
-The types depend on no database, process or tensor. Rewards, losses, replay and export use only these types.
-"""
+"""The data types of agentrl: Task, Message, ToolCall, ToolResult, Step, Episode, Group, and the states of an episode."""
 
 import hashlib
 import json
@@ -19,7 +16,6 @@ Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["planned", "running", "done", "failed", "infra_error", "cancelled"]
 StopReason = Literal["answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout", "agent_error"]
 TRUNCATED: tuple[StopReason, ...] = ("max_steps", "max_tokens", "timeout")
-"""The stop reasons of an episode that ended at a limit."""
 FinishReason = Literal["stop", "length"]
 
 TRANSITIONS: Mapping[str, frozenset[str]] = {
@@ -209,9 +205,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A tool call of a step, with the values that only its database row has. `result` is set if the call could not be sent to a
-    worker.
-    """
+    """A tool call of a step with its row's values. `result` is set if it could not be sent."""
 
     call: ToolCall
     effects: str
@@ -305,9 +299,7 @@ class Episode:
     annotations: tuple[Annotation, ...] = ()
 
     def with_step(self, step: Step) -> "Episode":
-        """Return the episode with this step added. The step replaces an existing step of the same index, and all later
-        steps.
-        """
+        """Return the episode with this step in place of that index and of all later steps."""
         return replace(self, steps=(*self.steps[: step.index], step), status="running")
 
     def line(self, index: int) -> tuple[Step, ...]:
@@ -479,11 +471,8 @@ class SamplingKey:
         return _bits(self._text)
 
     def of_turn(self, prompt_ids: tuple[int, ...], repeats: int) -> int:
-        """Return the key of a turn as a 64-bit integer.
-
-        Args:
-            prompt_ids: the whole prompt, each id below 2**31.
-            repeats: the number of earlier samples of the episode from exactly this prompt.
+        """Return the key of a turn as a 64-bit integer. `prompt_ids` is the whole prompt, each id below 2**31. `repeats` is the
+        number of earlier samples of the episode from exactly this prompt.
         """
         prompt = hashlib.sha256(struct.pack(f"<{len(prompt_ids)}i", *prompt_ids)).hexdigest()
         return _bits(f"{self._text}|{prompt}|{repeats}")

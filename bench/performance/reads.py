@@ -18,7 +18,6 @@ from agentrl.workflow.store import (
     evals,
     forks,
     leases,
-    offline_data,
     repair,
     retention,
     reward_sets,
@@ -130,7 +129,7 @@ def pages(episode: int) -> dict[str, Read]:
         f"episode {episode}: find_episode": lambda database: episode_rows.find_episode(database, episode),
         f"episode {episode}: find_origin": lambda database: provenance.find_origin(database, episode),
         f"episode {episode}: fork_point": lambda database: forks.load_fork_point(database, episode, 1),
-        f"episode {episode}: chosen": lambda database: offline_data.load_chosen_episodes(database, [episode]),
+        f"episode {episode}: chosen": lambda database: training_groups.load_chosen_episodes(database, [episode]),
         f"episode {episode}: call": lambda database: tool_calls.find_call(database, 3 * episode),
     }
     for view in OF_EPISODE:
@@ -242,7 +241,7 @@ def sums(run: Run) -> dict[str, Read]:
         "counted_twice": lambda database: forks.find_episode_counted_twice(
             database, range(1, run.iterations * TASKS_PER_ITERATION)
         ),
-        "candidates": lambda database: offline_data.load_candidates(database, run.id, range(1, 100), "default"),
+        "candidates": lambda database: training_groups.load_candidates(database, run.id, range(1, 100), "default"),
     }
     for view in VIEWS:
         found[f"count {view}"] = _query(f"SELECT count(*) FROM {view} WHERE {OF_RUN.get(view, 'run')} = '{run.name}'")

@@ -21,9 +21,8 @@ from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.models.loading import load_tokenizer
-from agentrl.workflow.spans import Span, trace_files
-from agentrl.workflow.spans.trace_files import read_traces
-from agentrl.workflow.spans.traces import traces_of
+from agentrl.workflow.spans import Span, traces
+from agentrl.workflow.spans.traces import read_traces, traces_of
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.imported_runs import write_import
@@ -205,7 +204,7 @@ def test_import_refuses_pipe_folder_loop_and_endless_lines(tmp_path: Path, monke
     ):
         with pytest.raises(DatasetError, match=said):
             read_traces(tmp_path / place)
-    monkeypatch.setattr(trace_files, "TRACE_FILE_BOUNDS", replace(trace_files.TRACE_FILE_BOUNDS, bytes=2**24, spans=20_000))
+    monkeypatch.setattr(traces, "TRACE_FILE_BOUNDS", replace(traces.TRACE_FILE_BOUNDS, bytes=2**24, spans=20_000))
     (tmp_path / "lines.gz").write_bytes(gzip.compress(b"{}\n" * 500_000, 1))
     tracemalloc.start()
     try:

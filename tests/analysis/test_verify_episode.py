@@ -319,7 +319,7 @@ def test_verify_reports_collected_adapter(stack: Stack, capsys: pytest.CaptureFi
         asked = Asked(capsys, [episode, "--verify", "all", "--json"], 0)
         assert asked.json["tokens"]["steps"] == []
         assert asked.json["tokens"]["prompts"] == 2
-        assert "NOT VERIFIED: policy v1 was collected at 2026-01-02 03:04:05 UTC" in asked.err
+        assert "NOT VERIFIED: the weights of policy v1 were removed at 2026-01-02 03:04:05 UTC" in asked.err
         assert "as far as it could be verified" in Asked(capsys, [episode, "--verify", "tokens"], 9).out
         Asked(capsys, [trained_episode(stack, version=0), "--verify", "tokens"], 0)
 

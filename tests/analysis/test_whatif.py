@@ -290,10 +290,7 @@ def test_whatif_refuses_bad_arguments(
 def test_whatif_refuses_missing_weights(runs: Database, capsys: pytest.CaptureFixture[str]) -> None:
     with altered(runs, "policies", "collected_at", "run_id = 1 AND version = 2", "2026-01-02 00:00:00"):
         asked = Asked(capsys, "plain", "--algorithm", "rloo", code=9)
-        assert (
-            "Policy version 2, which the update of iteration 3 of 'plain' started from, was collected on 2026-01-02."
-            in asked.err
-        )
+        assert "The weights of plain@2 were removed on 2026-01-02; the update of iteration 3 needs them." in asked.err
     weights = Path(value(runs, "SELECT path FROM policies WHERE run_id = 1 AND version = 2")) / sealed_folder.MODEL
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

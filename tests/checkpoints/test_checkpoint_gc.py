@@ -136,7 +136,7 @@ def test_gc_keep_last_drops_adapters_of_finished_run(database: Database, tmp_pat
     assert gc(database, keep_last=1) == said
     assert said["adapters"] > 2 * (WEIGHTS + OPTIMIZER)
     assert names(tmp_path / "out") == {made[-1].name}
-    with pytest.raises(CheckpointError, match=r"version 1 of 'first' was collected on 20\d\d-\d\d-\d\d\.") as refused:
+    with pytest.raises(CheckpointError, match=r"first@1 were removed on 20\d\d-\d\d-\d\d\.") as refused:
         find_stored_policy(database, "first", 1)
     assert refused.value.exit_code == 9
     assert find_stored_policy(database, "first", None).path == str(made[-1])
@@ -168,7 +168,7 @@ def test_gc_keeps_adapter_used_by_another_run(database: Database, tmp_path: Path
     planning.stop(database, "second", "cancelled")
     gc(database, keep_last=1)
     assert names(tmp_path / "out") == {made[2].name}
-    with pytest.raises(CheckpointError, match="of 'second' was collected"):
+    with pytest.raises(CheckpointError, match="second@1 were removed"):
         find_stored_policy(database, "second", 1)
 
 
@@ -196,7 +196,7 @@ def test_gc_killed_anywhere_is_completed_by_next(home: Path, sqlite: Database, t
         if point == "collect.before":
             assert find_stored_policy(sqlite, "first", version).path == str(folder)
         else:
-            with pytest.raises(CheckpointError, match="was collected"):
+            with pytest.raises(CheckpointError, match="were removed"):
                 find_stored_policy(sqlite, "first", version)
     assert subprocess.run(command, env=os.environ | asked, check=False).returncode == 0
     assert names(tmp_path / "out") == {made[-1].name}
@@ -349,7 +349,7 @@ def test_gc_with_save_every_keeps_epoch_ends_last_and_current(own_database: Data
     assert kept_by(own_database, tmp_path / "done", 4, 7, 7, "second") == {"v00003", "v00004", "v00006", "v00007"}
     assert sum(gc(own_database, "second").values()) == 0
     assert kept_by(own_database, tmp_path / "one", 1, 4, 4, "third") == {"v00001", "v00002", "v00003", "v00004"}
-    with pytest.raises(CheckpointError, match="version 5 of 'second' was collected"):
+    with pytest.raises(CheckpointError, match="second@5 were removed"):
         find_stored_policy(own_database, "second", 5)
     assert find_stored_policy(own_database, "second", 6).version == 6
 

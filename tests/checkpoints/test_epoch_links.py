@@ -118,7 +118,7 @@ def test_gc_removes_epoch_link_before_its_target(own_database: Database, tmp_pat
     assert len(leads(out)) == 3
     assert main(["gc", "--keep-last", "1"]) == 0
     assert {entry.name for entry in out.iterdir()} == {made[2].name, "epoch_3"}
-    with pytest.raises(CheckpointError, match="was collected"):
+    with pytest.raises(CheckpointError, match="were removed"):
         resolve_targets.find_policy(str(out / "epoch_1"))
     assert leads(out) == {"epoch_3": made[2].name}
 

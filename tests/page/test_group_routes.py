@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 from sqlalchemy import text
 
-from agentrl.workers.page.routes.episode_answers import Tokens, WholeEpisode
+from agentrl.workers.page.routes.episode_routes import Tokens, WholeEpisode
 from agentrl.workers.page.routes.group_routes import WholeGroup
 from agentrl.workflow.analysis.alignment import Alignment, align
 from agentrl.workflow.store import planning, train_commits

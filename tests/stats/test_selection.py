@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.stats.best_episodes import Candidate, select_best, select_pairs
-from agentrl.workflow.store import offline_data, reward_sets, steps
+from agentrl.workflow.store import reward_sets, steps, training_groups
 from agentrl.workflow.store.connect import Database
 from tests.support.played_runs import claim, fail, finish, sampled, start, submission
 
@@ -73,11 +73,11 @@ def test_load_candidates_returns_complete_finished_episodes(database: Database) 
             fail(database, work, 1)
         else:
             finish(database, work, 1, reward=0.5)
-    found = offline_data.load_candidates(database, 1, groups, "default")
+    found = training_groups.load_candidates(database, 1, groups, "default")
     assert [(one.group, one.reward) for one in found] == [(groups[0], 0.0), (groups[0], 0.5), (groups[1], 1.0)]
     assert len({one.task for one in found}) == 2
-    assert numbers(offline_data.load_candidates(database, 1, groups[1:], "default")) == [found[2].id]
-    back = offline_data.load_chosen_episodes(database, [found[2].id, found[0].id, found[2].id])
+    assert numbers(training_groups.load_candidates(database, 1, groups[1:], "default")) == [found[2].id]
+    back = training_groups.load_chosen_episodes(database, [found[2].id, found[0].id, found[2].id])
     assert [each.id for each in back] == [found[2].id, found[0].id, found[2].id]
     assert back[0].steps[0].sampled_ids == (3, 4)
     assert back[0].reward == 1.0
@@ -91,6 +91,6 @@ def test_load_candidates_uses_rewards_of_other_set(database: Database) -> None:
     finish(database, work, 0, reward=0.0)
     finish(database, work, 1, reward=1.0)
     reward_sets.add_reward_set(database, 1, "short", "code", {"a": 2.0, "b": 1.0}, {ids[0]: {"a": 1.0, "b": 0.5}})
-    found = {name: offline_data.load_candidates(database, 1, [group], name) for name in ("short", "default")}
+    found = {name: training_groups.load_candidates(database, 1, [group], name) for name in ("short", "default")}
     assert [(one.id, one.reward) for one in found["short"]] == [(ids[0], 2.5)]
     assert [(one.id, one.reward) for one in found["default"]] == [(ids[0], 0.0), (ids[1], 1.0)]

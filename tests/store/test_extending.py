@@ -147,7 +147,7 @@ def _collected(db: Database) -> None:
         (_decaying, ConfigError, r"falls to 0 at its end \(update.decay=linear\)"),
         (_cancelled, StateError, "cancelled and cannot be extended"),
         (_long, ConfigError, "the maximum is"),
-        (_collected, CheckpointError, "Policy version 1, .* was collected on"),
+        (_collected, CheckpointError, "first@1 were removed on .*iteration 2 needs them"),
         (lambda db: planning.submit(db, submission(kind="eval")), StateError, "does not train"),
     ],
 )

@@ -28,9 +28,8 @@ from agentrl.workflow.store.reads import (
     open_work,
     run_rows,
 )
-from agentrl.workflow.store.reads.annotation_rows import AnnotationFilter, list_annotations
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episodes
-from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
+from agentrl.workflow.store.reads.event_rows import AnnotationFilter, EventFilter, list_annotations, list_events
 from agentrl.workflow.store.reads.group_rows import GroupFilter, list_groups
 from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
 from agentrl.workflow.store.reads.paging import MAX_SIZE, Page, Paging, decode_cursor, iterate_rows, select_values

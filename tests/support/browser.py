@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tests.conftest import missing
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Dialog, Page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 START_SECONDS = 30.0
@@ -74,7 +74,7 @@ class Service:
 @contextmanager
 def service(home: Path, *options: str, **environment: str) -> Iterator[Service]:
     """The page's service, ended at the end."""
-    made = Service(home, *options, **environment)
+    made = Service(home, *options, port=0, **environment)
     try:
         yield made
     finally:
@@ -89,9 +89,13 @@ class Watched:
         self.wrong: list[str] = []
         page.on("console", lambda said: self.wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        page.on("dialog", lambda dialog: (self.wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        page.on("dialog", self._dismiss)
         page.on("request", lambda request: self.hosts.add(request.url.split("/")[2] if "//" in request.url else ""))
         self.hosts: set[str] = set()
+
+    def _dismiss(self, dialog: "Dialog") -> None:
+        self.wrong.append(f"dialog {dialog.message}")
+        dialog.dismiss()
 
     def see(self, text: str, seconds: float = 15.0) -> None:
         """Waits until the page shows the text."""

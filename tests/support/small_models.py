@@ -49,7 +49,7 @@ def tiny_random(folder: Path, seed: int = 0, layers: int = 2, width: int = 32) -
 
 def plain_slots(layers: int) -> SlotCache:
     """Slots for layers that attend to all earlier tokens."""
-    return SlotCache(CacheLayout(("keys",) * layers, (1,) * layers, None, frozenset()))
+    return SlotCache(CacheLayout(tuple("keys" for _ in range(layers)), (1,) * layers, None, frozenset()))
 
 
 def tiny_calling(folder: Path, layers: int = 2, width: int = 32) -> Path:

@@ -14,7 +14,7 @@ from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import offline_data, steps, train_commits
+from agentrl.workflow.store import steps, train_commits, training_groups
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.trajectory import PolicyRef, StepRecord
@@ -61,7 +61,7 @@ def test_sft_command_learns_best_episodes_and_counts_them(
     made = settings().models_dir / "first-sft"
     assert told["model"] == str(made)
     record = json.loads((made / "training.json").read_text())
-    taken = offline_data.load_chosen_episodes(own_database, record["episodes"])
+    taken = training_groups.load_chosen_episodes(own_database, record["episodes"])
     assert [episode.reward for episode in taken] == [1.0, 0.75]
     gained = zip(logprobs_of(made, taken), logprobs_of(base, taken), strict=True)
     assert all(new > old + 1 for new, old in gained)
@@ -96,7 +96,7 @@ def test_dpo_command_learns_pairs_and_reports_metrics(
     assert told["loss"] < 0.69
     made = settings().models_dir / "first-dpo"
     pairs = json.loads((made / "training.json").read_text())["pairs"]
-    sides = [offline_data.load_chosen_episodes(own_database, [pair[side] for pair in pairs]) for side in (0, 1)]
+    sides = [training_groups.load_chosen_episodes(own_database, [pair[side] for pair in pairs]) for side in (0, 1)]
     assert [[episode.reward for episode in side] for side in sides] == [[1.0, 0.75], [0.0, 0.5]]
     better, worse = ([n - o for n, o in zip(logprobs_of(made, s), logprobs_of(base, s), strict=True)] for s in sides)
     assert all(a > b + 1 for a, b in zip(better, worse, strict=True))

@@ -23,15 +23,12 @@ log = getLogger("agentrl.mend")
 
 
 def report_broken(run_id: int, policy: PolicyRef, part: checkpoints.Part) -> int | None:
-    """Verify the policy's checkpoint, and mark it as broken if it is damaged.
+    """Verify the policy's checkpoint, and mark it as broken if it is damaged. Raise ServiceError if the checkpoint's state is
+    unknown, because the store or the database does not answer or this host has no disk space.
 
     Returns:
         The id of the iteration whose train job rebuilds the checkpoint. None if the checkpoint is intact, if this host cannot
             see it, or if its run does not train.
-
-    Raises:
-        ServiceError: the checkpoint's state is unknown, because the store or the database does not answer or this host has no
-            disk space.
     """
     try:
         fault = checkpoints.find_fault(policy.path, policy.sha256, part) if policy.path else ""
@@ -53,11 +50,8 @@ def send_rebuild(iteration: int) -> None:
 
 
 def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebuild, update: "Update") -> None:
-    """Check that the repeated update equals the recorded one.
-
-    Raises:
-        CheckpointError: the repeated update made no optimizer step, or its episodes or advantages differ from the recorded ones
-            because code or rewards have changed.
+    """Check that the repeated update equals the recorded one. Raise CheckpointError if the repeated update made no optimizer
+    step, or its episodes or advantages differ from the recorded ones because code or rewards have changed.
     """
     if update.skipped:
         raise beyond_repair_error(work, rebuild, f"its update now makes no update: {update.skipped}")
@@ -68,9 +62,7 @@ def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebu
 
 
 def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
-    """Return the error for a broken checkpoint that cannot be rebuilt. Its message names the last intact version, and its hint
-    the next command.
-    """
+    """Return the error for a broken checkpoint that cannot be rebuilt. It names the last intact version."""
     broken = rebuild.broken.version
     versions = repair.list_versions_before(database(), work.run_id, broken)
     whole = next((version for version, path, sha256 in versions if not path or not checkpoints.find_fault(path, sha256)), None)

@@ -33,9 +33,7 @@ from agentrl.workflow.trajectory import CallRecord, Episode, Message, Step, Step
 
 @dataclass
 class GroupRollout:
-    """The driver of a group's unfinished episodes in the built-in loop. It is live until the episodes end or the group's fence
-    is in `lost`.
-    """
+    """The driver of a group's unfinished episodes in the built-in loop, until they end or the fence is lost."""
 
     db: Database
     work: GroupWork
@@ -91,11 +89,9 @@ class GroupRollout:
         self._observe({event.episode for event in events if event.call and not event.reason})
 
     def poll_calls(self) -> None:
-        """Read the rows of calls without waiting for a message, and send calls again that seem lost.
-
-        Raises:
-            ServiceError: a tools worker reports that it cannot run a call; see `PendingCalls.send_overdue`.
-            InfraError: calls were sent several times without an answer.
+        """Read the rows of calls without waiting for a message, and send calls again that seem lost. Raise ServiceError if a
+        tools worker reports that it cannot run a call; see `PendingCalls.send_overdue`. Raise InfraError if calls were sent
+        several times without an answer.
         """
         self._observe(self.calls.by_episode.keys())
         self.calls.send_overdue()
@@ -150,9 +146,7 @@ class GroupRollout:
         return self._opening
 
     def _commit_sampled(self, events: Sequence[InboxEvent]) -> None:
-        """Commit the sampled steps (T1), then send their calls. If all calls of a step were refused, the results are known, and
-        the step is observed at once.
-        """
+        """Commit the sampled steps (T1), then send their calls."""
         records = [self._sampled_step(event) for event in events]
         refused, others = set[int](), list[int]()
         for record, calls in zip(records, self.recorder.commit_sampled(records), strict=True):
@@ -195,20 +189,13 @@ class GroupRollout:
             self.calls.send_again(episode.id)
 
     def _observe(self, episodes: Set[int]) -> bool:
-        """Commit the results of episodes whose calls are all answered, and perform the next actions of these episodes.
-
-        Returns:
-            Whether there was such an episode.
-        """
+        """Commit the results of episodes whose calls are all answered, and perform the next actions of these episodes."""
         answered = self.calls.take_answered(episodes)
         if answered:
             self._advance(self.recorder.commit_results(answered))
         return bool(answered)
 
     def _end(self, ended: Mapping[int, StopReason], failures: Sequence[Outcome]) -> None:
-        """End the failed episodes and the finished episodes without judges. For the other finished episodes, send the questions
-        to their judges.
-        """
         outcomes, judge_calls = self.recorder.ask_judges(ended)
         for episode, calls in judge_calls.items():
             self.calls.add(episode, calls, self.judges)

@@ -110,14 +110,7 @@ class EpisodeRecorder:
         self._change_step(number, replace(self.episodes[number].steps[index], delivered=delivered))
 
     def commit_results(self, answered: Mapping[int, tuple[ToolResult, ...]]) -> list[int]:
-        """Commit the results of calls (T2), and end the episodes whose calls were questions to judges.
-
-        Args:
-            answered: for each episode, the results of all calls of its last step, or of all questions to its judges.
-
-        Returns:
-            The ids of the episodes that continue.
-        """
+        """Commit results of calls (T2), and end the episodes whose judges have answered. Return the other episodes' ids."""
         judged = answered.keys() & self._judged.keys()
         self.finish([self._score(*self._judged[episode], answered[episode]) for episode in sorted(judged)])
         going_on = [episode for episode in answered if episode not in judged]
@@ -176,9 +169,7 @@ class EpisodeRecorder:
         return replace(outcome, of_agent=True, error_class=error_class, error=error)
 
     def report_wait(self, what: str) -> None:
-        """Record an event that says why the calls wait. After the next commit of results or of an end, another event says that
-        the run continues.
-        """
+        """Record an event that says why the calls wait. After the next commit, another event says that the run continues."""
         self._says_waiting = True
         blocked_runs.wait_for(self.db, self.work.run_id, what)
 
@@ -220,7 +211,6 @@ class EpisodeRecorder:
         return outcome
 
     def _call_hooks(self, place: str, episode: Episode) -> None:
-        """Call the method `place` of every hook. If a hook raises an exception, the episode fails."""
         for number, hook in enumerate(self.hooks):
             annotations: list[Annotation] = []
             try:
@@ -233,9 +223,7 @@ class EpisodeRecorder:
             self._note(episode, annotations)
 
     def _note(self, episode: Episode, annotations: Sequence[Annotation]) -> None:
-        """Store the hooks' annotations of the episode. If hooks repeat annotations after a worker was lost, the stored ones
-        stay.
-        """
+        """Store the hooks' annotations of the episode. Annotations that are stored already stay as they are."""
         if annotations:
             episode_annotations.note_annotations(self.db, self.work.fence, episode.id, len(episode.steps), annotations)
 

@@ -23,16 +23,11 @@ def scored_outcome(
     own_weight: float = 0.0,
 ) -> Outcome:
     """Return the outcome of a finished episode: `done` with the reward, or `failed` if a reward, the env or a hook raised an
-    exception.
+    exception. Raise InfraError if the system, not the reward's code, prevented the score.
 
     Args:
-        ended: the episode with its stop_reason.
         judge_results: the results of the questions to the judges, by judge.
-        own: the rewards from the episode's agent and its tools, by name.
-        own_weight: the weight of each reward in `own`.
-
-    Raises:
-        InfraError: a failure of the system, not of the reward's code, prevented the score.
+        own, own_weight: the rewards from the episode's agent and its tools, by name, and the weight of each.
     """
     try:
         parts = score_episode(env, ended, work.weights, verdicts(judges, judge_results, optional_rewards(env, work.weights)))

@@ -49,11 +49,8 @@ wait after an answered call.
 
 
 def take_events(inbox: Inbox, gathers: bool = True) -> list[InboxEvent]:
-    """Wait for an event for up to `POLL_SECONDS`, then return all events of the inbox.
-
-    Args:
-        gathers: whether other turns may end in the same decoding step. If so, wait another `GATHER_SECONDS` after a sampled
-            turn.
+    """Wait for an event for up to `POLL_SECONDS`, then return all events of the inbox. `gathers` says whether other turns may
+    end in the same decoding step. If so, wait another `GATHER_SECONDS` after a sampled turn.
     """
     events: list[InboxEvent] = []
     try:

@@ -54,12 +54,8 @@ class _LiveSession:
 
 
 class Sessions:
-    """The sessions of this process. Thread-safe.
-
-    Args:
-        owner: the name of the queue that only this process reads.
-        failed: the function that turns an exception of a call into the result for the model; it raises InfraError if the system
-            failed.
+    """The sessions of this process. Thread-safe. `owner` is the name of the queue that only this process reads. `failed` is the
+    function that turns an exception of a call into the result for the model; it raises InfraError if the system failed.
     """
 
     def __init__(
@@ -82,13 +78,11 @@ class Sessions:
         threading.Thread(target=self._beat, name="sessions", daemon=True).start()
 
     def answer(self, key: SessionKey, call: int, tool: CodeTool) -> str:
-        """Run the call, after all earlier calls of its session, and record its result.
+        """Run the call, after all earlier calls of its session, and record its result. Raise InfraError if the system failed
+        the call, which stays without a result.
 
         Returns:
             The queue of the worker that has the session. If it is another worker's queue, nothing was run here.
-
-        Raises:
-            InfraError: the system failed the call, which stays without a result.
         """
         ended: set[int] = set()
         with self._hold(key) as live:
@@ -219,9 +213,7 @@ class Sessions:
             self._places.release()
 
     def _put_away_oldest(self, chosen: Callable[[_LiveSession], bool]) -> bool:
-        """Close the interpreter that has been unused longest among those for which `chosen` is true. Return False if there is
-        none.
-        """
+        """Close the interpreter that has been unused longest among those for which `chosen` is true."""
         with self._lock:
             idle = [live for live in self._lives.values() if live.session and not live.users and chosen(live)]
             if not idle:
@@ -243,9 +235,7 @@ class Sessions:
             log.warning("sessions could not be released; other workers wait for this worker's leases to end: %s", error)
 
     def renew_and_clean(self) -> None:
-        """Renew the leases of this process. Close the interpreters that were idle for too long, whose episode is over, or whose
-        session another worker has.
-        """
+        """Renew the leases. Close interpreters that are idle for long, no longer ours, or whose episode is over."""
         with self._lock:
             there = set(self._lives)
         held = tool_sessions.keep(self._db, self.owner, self._lease)

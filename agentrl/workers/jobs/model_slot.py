@@ -1,9 +1,7 @@
-"""The model of a worker process. The process holds one base at a time, loads it at first use and keeps it between jobs; sampler
-and trainer share it.
+"""The model of a worker process: one base at a time, loaded at first use, kept between jobs, and shared by sampler and trainer.
 
-A job that needs another base waits until no job uses the loaded one. Jobs that arrive later wait behind this job, unless they
-need the same base as this job. So two runs take turns, and the base is not exchanged at each job. A folder whose files were
-replaced (`agentrl sft --force`) is another base.
+A job that needs another base waits until no job uses the loaded one. Jobs that arrive later wait behind it, unless they need
+the same base, so two runs take turns. A folder whose files were replaced (`agentrl sft --force`) is another base.
 """
 
 import threading
@@ -43,11 +41,8 @@ class LoadedModel:
     @property
     def engine(self) -> Engine:
         """The engine of the base, started at first use. A worker that only trains never starts it, so it needs no memory or
-        server for an engine.
-
-        Raises:
-            ConfigError: the engine lacks a setting.
-            ModelError: the engine cannot run this model.
+        server for an engine. Raise ConfigError if the engine lacks a setting. Raise ModelError if the engine cannot run this
+        model.
         """
         with self._starting:
             if self._engine is None:
@@ -85,10 +80,7 @@ class Models:
     @contextmanager
     def use(self, experiment: Experiment, base: str) -> Iterator[LoadedModel]:
         """Load the base for the experiment if necessary, and yield it with its engine. Several jobs may use the base at once.
-
-        Raises:
-            ModelError: the base cannot be loaded.
-            ConfigError: the experiment's engine does not exist.
+        Raise ModelError if the base cannot be loaded. Raise ConfigError if the experiment's engine does not exist.
         """
         with self._changed:
             loaded = self._enter(_loading_key(experiment.config, base), experiment, base)
@@ -158,9 +150,7 @@ def _loading_key(config: RunConfig, base: str) -> str:
 
 
 def _folder_stamp(folder: Path) -> str:
-    """Return a text that changes when the folder's files are replaced. It is made of names, sizes and times, because hashing
-    gigabytes for every job would be too slow.
-    """
+    """Return the names, sizes and times of the folder's files as text: hashing gigabytes per job would be too slow."""
     files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".jinja", ".txt", ".py"))
     try:
         return " ".join(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}" for file in files for stat in [file.stat()])
@@ -169,5 +159,4 @@ def _folder_stamp(folder: Path) -> str:
 
 
 models = Models()
-"""The model slot of this process."""
 add_collector(models.collect)

@@ -1,8 +1,5 @@
 """The calls that a group's episodes wait for. A group's worker sends them to the tools workers, and sends them again if they
 seem lost, until their rows have results.
-
-This module decides nothing and writes no results. A reply only says that a call's row may have a result; the row contains the
-result.
 """
 
 import time
@@ -112,9 +109,7 @@ class PendingCalls:
         self.send(episode)
 
     def take_answered(self, episodes: Set[int]) -> dict[int, tuple[ToolResult, ...]]:
-        """Remove the episodes whose calls are all answered. Return, for each of these episodes, the results in the order of its
-        calls.
-        """
+        """Remove the episodes whose calls are all answered. Return their results, in the order of the calls."""
         waiting = {episode: self.by_episode[episode] for episode in sorted(episodes & self.by_episode.keys())}
         if not waiting:
             return {}
@@ -135,13 +130,9 @@ class PendingCalls:
             self.report_wait(reason)
 
     def send_overdue(self) -> None:
-        """Send calls again that seem lost, and report them.
-
-        Raises:
-            ServiceError: calls were sent more than `RESENDS` times, and the last worker that received one reports that it
-                cannot run it.
-            InfraError: calls were sent too often without an answer: no worker receives them, they never end, or the system
-                fails them each time.
+        """Send calls again that seem lost, and report them. Raise ServiceError if calls were sent more than `RESENDS` times,
+        and the last worker that received one reports that it cannot run it. Raise InfraError if calls were sent too often
+        without an answer: no worker receives them, they never end, or the system fails them each time.
         """
         for episode, waiting in self.by_episode.items():
             if not waiting.is_overdue:

@@ -69,11 +69,7 @@ def rollout(groups: list[int]) -> int:
 
 
 def _claim_groups(groups: Sequence[int]) -> list[GroupWork]:
-    """Claim the groups that no other worker holds.
-
-    Raises:
-        Reject: this process is stopping. The message returns to the queue, so another worker gets it at once.
-    """
+    """Claim the groups that no other worker holds. Raise Reject, which requeues the message, if the process is stopping."""
     works: list[GroupWork] = []
     try:
         for group in groups:
@@ -134,7 +130,6 @@ def _roll_out_groups(works: Sequence[GroupWork]) -> None:
 
 
 def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, inbox: Inbox, lost: set[Fence]) -> Driver:
-    """Return the driver of the group: the built-in loop, or the driver of external agents."""
     chat, engine = loaded.policy.chat.at(work.clock), loaded.engine
     if experiment.config.agent is None:
         return GroupRollout(database(), work, experiment.reading(work.resources), engine, chat, inbox, lost)
@@ -145,13 +140,7 @@ def _make_driver(work: GroupWork, experiment: Experiment, loaded: LoadedModel, i
 
 
 def _check_code(work: GroupWork, experiment: Experiment) -> None:
-    """Check that this process computes rewards with the code that the run was submitted with. If that code no longer exists
-    here, record an event.
-
-    Raises:
-        ConfigError: the code on disk is the right one, but this process has read another version of a file. A restart of the
-            workers helps.
-    """
+    """Check that this process computes rewards with the code that the run was submitted with."""
     held = _scoring_hash(experiment, anew=False)
     if held in (work.code_hash, ""):
         return
@@ -169,9 +158,7 @@ def _scoring_hash(experiment: Experiment, anew: bool) -> str:
 
 
 def _fail_run(works: Sequence[GroupWork], error: AgentRLError) -> None:
-    """Fail the run, because every repetition would fail too. If the cause is a broken checkpoint of the run that can be
-    rebuilt, send its rebuild instead.
-    """
+    """Fail the run, because every repetition would fail too."""
     broken = {work.policy for work in works} if isinstance(error, CheckpointError) else set()
     waiting: list[int] = []
     try:

@@ -1,8 +1,4 @@
-"""One step of a prompt search. It reads the results of earlier candidates, then plans new candidates or chooses the best one.
-
-The step runs in the train job, after all groups of the previous step were rolled out. Each step gets its state from rows only:
-see `workflow.search`.
-"""
+"""One step of a prompt search: it reads the results of earlier candidates, then plans new ones or chooses the best."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -30,16 +26,9 @@ log = getLogger("agentrl.search")
 
 
 def advance(work: IterationWork, is_fenced: Callable[[], bool]) -> bool:
-    """Run one step of the search. Return whether new groups were planned, which must now be rolled out.
-
-    Args:
-        work: the claimed iteration of the search.
-        is_fenced: returns whether another process has taken over the iteration.
-
-    Raises:
-        Fenced: another process has taken over the iteration.
-        ServiceError: the search's critic does not answer; the run's events say so.
-        ConfigError: the search algorithm raised an exception.
+    """Run one step of the search. Return whether new groups were planned, which must now be rolled out. Raise Fenced if
+    `is_fenced` says that another process has taken over. Raise ServiceError if the critic does not answer. Raise ConfigError if
+    the search algorithm raised an exception.
     """
     tasks = search_rounds.load_search_tasks(database(), work.run_id)
     try:

@@ -67,9 +67,7 @@ _running_lock = threading.Lock()
 
 @app.task(name="agentrl.call", throws=(ServiceError, InfraError))
 def call(call_id: int, reply_to: str) -> None:
-    """Run the tool call and record its result, unless the call has a result. Then wake the waiting rollout worker at
-    `reply_to`.
-    """
+    """Run the tool call unless it has a result, record the result, and wake the rollout worker at `reply_to`."""
     work = tool_calls.find_call(database(), row_id(call_id))
     try:
         if work is not None:
@@ -128,12 +126,7 @@ def _hold_call(call: int) -> Iterator[bool]:
 
 
 def _load_tool(work: CallWork) -> Tool:
-    """Load the call's tool.
-
-    Raises:
-        Unready: this process cannot load the tool. The model did not cause that, because the rollout worker, which offered the
-            tool, could load it.
-    """
+    """Load the call's tool. Raise Unready if this process cannot load it; the rollout worker could."""
     try:
         tool: Tool = find("rewards", work.tool) if work.kind == "grade" else load_toolset(database(), work.run)[work.tool]
     except ServiceError:
@@ -158,11 +151,8 @@ def _run_or_skip(tool: Tool, work: CallWork) -> ToolResult | None:
 
 
 def run_tool(tool: Tool, work: CallWork) -> ToolResult:
-    """Run the tool within its time limit. An error of the tool becomes its result.
-
-    Raises:
-        InfraError: the system failed the tool.
-        Unready: this process lacks what the tool needs.
+    """Run the tool within its time limit. An error of the tool becomes its result. Raise InfraError if the system failed the
+    tool. Raise Unready if this process lacks what the tool needs.
     """
     faultpoint("run_tool.before")
     unopened = _open_tool(tool)
@@ -198,9 +188,7 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
     """Run the notebook's next cell with a tool that has a session. An error of the tool becomes its result.
 
     The time limit is only in the sandbox. With another limit here, a cell could still be running when the next one starts.
-
-    Raises:
-        InfraError: the system failed the tool.
+    Raise InfraError if the system failed the tool.
     """
     patience = Patience()
     try:
@@ -212,9 +200,6 @@ def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -
 
 
 def _run_timed(tool: Tool, work: CallWork, patience: Patience) -> ToolResult:
-    """Run the tool and return its result with its annotations. If no sandbox measured the processor time, add that of this
-    thread.
-    """
     annotations: list[Annotation] = []
     try:
         with patience.hold(), emitters.collected(annotations, "tool", f"call:{work.id}"):
@@ -242,11 +227,7 @@ def _open_tool(tool: Tool) -> BaseException | None:
 
 
 def _unopened_result(tool: Tool, error: BaseException) -> ToolResult:
-    """Return the result of a call whose tool could not open its resources.
-
-    Raises:
-        Unready: the system, not the tool's code, caused the failure.
-    """
+    """Return the result of a call whose tool could not open its resources."""
     if isinstance(error, AgentRLError) and not isinstance(error, ToolFailure):
         raise _unready_error(tool, error) from error
     return _failure_result(tool, error)
@@ -258,11 +239,8 @@ def _unready_error(tool: Tool, error: AgentRLError) -> Unready:
 
 
 def _failure_result(tool: Tool, error: BaseException) -> ToolResult:
-    """Return the result of a call that raised an exception.
-
-    Raises:
-        Unready: a resource of this process is missing, which a model cannot cause.
-        InfraError: the system failed the tool.
+    """Return the result of a call that raised an exception. Raise Unready if a resource of this process is missing, which a
+    model cannot cause. Raise InfraError if the system failed the tool.
     """
     if isinstance(error, ConfigError | SandboxUnavailable):
         raise _unready_error(tool, error) from error

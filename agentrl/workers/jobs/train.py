@@ -59,9 +59,6 @@ def train(iteration: int) -> None:
 
 
 def _train_claimed(work: IterationWork) -> None:
-    """Train on a claimed iteration, and handle all errors. If a service does not answer, release the iteration; if the run
-    itself is at fault, fail the run.
-    """
     fenced = threading.Event()
     heartbeat().hold_iteration(work.id, work.token, fenced.set)
     try:
@@ -91,7 +88,6 @@ def _train_claimed(work: IterationWork) -> None:
 
 
 def _notify_end(work: IterationWork) -> None:
-    """Call the run's hooks if the run has ended."""
     if not work.config["hooks"]:
         return
     try:
@@ -116,9 +112,7 @@ def _dispatch_more_groups(plan: MoreGroupsPlanned) -> None:
 
 @cache
 def _update_thread() -> ThreadPoolExecutor:
-    """Return the executor of the one thread that runs all updates. glibc keeps freed memory per thread, so every further thread
-    would keep as much memory as the activations need.
-    """
+    """Return the one thread that runs all updates. glibc keeps freed memory per thread: as much as all activations."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
 
@@ -240,9 +234,7 @@ def _repeat_update(
 
 
 def _fail_run(work: IterationWork, error: Exception) -> None:
-    """Fail the run, because every repetition would fail too. If the cause is a broken checkpoint of the run that can be
-    rebuilt, send its rebuild instead.
-    """
+    """Fail the run, because every repetition would fail too."""
     reported = isinstance(error, CheckpointError) and not work.rebuilds
     waiting = (
         broken_checkpoints.report_broken(work.run_id, work.policy, _checkpoint_part(work, work.policy.path))
@@ -275,16 +267,12 @@ def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedMod
 
 
 def _checkpoint_part(work: IterationWork, path: str) -> checkpoints.Part:
-    """Return the part of the checkpoint that an update loads: `all` for a checkpoint of this run; `start`, without the
-    optimizer, for one of another run.
-    """
+    """Return `all` for a checkpoint of this run; `start`, without the optimizer, for one of another run."""
     return "all" if path.endswith(work.key) else "start"
 
 
 def _discard_checkpoint(path: str) -> None:
-    """Delete the checkpoint of a fenced trainer, unless a row names it: then the commit succeeded, and only the database's
-    reply was lost.
-    """
+    """Delete the checkpoint of a fenced trainer, unless a row names it: then only the commit's reply was lost."""
     if not repair.is_checkpoint_named(database(), path):
         checkpoints.remove(path)
 
@@ -295,9 +283,7 @@ def _mean_reward(work: IterationWork) -> float:
 
 
 def _checkpoint_path(work: IterationWork, mark: str = "t") -> str:
-    """Return the path of the update's checkpoint. `mark` is `t` for an update, and `r` for a rebuilt checkpoint, whose token is
-    that of a later iteration.
-    """
+    """Return the checkpoint's path. `mark` is `t`, or `r` for a rebuilt one, whose token is a later iteration's."""
     return f"{work.output_dir.rstrip('/')}/v{work.iteration:05d}.{mark}{work.token}.{work.key}"
 
 
@@ -320,7 +306,6 @@ def _send_next(work: IterationWork, published: PublishedUpdate) -> None:
 
 
 def _link_epoch(work: IterationWork, version: int) -> None:
-    """If this version ended an epoch, link a readable name to its checkpoint."""
     if work.kind == "train" and not is_url(work.output_dir) and epoch_ends.may_end_epoch(database(), work.run_id, version):
         links.link_epochs(epoch_ends.load_epoch_ends(database(), work.run_id))
 

@@ -43,17 +43,8 @@ Word = Annotated[str, Field(max_length=20_000)]
 
 
 class Action(BaseModel):
-    """The parameters of an action; each kind uses some of them.
-
-    Args:
-        run: the run's number, for tags and notes.
-        episode: the episode's number, for the other kinds.
-        text: the tag or the note.
-        step: the first step that `fork` samples again; None: the last one.
-        n: the number of forks.
-        reward: the rewards of `rescore`, NAME or NAME=WEIGHT.
-        algorithm: the algorithm that `whatif` compares with.
-        iteration: the iteration whose update `whatif` uses.
+    """The parameters of an action; each kind uses some of them. `run` is for tags and notes, `text` the tag or note, and
+    `episode` is for the other kinds. `step` is the first step that `fork` samples again; None: the last one.
     """
 
     run: Annotated[int, Field(ge=1, lt=2**63)] | None = None
@@ -95,11 +86,8 @@ async def act(kind: Kind, action: Action, store: Store, request: Request) -> Res
 
 
 def make_words(store: ReadOnlyStore, kind: str, action: Action) -> list[str]:
-    """Return the arguments of the action's command, without `agentrl` itself.
-
-    Raises:
-        ConfigError: a parameter is missing, or the command is impossible for this episode.
-        NotFoundError: the run or the episode does not exist.
+    """Return the arguments of the action's command, without `agentrl` itself. Raise ConfigError if a parameter is missing, or
+    the command is impossible for this episode. Raise NotFoundError if the run or the episode does not exist.
     """
     if kind in ("tag", "untag", "note"):
         if action.run is None or not action.text.strip():
@@ -142,15 +130,11 @@ def _changed(args: Sequence[str], option: str, value: object) -> list[str]:
 
 
 def _environment(store: ReadOnlyStore) -> dict[str, str]:
-    """Return the environment for a command, so that it uses the same store as the page."""
     here = {"AGENTRL_HOME": str(store.settings.root), "AGENTRL_DATABASE_URL": store.settings.database}
     return {**os.environ, **here, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
 
 
 async def _run(args: Sequence[str], environment: Mapping[str, str], seconds: float, is_ending: Any) -> dict[str, Any]:
-    """Run the command and wait for its end. If it takes longer than `seconds`, or if the page's service stops, kill its process
-    group.
-    """
     began = time.monotonic()
     with tempfile.TemporaryFile() as printed:  # no pipe, which a service that the command starts would keep open
         child = await asyncio.create_subprocess_exec(

@@ -19,12 +19,7 @@ MODEL = "tiny-arithmetic"
 
 
 def open_demo() -> Settings:
-    """Copy the demo's store, upgrade the copy to this code's revision, and return its settings. The copy is removed when the
-    process ends.
-
-    Raises:
-        NotFoundError: this installation does not contain the demo.
-    """
+    """Return settings of a temporary, upgraded copy of the demo's store. Raise NotFoundError without a demo."""
     from agentrl.workflow.store.migrate import open_database
 
     if not (DATA / PACKED).is_file():

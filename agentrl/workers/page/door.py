@@ -27,7 +27,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_BODY_BYTES = 100_000
 """The largest body of a request, in bytes. A body is an SQL query or the parameters of an action."""
 BODY_SECONDS = 10.0
-"""The time limit for receiving a body, in seconds."""
 OWN_HEADER = b"x-agentrl"
 """The header that only the page itself can send. Requests that do more than read need it."""
 ACTIONS = "/api/actions/"
@@ -167,9 +166,7 @@ class RequestGuard:
 
 
 def _hurried(receive: Receive) -> Receive:
-    """Return a `receive` that limits the time for a request's body to BODY_SECONDS. After that time, the application sees a
-    disconnected client.
-    """
+    """Return a `receive` that shows a disconnected client if a body takes longer than BODY_SECONDS."""
     until = time.monotonic() + BODY_SECONDS
     whole = False
 
@@ -188,9 +185,7 @@ def _hurried(receive: Receive) -> Receive:
 
 
 def names_of(host: str, own: Iterable[str]) -> frozenset[str]:
-    """Return the valid host names of a page that listens on `host`. These are the loopback names, `host` itself, and the
-    machine's names in `own`.
-    """
+    """Return the valid host names of a page that listens on `host`: loopback names, `host`, the names in `own`."""
     return frozenset(name.lower() for name in ("127.0.0.1", "localhost", "::1", host, *own) if name)
 
 
@@ -203,9 +198,6 @@ def _headers(scope: Scope) -> dict[bytes, bytes]:
 
 
 def _split_host(host: str) -> tuple[str, str]:
-    """Return the name and the port of a `Host` header. If the header has no port, the port is empty. If the header is invalid,
-    both are empty.
-    """
     if host.startswith("["):
         name, closed, rest = host[1:].partition("]")
         if not closed or not _is_address(name):
@@ -236,15 +228,12 @@ def _is_address(name: str) -> bool:
 
 
 def _cookies(text: bytes, name: str) -> list[str]:
-    """Return the values of all cookies with this name. There may be several, because pages on other ports of this host can set
-    cookies too.
-    """
+    """Return all cookies with this name. Pages on other ports of this host can set cookies too."""
     pairs = (part.strip().partition("=") for part in text.decode("latin-1").split(";"))
     return [value for cookie, _, value in pairs if cookie == name]
 
 
 def _query_token(scope: Scope) -> str | None:
-    """Return the token in the URL if it is that of the start page; None if there is no token."""
     if scope["path"] != "/" or scope["method"] != "GET" or b"token=" not in scope["query_string"]:
         return None
     try:
@@ -255,7 +244,6 @@ def _query_token(scope: Scope) -> str | None:
 
 
 async def _answer(send: Send, status: int, message: str, hint: str, as_json: bool) -> None:
-    """Send a refusal, either as JSON or as a plain HTML page."""
     if as_json:
         body, kind = json.dumps({"error": message, "hint": hint}).encode(), b"application/json"
     else:

@@ -62,11 +62,7 @@ class _Recording:
     answers: dict[str, bytes] = field(default_factory=dict)
 
     async def ask(self, path: str) -> Any:
-        """Request a path, record the response and return its JSON.
-
-        Raises:
-            _NotTaken: the response does not exist, or does not fit.
-        """
+        """Request a path, record the response and return its JSON."""
         body = await self._body(path)
         if path not in self.answers:
             embedded = embed_json(body)
@@ -81,9 +77,7 @@ class _Recording:
         return json.loads(body)
 
     async def whole(self, work: Callable[[], Awaitable[None]]) -> bool:
-        """Run `work`, which records several responses. If one of them does not fit, remove them all. Return whether they were
-        recorded.
-        """
+        """Run `work`, which records several responses."""
         before = len(self.answers), self.size
         try:
             await work()
@@ -124,23 +118,16 @@ def write_export(
     force: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Write a run into one HTML file.
+    """Write a run into one HTML file. Return a sentence about what was left out; empty if the file is complete.
 
     Args:
-        store: the store.
-        run: the run's name or number.
-        out: the file.
         episodes: the ids of episodes that must be included.
         limit_bytes: the largest size of the file, in bytes.
-        force: whether to overwrite an existing file.
         progress: called every few seconds with a line of text.
-
-    Returns:
-        A sentence about what was left out; empty if the file is complete.
 
     Raises:
         NotFoundError: the run or an episode does not exist.
-        ConflictError: the file exists.
+        ConflictError: the file exists, and `force` is False.
         ConfigError: the file cannot be written, the limit is too small, or an episode belongs to another run.
         ServiceError: the store cannot be read.
     """
@@ -156,12 +143,6 @@ def write_export(
 
 
 def _check_place(out: Path, force: bool) -> Path:
-    """Return the path of the file after resolving links.
-
-    Raises:
-        ConflictError: the file exists.
-        ConfigError: a file cannot be written to this path.
-    """
     elsewhere = ConfigError(f"Cannot write to {str(out)!r}.", "Pass a file in an existing folder: --out run.html")
     try:
         place = out.resolve()
@@ -208,12 +189,7 @@ def _work(recording: _Recording, *paths: str) -> Callable[[], Awaitable[None]]:
 
 
 async def _take_run(recording: _Recording, run: int, around: int) -> list[int]:
-    """Record the responses that the run's page needs first. Return the ids of the tasks on the first page of its list.
-
-    Raises:
-        ConfigError: these responses alone exceed the limit.
-        ServiceError: the store did not return one of the responses.
-    """
+    """Record the responses that the run's page needs first."""
     room, recording.limit = recording.limit, 1 << 62
     here = f"api/runs/{run}"
     try:
@@ -273,12 +249,6 @@ def _put(recording: _Recording, path: str, value: Any) -> None:
 
 
 async def _take_chosen(recording: _Recording, run: int, chosen: Sequence[int], limit_mb: float) -> None:
-    """Record the episodes in `chosen`. Then record the best, the worst and the last episode of the run if they fit.
-
-    Raises:
-        NotFoundError: a chosen episode does not exist.
-        ConfigError: a chosen episode belongs to another run, or does not fit.
-    """
     for episode in chosen:
         answered = await recording.client.get(f"/api/episodes/{episode}")
         if answered.status_code in (404, 422):
@@ -296,9 +266,7 @@ async def _take_chosen(recording: _Recording, run: int, chosen: Sequence[int], l
 
 
 def _episode(recording: _Recording, run: int, episode: int, beside: bool = False) -> Callable[[], Awaitable[None]]:
-    """Return a function that records an episode with all of its turns and tokens. With `beside`, it also records the episode's
-    group, iteration and task.
-    """
+    """Return a function that records an episode with all of its turns and tokens."""
 
     async def work() -> None:
         here = f"api/episodes/{episode}"
@@ -329,7 +297,6 @@ def _groups(recording: _Recording, run: int) -> "Iterable[Callable[[], Awaitable
 
 
 def _iterations(recording: _Recording, run: int) -> list[int]:
-    """Return the numbers of the run's iterations, newest first."""
     return [row["iteration"] for row in reversed(_curves(recording, run))]
 
 
@@ -360,12 +327,6 @@ def _left_out(run: int, recording: _Recording, tasks: int, limit_bytes: int) -> 
 
 
 def _write(out: Path, document: bytes, force: bool) -> None:
-    """Write the document to the file atomically.
-
-    Raises:
-        ConflictError: the file was created meanwhile.
-        ConfigError: the file cannot be written.
-    """
     try:
         handle, name = tempfile.mkstemp(prefix=f".{out.name[:100]}.", dir=out.absolute().parent)
         try:
@@ -388,11 +349,7 @@ def _write(out: Path, document: bytes, force: bool) -> None:
 
 
 def _link(name: str, out: Path) -> None:
-    """Rename the temporary file to `out`. This also works on file systems without hard links.
-
-    Raises:
-        FileExistsError: `out` exists.
-    """
+    """Rename the temporary file to `out`, also without hard links. Raise FileExistsError if `out` exists."""
     try:
         os.link(name, out)
     except FileExistsError:

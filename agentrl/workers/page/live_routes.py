@@ -86,7 +86,6 @@ class Live:
         """Create the object without watching any run.
 
         Args:
-            store: the store that is read.
             is_ending: returns whether the service is stopping.
         """
         self._store, self.is_ending = store, is_ending
@@ -98,11 +97,7 @@ class Live:
         return sum(watch.listeners for watch in self._watches.values())
 
     async def listen(self, run: int | None) -> AsyncGenerator[Seen | None]:
-        """Yield the state whenever it changes. Yield None after COMMENT_SECONDS without a change.
-
-        Args:
-            run: the number of the run; None for the list of runs.
-        """
+        """Yield the state of a run, or of the list (None), whenever it changes; None after COMMENT_SECONDS without a change."""
         watch = self._watches.setdefault(run, _Watch())
         watch.listeners += 1
         if watch.task is None:
@@ -128,9 +123,7 @@ class Live:
                 self._watches.pop(run, None)
 
     async def changes(self, run: int, since: int, mark: str) -> dict[str, Any]:
-        """Return the data that may have changed after `since` iterations were finished. The data are read once for all
-        listeners that have the same `mark`.
-        """
+        """Return the data that may have changed after `since` iterations. Listeners with the same `mark` share one read."""
         read = self._watches[run].read
         task = read.get((mark, since))
         if task is None:
@@ -240,8 +233,6 @@ async def _read(live: Live, run: int | None, since: int, mark: str) -> AsyncGene
 
 
 def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
-    """Read the data that may have changed after `since` iterations were finished."""
-
     def read(tx: DriverTransaction) -> dict[str, Any]:
         name = run_rows.run_name(tx, run)
         (row,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
@@ -252,9 +243,7 @@ def _changes(store: ReadOnlyStore, run: int, since: int) -> dict[str, Any]:
 
 
 def _parse_id(text: str) -> tuple[int | None, str]:
-    """Return two values from the id of an event: the number of finished iterations, and the mark. For an invalid id, return
-    None and an empty text.
-    """
+    """Return two values from the id of an event: the number of finished iterations, and the mark."""
     closed, point, mark = text.partition(".")
     return (int(closed), mark) if point and closed.isascii() and closed.isdigit() and len(closed) < 10 else (None, "")
 

@@ -1,8 +1,7 @@
-"""Builds the page as one HTML file that needs no requests. The file contains the modules, the styles and the recorded
-responses.
+"""Builds the page as one HTML file that needs no requests: modules, styles and recorded responses.
 
-Each module becomes a function that returns its exports, so the names of different modules cannot conflict. The content security
-policy of the file allows only the script and the style with the right hashes. So no code in a recorded text can run.
+Each module becomes a function that returns its exports. The file's content security policy allows only the script and the style
+with the right hashes, so no code in a recorded text can run.
 """
 
 import base64
@@ -26,12 +25,8 @@ _TITLE = "<title>agentrl</title>"
 
 
 def write_page(title: str, about: Mapping[str, object], answers: Mapping[str, bytes]) -> bytes:
-    """Return the HTML document of the page.
-
-    Args:
-        title: the title of the browser's tab.
-        about: a description of the file, for the page; not empty.
-        answers: the recorded responses by path; each is encoded by `embed`.
+    """Return the HTML document of the page. `about` describes the file to the page. `answers` are the recorded responses by
+    path, encoded by `embed`.
     """
     index = _MODULES.sub("", (STATIC / "index.html").read_text(encoding="utf-8"))
     style = "".join((STATIC / name).read_text(encoding="utf-8") for name in _STYLE.findall(index))

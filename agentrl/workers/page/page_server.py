@@ -33,9 +33,7 @@ class PageAddress:
 
 
 def prepare_door(listening: socket.socket, token: str, actions: bool) -> PageAddress:
-    """Return the rules of access and the links of a page that listens on this socket. If a token is needed, the links contain
-    it.
-    """
+    """Return the rules of access and the links (with the token, if one is needed) of a page on this socket."""
     host, port = listening.getsockname()[:2]
     local = is_loopback(listening)
     everywhere = host in ("0.0.0.0", "::")

@@ -12,7 +12,6 @@ from typing import Any, NoReturn, TypeVar
 from agentrl.workflow.errors import AccessDenied, NotFoundError, ServiceError
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.driver_reader import (
-    PLANNER_SETTINGS,
     DriverTransaction,
     newest_revision,
     postgres_transaction,
@@ -46,22 +45,15 @@ class ReadOnlyStore:
     """A store that is only read. Each query opens its own connection. So an open page holds neither a lock nor a connection."""
 
     def __init__(self, where: Settings) -> None:
-        """Set the database that the store reads. No connection is opened yet.
-
-        Args:
-            where: the settings, which contain the database's URL.
-        """
+        """Set the database that the store reads, by the settings `where`. No connection is opened yet."""
         self.settings = where
         self._file = sqlite_file(where)
         self._revision = ""
 
     def ask(self, query: Callable[[DriverTransaction], T]) -> T:
-        """Run `query` in one read transaction, and return its result.
-
-        Raises:
-            Busy: the database is locked or does not answer, or the query took longer than STATEMENT_SECONDS.
-            NotFoundError: the database file does not exist.
-            ServiceError: the database is not at this code's revision.
+        """Run `query` in one read transaction, and return its result. Raise Busy if the database is locked or does not answer,
+        or the query took longer than STATEMENT_SECONDS. Raise NotFoundError if the database file does not exist. Raise
+        ServiceError if the database is not at this code's revision.
         """
         with self._sqlite(self._file) if self._file is not None else self._postgres() as tx:
             if not self._revision:
@@ -69,20 +61,12 @@ class ReadOnlyStore:
             return query(tx)
 
     def ask_about_run(self, run: int, query: Callable[[DriverTransaction, str], T]) -> T:
-        """Run `query` in one read transaction, with the name of the run of that number as its second argument.
-
-        Raises:
-            NotFoundError: the run does not exist.
-            ServiceError: the store cannot be read; see `ask`.
+        """Run `query` in one read transaction, with the name of the run of that number as its second argument. Raise
+        NotFoundError if the run does not exist. Raise ServiceError if the store cannot be read; see `ask`.
         """
         return self.ask(lambda tx: query(tx, run_name(tx, run)))
 
     def _check_revision(self, tx: DriverTransaction) -> None:
-        """Check that the database has the revision that this code expects, and remember the result.
-
-        Raises:
-            ServiceError: the database has another revision.
-        """
         exists = (
             "SELECT name FROM sqlite_master WHERE name = 'alembic_version'"
             if tx.is_sqlite
@@ -126,7 +110,7 @@ class ReadOnlyStore:
         parts = {"connect_timeout": 5, **connection_parts(database_url(self.settings.database))}
         milliseconds = {"statement_timeout": int(STATEMENT_SECONDS * 1000), "lock_timeout": int(LOCK_SECONDS * 1000)}
         try:
-            with postgres_transaction(parts, milliseconds | PLANNER_SETTINGS) as tx:
+            with postgres_transaction(parts, milliseconds) as tx:
                 yield tx
         except psycopg.errors.InsufficientPrivilege as error:
             reason = " ".join(str(error).split())[:200]
@@ -139,9 +123,6 @@ class ReadOnlyStore:
 
 
 def _read_json(text: str) -> Any:
-    """Parse the text of a JSON column. For a damaged text, return an empty object, so that the rest of the page can still be
-    shown.
-    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

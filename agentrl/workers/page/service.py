@@ -29,13 +29,11 @@ def application(store: ReadOnlyStore, actions: bool = False) -> FastAPI:
         eval_routes,
         group_routes,
         run_routes,
-        series_routes,
         sql_routes,
         store_routes,
-        task_routes,
     )
 
-    reads = (store_routes, run_routes, task_routes, group_routes, episode_routes, eval_routes, annotation_routes, series_routes)
+    reads = (store_routes, run_routes, group_routes, episode_routes, eval_routes, annotation_routes)
     modules = (*reads, sql_routes, live_routes, action_routes)
     app = FastAPI(
         title="agentrl ui",

@@ -1,8 +1,4 @@
-"""Checks a run's agent before anything is written, and returns remarks on the agent.
-
-This module checks what the command's own process can see. The workers of the queue `agents` check whether they can run the
-agent (`requirements`).
-"""
+"""Checks a run's agent before anything is written, and returns remarks on the agent."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,11 +25,8 @@ def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
     """Check the run's agent, if there is one, and return the run's config.
 
     If neither the env, the rewards nor the hooks score an episode, the returned config sets `own_rewards`: the rewards that the
-    agent returns or emits then have weight 1.
-
-    Raises:
-        ConfigError: the agent cannot be imported or called, or the env must decide what follows a turn.
-        DatasetError: a task has no messages, so the agent would receive nothing.
+    agent returns or emits then have weight 1. Raise ConfigError if the agent cannot be imported or called, or the env must
+    decide what follows a turn. Raise DatasetError if a task has no messages, so the agent would receive nothing.
     """
     agent = experiment.config.agent
     if agent is None:
@@ -56,16 +49,7 @@ def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
 
 
 def check_function(name: str, function: Callable[..., Any], texts: Collection[str] = ()) -> None:
-    """Check that the agent can be called with a task, a model and the run's texts.
-
-    Args:
-        name: the agent's name.
-        function: the agent, a function or a class.
-        texts: the names of the run's texts.
-
-    Raises:
-        ConfigError: the agent cannot be called with these arguments.
-    """
+    """Raise ConfigError if the agent, a function or a class, cannot be called with a task, a model and these texts."""
     if is_class_agent(function):
         _check_class(name, function)
         return
@@ -92,11 +76,6 @@ def check_function(name: str, function: Callable[..., Any], texts: Collection[st
 
 
 def _check_class(name: str, agent: Any) -> None:
-    """Check that an agent class can be instantiated, and that its rollout methods can be called.
-
-    Raises:
-        ConfigError: the class cannot be instantiated, or a method cannot be called.
-    """
     instance = agent
     if inspect.isclass(agent):
         try:

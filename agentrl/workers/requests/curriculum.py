@@ -15,7 +15,6 @@ class ChosenTasks:
     """The tasks that a run uses.
 
     Args:
-        tasks: the tasks.
         difficulties: the share of failed episodes of each task, by content hash; empty unless the run orders tasks by
             difficulty.
         remarks: sentences for the user that say how many tasks were left out, and why.
@@ -30,10 +29,8 @@ def choose_by_difficulty(db: Database | None, config: DatasetConfig, tasks: Sequ
     """Select the tasks whose share of solved episodes is within `config.keep_solved`. Tasks without stored episodes are
     selected too.
 
-    If `config.order` needs the difficulties of the tasks, the result contains them.
-
-    Raises:
-        DatasetError: no task has a stored episode, or no task is left.
+    If `config.order` needs the difficulties of the tasks, the result contains them. Raise DatasetError if no task has a stored
+    episode, or no task is left.
     """
     if config.keep_solved is None and config.order == "shuffled":
         return ChosenTasks(tuple(tasks))

@@ -63,7 +63,6 @@ def load_sides(db: Queryable, one: Row, other: Row) -> Sides:
     """Load the results of two evaluations on each task.
 
     Args:
-        db: the database.
         one, other: the rows of the evaluations, as `find_evals` returns them.
     """
     means = (eval_results.load_task_means(db, one["id"]), eval_results.load_task_means(db, other["id"]))
@@ -71,9 +70,7 @@ def load_sides(db: Queryable, one: Row, other: Row) -> Sides:
 
 
 def load_right_shares(db: Queryable, row: Row) -> dict[int, float]:
-    """Return, for each task, the share of right episodes among its done episodes, by the task's id. The result is empty if no
-    reward decides which episodes are right.
-    """
+    """Return the share of right episodes by task id; empty if no reward decides which episodes are right."""
     right = eval_results.find_right_episodes(db, row["iteration"])
     if right is None:
         return {}

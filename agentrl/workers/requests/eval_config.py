@@ -13,7 +13,6 @@ from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.tool_formats import HERMES
 
 MAX_TASKS = 4096
-"""The most tasks of an evaluation, which is one iteration."""
 
 TRAINING_KEYS = ("algorithm.", "update.", "critic.", "source.", "eval.", "report.")
 """Prefixes of config keys that do not affect how episodes are sampled."""
@@ -42,21 +41,18 @@ def eval_config(
     rewards: Mapping[str, float] = MappingProxyType({}),
     rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
-    """Return the config of an evaluation of a run's policy. The caller then passes it to `in_one_iteration`, which sets
-    `tasks_per_iteration`.
+    """Return the config of an evaluation of a run's policy. Pass it to `in_one_iteration`, which sets `tasks_per_iteration`.
+
+    Values that are None or empty are those of the run.
 
     Args:
-        config: the config of the measured run.
-        dataset: the dataset; None for the run's.
-        split: the split; None for `test`, or for the only split of a file.
+        split: None for `test`, or for the only split of a file.
         n: the number of tasks, counted from the first; None for all tasks.
-        rollout: values that replace the run's in the section `rollout`; a value None keeps the run's.
-        env: the env; None for the run's env or, if the run has none, the dataset's.
+        rollout: values that replace the run's in the section `rollout`.
+        env: None for the run's env or, if the run has none, the dataset's.
         agent: values that replace the run's in the section `agent`. If they name another agent, it replaces the run's agent or
             the built-in loop with its options.
-        rewards: the weights of rewards that replace the run's; empty for the run's.
-        rows: values of the section `dataset` that say how rows are read. The run's values are used only for the run's own
-            dataset.
+        rows: values of the section `dataset` that say how rows are read. The run's are used only for the run's own dataset.
     """
     values = sampling_values(config) | SINGLE_PASS | {"name": None, "output_dir": None}
     split = split or ("train" if is_file(dataset or config.dataset.name) else "test")
@@ -104,9 +100,6 @@ def stored_sampling_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a stored config for a comparison. The chat template is replaced by its hash. If the config is older
-    than the key for the tool format, that format is Hermes.
-    """
     values = {**RunConfig().flat(), **dict(flatten(config))}
     source = values["model.chat_template"]
     chat_format = {"model.tool_format": values["model.tool_format"] or HERMES}
@@ -114,12 +107,7 @@ def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_one_iteration(config: RunConfig) -> RunConfig:
-    """Return the config with `tasks_per_iteration` set so that one iteration has all tasks.
-
-    Raises:
-        ConfigError: there are more than MAX_TASKS tasks.
-        DatasetError: the tasks cannot be read.
-    """
+    """Return the config with one iteration for all tasks. Raise ConfigError if there are more than MAX_TASKS."""
     tasks = len(load_tasks(config.dataset).tasks)
     if tasks > MAX_TASKS:
         hint = f"Use at most {MAX_TASKS}: pass -n to `agentrl eval`, or set eval.tasks of a run."

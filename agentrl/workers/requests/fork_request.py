@@ -1,7 +1,5 @@
-"""Forks: continuations of a stored episode from one of its steps on, with the same policy or another one.
-
-A fork run has one group, whose episodes are the forks of one step of one episode. It samples and scores like other runs but
-makes no update. `submit --from-groups` trains on its group.
+"""Forks: continuations of a stored episode from one of its steps on, with the same policy or another one. A fork run has one
+group and makes no update. `submit --from-groups` trains on its group.
 """
 
 from dataclasses import dataclass, replace
@@ -46,10 +44,8 @@ class ForkRequest:
 
 
 def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
-    """Check the request and build the submission of the fork run. Nothing is written.
-
-    Raises:
-        NotFoundError, StateError, ConfigError, ModelError, CheckpointError: the request is invalid; the message says why.
+    """Check the request and build the submission of the fork run. Nothing is written. Raise NotFoundError, StateError,
+    ConfigError, ModelError, CheckpointError if the request is invalid; the message says why.
     """
     if request.with_parent and request.edit is not None:
         raise ConfigError(
@@ -85,9 +81,6 @@ def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
 
 
 def _fork_origin(request: ForkRequest) -> dict[str, Any]:
-    """Return the values that identify a fork request. A second request with the same name and the same values finds the
-    existing run.
-    """
     return {
         "episode": request.episode,
         "step": request.step,
@@ -98,11 +91,7 @@ def _fork_origin(request: ForkRequest) -> dict[str, Any]:
 
 
 def _opening_messages(request: ForkRequest, point: ForkPoint) -> tuple[Message, ...] | None:
-    """Return the messages before the forked step if this request or the parent's edited them; else None.
-
-    An edit replaces the content of the last message, which is usually a tool result. A request for a final answer may follow
-    that message, and is kept.
-    """
+    """Return the messages before the forked step if this request or the parent's edited them; else None."""
     if request.edit is None:
         first_own = point.episode.parent_id is not None and request.step == point.episode.fork_step
         return point.episode.steps[request.step].prompt if first_own else None
@@ -113,9 +102,6 @@ def _opening_messages(request: ForkRequest, point: ForkPoint) -> tuple[Message, 
 
 
 def _parse_policy(policy: str, point: ForkPoint) -> tuple[str, Version]:
-    """Return the run and the version that `policy` names. `V` is a version of the run whose policy sampled the step, `RUN` is
-    the newest version of that run, and `RUN@V` names both.
-    """
     run, at, word = policy.partition("@")
     if not at and run.removeprefix("v").isdecimal():
         run, at, word = point.policy_run, "@", run

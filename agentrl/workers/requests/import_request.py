@@ -30,7 +30,6 @@ from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.trajectory import PolicyRef, StepRecord, StopReason, Task
 
 MAX_TURNS = 1000
-"""The most turns of an episode."""
 MAX_EPISODES = 100_000
 MAX_DEPTH = 64
 """The most ancestors of a span among which another span of the same call is searched."""
@@ -41,8 +40,6 @@ class PreparedImport:
     """A checked import that can be written.
 
     Args:
-        submission: the submission of the run.
-        episodes: the episodes of the run.
         exact: whether all token ids and logprobs are those of the sampler.
         without: the number of episodes that have a turn without token ids or logprobs.
         left_out: the number of traces that were left out, by reason.
@@ -68,11 +65,7 @@ class _Read:
         return all(turn.exact for _, turn in self.turns)
 
     def keep_once(self) -> None:
-        """Keep one span for each model call. A trace may have several spans of one call, for example a client's span around a
-        proxy's.
-
-        The span with token ids is kept, or else the innermost span. Each of the call's other spans becomes an annotation.
-        """
+        """Keep one span for each model call."""
         parents = {(span.trace_id, span.span_id): span.parent_id for span in self.trace.spans}
         turns = {(span.trace_id, span.span_id): turn for span, turn in self.turns}
         for span, turn in self.turns:
@@ -96,21 +89,15 @@ def prepare_import(
     name: str | None = None,
     exact_only: bool = False,
 ) -> PreparedImport:
-    """Read the traces and build the import. Nothing is written.
+    """Read the traces and build the import. Nothing is written. Raise ConfigError if an adapter does not exist. Raise
+    ModelError if the model is not here, has no usable chat template, or did not sample these tokens. Raise DatasetError if no
+    trace is left to import, or there are too many episodes.
 
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.
-        spans: the spans of the traces.
         config: the config whose model sampled the turns, or whose chat template renders them.
         ref: the policy that sampled the turns; None for the model in `config`.
-        adapters: the names of the adapters that read turns; empty for all adapters.
-        name: the run's name; None for a generated name.
         exact_only: whether to leave out traces that have a turn without token ids or logprobs.
-
-    Raises:
-        ConfigError: an adapter of that name does not exist.
-        ModelError: the model is not on this machine, has no usable chat template, or did not sample these tokens.
-        DatasetError: no trace is left to import, for the reasons in the message; or there are too many episodes.
     """
     readers: list[Adapter] = [find("adapters", adapter) for adapter in adapters or names("adapters")]
     left_out: Counter[str] = Counter()
@@ -240,9 +227,7 @@ def _whole(value: float | tuple[float, ...]) -> float:
 
 
 def _placed(read: _Read) -> list[Annotation]:
-    """Return the annotations, each with the step of the latest turn that began before it. If an id occurs twice, the trace's id
-    is added to the second one.
-    """
+    """Return the annotations, each with the latest turn before it. An id that occurs twice gets the trace's id."""
     starts = [span.start for span, _ in read.turns]
     placed: dict[str, Annotation] = {}
     for span, annotation in read.annotations:
@@ -254,9 +239,6 @@ def _placed(read: _Read) -> list[Annotation]:
 
 
 def _task(trace: Trace, first: Turn) -> Task:
-    """Return the task of a trace, whose messages are those of the trace's first request. Its key is taken from the trace, or
-    else is a hash of the messages.
-    """
     text = json.dumps([(message.role, message.content) for message in first.messages])
     key = trace.told(span_names.TASK)[:200] or f"import/{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return Task(key, first.messages, trace.told(span_names.REFERENCE))
@@ -270,11 +252,7 @@ def _moment(nanoseconds: int) -> datetime | None:
 
 
 def _check_spelling(episodes: Sequence[ImportedEpisode], base: str) -> None:
-    """Check that the model's tokenizer decodes the tokens to the text of the turns.
-
-    Raises:
-        ModelError: no turn's decoded tokens contain the turn's text, so another model sampled them.
-    """
+    """Check that the model's tokenizer decodes the tokens to the text of the turns."""
     texts = [(step.text, step.step.message.content.strip()) for episode in episodes for step in episode.steps]
     worded = [(text, content) for text, content in texts if content]
     if worded and not any(content in text for text, content in worded):

@@ -101,11 +101,9 @@ class Requirements:
 
 @dataclass(frozen=True)
 class WorkerCheck:
-    """A worker's response to the question whether it can run a run.
+    """A worker's answer to the question whether it can run a run.
 
     Attributes:
-        worker: the worker's name.
-        roles: the queues that the worker serves.
         found: whether the worker's check is complete.
         lacks: a sentence for each thing that the worker lacks.
         other: the names of files and variables that differ from the command's.
@@ -127,15 +125,7 @@ class WorkerCheck:
 def requirements_of(
     config: Mapping[str, Any], weights: Mapping[str, float], base: str, output_dir: str, rolls_out: bool
 ) -> Requirements:
-    """Return the requirements of a run, with the digests of this process.
-
-    Args:
-        config: the run's config.
-        weights: the weights of the run's rewards.
-        base: the run's base model.
-        output_dir: the location of the run's checkpoints.
-        rolls_out: whether the run samples episodes; otherwise it trains on stored ones.
-    """
+    """Return the requirements of a run, with the digests of this process. `rolls_out` is False for a run on stored episodes."""
     experiment, key = Experiment.load(config, weights), token_hex(8)
     roles = roles_of(experiment.config, rolls_out)
     here = {name: digest(key, _variable_value(name)) for name in _list_variables(experiment) if os.environ.get(name)}
@@ -153,11 +143,8 @@ def roles_of(config: RunConfig, rolls_out: bool = True) -> tuple[str, ...]:
 def ask_workers(needs: Requirements, workers: int | None = None) -> list[WorkerCheck]:
     """Return the responses of all workers that serve a queue of the run. A worker that does not respond has no entry.
 
-    A worker whose check is not complete is asked again, for up to LOOK_SECONDS.
-
-    Args:
-        needs: the requirements.
-        workers: the number of workers, if known. The call then returns as soon as so many have responded.
+    A worker whose check is not complete is asked again, for up to LOOK_SECONDS. `needs` are the requirements. `workers` is the
+    number of workers, if known. The call then returns as soon as so many have responded.
     """
     checks: dict[str, WorkerCheck] = {}
     deadline = time.monotonic() + LOOK_SECONDS
@@ -215,11 +202,8 @@ def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", needs: Requiremen
 
 def import_agent(experiment: Experiment) -> str:
     """Import the run's agent if it is a function, and return the source of the agent's module. For a program, return an empty
-    text.
-
-    Raises:
-        ConfigError: the agent cannot be imported or called.
-        OSError, TypeError: the source of the agent's module is not available.
+    text. Raise ConfigError if the agent cannot be imported or called. Raise OSError or TypeError if the source of the agent's
+    module is not available.
     """
     if experiment.config.agent is None or experiment.agent is None:
         return ""
@@ -232,11 +216,8 @@ def read_agent(experiment: Experiment) -> str:
     """Return the source of the agent's module, in a worker of the queue `agents`.
 
     Such a worker holds secrets, so it never imports the agent itself. The separate interpreter from which agents are forked
-    imports the agent. A sandboxed agent is imported only in its sandbox.
-
-    Raises:
-        ConfigError: the agent cannot be imported.
-        OSError: the source of the agent's module is not available.
+    imports the agent. A sandboxed agent is imported only in its sandbox. Raise ConfigError if the agent cannot be imported.
+    Raise OSError if the source of the agent's module is not available.
     """
     agent = experiment.config.agent
     if agent is None or agent.command or agent.sandboxed:
@@ -253,13 +234,7 @@ Checks = Callable[[Requirements], Iterator[Callable[[], object]]]
 
 
 def list_lacks(needs: Requirements, roles: Iterable[str], agent: ReadAgent = import_agent) -> list[str]:
-    """Return a sentence for each thing that this process lacks to serve the run.
-
-    Args:
-        needs: the requirements.
-        roles: the roles of this process.
-        agent: the function that imports the run's agent and returns the source of its module.
-    """
+    """Return a sentence for each thing that this process lacks to serve the run. `agent` imports the run's agent."""
     if needs.version != __version__:
         return [f"is agentrl {__version__}, not {needs.version}"]
     checks: dict[str, Checks] = {**_CHECKS_BY_ROLE, AGENTS: partial(_agents_checks, agent)}
@@ -311,11 +286,7 @@ _CHECKS_BY_ROLE = {"rollout": _rollout_checks, "tools": _tools_checks, "train": 
 
 
 def _load_tools(experiment: Experiment) -> list[Tool]:
-    """Return the tools and judges of a run.
-
-    Raises:
-        ConfigError: this process cannot load the env, a tool or a judge.
-    """
+    """Return the tools and judges of a run. Raise ConfigError if this process cannot load the env, a tool or a judge."""
     return [*experiment.tools.values(), *experiment.judges.values()]
 
 
@@ -376,12 +347,8 @@ def _check_output_dir(output_dir: str) -> None:
 
 
 def list_differences(needs: Requirements, roles: Sequence[str], agent: ReadAgent = import_agent) -> list[str]:
-    """Return the names of the variables and files in which this process differs from the command.
-
-    Args:
-        needs: the requirements.
-        roles: the roles of this process.
-        agent: the function that imports the run's agent and returns the source of its module.
+    """Return the names of the variables and files in which this process differs from the command. `roles` are the roles of this
+    process. `agent` is the function that imports the run's agent and returns the source of its module.
     """
     read = _list_variables(needs.experiment, roles)
     other = [

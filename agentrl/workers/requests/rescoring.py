@@ -21,8 +21,6 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
     """Add a reward set to the run, and return a summary.
 
     Args:
-        db: the database.
-        run: the run's name.
         rewards: the rewards as `NAME` or `NAME=WEIGHT`; a name may be `package.module:function`.
         name: the name of the reward set; None for a name made from the first reward's.
 
@@ -77,7 +75,6 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
 
 
 def _reward_set_name(reward: str) -> str:
-    """Return a name for a reward set, made from the reward's name. `package.module:Function` becomes `function`."""
     return re.sub(r"[^a-z0-9._-]", "-", reward.rpartition(":")[2].lower()).lstrip("._-")[:64] or "rescored"
 
 

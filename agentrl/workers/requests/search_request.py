@@ -19,20 +19,14 @@ from agentrl.workflow.trajectory import Task
 
 @dataclass(frozen=True)
 class SearchedTasks:
-    """All tasks of a search. `roles` has the role of each task, "choose" or "held_out", by content hash; a task without a role
-    is used for edits.
-    """
+    """All tasks of a search. `roles`, by content hash, is "choose" or "held_out"; tasks for edits have none."""
 
     tasks: tuple[Task, ...]
     roles: dict[str, str]
 
 
 def check_resources(experiment: Experiment) -> None:
-    """Check that the run uses each of its texts.
-
-    Raises:
-        ConfigError: a text has no effect, because the built-in loop uses no text of that name.
-    """
+    """Raise ConfigError if a text has no effect: the built-in loop uses no text of that name."""
     if experiment.config.agent is not None:
         return
     for name in experiment.config.resources:
@@ -42,11 +36,9 @@ def check_resources(experiment: Experiment) -> None:
 
 
 def resolve_texts(experiment: Experiment) -> RunConfig:
-    """Return the config of a search with the texts from which it starts. By default this is the env's system prompt.
-
-    Raises:
-        ConfigError: there is no text to improve; the algorithm needs a critic, and none is set; or a critic is set that the
-            algorithm does not use.
+    """Return the config of a search with the texts from which it starts. By default this is the env's system prompt. Raise
+    ConfigError if there is no text to improve; the algorithm needs a critic, and none is set; or a critic is set that the
+    algorithm does not use.
     """
     config, search = experiment.config, find("algorithms", experiment.config.algorithm.name)
     names = names_taken(search_function(search))
@@ -72,11 +64,8 @@ def _chooses(search: object) -> bool:
 
 def divide(config: RunConfig, tasks: Sequence[Task]) -> SearchedTasks:
     """Divide the tasks of a search: some for edits, some for the selection of the best text, and some held out. If `eval` is
-    set, its tasks are held out; otherwise some of `tasks` are.
-
-    Raises:
-        ConfigError: there are too few tasks, or `eval` is set for an algorithm that cannot use it.
-        DatasetError: the held-out tasks cannot be read.
+    set, its tasks are held out; otherwise some of `tasks` are. Raise ConfigError if there are too few tasks, or `eval` is set
+    for an algorithm that cannot use it. Raise DatasetError if the held-out tasks cannot be read.
     """
     if not _chooses(find("algorithms", config.algorithm.name)):
         if config.eval.every is not None:

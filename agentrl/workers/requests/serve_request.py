@@ -28,7 +28,6 @@ class Serving:
         key: the API key that clients must send; if it is empty, every client on this machine is accepted.
         idle_seconds: the time without a request, in seconds, after which an episode ends.
         keep_days: the number of days for which episodes are kept; None for ever.
-        records: whether episodes are stored.
         origins: the origins of web pages that may read responses.
     """
 
@@ -45,14 +44,7 @@ class Serving:
 
 
 def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]) -> RunConfig:
-    """Return the config of a run that serves a policy. It has the model and the sampling options of the policy's run, but no
-    env, rewards or hooks.
-
-    Args:
-        config: the config of the policy's run.
-        name: the name of the new run; None for `serve-N`.
-        rollout: values that replace the run's in the section `rollout`; a value None keeps the run's.
-    """
+    """Return the config of a served policy: its run's model and sampling options, replaced by `rollout`; no rewards."""
     default = RunConfig().flat()
     left_out = ("env", "rewards", "hooks", "output_dir", *LOOP_KEYS, *(key for key in default if key.startswith("dataset.")))
     values = {**sampling_values(config), **SINGLE_PASS, **{key: default[key] for key in left_out}, "name": name}
@@ -63,15 +55,7 @@ def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]
 
 
 def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str, keep_days: float | None) -> Submission:
-    """Return the submission of the run that serves the policy.
-
-    Args:
-        db: the database.
-        config: the config of the new run.
-        policy: the policy.
-        of: the name of the policy's run; empty for a plain model.
-        keep_days: the number of days for which episodes are kept; None for ever.
-    """
+    """Return the submission of a served policy. `of` is its run's name or empty. Episodes are kept for `keep_days`."""
     retention = {} if keep_days is None else {KEEP_DAYS: keep_days}
     return recorded_submission(db, "serve", config, policy, {"of": of} | retention)
 
@@ -91,7 +75,6 @@ def recorded_submission(
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.
         kind: the run's kind.
-        config: the run's config.
         policy: the policy that sampled or samples the episodes.
         more_manifest: entries that are added to the usual manifest.
         tasks: the tasks of the episodes.

@@ -1,8 +1,4 @@
-"""Training on stored groups: a run that samples no episodes and uses the config of the runs that sampled the groups.
-
-Model, dataset, env and sampling options were fixed when the episodes were sampled. Only options of the algorithm and of
-training can be changed.
-"""
+"""Training on stored groups: a run that samples no episodes and uses the config of the runs that sampled the groups."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,16 +33,8 @@ ALLOWED_KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_
 def prepare_stored(
     db: Database, request: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None
 ) -> PreparedRun:
-    """Check the request and build the submission. Nothing is written.
-
-    Args:
-        db: the database.
-        request: the config, with `source` set.
-        origins: the origin of each config value; only a value that a user set has an origin other than the default.
-        policy: the initial weights; None for the weights from which the first source run started.
-
-    Raises:
-        AgentRLError: the request is invalid; the class and the message say why.
+    """Check the request and build the submission. Nothing is written. Only values with an origin other than the default in
+    `origins` were set by a user. Raise AgentRLError if the request is invalid; the class and the message say why.
     """
     chosen = {key: value for key, value in request.flat().items() if origins.get(key, "default") != "default"}
     _refuse_ignored(chosen)
@@ -105,18 +93,14 @@ class StoredGroups:
 
 
 def load_stored_groups(db: Database, source: SourceConfig, least: int, policy: PolicyRef | None = None) -> StoredGroups:
-    """Load the finished groups of the source. Groups with too few done episodes are left out.
+    """Load the finished groups of the source. Groups with too few done episodes are left out. Raise NotFoundError if a run,
+    group or reward set does not exist. Raise StateError if no group has enough done episodes. Raise ConfigError if an episode
+    would be used twice, or the groups differ in base model or temperature.
 
     Args:
-        db: the database.
         source: the names of runs and the numbers of groups.
         least: the fewest done episodes of a group that is used.
         policy: the initial weights; None for the weights from which the first source run started.
-
-    Raises:
-        NotFoundError: a run, group or reward set does not exist.
-        StateError: no group has enough done episodes.
-        ConfigError: an episode would be used twice, or the groups differ in base model or temperature.
     """
     sources = _load_sources(db, source, least)
     start = policy or find_stored_policy(db, sources[0].row["name"], sources[0].version)

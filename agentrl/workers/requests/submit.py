@@ -112,18 +112,15 @@ def prepare(
     """Check the complete request and build the submission. Nothing is written.
 
     Names are resolved in this order: the tasks, then the parts that the config names, then the model. Each step checks what it
-    has resolved. The submission is built from the results.
+    has resolved. The submission is built from the results. Raise AgentRLError if the request is invalid; the class and the
+    message say why.
 
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.
-        config: the run's config.
         kind: the run's kind.
         policy: the initial weights; None for the model in `config`.
         check: the function that is called with the name of each check and returns a context manager around it; used to report
             progress.
-
-    Raises:
-        AgentRLError: the request is invalid; the class and the message say why.
     """
     kind, config = _resolve_kind(kind, _with_absolute_paths(config))
     with check("dataset"):
@@ -218,7 +215,6 @@ def _resolve_chat(experiment: Experiment, kind: str, model: StartingModel, tasks
 def _list_remarks(
     db: Database | None, experiment: Experiment, submission: Submission, model: StartingModel, tasks: RunTasks
 ) -> Iterator[str]:
-    """Yield remarks that a user should read before the run starts."""
     is_training = submission.kind == "train"
     if is_training:
         yield from remark_on_rewards(experiment)
@@ -237,11 +233,6 @@ def _list_remarks(
 
 
 def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
-    """Load the tasks. If that fails and the model is missing too, the error reports both.
-
-    Raises:
-        AgentRLError: the tasks cannot be loaded, or the datasets have different envs.
-    """
     try:
         loaded = load_tasks(config.dataset, config.seed)
     except DatasetError as fault:
@@ -279,10 +270,6 @@ def _check_tools_and_trackers(experiment: Experiment) -> None:
 
 
 def _rewards_to_check(experiment: Experiment) -> tuple[str, ...]:
-    """Return the rewards that are checked on the tasks' references.
-
-    If a dataset of agentrl is used with its own env, the env's rewards are left out, because agentrl's tests check them.
-    """
     optional = optional_rewards(experiment.env, experiment.weights)
     name, counted = experiment.config.dataset.name, [reward for reward in experiment.weights if reward not in optional]
     own = name in names("datasets") and env_of(experiment.config.dataset) == experiment.config.env
@@ -292,20 +279,9 @@ def _rewards_to_check(experiment: Experiment) -> tuple[str, ...]:
 def submission_of(
     db: Database | None, experiment: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any
 ) -> Submission:
-    """Return the submission of the experiment. If the config has no name, the name is `stem` with a number that makes it
-    unique.
-
-    Args:
-        db: the database in which a free name is looked up; None if it does not exist yet.
-        experiment: the run's config with its plug-ins.
-        kind: the run's kind.
-        policy: the policy from which the run starts.
-        stem: the beginning of a generated name.
-        more: other fields of the Submission.
-
-    Raises:
-        ConfigError: the name looks like a number, or checkpoints cannot be written to the run's folder.
-        ServiceError: the object store at the run's URL does not respond.
+    """Return the submission of the experiment. Without a name in the config, the name is `stem` with a number that makes it
+    unique in `db`. Raise ConfigError if the name looks like a number, or checkpoints cannot be written to the run's folder.
+    Raise ServiceError if the object store at the run's URL does not respond.
     """
     config = experiment.config
     if config.name and config.name.isdecimal():
@@ -333,7 +309,6 @@ def submission_of(
 
 
 def _local_model_folder(base: str) -> Path | None:
-    """Return the folder of the model, which may be in the hub's cache; None if the model is not on this machine."""
     return local_folder(base) if Path(base).is_dir() or not Path(base).is_absolute() else None
 
 
@@ -346,9 +321,7 @@ def _system_messages(env: Env, tasks: Sequence[Task]) -> tuple[bool, bool]:
 
 def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
     """Return the submission of the run that evaluates the policy from which this run starts; None unless `eval.every` is set.
-
-    Raises:
-        AgentRLError: the held-out tasks or another part of the evaluation is invalid; see `prepare`.
+    Raise AgentRLError if the held-out tasks or another part of the evaluation is invalid; see `prepare`.
     """
     evaluation = config.eval
     if evaluation.every is None:
@@ -384,9 +357,7 @@ def _remark_on_tiny(experiment: Experiment, folder: Path | None) -> Iterator[str
 
 
 def remark_on_trackers(config: RunConfig) -> Iterator[str]:
-    """Yield a remark for each tracker whose package is not installed on this machine. This is not an error, because the control
-    loop may run on another machine.
-    """
+    """Yield a remark for each tracker whose package is missing here. The control loop may run elsewhere."""
     for package in [find("trackers", name).package for name in config.report.to]:
         if find_spec(package) is None:
             yield f"{package} is not installed here. The control loop's machine needs: {install_command(package)}"
@@ -402,11 +373,7 @@ def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
 
 
 def remark_on_rewards(*experiments: Experiment) -> Iterator[str]:
-    """Yield remarks if rewards of the env have weight 0, and if no episode can get a reward other than 0.
-
-    Args:
-        experiments: the experiments on whose episodes the run trains.
-    """
+    """Yield remarks if rewards of the env have weight 0, or no episode can earn a reward. `experiments` sampled them."""
     for experiment in experiments:
         if experiment.uncounted_rewards:
             again = " ".join(f"--reward {name}={experiment.env.rewards[name]:g}" for name in experiment.uncounted_rewards)
@@ -418,9 +385,7 @@ def remark_on_rewards(*experiments: Experiment) -> Iterator[str]:
 
 
 def _may_earn(experiment: Experiment) -> bool:
-    """Return whether an episode's reward can differ from 0. Rewards of hooks, of the env itself and of an agent are not in
-    `weights`; their weight is 1.
-    """
+    """Return whether an episode's reward can differ from 0."""
     agent = experiment.config.agent
     own = agent is not None and agent.own_rewards
     return own or any(experiment.weights.values()) or bool(experiment.config.hooks) or gives_rewards(experiment.env)
@@ -442,12 +407,10 @@ def _remarks_on_evaluation(submission: Submission) -> Iterator[str]:
 
 
 def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
-    """Write the run and send its first iteration. If the same run is stored already, return it and send nothing.
-
-    Raises:
-        ConflictError: the name belongs to another run.
-        StateError: a hook raised an exception at the start; the run is stored as failed, and nothing was sent.
-        ServiceError: the broker does not accept messages; the run is stored, and the control loop starts it later.
+    """Write the run and send its first iteration. If the same run is stored already, return it and send nothing. Raise
+    ConflictError if the name belongs to another run. Raise StateError if a hook raised an exception at the start; the run is
+    stored as failed, and nothing was sent. Raise ServiceError if the broker does not accept messages; the run is stored, and
+    the control loop starts it later.
     """
     run = _write_run(db, prepared)
     if run.created and prepared.submission.kind == "train":
@@ -463,10 +426,7 @@ def submit(db: Database, prepared: PreparedRun) -> SubmittedRun:
 
 def write_failed_run(db: Database, prepared: PreparedRun, reason: str) -> SubmittedRun:
     """Store the run as failed before it starts, with the reason. If the same run is stored already, return it. `agentrl resume`
-    starts the run.
-
-    Raises:
-        ConflictError: the name belongs to another run.
+    starts the run. Raise ConflictError if the name belongs to another run.
     """
     return _write_run(db, prepared, reason)
 
@@ -495,9 +455,7 @@ def _check_sampling(config: RunConfig, kind: str) -> None:
 
 
 def _check_server_url(where: Settings) -> None:
-    """Check that the embedded stack can use the setting `engine_url`. A running stack has its own environment, so in that case
-    a missing URL is not reported.
-    """
+    """Check that the embedded stack can use the setting `engine_url`."""
     from agentrl.workflow.inference.http import check_url
 
     if not where.broker_url and (where.engine_url or embedded.find_supervisor(where) is None):
@@ -505,9 +463,7 @@ def _check_server_url(where: Settings) -> None:
 
 
 def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained: bool) -> None:
-    """Check that the engine can sample from the weights, if the base model is on this machine. Otherwise the worker that
-    downloads the base makes this check.
-    """
+    """Check that the engine can sample from the weights, if the base model is on this machine."""
     if Path(ref.base).is_dir():
         kind = "lora" if lora_rank(config.model, Path(ref.base)) else "full"
         engines.check_weights(backend, kind, trained)
@@ -526,9 +482,6 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _with_served_tools(config: RunConfig) -> RunConfig:
-    """Return the config with the tools of each MCP server in `tools`. If the config already lists a server's tools, as in an
-    evaluation, they are kept; any other server is queried now.
-    """
     servers = {tool.server for tool in config.served_tools}
     strange = servers - set(config.tools)
     if strange:
@@ -540,12 +493,7 @@ def _with_served_tools(config: RunConfig) -> RunConfig:
 
 
 def check_place(place: str) -> None:
-    """Check that this process can write checkpoints to the folder or URL.
-
-    Raises:
-        ConfigError: the folder or URL is not writable.
-        ServiceError: the object store at the URL does not respond.
-    """
+    """Raise ConfigError if the folder or URL cannot take checkpoints, ServiceError if the store does not respond."""
     folder = checkpoints.check_place(place)
     if folder is not None:
         _check_writable(folder)

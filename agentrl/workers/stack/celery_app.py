@@ -36,10 +36,7 @@ TRANSPORT_ALIASES |= dict.fromkeys(("redis", "rediss"), "agentrl.workers.stack.t
 
 def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None, **kw: Any) -> dict[str, Any]:
     """Return the queue of a job. It is the `tools.<host>` queue that the sender selected, or else the queue that belongs to the
-    job's name.
-
-    Raises:
-        ServiceError: the selected queue does not exist.
+    job's name. Raise ServiceError if the selected queue does not exist.
     """
     wanted_queue = options.get("queue")
     wanted_queue = getattr(wanted_queue, "name", wanted_queue)
@@ -61,12 +58,7 @@ def own_queue() -> str:
 
 
 def row_id(value: object) -> int:
-    """Return the value if it can be the id of a row. The check is needed because everyone who can reach the broker can send a
-    message.
-
-    Raises:
-        ConfigError: the value cannot be an id.
-    """
+    """Return the value if it can be a row's id, else raise ConfigError. Anybody at the broker can send messages."""
     if type(value) is not int or not 0 < value < 2**63:
         raise ConfigError(f"The job's row id must be a number, not {value!r:.100}.")
     return value

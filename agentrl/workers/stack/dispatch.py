@@ -1,7 +1,5 @@
-"""Sends all messages: an iteration as a chord, single rollout jobs, the train job, a tool call, an agent.
-
-After a message was sent, its row records the send. A duplicate message is harmless. If a message is lost after that, the
-control loop sends it again.
+"""Sends all messages: an iteration as a chord, single rollout jobs, the train job, a tool call, an agent. After a message was
+sent, its row records the send. The control loop repeats lost messages.
 """
 
 from collections.abc import Sequence
@@ -43,9 +41,7 @@ def dispatch(db: Database, iteration: int) -> None:
 
 
 def _unsubscribe(body: AsyncResult) -> None:
-    """End Celery's subscriptions to the results of a chord's jobs. The results are in the rows, so the subscriptions are
-    useless.
-    """
+    """End Celery's subscriptions to the results of a chord's jobs: the results are in the rows."""
     if not isinstance(app.backend, RedisBackend):
         return  # the in-memory result store subscribes to nothing
     header = body.parent.results if isinstance(body.parent, GroupResult) else [body.parent]
@@ -77,29 +73,22 @@ def send_calls_again(db: Database) -> None:
 
 def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
     """Send a tool call to a queue. The tools worker wakes the rollout process at `reply_to` when the result is recorded.
-
-    Args:
-        call: the call's id.
-        reply_to: the address of the rollout process's reply list; `NO_REPLY` if no process waits.
-        queue: the queue of all tools workers, or that of the worker that has the episode's session.
+    `reply_to` is the address of the rollout process's reply list; `NO_REPLY` if no process waits. `queue` is the queue of all
+    tools workers, or that of the worker that has the episode's session.
     """
     with _broker_errors("call"):
         app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True, queue=Queue(queue, routing_key=queue))
 
 
 def send_agent(episode: int, attempt: int, reply_to: str) -> None:
-    """Send the job that runs the agent of one attempt at an episode. When the agent has ended, the agents worker wakes the
-    rollout process at `reply_to`.
-    """
+    """Send the job that runs an attempt's agent. At its end, the agents worker wakes the process at `reply_to`."""
     with _broker_errors("agent"):
         queue = Queue("agents", routing_key="agents")
         app.send_task("agentrl.agent", args=[episode, attempt, reply_to], ignore_result=True, queue=queue)
 
 
 class _broker_errors:  # noqa: N801 - reads as a phrase: `with _broker_errors("train")`
-    """A context manager around a send. It converts the broker's errors to ServiceError, and has the fault points
-    `send_WHAT.before` and `send_WHAT.after`.
-    """
+    """A context manager around a send."""
 
     def __init__(self, what: str) -> None:
         self._what = what

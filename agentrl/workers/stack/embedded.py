@@ -61,19 +61,10 @@ def end_orphaned_redis(where: Settings) -> None:
 
 
 def ensure_running(where: Settings, stay: bool = False, separate: bool = False) -> bool:
-    """Start the embedded stack unless it is running. If a stack is stopping, wait for its end first.
-
-    Args:
-        where: the settings.
-        stay: whether the stack stops only on request; this also applies to a stack that is already running.
-        separate: whether rollout and train run in separate processes.
-
-    Returns:
-        Whether this call started the stack.
-
-    Raises:
-        ServiceError: the stack does not start, or the broker of the settings does not answer.
-        ConfigError: separate processes are impossible, or the running stack does not have them.
+    """Start the embedded stack unless it is running, and return whether this call started it. A stack that is stopping is
+    awaited first. With `stay`, the stack stops only on request. With `separate`, rollout and train are separate processes.
+    Raise ServiceError if the stack does not start, or the broker of the settings does not answer. Raise ConfigError if separate
+    processes are impossible, or the running stack does not have them.
     """
     if where.broker_url:
         broker.require_broker(where)
@@ -98,10 +89,8 @@ def ensure_running(where: Settings, stay: bool = False, separate: bool = False) 
 
 
 def check_separate(where: Settings, separate: bool) -> None:
-    """If `separate` is true, check that rollout and train can be separate processes.
-
-    Raises:
-        ConfigError: the broker is in memory, or the running stack has one process for both; the message says what to type.
+    """If `separate` is true, check that rollout and train can be separate processes. Raise ConfigError if the broker is in
+    memory, or the running stack has one process for both; the message says what to type.
     """
     if separate and broker.is_in_memory(where):
         raise no_overlap_error(f"Without a server all workers are one process. {broker.server_hint()}")
@@ -124,9 +113,7 @@ def _is_serving(where: Settings) -> bool:
 
 
 def stop(where: Settings) -> bool:
-    """Stop the embedded stack and wait for its end. Return False if no stack is running. Unfinished runs continue at the next
-    start.
-    """
+    """Stop the embedded stack and wait for its end. Return False if none is running."""
     pid = find_supervisor(where)
     if not pid:
         return False
@@ -141,10 +128,8 @@ def stop(where: Settings) -> bool:
 
 def restart(where: Settings, separate: bool = False) -> None:
     """Restart the stack with the environment of this process. The new stack has `stay` if the old one had it. It has separate
-    processes if the old one had them, or if `separate` is true.
-
-    Raises:
-        ServiceError, ConfigError: the stack cannot be started; see `ensure_running`.
+    processes if the old one had them, or if `separate` is true. Raise ServiceError or ConfigError if the stack cannot be
+    started; see `ensure_running`.
     """
     before, stay = read_state(where), stay_file(where).exists()
     stop(where)
@@ -169,9 +154,7 @@ def changed_variables(where: Settings, variables: Iterable[str]) -> list[str]:
 
 
 def _environment_digests(key: str) -> dict[str, str]:
-    """Return a digest of each relevant environment variable. The state file contains these digests instead of the values, which
-    may be secret.
-    """
+    """Return a digest of each relevant variable, for the state file. The values may be secret."""
     values = {
         name: value for name, value in os.environ.items() if value and (name.startswith("AGENTRL_") or name in PATH_VARIABLES)
     }
@@ -194,9 +177,7 @@ def was_asked_lately(where: Settings) -> bool:
 
 
 def read_state(where: Settings) -> dict[str, Any]:
-    """Return the supervisor's state: its pid (0 before it is written), whether it is stopping, and whether rollout and train
-    are separate processes.
-    """
+    """Return the supervisor's state: pid (0 at first), whether it is stopping, whether rollout and train are separate."""
     try:
         state = json.loads((where.stack_dir / "supervisor.json").read_text())
     except FileNotFoundError:
@@ -205,9 +186,7 @@ def read_state(where: Settings) -> dict[str, Any]:
 
 
 def write_state(where: Settings, stopping: bool, separate: bool) -> None:
-    """Write the state of this process, the supervisor: its pid, whether it is stopping, and whether rollout and train are
-    separate processes.
-    """
+    """Write this supervisor's state: pid, whether it is stopping, whether rollout and train are separate."""
     beside = where.stack_dir / "supervisor.json.new"
     with suppress(FileNotFoundError):  # the data folder was removed: the children are ended all the same
         state = {

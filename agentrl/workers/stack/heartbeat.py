@@ -14,9 +14,7 @@ log = getLogger("agentrl.heartbeat")
 
 @dataclass
 class Heartbeat:
-    """A thread that renews the leases of this process's claims, each three times before it would expire. If another worker has
-    taken over a claim, the thread calls the claim's `lost`.
-    """
+    """A thread that renews this process's leases. If another worker has taken over a claim, it calls `lost`."""
 
     db: Database
     lease_seconds: float

@@ -13,15 +13,9 @@ BACKLOG = 1024
 
 
 def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free port, or to 0.") -> socket.socket:
-    """Return a socket that listens on the address. With port 0, the system selects a free port.
-
-    Args:
-        host: the host name or address.
-        port: the port.
-        hint: what the user can do if the address is in use.
-
-    Raises:
-        ServiceError: the process cannot listen on the address.
+    """Return a socket that listens on the address. With port 0, the system selects a free port. `host` is the host name or
+    address. `hint` says what the user can do if the address is in use. Raise ServiceError if the process cannot listen on the
+    address.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

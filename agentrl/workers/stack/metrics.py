@@ -1,8 +1,5 @@
 """The route `/metrics` of a process, in Prometheus' text format. It shows the state of the process and, in the control loop, of
 all work.
-
-Metrics are off unless AGENTRL_METRICS_PORT is set. The server listens on 127.0.0.1 unless AGENTRL_METRICS_HOST is set. The
-metrics contain no task and no text of an episode. Each process of a machine has its own port; see `port_of`.
 """
 
 import os
@@ -30,9 +27,7 @@ PORT_ORDER = ("control", "rollout", "train", "tools", "agents", "endpoint")
 higher port.
 """
 REQUEST_SECONDS = 5.0
-"""The longest wait for the next bytes of a request, in seconds."""
 CONNECTION_SECONDS = 30.0
-"""The longest duration of a connection, in seconds."""
 MAX_CONNECTIONS = 16
 MIB = 1024 * 1024
 
@@ -52,9 +47,7 @@ _collectors: list[Collect] = []
 
 
 def add_collector(collect: Collect) -> None:
-    """Add the metrics that `collect` returns to `/metrics` of this process. The server calls `collect` for each request, from
-    any thread.
-    """
+    """Add the metrics that `collect` returns to `/metrics`. `collect` is called per request, from any thread."""
     _collectors.append(collect)
 
 
@@ -130,11 +123,8 @@ def port_of(where: Settings, roles: Sequence[str]) -> int:
 
 def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Database]) -> ThreadingHTTPServer | None:
     """Serve `/metrics` in threads of this process if a port is set. If the port is in use, log a warning and return None.
-
-    Args:
-        where: the settings.
-        roles: the roles of this process.
-        db: the function that returns the database. Only the control loop calls it, for the metrics of all work.
+    `roles` are the roles of this process. `db` is the function that returns the database. Only the control loop calls it, for
+    the metrics of all work.
     """
     port = port_of(where, roles)
     if not port:
@@ -202,7 +192,6 @@ class _Handler(BaseHTTPRequestHandler):
     _collecting = threading.Lock()
 
     def collect(self) -> str:
-        """Return the body of the response."""
         raise NotImplementedError
 
     def do_GET(self) -> None:

@@ -1,9 +1,7 @@
 """Notifications when a run ends and when it waits: a request to AGENTRL_NOTIFY_URL, a start of AGENTRL_NOTIFY_COMMAND, or both.
 
-Both are set only in the machine's settings; a run's config cannot set them. The control loop sends notifications, which it
-reads from the runs' events. It sends them in a thread, so a slow server delays nothing. The database records the last event
-that was sent. So each event is sent at least once, even if the control loop was stopped. After MAX_ATTEMPTS failures, an event
-is skipped.
+The control loop reads them from the runs' events, and sends them in a thread. The database records the last event that was
+sent, so each event is sent at least once. After MAX_ATTEMPTS failures, an event is skipped.
 """
 
 import json
@@ -73,13 +71,6 @@ class Notifier:
 
 
 def _run(command: Sequence[str], body: bytes) -> None:
-    """Run a program with `body` on its standard input, and discard its output. If it takes longer than COMMAND_SECONDS, kill
-    its process group.
-
-    Raises:
-        OSError: the program cannot be started.
-        SubprocessError: the program fails, or takes longer than COMMAND_SECONDS.
-    """
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as process:
         try:
@@ -101,11 +92,7 @@ def _describe(error: Exception) -> str:
 
 
 def _post(url: str, body: bytes) -> None:
-    """Send the body as JSON to the URL.
-
-    Raises:
-        OSError: the server does not respond, or responds with an error.
-    """
+    """Send the body as JSON to the URL. Raise OSError if the server does not respond, or responds with an error."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "agentrl"}, method="POST")
     with urllib.request.urlopen(request, timeout=URL_SECONDS):
         pass

@@ -9,9 +9,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def count_kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of processes that were killed so far in this process's memory cgroup; 0 if the kernel does not report
-    it.
-    """
+    """Return the number of processes killed so far in this process's memory cgroup; 0 if the kernel does not tell."""
     for file in _counter_files(cgroups, mine):
         try:
             fields = dict(line.split() for line in file.read_text().splitlines())
@@ -22,9 +20,6 @@ def count_kills(cgroups: Path = CGROUPS, mine: Path = Path("/proc/self/cgroup"))
 
 
 def _counter_files(cgroups: Path, mine: Path) -> Iterator[Path]:
-    """Yield the files that may contain the counter, for cgroup versions 1 and 2. In a container, the process's own cgroup is at
-    the top of the tree.
-    """
     try:
         groups = [line.split(":", 2) for line in mine.read_text().splitlines()]
     except OSError:

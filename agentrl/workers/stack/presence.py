@@ -26,7 +26,6 @@ def has_shared_worker() -> bool:
 
 
 def _ask_queues() -> dict[str, set[str]]:
-    """Ask all workers for their queues, and return these by worker."""
     answers = app.control.inspect(timeout=ANSWER_SECONDS).active_queues() or {}
     return {worker: {queue["name"] for queue in queues} for worker, queues in answers.items()}
 
@@ -48,9 +47,7 @@ def missing_control_hints(db: Database) -> list[str]:
 
 
 def find_endpoint_url(db: Database) -> str | None:
-    """Return the URL at which agents reach the endpoint, without `/v1`; None if there is no endpoint. AGENTRL_ENDPOINT_URL has
-    precedence over the URL that a running endpoint published.
-    """
+    """Return the endpoint's URL for agents, without `/v1`; None without an endpoint. AGENTRL_ENDPOINT_URL comes first."""
     return settings().endpoint_url.rstrip("/") or leases.service_holder(db, ENDPOINT)
 
 

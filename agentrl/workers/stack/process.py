@@ -60,10 +60,7 @@ def confirm_base(run: int, policy: "Policy") -> None:
     hashes.
 
     If AGENTRL_DEVICE is `auto` and the model is on the CPU because a GPU failed earlier, write this to the run's events and the
-    log.
-
-    Raises:
-        ModelError: the run uses another base model.
+    log. Raise ModelError if the run uses another base model.
     """
     _confirm_hashes(run, policy.base_hash, json.dumps(policy.trained_part), tuple(base_hashes(policy).items()))
     if settings().device == "auto" and policy.device.type == "cpu" and policy.config.numerics != "exact":
@@ -71,19 +68,15 @@ def confirm_base(run: int, policy: "Policy") -> None:
 
 
 def base_hashes(policy: "Policy") -> dict[str, str]:
-    """Return the hashes of a base that a run records besides that of its weights: those of the tokenizer, the chat template,
-    and the model's own code if there is any.
-    """
+    """Return the hashes of the base's tokenizer, chat template and, if there is any, own code."""
     hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
     return hashes | ({"code": policy.code_hash} if policy.code_hash else {})
 
 
 def refuse_overlap(config: RunConfig) -> None:
-    """Check that this process can work for the run: rollouts that continue during updates need separate processes.
-
-    Raises:
-        ConfigError: rollouts of the run continue during updates, but this process does both; the message says what to start
-            instead.
+    """Check that this process can work for the run: rollouts that continue during updates need separate processes. Raise
+    ConfigError if rollouts of the run continue during updates, but this process does both; the message says what to start
+    instead.
     """
     if shared.is_set() and config.rollout.max_staleness:
         raise no_overlap_error(f"{APART_HINT}, then `agentrl resume {config.name}`.")
@@ -111,9 +104,7 @@ def _report_cpu(run: int) -> None:
 
 
 def write_when_possible(write: Callable[[], object]) -> None:
-    """Repeat a write until the database accepts it or the process is asked to stop. Without the repetition, a claim would not
-    be released, and its holder would be counted as a lost worker.
-    """
+    """Repeat a write until the database accepts it, or the process stops. Otherwise a claim would count as lost."""
     while True:
         try:
             write()
@@ -126,9 +117,7 @@ def write_when_possible(write: Callable[[], object]) -> None:
 
 
 def forget() -> None:
-    """Close the singletons of this process, and clear the cached settings. The next use reads the settings again and opens the
-    database that they name.
-    """
+    """Close the singletons of this process and clear its settings, so that the next use reads them again."""
     if heartbeat.made:
         heartbeat().stop()
     if database.made:

@@ -1,9 +1,4 @@
-"""The readiness of a worker process, shown by a file for health checks and by lines in the log.
-
-The file `AGENTRL_READY_FILE` exists while a worker can reach its broker. For the control loop and the endpoint, it exists while
-they can reach the database. A process also removes the file when it starts, because a killed process in a container may have
-left it.
-"""
+"""The readiness of a worker process, shown by a file for health checks and by lines in the log."""
 
 import logging
 import re
@@ -24,16 +19,10 @@ LOSS_PREFIXES = ("consumer: ", "Frequent restarts detected")
 
 
 class Readiness:
-    """The state of this process: whether it can serve. Each change is logged as one line. If two threads report a change at the
-    same time, it may be logged twice.
-    """
+    """Whether this process can serve. Each change is logged as one line."""
 
     def __init__(self, file: Path | None) -> None:
-        """Remove the file if an earlier process left it.
-
-        Args:
-            file: the file that exists while the process can serve; None for no file.
-        """
+        """Set the file that exists while the process can serve (None: no file), and remove an old one."""
         self._file = file
         self._state = "starting"
         self._remove()
@@ -67,9 +56,7 @@ def readiness() -> Readiness:
 
 
 def follow_celery() -> None:
-    """Call `confirm` at each of Celery's heartbeats, and `lose` when Celery reports a lost broker. Call this function before
-    the worker is created.
-    """
+    """Call `confirm` at Celery's heartbeats, `lose` when the broker is lost. Call this before the worker is created."""
     from celery.signals import heartbeat_sent
 
     heartbeat_sent.connect(_confirm, weak=False)
@@ -90,9 +77,7 @@ def _reason_of(message: str) -> str:
 
 
 def _report_loss(record: logging.LogRecord) -> bool:
-    """Return whether to log a record of Celery's consumer. If the record reports a lost broker, call `lose` and do not log the
-    record.
-    """
+    """Return whether to log a record of Celery's consumer."""
     if not record.getMessage().startswith(LOSS_PREFIXES):
         return True
     readiness().lose(_reason_of(record.getMessage()))

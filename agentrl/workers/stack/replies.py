@@ -56,9 +56,7 @@ class Replies:
             threading.Thread(target=self._run, args=(connect_redis(where),), name="replies", daemon=True).start()
 
     def expect(self, call: int, answered: ReplyCallback) -> None:
-        """Register the callback of a call. It is called with an empty reason when the result is recorded. Before that, it may
-        be called with reasons why workers could not run the call.
-        """
+        """Register a call's callback. It gets reasons why workers cannot run the call, and "" when the result is recorded."""
         self._waiting[call] = answered
 
     def forget(self, call: int) -> None:
@@ -111,11 +109,9 @@ class Waker:
     def wake(self, address: str, call: int, reason: str = "") -> None:
         """Wake the rollout process that waits for the call. With a `reason`, report why this worker cannot run the call.
 
-        If the broker does not answer, nothing is lost, because the rollout process also polls the row.
-
-        Raises:
-            ConfigError: the address is not that of a reply list. The check is needed because anyone can write a message, and
-                Redis has other lists too.
+        If the broker does not answer, nothing is lost, because the rollout process also polls the row. Raise ConfigError if the
+        address is not that of a reply list. The check is needed because anyone can write a message, and Redis has other lists
+        too.
         """
         if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
             raise ConfigError(f"A tool call has an invalid reply list: {address!r:.100}.")

@@ -41,12 +41,7 @@ class ReportProcess:
     """
 
     def __init__(self, report: TrackerReport, output: int | None = None) -> None:
-        """Start the process.
-
-        Args:
-            report: the report to write.
-            output: the file descriptor for the process's log; None for the stderr of this process.
-        """
+        """Start the process that writes the report. `output` is the descriptor of its log; None for our stderr."""
         self.report, self.claim = report, claim_name()
         command = [sys.executable, "-P", "-m", "agentrl.workers.stack.reporter", str(report.run_id), report.tracker, self.claim]
         quiet, environment = subprocess.DEVNULL, {**os.environ, CLAIM: self.claim}
@@ -98,9 +93,7 @@ def _describe_exit(tracker: str, code: int) -> str:
 
 @dataclass
 class _Pause:
-    """The pause before a failed report is tried again. `until` is its end on the monotonic clock, and `seconds` its length,
-    both in seconds.
-    """
+    """The pause before a failed report is tried again."""
 
     until: float
     seconds: float
@@ -135,11 +128,9 @@ class ReportProcesses:
                 self._processes[key] = ReportProcess(report)
 
     def stop(self, open_database: Callable[[], Database]) -> None:
-        """Ask all processes to write the remaining steps, and kill those that take longer than STOP_SECONDS.
-
-        Args:
-            open_database: the function that returns the database. It is called only if there are processes, because a missing
-                database may be the reason for stopping.
+        """Ask all processes to write the remaining steps, and kill those that take longer than STOP_SECONDS. `open_database` is
+        the function that returns the database. It is called only if there are processes, because a missing database may be the
+        reason for stopping.
         """
         for process in self._processes.values():
             process.process.terminate()

@@ -60,11 +60,7 @@ class Reporter:
         self.last = {ITERATION: 0, EVALUATION: -1}
 
     def write(self) -> None:
-        """Open the run in the tracker, and write each step after its rows are committed.
-
-        Raises:
-            Fenced: another process writes this report.
-        """
+        """Open the run in the tracker, and write each committed step. Raise Fenced if another process writes this report."""
         parent = os.getppid()
         with self._limited():
             session = self.tracker.open(self.run, self.report.handle)
@@ -113,9 +109,6 @@ class Reporter:
                 yield TrackedStep(ITERATION, row["iteration"], row["finished_at"], iteration_metrics(row), text)
 
     def _samples(self, iteration: int) -> str:
-        """Return the transcripts of the first done episodes of the iteration. The report's `samples` is the number of
-        transcripts.
-        """
         if not self.report.samples:
             return ""
         chosen = episode_rows.EpisodeFilter(self.run.name, iteration=iteration, status="done")
@@ -125,10 +118,8 @@ class Reporter:
     @contextmanager
     def _limited(self) -> Iterator[None]:
         """Take the report's lease, and let SIGALRM end the process if the block takes longer than AGENTRL_REPORT_SECONDS. The
-        signal ends the process even if the tracker's code is not in Python and hangs.
-
-        Raises:
-            Fenced: another process holds the lease of this report.
+        signal ends the process even if the tracker's code is not in Python and hangs. Raise Fenced if another process holds the
+        lease of this report.
         """
         lease, seconds = run_reports.lease_name(self.report.run_id, self.report.tracker), self.seconds + LEASE_MARGIN_SECONDS
         if not leases.take_service_lease(self.db, lease, self.claim, seconds):
@@ -141,9 +132,6 @@ class Reporter:
 
 
 def _transcript(db: Database, episode: int) -> str:
-    """Return an episode's transcript as an indented Markdown block. Every line is indented, so no text in the transcript can
-    end the block.
-    """
     lines = (text for text, _ in transcript_lines(episode_rows.find_episode(db, episode)))
     return "\n".join(f"    {line}" for text in lines for line in text.split("\n"))
 

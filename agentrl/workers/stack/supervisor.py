@@ -1,13 +1,11 @@
 """The supervisor: one process that runs a private Redis and the workers on this machine.
 
-`agentrl up` starts the supervisor; `submit` starts it too if the settings have no broker. It restarts dead processes with
-back-off, and sends the calls of a dead tools worker again. A supervisor that `submit` started stops some time after the last
-run has ended, unless `agentrl up` was used meanwhile. If `AGENTRL_BROKER_URL` is set, it runs the workers without a private
-Redis. Rollout and train share one process and one copy of the base. They are separate processes with `--separate`, or if an
-unfinished run has rollouts that continue during updates.
+It restarts dead processes with back-off, and sends the calls of a dead tools worker again. Started by `submit`, it stops some
+time after the last run has ended. If `AGENTRL_BROKER_URL` is set, it starts no Redis. Rollout and train share one process and
+one copy of the base, except with `--separate`.
 
-When a running run has an agent, the supervisor also starts an endpoint and an agents worker. It owns the endpoint's listening
-socket. So a restarted endpoint has the same port, and clients that connect before the restart wait in the backlog.
+If a run has an agent, it also starts an endpoint and an agents worker. It owns the endpoint's listening socket, so clients of a
+restarted endpoint wait in the backlog.
 """
 
 import os
@@ -69,9 +67,7 @@ class SupervisedProcess:
 
 
 class Supervisor:
-    """Starts the child processes, and restarts them until it is stopped. Without the file `stay`, it also stops after
-    `idle_stop_seconds` without an active run.
-    """
+    """The parent of the workers: restarts them until it is stopped or, without the file `stay`, was idle for long."""
 
     def __init__(self, where: Settings, separate: bool = False) -> None:
         self.where = where
@@ -113,9 +109,6 @@ class Supervisor:
                 self.stopping = self.stopping or self._is_idle()
 
     def _tend_agents(self, roles: Sequence[str]) -> bool:
-        """Start the processes of these roles if a run has an agent. Return whether they were started, now or before. If the
-        broker is in memory, also restart an endpoint that has ended.
-        """
         running_roles = {child.role for child in self.children}
         for child in self.children if broker.is_in_memory(self.where) else ():
             self._restart_ended(child)
@@ -129,9 +122,7 @@ class Supervisor:
         return True
 
     def _is_idle(self) -> bool:
-        """Return whether the stack should stop, because no run was active for `idle_stop_seconds`. If so, the state file is
-        written first.
-        """
+        """Return whether no run was active for `idle_stop_seconds`. If so, write first that the stack is stopping."""
         if not self._is_quiet():
             return False
         embedded.write_state(self.where, stopping=True, separate=self.separate)
@@ -228,7 +219,6 @@ def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:
 
 
 def _describe_exit(code: int) -> str:
-    """Return a text for the exit code, such as `ended with exit code 1` or `was killed by SIGKILL`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -238,9 +228,7 @@ def _describe_exit(code: int) -> str:
 
 
 def _send_calls_again() -> None:
-    """Send the calls of a dead tools worker again at once. Otherwise they would be sent only after a lease and the tool's time
-    limit.
-    """
+    """Send the calls of a dead tools worker again at once, instead of after a lease and the tool's time limit."""
     from agentrl.workers.stack.dispatch import send_calls_again
 
     send_calls_again(database())  # if that fails, the rollouts do it later
@@ -263,12 +251,7 @@ def _some_run_has_agent() -> bool:
 
 
 def main(stay: bool, separate: bool = False) -> None:
-    """Run the supervisor process. Return at once if another supervisor is running.
-
-    Args:
-        stay: whether to stop only on request.
-        separate: whether rollout and train run in separate processes.
-    """
+    """Run the supervisor unless another one is running. `stay` and `separate` are the options of `agentrl up`."""
     where = settings()
     where.stack_dir.mkdir(parents=True, exist_ok=True)
     set_up_logging()

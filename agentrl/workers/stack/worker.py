@@ -1,7 +1,4 @@
-"""A worker process: `python -m agentrl.workers.stack.worker rollout,train`. `agentrl worker` runs this too.
-
-Rollout and train can share one process with one copy of the base. Each other role needs its own process.
-"""
+"""A worker process: `python -m agentrl.workers.stack.worker rollout,train`. `agentrl worker` runs this too."""
 
 import logging
 import os
@@ -67,15 +64,9 @@ the number is a setting.
 
 
 def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> None:
-    """Serve the roles in this process until SIGTERM.
-
-    Args:
-        roles: the roles.
-        concurrency: the number of threads; None for the sum of the roles' defaults.
-        listening: the `host` and `port` of an endpoint.
-
-    Raises:
-        ConfigError: a role is unknown, or the roles cannot share a process.
+    """Serve the roles in this process until SIGTERM. `concurrency` is the number of threads; None for the sum of the roles'
+    defaults. `listening` is the `host` and `port` of an endpoint. Raise ConfigError if a role is unknown, or the roles cannot
+    share a process.
     """
     unknown = [role for role in roles if role not in ROLES]
     if unknown or not roles:
@@ -111,7 +102,6 @@ def _serve_metrics(where: Settings, roles: list[str]) -> None:
 
 
 def _describe_servers(where: Settings) -> str:
-    """Return the addresses of the database and the broker, without passwords."""
     from agentrl.workers.stack.broker import shown_url
     from agentrl.workflow.store.connect import database_url
 
@@ -130,9 +120,7 @@ def _let_segments_grow() -> None:
 
 
 def set_up_logging() -> None:
-    """Log messages of agentrl from level INFO on, and those of other libraries from WARNING on. AGENTRL_LOG selects text or
-    JSON.
-    """
+    """Log agentrl from level INFO on, other libraries from WARNING on. AGENTRL_LOG selects text or JSON."""
     handler = logging.StreamHandler(sys.stderr)
     as_text = logging.Formatter("%(asctime)s %(levelname).1s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if settings().log == "json" else as_text)
@@ -191,13 +179,8 @@ def _run_queues(roles: list[str], concurrency: int) -> None:
 
 
 def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more: Any) -> "Worker":
-    """Return a Celery worker for these queues. It has threads, because one engine and one base serve all jobs.
-
-    Args:
-        roles: the roles, which are also names of queues.
-        concurrency: the number of threads.
-        kind: the class of the worker; `WorkController` leaves the process's signals, output and logging unchanged.
-        more: other arguments of the class.
+    """Return a Celery worker for these roles. It has threads, because one engine and one base serve all jobs. The class
+    `WorkController` leaves the process's signals, output and logging unchanged.
     """
     from kombu import Queue
 

@@ -87,11 +87,7 @@ class SpanMessage:
 def make_turn(
     span: Span, messages: Sequence[SpanMessage], reply: Message, tools: Sequence[Schema] = (), finish_reason: str = "stop"
 ) -> Turn:
-    """Build a turn, and validate the token ids of the span.
-
-    Raises:
-        ValueError: the turn is invalid.
-    """
+    """Build a turn, and validate the token ids of the span. Raise ValueError if the turn is invalid."""
     history, answers = _answered(messages)
     if not history or len(history) > MAX_MESSAGES:
         raise ValueError(f"a turn has 1 to {MAX_MESSAGES} messages before it")
@@ -104,11 +100,7 @@ def make_turn(
 
 
 def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), thought: str = "", name: str = "") -> Message:
-    """Build a message.
-
-    Raises:
-        ValueError: the role is unknown.
-    """
+    """Build a message. Raise ValueError if the role is unknown."""
     chat_role = ROLES.get(role) if isinstance(role, str) else None
     if chat_role is None:
         raise ValueError(f"a message's role is one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
@@ -131,11 +123,7 @@ def make_schema(name: Any, description: Any, parameters: Any) -> Schema:
 
 
 def parsed(value: Any) -> Any:
-    """Parse a value that may be JSON text. A text that is not JSON, and any other value, is returned unchanged.
-
-    Raises:
-        ValueError: the value is nested too deep.
-    """
+    """Parse a value that is JSON text, and return any other unchanged. Raise ValueError if it is nested too deep."""
     if isinstance(value, str) and len(value) <= MAX_TEXT:
         with suppress(ValueError, RecursionError):
             value = _with_whole_characters(json.loads(value), MAX_DEPTH + 1) if "\\u" in value else json.loads(value)
@@ -145,9 +133,7 @@ def parsed(value: Any) -> Any:
 
 
 def _with_whole_characters(value: Any, levels: int) -> Any:
-    """Replace unpaired surrogates in the texts of the value, down to `levels` levels. JSON can express them, but no tokenizer
-    accepts them.
-    """
+    """Replace unpaired surrogates in the texts of the value, down to `levels` levels."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if not levels:
@@ -158,11 +144,7 @@ def _with_whole_characters(value: Any, levels: int) -> Any:
 
 
 def _answered(messages: Sequence[SpanMessage]) -> tuple[tuple[Message, ...], tuple[int, ...]]:
-    """Return the messages, and the call numbers of the last tool results. In the messages, each tool result has the name of its
-    call.
-
-    A result without a call id belongs to the next call that has no result yet.
-    """
+    """Return the messages, and the call numbers of the last tool results."""
     history: list[Message] = []
     calls: tuple[ToolCall, ...] = ()
     places: dict[str, int] = {}
@@ -187,9 +169,7 @@ def _answered(messages: Sequence[SpanMessage]) -> tuple[tuple[Message, ...], tup
 
 
 def _ids(span: Span, names: Sequence[str]) -> tuple[int, ...]:
-    """Return the token ids under the first of these names that exists. If the value is a list of answers, return the ids of the
-    first answer.
-    """
+    """Return the token ids under the first of these names that exists."""
     value = next((parsed(span.attributes[name]) for name in names if name in span.attributes), None)
     if isinstance(value, list) and value and isinstance(value[0], list):
         value = value[0]

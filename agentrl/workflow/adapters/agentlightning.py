@@ -60,7 +60,6 @@ def _span_message(entry: Mapping[str, Any]) -> SpanMessage:
 
 
 def _content(value: Any) -> str:
-    """Return the text of a message, which may be written as a list of parts."""
     parts = parsed(value) if isinstance(value, str) and value.startswith("[{") else value
     if isinstance(parts, list) and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)

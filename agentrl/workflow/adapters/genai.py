@@ -30,9 +30,6 @@ def _turn(span: Span) -> Turn | None:
 
 
 def _messages(item: Any) -> list[SpanMessage]:
-    """Convert a message of the conventions to messages. If a message has the results of several calls, each result becomes a
-    message.
-    """
     if not isinstance(item, Mapping):
         raise ValueError("a message is an object with role and parts")
     parts = item.get("parts", item.get("content", []))

@@ -85,11 +85,7 @@ class Search:
 
 
 def find_gradient(name: str) -> Algorithm:
-    """Return the training algorithm with this name.
-
-    Raises:
-        ConfigError: the algorithm does not exist, or it is a search.
-    """
+    """Return the training algorithm with this name. Raise ConfigError if the algorithm does not exist, or it is a search."""
     algorithm = find("algorithms", name)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"The algorithm {name!r} changes prompts, not weights.", "Use one that trains, such as grpo.")
@@ -108,11 +104,7 @@ def searches(algorithm: Any) -> bool:
 
 
 def search_function(algorithm: Any) -> Callable[..., Any]:
-    """Return the function of a search.
-
-    Raises:
-        ConfigError: the search's package is not installed, or its class cannot be instantiated without arguments.
-    """
+    """Return a search's function. Raise ConfigError if its package is missing, or its class cannot be instantiated."""
     if not isinstance(algorithm, Search):
         try:
             own: Callable[..., Any] = (algorithm() if isinstance(algorithm, type) else algorithm).run
@@ -133,10 +125,8 @@ def search_function(algorithm: Any) -> Callable[..., Any]:
 
 
 def resolve_search(config: RunConfig) -> RunConfig:
-    """Return the config of a search run, in which unset options have the algorithm's defaults.
-
-    Raises:
-        ConfigError: an option is set that has no effect in such a run.
+    """Return the config of a search run, in which unset options have the algorithm's defaults. Raise ConfigError if an option
+    is set that has no effect in such a run.
     """
     algorithm, search = find("algorithms", config.algorithm.name), config.search
     name = getattr(algorithm, "name", config.algorithm.name)
@@ -173,10 +163,8 @@ def _search_options(algorithm: Any, name: str, search: SearchConfig) -> dict[str
 
 
 def resolve_options(config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the options, in which unset options have the algorithm's defaults. The function is idempotent.
-
-    Raises:
-        ConfigError: the algorithm does not exist, or an option is set that the algorithm does not use.
+    """Return the options, in which unset options have the algorithm's defaults. The function is idempotent. Raise ConfigError
+    if the algorithm does not exist, or an option is set that the algorithm does not use.
     """
     algorithm = find_gradient(config.name)
     own = algorithm.options_in(config.convention)

@@ -1,9 +1,7 @@
 """DAPO: GRPO's credit, a wider upper clip, and the mean over all tokens.
 
-Source: arXiv 2503.14476, equations 8 to 12. The wider upper clip lets unlikely tokens become more likely, which preserves
-entropy. The paper's other two parts are options of the run: `rollout.dynamic_sampling` samples until enough groups have unequal
-rewards, and the reward `overlong` is the soft penalty for answers that are nearly too long. configs/dapo.yaml has all four
-parts.
+Source: arXiv 2503.14476, equations 8 to 12. The paper's other two parts are options: `rollout.dynamic_sampling` and the reward
+`overlong`. configs/dapo.yaml has all four.
 """
 
 from agentrl.workflow.algorithms import Algorithm

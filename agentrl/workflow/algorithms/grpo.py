@@ -1,9 +1,7 @@
 """GRPO: group-relative advantages, clipped surrogate, and, if kl_coef is not 0, a KL to the reference in the loss.
 
-Source: DeepSeekMath, arXiv 2402.03300, equations 3 and 4. Its two common implementations differ, and verl's convention is the
-default: epsilon 1e-6, dual clip at 3, mean over all trained tokens. This mean gives every token of a minibatch the same weight.
-The paper's mean of sequence means (TRL's `grpo`) gives each token of a long answer less weight, so a longer wrong answer costs
-less per token. This matters most for agents, because the lengths of their turns differ much.
+Source: DeepSeekMath, arXiv 2402.03300, equations 3 and 4. verl's convention is the default: epsilon 1e-6, dual clip at 3, mean
+over all trained tokens. With the paper's mean of sequence means (TRL's `grpo`), a longer wrong answer costs less per token.
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -1,8 +1,6 @@
 """GSPO: GRPO's credit, and one ratio per training row: the geometric mean of the ratios of its tokens.
 
-Source: arXiv 2507.18071, equations 5 and 7. A reward belongs to a whole answer, so its ratio does too. The mean keeps the ratio
-near 1 for any length of the answer. So the clip is narrow: the paper's 3e-4 and 4e-4. Each training row of an episode has its
-own ratio.
+Source: arXiv 2507.18071, equations 5 and 7. The mean keeps the ratio near 1, so the clip is narrow: the paper's 3e-4 and 4e-4.
 """
 
 from agentrl.workflow.algorithms import Algorithm

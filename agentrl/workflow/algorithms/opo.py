@@ -1,8 +1,7 @@
 """OPO: rewards minus the group's length-weighted mean, and the plain policy gradient.
 
-Source: arXiv 2505.23585. This baseline has the least variance if a gradient's size grows with the answer's length and if the
-steps are strictly on-policy. There is no ratio, so if an iteration has several optimizer steps, the later ones are off-policy
-without a correction.
+Source: arXiv 2505.23585. There is no ratio, so with several optimizer steps per iteration the later ones are off-policy without
+a correction.
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -1,9 +1,8 @@
 """Pass@k: only the best episode of a group has an advantage: its reward minus the second best.
 
-Source: arXiv 2503.19595. The algorithm raises the chance that one of k answers is right, rather than the mean reward. If the
-two best episodes of a group are equally good, the group teaches nothing. So the algorithm is for hard tasks, and has no effect
-once most answers are right. A group is rewarded for any right answer. So on easy tasks with a single answer the mean reward
-stays lower than with GRPO (measured on arithmetic: 0.50 to 0.70, and 0.96 with GRPO).
+Source: arXiv 2503.19595. The algorithm raises the chance that one of k answers is right, rather than the mean reward, so it is
+for hard tasks. On easy tasks the mean reward stays lower than with GRPO (measured on arithmetic: 0.50 to 0.70, and 0.96 with
+GRPO).
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -1,8 +1,7 @@
 """PPO: advantages from a critic (GAE over sampled tokens), clipped surrogate, value loss.
 
 Source: arXiv 1707.06347, equation 9; GAE arXiv 1506.02438. The critic is a linear head on the policy's own body (`critic.*`).
-The defaults are discount 1 and lambda 1, because an episode has one reward, at its end. With smaller values, a critic that has
-learned little would blur this reward.
+Discount and lambda are 1, because an episode has one reward, at its end.
 """
 
 from agentrl.workflow.algorithms import Algorithm

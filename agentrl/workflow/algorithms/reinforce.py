@@ -1,9 +1,7 @@
 """REINFORCE: -log pi times the discounted return, without a baseline.
 
-Source: Williams (1992), "Simple statistical gradient-following algorithms". It is the simplest algorithm, and the others are
-compared with it. Its gradient is unbiased and noisy. If all rewards are positive, every sampled token becomes more likely, and
-the better ones more so. There is no ratio, so if an iteration has several optimizer steps, the later ones are off-policy
-without a correction.
+Source: Williams (1992), "Simple statistical gradient-following algorithms". There is no ratio, so with several optimizer steps
+per iteration the later ones are off-policy without a correction.
 """
 
 from agentrl.workflow.algorithms import Algorithm

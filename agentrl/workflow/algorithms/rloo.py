@@ -1,9 +1,7 @@
 """RLOO: each reward minus the mean of the other rewards in its group.
 
-Source: arXiv 2402.14740, equation 8; Kool et al. (2019). verl clips the ratio of each token. TRL clips the ratio of the whole
-answer, which is the product of its tokens' ratios, and averages over answers. verl's convention is the default, because with
-several steps per iteration a product of hundreds of ratios leaves the clip at once. With one step the ratio is 1, and both
-conventions have the paper's gradient.
+Source: arXiv 2402.14740, equation 8; Kool et al. (2019). verl clips the ratio of each token, and is the default. TRL clips the
+ratio of the whole answer, a product of hundreds of ratios, and averages over answers.
 """
 
 from agentrl.workflow.algorithms import Algorithm

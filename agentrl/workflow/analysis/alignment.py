@@ -1,7 +1,4 @@
-"""The alignment of the episodes of a group: which tokens they share from the first one on, and where each differs.
-
-Lines are packed ids that are compared as bytes. This takes a few milliseconds for hundreds of thousands of tokens.
-"""
+"""The alignment of the episodes of a group: which tokens they share from the first one on, and where each differs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,10 +70,7 @@ def _common_end(lines: Mapping[int, bytes], members: Sequence[int], start: int) 
 
 
 def _first_difference(one: bytes, other: bytes, start: int, end: int) -> int:
-    """Return the index of the first token, from `start` on, in which the lines differ.
-
-    If there is no such token, return `end` or the length of the shorter line.
-    """
+    """Return the index of the first token, from `start` on, in which the lines differ."""
     at, last = start * TOKEN_BYTES, min(end * TOKEN_BYTES, len(other))
     while at < last and one[at : (stop := min(at + BLOCK, last))] == other[at:stop]:
         at = stop

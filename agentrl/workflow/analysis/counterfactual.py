@@ -31,7 +31,6 @@ class Finding:
     """The results of one algorithm on the episodes.
 
     Args:
-        options: all options of the algorithm.
         own: whether this is the algorithm of the run itself.
         skipped: why the algorithm takes no step; None if it takes one.
         advantages: the mean advantage over an episode's tokens, by episode id.
@@ -125,15 +124,11 @@ def _finding(options: AlgorithmConfig, is_own: bool, look: UpdatePreview, own: U
 
 
 def _cosine(one: Tensor, other: Tensor) -> float | None:
-    """Return the cosine of two vectors; None if one of them is 0."""
     cosine = _dot(one, other) / sqrt(squares) if (squares := _dot(one, one) * _dot(other, other)) > 0 else nan
     return cosine if isfinite(cosine) else None
 
 
 def _dot(one: Tensor, other: Tensor) -> float:
-    """Return the dot product in float64.
-
-    The product is computed in chunks, because all weights of a model in float64 would need too much memory.
-    """
+    """Return the dot product in float64, in chunks: all weights in float64 would need too much memory."""
     parts = (slice(start, start + CHUNK) for start in range(0, len(one), CHUNK))
     return fsum(float(one[part].double() @ other[part].double()) for part in parts)

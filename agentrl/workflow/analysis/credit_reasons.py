@@ -1,7 +1,7 @@
 """The reason for an episode's advantage, as numbers and as one line of text, computed from rewards and lengths only.
 
-The computed advantage is compared with the one that the update recorded. If the two differ, the explanation says so. A critic's
-values and a KL in the rewards are not stored. If the advantage depends on them, only its mean over the episode is known.
+The explanation says so if the computed advantage differs from the recorded one. If the advantage depends on a critic's values
+or a KL in the rewards, only its mean over the episode is known.
 """
 
 import math
@@ -23,9 +23,7 @@ UNKNOWN = "the mean over its tokens of the advantages from the run's own code"
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An episode of an update: its id, its group, its reward in the reward set that was trained on, and the number of its
-    trained tokens.
-    """
+    """An episode of an update: id, group, reward in the reward set, number of trained tokens."""
 
     id: int
     group: int
@@ -210,7 +208,6 @@ def _group_baseline_whitened(credit: Credit) -> Explained:
 
 
 def _group_means(update: Sequence[Scored]) -> dict[int, tuple[float, bool]]:
-    """Return, by group, the mean of its rewards and whether its rewards are all equal."""
     rewards: dict[int, list[float]] = {}
     for member in update:
         rewards.setdefault(member.group, []).append(member.reward)
@@ -218,11 +215,7 @@ def _group_means(update: Sequence[Scored]) -> dict[int, tuple[float, bool]]:
 
 
 def _moments(values: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
-    """Return the mean and the unbiased variance; None if all values are equal.
-
-    Args:
-        values: pairs of a value and the number of its occurrences.
-    """
+    """Return the mean and the unbiased variance; None if all values are equal."""
     count = sum(times for _, times in values)
     if count < 2 or len({value for value, times in values if times}) < 2:
         return None
@@ -267,10 +260,7 @@ BY_EPISODE = ("grpo", "dapo", "dr_grpo", "cispo", "gspo", "sapo", "rloo", "pass_
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Adjacent tokens of one step.
-
-    `value` is the return of the last of them. Each token before it has that value, discounted once more per token.
-    """
+    """Adjacent tokens of a step. `value` is the return of the last; earlier ones are discounted once more per token."""
 
     step: int
     tokens: int
@@ -280,11 +270,8 @@ class Stretch:
 def returns_of(episode: Episode, discount: float) -> list[Stretch]:
     """Return, by step, the returns of the episode's tokens that train: the discounted sum of the rewards from each token on.
 
-    The steps are in the order of the episode's training rows.
-
-    Args:
-        episode: the episode with its reward and the rewards of its steps. See `training.training_rows`, which assigns rewards
-            to tokens.
+    The steps are in the order of the episode's training rows. `episode` is the episode with its reward and the rewards of its
+    steps. See `training.training_rows`, which assigns rewards to tokens.
     """
     read, numbers = as_read(episode)
     idle = reasons_not_to_train(read)
@@ -306,15 +293,8 @@ def returns_of(episode: Episode, discount: float) -> list[Stretch]:
 def credit_by_returns(
     episodes: Sequence[Episode], episode: int, discount: float, whitened: bool
 ) -> Mapping[int, Sequence[float]]:
-    """Return the advantage of each token of one episode, by step.
-
-    The update's algorithm must use discounted sums of later rewards.
-
-    Args:
-        episodes: all episodes of the update; without whitening, the one episode suffices.
-        episode: the id of the episode.
-        discount: the discount per token.
-        whitened: whether the algorithm whitens the returns over the update.
+    """Return the advantage of each token of one episode, by step, for an algorithm that uses discounted sums of later rewards.
+    Without whitening, `episodes` may be the one episode.
     """
     returns = {member.id: returns_of(member, discount) for member in episodes}
     move, scale = _whitening([*returns.values()], discount) if whitened else (0.0, 1.0)

@@ -52,10 +52,7 @@ Chain = Sequence[Step]
 
 @dataclass(frozen=True, slots=True)
 class ResultDifference:
-    """Two different results of the call at the same position of two episodes.
-
-    The position is numbered as in the left episode. A side is None if it has no result (yet).
-    """
+    """Two different results of the same call. Its position is the left episode's. A side without a result is None."""
 
     step: int
     call: int
@@ -68,10 +65,7 @@ class EpisodeComparison:
     """The comparison of two episodes.
 
     Args:
-        common: the number of tokens, prompt and sampled ones, before the first difference.
-        tokens: the number of all tokens, left and right.
-        token: the first token that differs; None if all are the same.
-        results: the tool results that differ.
+        common, tokens: the numbers of tokens before the first difference, and of all tokens (left and right).
         rewards: (part, left, right) of the reward parts that differ; the weighted sum is the part `reward`.
         stop_reasons, tasks: left and right, if they differ.
     """
@@ -109,10 +103,6 @@ def compare(left: Episode, right: Episode) -> EpisodeComparison:
 
 
 def _chain_pairs(left: Episode, right: Episode) -> list[tuple[Chain, Chain]]:
-    """Return the pairs of chains to compare, in the order of the left episode.
-
-    If a chain has no partner, the other side of its pair is empty.
-    """
     theirs: dict[tuple[tuple[int, ...], ...], list[Chain]] = {}
     for chain in reversed(chains_of(right)):
         theirs.setdefault(_key(right, chain), []).append(chain)
@@ -151,10 +141,6 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _parts(episode: Episode, chain: Chain) -> Iterator[_Part]:
-    """Yield the tokens of a chain's training row in parts.
-
-    The prompt of the chain's first step includes the context before it.
-    """
     for step in chain:
         begins = step is chain[0] and step.parent is not None
         before = episode.tokens_of(step.parent)[: step.shared] if begins and step.parent is not None else ()
@@ -181,7 +167,6 @@ def _result_differences(pairs: Sequence[tuple[Chain, Chain]]) -> Iterator[Result
 
 
 def _results(step: Step | None) -> list[str]:
-    """Return the results of a step's calls as texts."""
     results = step.results or () if step is not None else ()
     return [f"{result.error_class}: {result.content}" if result.error_class else result.content for result in results]
 

@@ -26,15 +26,10 @@ SENTENCES = {
     "waiting": "done, but not trained yet: its iteration is still open",
     "open": "not finished: {status}",
 }
-"""The sentence for each outcome, by its name in the views."""
 
 
 def fate_sentence(fate: Mapping[str, Any]) -> str:
-    """Return the outcome of an episode as a sentence.
-
-    Args:
-        fate: the result of `ledger.explain_fate`.
-    """
+    """Return the outcome of an episode as a sentence. `fate` is the result of `ledger.explain_fate`."""
     error = one_line(fate["error"] or "", 1000)
     fields = {**fate, "error": error, "advantage": cell(fate["advantage"])}
     return SENTENCES.get(fate["fate"], "the outcome is not known").format(**fields)

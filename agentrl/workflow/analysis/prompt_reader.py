@@ -31,10 +31,6 @@ class PromptReader:
         self.window = context_and_vocabulary(folder, experiment.config.model.trust_remote_code)[0]
 
     def read(self, task: Task) -> FirstPrompt:
-        """Return the prompt of the task's first turn.
-
-        Raises:
-            ModelError: the template refuses the task's messages.
-        """
+        """Return the prompt of the task's first turn. Raise ModelError if the template refuses the task's messages."""
         ids = self._chat.opening(self._experiment.env.reset(task), self._schemas)
         return FirstPrompt(self._chat.decode(ids), len(ids))

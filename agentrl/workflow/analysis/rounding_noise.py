@@ -133,12 +133,8 @@ class NoiseBounds:
     def report(self, noises: Sequence[TokenNoise], logprobs: Sequence[float], recorded: Sequence[float]) -> NoiseReport:
         """Compare the recorded logprobs of all tokens with the noise.
 
-        The deviations must not be too large together, and must not mostly have the same sign.
-
-        Args:
-            noises: the noise at each token.
-            logprobs: the logprobs of the first reading, in nats.
-            recorded: the recorded logprobs, in nats.
+        The deviations must not be too large together, and must not mostly have the same sign. `logprobs` are those of the first
+        reading, in nats. `recorded` are the recorded ones.
         """
         units = [self.deviation(noise) or 1.0 for noise in noises]
         off = [(old - new) / unit for old, new, unit in zip(recorded, logprobs, units, strict=True)]

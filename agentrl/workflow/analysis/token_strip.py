@@ -1,8 +1,4 @@
-"""The tokens of an episode on one line: its chains one after another, as the episode's model read and sampled them.
-
-A chain begins with the tokens that it shares with another chain, as in its training row. This module reads no tokens: it
-returns pieces, which say where the tokens of a part of the line are stored.
-"""
+"""The tokens of an episode on one line: its chains one after another, as the episode's model read and sampled them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,9 +80,7 @@ def _chain_pieces(episode: Episode, place: ChainPlace, lengths: Mapping[int, int
 
 
 def _context_pieces(episode: Episode, first: Step, place: ChainPlace, length: int) -> list[TokenPiece]:
-    """Return the pieces of the tokens before the chain's own steps: the first `length` tokens of the line that its first step
-    continues.
-    """
+    """Return the pieces of the first `length` tokens of the line that the chain's first step continues."""
     pieces: list[TokenPiece] = []
     end = 0
     for step in episode.line(first.parent if first.parent is not None else ROOT):
@@ -113,10 +107,7 @@ def _context_length(first: Step, lengths: Mapping[int, int]) -> int:
 
 
 def _line_lengths(episode: Episode) -> dict[int, int]:
-    """Return, by the index of each step, the number of tokens up to the end of the step, including its context.
-
-    The context of a missing parent is empty.
-    """
+    """Return, by the index of each step, the number of tokens up to the end of the step, including its context."""
     lengths = {ROOT: 0}
     for step in episode.steps:
         lengths[step.index] = _context_length(step, lengths) + len(step.prompt_ids) + len(step.sampled_ids)

@@ -16,12 +16,7 @@ STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
 
 
 def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
-    """Yield the lines of an episode's transcript.
-
-    Args:
-        record: an `EpisodeRecord`.
-        only: the index of the step to yield; None: the complete episode.
-    """
+    """Yield the lines of an episode's transcript. `only` is the index of the step to yield; None: all steps."""
     yield from _head_lines(record.row)
     yield from _tree_lines(record.episode)
     if only is None:
@@ -42,11 +37,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
 
 
 def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterator[Line]:
-    """Yield the lines of turns that are not in a database, in the format of `transcript_lines`.
-
-    Args:
-        of_agent: whether an agent ran the calls of the turns itself.
-    """
+    """Yield the lines of turns without a database. `of_agent` says whether an agent ran their calls itself."""
     earlier_results: set[str] = set()
     for step in steps:
         row = {"policy_version": step.policy_version, "generate_seconds": step.seconds}
@@ -121,10 +112,6 @@ def _head_lines(row: Any) -> Iterator[Line]:
 
 
 def _tree_lines(episode: Episode) -> Iterator[Line]:
-    """Yield the lines that list an episode's chains. Each is below the step that it continues, with the reason why it began.
-
-    For an episode with one chain, yield no lines.
-    """
     chains = chains_of(episode)
     if len(chains) < 2:
         return
@@ -146,11 +133,6 @@ def _tree_lines(episode: Episode) -> Iterator[Line]:
 
 
 def _step_lines(step: Step, row: Any, calls: list[Any], seen_results: set[str]) -> Iterator[Line]:
-    """Yield the lines of a step.
-
-    Args:
-        seen_results: the results that were shown with the previous step. If a tool's message is not among them, it was edited.
-    """
     yield "", ""
     yield (
         f"--- step {step.index}  policy v{row['policy_version']}, {cell(row['generate_seconds'])} s, {_token_text(step)}",
@@ -243,7 +225,6 @@ def _end_lines(record: Any) -> Iterator[Line]:
 
 
 def _format_part(rows: list[Any]) -> str:
-    """Return the value of a reward part, or the sum of its steps' values, as text."""
     by_steps = "" if rows[0]["step"] is None else f" (over {len(rows)} steps)"
     return f"{cell(sum(row['value'] for row in rows))} x {cell(rows[0]['weight'])}{by_steps}"
 

@@ -1,14 +1,7 @@
 """The verification of an episode's record: the episode is repeated from its rows, and the results are compared with these rows.
 
-There are three checks, each with its own report:
-
-- `check_tools`: do the tools return the same results, and did the model read these results?
-- `check_rewards`: are the rewards the same?
-- `analysis.verify_tokens`, which needs a model: did the recorded weights and draws give these tokens?
-
-Parts that cannot or must not be repeated are taken from the record, and counted by reason.
-
-This module needs no torch. The reports of `analysis.verify_tokens` are defined here too, so they can be printed anywhere.
+`check_tools` verifies tools and messages, `check_rewards` rewards, and `analysis.verify_tokens` tokens, for which it needs a
+model. Parts that cannot or must not be repeated are taken from the record, and counted by reason. This module needs no torch.
 """
 
 from collections import Counter
@@ -206,10 +199,7 @@ class StepScore:
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
-    """A token whose recorded logprob differs from its logprob under the recorded weights.
-
-    `token` is the index of the token within the step.
-    """
+    """A token whose recorded logprob differs from that under the weights. `token` is its index in the step."""
 
     step: int
     token: int
@@ -247,7 +237,6 @@ class EndDifference:
     Args:
         step: the index of the step.
         tokens: the number of the turn's tokens.
-        recorded: the recorded finish reason.
         found: the number of tokens up to the first end token or stop string; None if the turn has neither.
     """
 
@@ -328,18 +317,13 @@ class TokensReport:
 
 
 def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -> dict[int, str]:
-    """Return, by the index of each step whose weights can no longer be read, a sentence that says why.
-
-    Args:
-        policies: the policy with which each step was sampled, by the step's index.
-        collected: the time at which garbage collection removed the weights' files, by the step's index.
-    """
+    """Return, by step, why its weights can no longer be read: removed at the time in `collected`, or lost."""
     reasons = {}
     for step, ref in policies.items():
         if step in collected:
-            reasons[step] = f"policy v{ref.version} was collected at {collected[step]:%Y-%m-%d %H:%M:%S} UTC"
+            reasons[step] = f"the weights of policy v{ref.version} were removed at {collected[step]:%Y-%m-%d %H:%M:%S} UTC"
         elif ref.path and not is_url(ref.path) and not weights_of(Path(ref.path)).is_file():
-            reasons[step] = f"policy v{ref.version} is gone from {ref.path!r}"
+            reasons[step] = f"the weights of policy v{ref.version} are missing in {ref.path!r}"
     return {step: f"{reason}: its tokens cannot be verified." for step, reason in reasons.items()}
 
 
@@ -364,11 +348,9 @@ class RewardsReport:
     """The report on one reward set of the episode, which was computed again.
 
     Args:
-        reward_set: the name of the set.
         parts: the number of parts that were computed.
         hooks: the parts that hooks added; they are taken from the record.
         same_code: whether the rewards' code is the code that scored the episode.
-        differences: the values that differ.
         error: why the rewards could not be computed; empty if they were computed.
     """
 
@@ -393,7 +375,9 @@ class RewardsReport:
 def check_rewards(
     episode: Episode, reward_set: str, env: Env, weights: Mapping[str, float], recorded: Mapping[str, Part], code: str
 ) -> RewardsReport:
-    """Score a finished episode again, and compare the rewards with the record. Judges run in this process.
+    """Score a finished episode again, and compare the rewards with the record. Judges run in this process. Raise
+    SandboxUnavailable if a judge has to run code, and this machine has no sandbox for it. Raise InfraError if a reward failed
+    because of the system.
 
     Args:
         reward_set: the name of the set; only `default` contains the episode's own `reward`.
@@ -401,10 +385,6 @@ def check_rewards(
         weights: the weights of the set.
         recorded: the parts in the set, including those of hooks, in the order in which they were recorded.
         code: the result of `envs.scoring_hash` at the time when the set was made.
-
-    Raises:
-        SandboxUnavailable: a judge has to run code, and this machine has no sandbox for it.
-        InfraError: a reward failed because of the system.
     """
     hooks = tuple(part for part in recorded if part not in weights)
     same_code = False

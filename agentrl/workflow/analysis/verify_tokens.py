@@ -4,11 +4,10 @@ The model reads each training row at once, by teacher forcing. Every sampled tok
 it, so one difference does not cause others. The token's draw is repeated from the key of its turn with `inference.sampling`,
 which is also the sampler's code.
 
-The sampler read the same tokens one by one, with its key/value cache, in a batch with other rows. Sums in another order give
-slightly different probabilities. A draw close to a boundary may then fall on its other side: this is a *tie*, not a mismatch.
-The sizes of these differences were measured over 5,000 tokens of a warmed-up tiny model (150 words, certain of most of them)
-and 1,000 to 2,000 of a random one with 151,936 words and 8 layers. The engine sampled them in batches, and they were scored
-here, on a CPU. Where a cell has two numbers, they are those of the two models:
+The sampler read the same tokens one by one, in a batch with other rows. Sums in another order give slightly different
+probabilities. A draw close to a boundary may then fall on its other side: this is a *tie*, not a mismatch. These differences
+were measured over 5,000 tokens of a warmed-up tiny model (150 words) and 1,000 to 2,000 of a random one with 151,936 words and
+8 layers, on a CPU. Where a cell has two numbers, they are those of the two models:
 
     computed in   greatest |difference|   draws that give another token   the greatest distance of one
     exact         0, 7e-7                 none, none
@@ -17,18 +16,15 @@ here, on a CPU. Where a cell has two numbers, they are those of the two models:
     4 bit         0.07                    0.1%                            0.006
     8 bit         0.15, 0.39              0.1%, 88%                       0.030
 
-`TOLERANCES` are wider than these, for models, lengths and devices that were not measured: for logprobs 6 times (exact), 33
-times (float32) and 2.6 times (coarse), for draws 250 times (float32) and 3.3 times (coarse). `coarse` is 16 bits, or a base
+`TOLERANCES` are wider than these, for models, lengths and devices that were not measured. `coarse` is 16 bits, or a base
 quantised to 4 or 8 bits.
 
 For `coarse`, a constant proves little: a tolerance of 1 nat accepts a token that was recorded as 2.7 times as likely as it was.
-So the constant is used only for an 8-bit base, whose rounding depends on the other rows of a batch, and for samplers of other
-programs. For 16 and 4 bits, each token's tolerance follows from the noise that is measured on the episode. All tokens together
-are tested with this noise too (`analysis.rounding_noise`).
+So the constant is used only for an 8-bit base, and for samplers of other programs. For 16 and 4 bits, the tolerances follow
+from the noise that is measured on the episode (`analysis.rounding_noise`).
 
-With top_k, top_p or min_p, a token may be drawn only up to a limit, which is a sum or a logprob. Rounding may put the limit on
-the other side of a token. So the limit is also moved by the tolerances, up and down. A draw is a tie too if the recorded token
-is within the tolerance under one of these limits.
+With top_k, top_p or min_p, a token may be drawn only up to a limit. Rounding may put the limit on the other side of a token. So
+the limit is also moved by the tolerances, up and down.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -153,7 +149,8 @@ def check_tokens(
 ) -> TokensReport:
     """Verify the prompts, the sampled tokens and the ends of turns of the steps that the episode sampled itself.
 
-    Every prompt is rendered again. Every sampled token is scored and drawn again.
+    Every prompt is rendered again. Every sampled token is scored and drawn again. Raise CheckpointError if weights have
+    changed, or do not fit the base.
 
     Args:
         policies: the policy with which each of these steps was sampled, by the step's index.
@@ -166,9 +163,6 @@ def check_tokens(
         sampling: a function from a step's index to its sampling options and key, if clients could set them; None: `rollout` and
             `key`.
         clock: the time that chat templates got for the prompts; None: that of the policy's chat.
-
-    Raises:
-        CheckpointError: weights have changed, or do not fit the base.
     """
     precision = policy.precision
     own = [step for step in episode.steps if step.index >= episode.inherited]
@@ -211,9 +205,7 @@ def _has_measurable_noise(policy: Policy, engine: str) -> bool:
 def _prompt_difference(
     episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema], requests: Mapping[int, Request]
 ) -> TokenDifference | None:
-    """Return the first difference between a step's recorded prompt and its messages rendered again; None if there is no
-    difference.
-    """
+    """Return the first difference between a step's recorded prompt and its rendered one; None if they are equal."""
     if step.shared is not None and not step.prompt_ids:  # another choice of a request: its prompt is the first one's
         return None
     if step.index in requests:
@@ -300,10 +292,7 @@ def _rescore(
 
 
 def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], policy: Policy) -> tuple[list[int], list[int]]:
-    """Return the ids of a row up to the end of the last of the steps, and the positions of the steps' sampled tokens.
-
-    The ids include the tokens before the row.
-    """
+    """Return the ids before and in a row up to the last step's end, and the positions of the steps' sampled tokens."""
     ids = list(before)
     places: list[int] = []
     for step in row[: row.index(steps[-1]) + 1]:
@@ -355,10 +344,7 @@ def _chunks(
     rollout: RolloutConfig,
     tolerances: tuple[float, float],
 ) -> Iterator[_Value]:
-    """Yield the values for the positions of the logits (N, V). `CHUNK` positions are computed at a time.
-
-    `again` are the logits of the second reading.
-    """
+    """Yield the values for the positions of the logits (N, V). `again` are the logits of the second reading."""
     recorded = torch.tensor([ids[place] for place in places], device=logits.device)
     for start in range(0, len(places), CHUNK):
         part = slice(start, start + CHUNK)

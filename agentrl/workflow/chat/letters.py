@@ -1,8 +1,7 @@
 """The conversion of tokens to text as they arrive, in pieces of complete characters.
 
-A character may be split over several tokens. So an incomplete character at the end waits until its remaining tokens arrive. The
-text of a token depends on its neighbours (for example, a word's leading space), so a token is decoded together with the tokens
-before it.
+The text of a token depends on its neighbours, so it is decoded together with the tokens before it. A character that is split
+over tokens waits for the last of them.
 """
 
 from typing import TYPE_CHECKING

@@ -125,10 +125,7 @@ def _read_calls(
 
 
 def _check_offered(calls: tuple[ToolCall, ...], offered: Set[str] | None) -> tuple[ToolCall, ...]:
-    """Return the calls, or one unreadable call in place of all of them if any names a tool that was not offered.
-
-    The calls share one text, so they are refused together.
-    """
+    """Return the calls or, if one names a tool that was not offered, one unreadable call: they share one text."""
     others = [call.name for call in calls if offered is not None and call.error is None and call.name not in offered]
     return (unreadable_call(NOT_OFFERED.format(others[0][:100])),) if others else calls
 

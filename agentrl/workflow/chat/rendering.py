@@ -55,10 +55,7 @@ _PROBE_WORDS = (_PROBE_QUESTION.content, _PROBE_ANSWER.content, _PROBE_ANSWER.th
 
 
 class _ProbeAnswer(NamedTuple):
-    """The assistant's answer in a rendered conversation of the probe.
-
-    `ids` are all ids up to the end of the answer. `end` is the special token after the answer, or None if nothing follows it.
-    """
+    """The assistant's answer in a rendered conversation of the probe."""
 
     ids: tuple[int, ...]
     end: int | None
@@ -124,16 +121,10 @@ class Chat:
         options: Mapping[str, Any] = NO_OPTIONS,
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Return the token ids of an episode's first prompt, including the generation prompt.
-
-        Args:
-            options: additional variables of the template (`template_options`).
-            max_tokens: the limit from which a prompt is of no use. A prompt that is much longer is not tokenized completely.
-
-        Raises:
-            ModelError: the template refuses the messages or the options, drops a system message, or does not support the
-                options.
-            TooLong: the prompt has many more than `max_tokens` tokens.
+        """Return the token ids of an episode's first prompt, including the generation prompt. `options` is additional variables
+        of the template (`template_options`). `max_tokens` is the limit from which a prompt is of no use. A prompt that is much
+        longer is not tokenized completely. Raise ModelError if the template refuses the messages or the options, drops a system
+        message, or does not support the options. Raise TooLong if the prompt has many more than `max_tokens` tokens.
         """
         return self._encode(self._render(messages, tools, generate=True, options=options), max_tokens)
 
@@ -187,9 +178,7 @@ class Chat:
         return any(word in text and not any(word in message.content for message in messages) for word in _PROBE_WORDS)
 
     def _why_not(self, messages: Sequence[Message], tools: Sequence[Schema], options: Mapping[str, Any]) -> str:
-        """Return why these messages cannot follow a turn: the template either drops the turn's thought or rewrites earlier
-        turns.
-        """
+        """Return why these messages cannot follow a turn: the template drops its thought or rewrites it."""
         role, thoughtless = messages[0].role, [_PROBE_QUESTION, replace(_PROBE_ANSWER, thought="")]
         before = self._find_answer(self._encode(self._render(thoughtless, tools, generate=False, options=options))).ids
         whole = self._encode(self._render([*thoughtless, *messages], tools, generate=True, options=options))
@@ -200,10 +189,8 @@ class Chat:
     def check(self, system: bool, tools: bool) -> None:
         """Refuse a template that cannot be used for training.
 
-        `templates.check_template` does the same without a loaded tokenizer.
-
-        Raises:
-            ModelError: the template drops parts of messages, cannot be continued token for token, or cannot be rendered.
+        `templates.check_template` does the same without a loaded tokenizer. Raise ModelError if the template drops parts of
+        messages, cannot be continued token for token, or cannot be rendered.
         """
         if trouble := find_trouble(self._apply, self.manner, system, tools):
             raise template_error(self.tokenizer.name_or_path, trouble)
@@ -213,21 +200,15 @@ class Chat:
         return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
 
     def stops(self, strings: tuple[str, ...]) -> Stops:
-        """Return the matcher of these stop strings. Matchers are cached.
-
-        Raises:
-            ModelError: the bytes of the tokenizer's tokens are unknown.
-        """
+        """Return the cached matcher of these stop strings. Raise ModelError if the bytes of tokens are unknown."""
         return _kept(self._stops, strings, lambda: Stops(self._spelling, strings))
 
     def turn(self, message: Message, tools: Sequence[Schema] = ()) -> tuple[int, ...]:
         """Return the tokens of an assistant's message as the policy would have sampled it, including the end-of-turn token.
 
         This is for demonstrations. Some templates write calls that do not parse back to the same calls: they drop the text next
-        to a call, or a text in a call closes its tag. For such a message, the tool format writes the calls instead.
-
-        Raises:
-            ModelError: the template does not write the turn directly after its generation prompt.
+        to a call, or a text in a call closes its tag. For such a message, the tool format writes the calls instead. Raise
+        ModelError if the template does not write the turn directly after its generation prompt.
         """
         text = self._turn_text(message, tools, self.manner)
         if message.tool_calls and not self._reads_back(text, message, tools):
@@ -235,10 +216,7 @@ class Chat:
         return self._close_turn(self._encode(text), message)
 
     def _close_turn(self, ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
-        """Make the ids end with exactly one end token.
-
-        If end tokens are at the end of the ids, cut the ids after the first of these. Otherwise append an end token.
-        """
+        """Make the ids end with exactly one end token: cut after the first of several, or append one."""
         place, first = len(ids), None
         while place and (ids[place - 1] in self.end_ids or self.decode(ids[place - 1 : place]).isspace()):
             place -= 1
@@ -286,10 +264,7 @@ class Chat:
         return parse_text(text, self.manner.tool_format, tools, thinking, offered_only, self.strict_calls)
 
     def leaves_thought_open(self, prompt_ids: Sequence[int]) -> bool:
-        """Return True if a prompt ends inside a thought, so the sampled turn continues that thought.
-
-        Some templates open one.
-        """
+        """Return True if a prompt ends inside a thought, which the sampled turn continues."""
         return self.decode(prompt_ids[-LAST_TOKENS:]).rstrip().endswith(THINK)
 
     def bytes_of(self, token: int) -> bytes | None:
@@ -339,20 +314,14 @@ class Chat:
 
     @cached_property
     def _closing(self) -> frozenset[int]:
-        """The special tokens that may follow a turn.
-
-        Text of other roles cannot contain them, because special tokens in it are broken up.
-        """
+        """The special tokens that may follow a turn. They are broken up in text of other roles."""
         return frozenset({*self._special.values(), *self._end_of_sequence()})
 
     def _ends_by_next_role(self) -> dict[str, int]:
         """Return the token that ends a turn, by the role of the next turn; the role "" means that no turn follows.
 
         Templates without an end-of-turn token, such as GLM's, end a turn with the token that opens the next role's turn. Models
-        sample this token, and list it in their `generation_config.json`.
-
-        Raises:
-            ModelError: no special token follows a turn.
+        sample this token, and list it in their `generation_config.json`. Raise ModelError if no special token follows a turn.
         """
         ends: dict[str, int] = {}
         for following in ((), (_PROBE_QUESTION,), (_PROBE_RESULT,)):
@@ -382,11 +351,7 @@ class Chat:
         return _kept(self._prefixes, key, make)
 
     def _find_answer(self, ids: tuple[int, ...]) -> _ProbeAnswer:
-        """Find the answer of the probe: the last text between special tokens that contains the words of the answer.
-
-        Raises:
-            ModelError: the answer is missing.
-        """
+        """Find the answer of the probe: the last text between special tokens that contains the words of the answer."""
         stop = len(ids)
         while stop >= 0:
             start = next((place for place in range(stop, 0, -1) if ids[place - 1] in self._closing), 0)
@@ -410,11 +375,6 @@ class Chat:
         turns: Sequence[dict[str, Any]] | None = None,
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> str:
-        """Return the text that the template renders from the messages.
-
-        Args:
-            turns: the same messages, already in the template's form; None: they are converted.
-        """
         if turns is None:
             turns = self._harmless_turns(messages, tools)
         check_options(options)
@@ -430,10 +390,7 @@ class Chat:
     def _check_system_messages(
         self, messages: Sequence[Message], tools: Sequence[Schema], generate: bool, options: Mapping[str, Any]
     ) -> None:
-        """Refuse a template that drops a system message.
-
-        The template may change the text of the message, for example remove a switch from it.
-        """
+        """Refuse a template that drops a system message."""
         marks = {number: f"zqsystem{number}zq" for number, message in enumerate(messages) if message.role == "system"}
         marked = [replace(message, content=marks.get(number, message.content)) for number, message in enumerate(messages)]
         text = self._apply_harmless(self._harmless_turns(marked, tools), tools, generate, options)
@@ -450,7 +407,6 @@ class Chat:
     def _apply_harmless(
         self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Schema], generate: bool, options: Mapping[str, Any]
     ) -> str:
-        """Apply the template to the turns. Special tokens in tools and options are broken up."""
         return self._apply(turns, [self._defuse_all(tool) for tool in tools], generate, self._defuse_all(options))
 
     def _apply(
@@ -481,7 +437,6 @@ class Chat:
         return text
 
     def _defuse_all(self, value: Any) -> Any:
-        """Apply `_defuse` to every text in a schema, a call or an option."""
         if isinstance(value, str):
             return self._defuse(value)
         if isinstance(value, Mapping):
@@ -490,10 +445,6 @@ class Chat:
 
 
 def _kept(cache: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
-    """Return the cached value of the key. Make and cache it if it is missing.
-
-    If the cache is full, the least recently used values are dropped. Thread-safe.
-    """
     value = cache.get(key)
     if value is None:
         value = cache[key] = make()

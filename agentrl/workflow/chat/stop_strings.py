@@ -1,10 +1,7 @@
 """Stop strings: texts that end a turn as soon as a sampled token completes one.
 
 A stop string may begin and end inside a token, and a character may be split over several tokens. So bytes are compared, not
-texts. Every id stands for some bytes (`Spelling`). The token with a string's last byte completes the string. The bytes of a
-character never begin inside another one, so the result is the same as that of a search in the decoded text.
-
-No state is stored between tokens: the result depends only on the turn's ids, however they were sampled.
+texts. Every id stands for some bytes (`Spelling`). The result depends only on the turn's ids, however they were sampled.
 
 The tokens of a stop string stay in the turn. The client that sent the string gets only the text before it (`cut_at_stop`,
 `StopCut`).
@@ -56,12 +53,7 @@ class Spelling:
 
 
 class Stops:
-    """A matcher of some stop strings for one tokenizer. `Chat.stops` makes and caches it.
-
-    Args:
-        spelling: the bytes of the tokenizer's ids.
-        strings: the stop strings, none of them empty.
-    """
+    """A cached matcher of non-empty stop `strings` for one tokenizer, whose ids have the bytes `spelling`."""
 
     def __init__(self, spelling: Spelling, strings: Sequence[str]) -> None:
         self._spelling = spelling
@@ -70,11 +62,8 @@ class Stops:
         self._may: dict[int, bool] = {}
 
     def is_completed(self, ids: "Sequence[int] | NDArray[np.int64]", end: int | None = None) -> bool:
-        """Return True if the last of a turn's ids completes one of the strings. Only the end of the turn is read.
-
-        Args:
-            ids: the turn's ids; an array may be longer than the turn.
-            end: the number of ids that belong to the turn; None: all.
+        """Return True if the last of a turn's ids completes one of the strings. Only the end of the turn is read. `ids` are the
+        turn's ids; an array may be longer than the turn. `end` is the number of ids that belong to the turn; None: all.
         """
         end = len(ids) if end is None else end
         last = int(ids[end - 1])
@@ -138,9 +127,7 @@ def overlap(text: str, string: str) -> int:
 
 
 def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """Return the kinds of decoders that a tokenizer of the `tokenizers` library applies one after another; empty for other
-    tokenizers.
-    """
+    """Return the kinds of decoders in a tokenizer of the `tokenizers` library; empty for other tokenizers."""
     from transformers import PreTrainedTokenizerFast  # imported here: the command line imports this file, through the chat
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.backend_tokenizer.decoder is None:
@@ -150,10 +137,6 @@ def _decoders(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
 
 
 def _byte_level(name: str) -> bytes:
-    """Return the bytes of a token's name in byte-level BPE.
-
-    Each letter of the name is one byte. If a letter has no byte, return the UTF-8 of the name.
-    """
     letters = _letters()
     spelled = [letters.get(letter) for letter in name]
     return name.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
@@ -161,10 +144,7 @@ def _byte_level(name: str) -> bytes:
 
 @cache
 def _letters() -> dict[str, int]:
-    """Return the byte of each letter in byte-level BPE (GPT-2).
-
-    A printable byte is represented by itself. The other bytes are represented by the characters from U+0100 on.
-    """
+    """Return the byte of each letter in byte-level BPE (GPT-2)."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(unseen)}

@@ -1,8 +1,4 @@
-"""A client's options for the chat template, such as `enable_thinking`, and the limits of these options.
-
-A template reads the options as variables. They must be small. They must not replace the rendered messages or the settings of
-rendering.
-"""
+"""A client's options for the chat template, such as `enable_thinking`, and the limits of these options."""
 
 import json
 from collections.abc import Mapping
@@ -27,10 +23,8 @@ call.
 
 
 def check_options(options: Mapping[str, Any]) -> str:
-    """Check the options, and return them as JSON. The same options in the same order give the same text.
-
-    Raises:
-        ModelError: a name is reserved or invalid, or the options are too many, too long, too deep, or not JSON.
+    """Check the options, and return them as JSON. The same options in the same order give the same text. Raise ModelError if a
+    name is reserved or invalid, or the options are too many, too long, too deep, or not JSON.
     """
     if len(options) > MAX_OPTIONS:
         raise _error(f"there are {len(options)}, at most {MAX_OPTIONS} are accepted")

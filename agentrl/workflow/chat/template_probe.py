@@ -86,15 +86,12 @@ def _id(number: int) -> str:
 
 
 def manner_of(render: Render, source: str, format_name: str = AUTO) -> Manner:
-    """Find the form in which a template takes messages and calls.
+    """Find the form in which a template takes messages and calls. Raise ConfigError if the format does not exist.
 
     Args:
         source: the template's text.
         format_name: the format that a user chose. With AUTO, use the format that parses the template's own calls; if several
             do, the one that leaves the least other text. Otherwise use a format whose marks are in the template, else Hermes.
-
-    Raises:
-        ConfigError: the format does not exist.
     """
     formats: list[ToolFormat] = [
         find("tool_formats", name) for name in (names("tool_formats") if format_name == AUTO else [format_name])
@@ -131,7 +128,6 @@ def _probe_turn(count: int) -> Message:
 
 
 def _reads(text: str, tool_format: ToolFormat, count: int) -> bool:
-    """Return True if the format parses exactly `count` of the probe's calls in the text."""
     return parse_text(text, tool_format, [_PROBE_TOOL]).tool_calls == _probe_turn(count).tool_calls
 
 
@@ -150,15 +146,7 @@ def _renders(render: Render, manner: Manner) -> bool:
 
 
 def find_trouble(render: Render, manner: Manner, system: bool, tools: bool, later_system: bool = False) -> str:
-    """Return why the template cannot be used for training; empty if it can.
-
-    The text continues a sentence that begins with the template's name.
-
-    Args:
-        system: whether conversations begin with a system message.
-        tools: whether conversations contain tool calls.
-        later_system: whether conversations have further system messages.
-    """
+    """Return why training with the template is impossible, as the end of a sentence; empty if it is possible."""
     try:
         parts = _dropped_parts(render, manner, system, tools, later_system)
         return f"drops {parts}" if parts else _rewrites(render, manner) if tools else ""

@@ -44,15 +44,11 @@ _OVERRIDE = "Pass --chat-template FILE, or another model."
 
 
 class _Generation(Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's text.
-
-    The block renders only its content.
-    """
+    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
 
     def parse(self, parser: Parser) -> list[Node]:
-        """Return the nodes inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -76,10 +72,8 @@ def _compile(source: str) -> Template:
 def renderer(source: str, tokens: Mapping[str, str]) -> Render:
     """Return a function that renders the template.
 
-    If the template asks for the time, it always gets the time of the call to `renderer`.
-
-    Args:
-        tokens: the special tokens that the template names.
+    If the template asks for the time, it always gets the time of the call to `renderer`. `tokens` are the special tokens that
+    the template names.
     """
     clock = datetime.now(UTC)
 
@@ -115,14 +109,7 @@ def render_template(
 
 
 def read_template(template: str) -> str:
-    """Return the text of a chat template.
-
-    Args:
-        template: the path of a file, or the text itself.
-
-    Raises:
-        ConfigError: the file does not exist, or is not a template.
-    """
+    """Return a chat template, given as a path or a text. Raise ConfigError if it is neither."""
     source = template if "{" in template or "\n" in template else _read_template_file(Path(template).expanduser())
     if len(source.encode(errors="replace")) > MAX_BYTES:
         raise ConfigError(f"The chat template has more than {MAX_BYTES} bytes.", "Is it the right file?")
@@ -149,10 +136,8 @@ def _read_template_file(path: Path) -> str:
 def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
     """Return the config section with the text of its template and the name of its tool format.
 
-    If the model is not on this machine, a tool format of AUTO stays AUTO.
-
-    Raises:
-        ConfigError: the template cannot be read, or the format does not exist.
+    If the model is not on this machine, a tool format of AUTO stays AUTO. Raise ConfigError if the template cannot be read, or
+    the format does not exist.
     """
     chosen: dict[str, Any] = {}
     if config.chat_template is not None:
@@ -169,13 +154,8 @@ def resolve_chat(config: ModelConfig, folder: Path | None) -> ModelConfig:
 def resolve_last_turn(config: RunConfig, folder: Path | None) -> RunConfig:
     """Return the config with a value of `rollout.last_turn` in place of `auto`.
 
-    If the model is not on this machine, `auto` stays.
-
-    Args:
-        config: the run's config, with its model as `resolve_chat` returns it.
-
-    Raises:
-        ConfigError: the value is `ask`, and the model's chat template does not support it.
+    If the model is not on this machine, `auto` stays. `config` is the run's config, with its model as `resolve_chat` returns
+    it. Raise ConfigError if the value is `ask`, and the model's chat template does not support it.
     """
     spoken = _renderer_and_manner(config.model, folder) if folder is not None else None
     if spoken is None or config.rollout.last_turn == "plain":
@@ -197,11 +177,7 @@ def _recorded_format(folder: Path | None) -> str:
 
 
 def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict[str, str]] | None:
-    """Return a model's chat template and special tokens; None if the model's files contain no template.
-
-    Args:
-        source: the text of a template to use instead of the model's.
-    """
+    """Return a model's chat template (or `source` instead) and special tokens; None if its files have no template."""
     if folder is None or not folder.is_dir():
         return (source, {}) if source else None
     config = read_object(folder / "tokenizer_config.json")
@@ -251,14 +227,8 @@ def _renderer_and_manner(config: ModelConfig, folder: Path) -> tuple[Render, Man
 
 
 def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool, later_system: bool = False) -> None:
-    """Refuse a template that cannot be used for training.
-
-    Args:
-        config: the section `model`, as `resolve_chat` returns it.
-        system, tools, later_system: see `find_trouble`.
-
-    Raises:
-        ModelError: the template drops parts of messages, cannot be continued token for token, or cannot be rendered.
+    """Raise ModelError if the template drops parts of messages, cannot be continued token for token, or cannot be rendered.
+    `config` is the section `model`, as `resolve_chat` returns it. For the flags see `find_trouble`.
     """
     spoken = _renderer_and_manner(config, folder)
     trouble = find_trouble(*spoken, system, tools, later_system) if spoken else ""
@@ -267,19 +237,12 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool,
 
 
 def template_error(model: str, trouble: str) -> ModelError:
-    """Return the exception that refuses a model's template.
-
-    Args:
-        trouble: the reason that `find_trouble` returned.
-    """
+    """Return the exception that refuses a model's template. `trouble` is the reason that `find_trouble` returned."""
     return ModelError(f"The chat template of {model!r} {trouble}.", _OVERRIDE)
 
 
 def remark_on_tools(config: ModelConfig, folder: Path) -> str:
-    """Return remarks on the template's support of tools; empty if there are no remarks.
-
-    A template may leave tools out of the prompt, or write calls that the format cannot parse.
-    """
+    """Return remarks if the template leaves out tools, or writes calls that the format cannot parse."""
     spoken = _renderer_and_manner(config, folder)
     if spoken is None:
         return ""

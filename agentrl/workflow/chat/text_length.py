@@ -1,7 +1,4 @@
-"""A check that refuses texts much longer than the model's window. It does not tokenize them completely.
-
-Tokenizing such a text would take seconds.
-"""
+"""A check that refuses texts much longer than the model's window. It does not tokenize them completely."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,10 +22,8 @@ class TooLong(ModelError):
 def check_length(encode: Callable[[str], Sequence[int]], text: str, max_tokens: int) -> None:
     """Refuse a text with many more than `max_tokens` tokens. A short text is accepted without tokenizing it.
 
-    A longer text is tokenized in pieces, until it is certainly too long or its end is reached.
-
-    Raises:
-        TooLong: the text has more than `max_tokens` tokens.
+    A longer text is tokenized in pieces, until it is certainly too long or its end is reached. Raise TooLong if the text has
+    more than `max_tokens` tokens.
     """
     if len(text) <= CHEAP * max_tokens:
         return

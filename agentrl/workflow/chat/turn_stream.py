@@ -90,7 +90,6 @@ class TurnStream:
         return thought[: len(thought) - partial_chars]
 
     def _take_content(self) -> str:
-        """Remove and return the text that certainly belongs to the content."""
         if len(self._waiting) < self._look_at:
             return ""
         before = len(self._before)

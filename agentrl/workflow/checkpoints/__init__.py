@@ -47,19 +47,16 @@ T = TypeVar("T")
 
 
 def write(path: str, writer: Writer, then: str = "`agentrl resume`") -> str:
-    """Make the checkpoint at `path`, a folder or a URL, from the files that `writer` writes into a folder.
+    """Make the checkpoint at `path`, a folder or a URL, from the files that `writer` writes into a folder. Raise
+    CheckpointError if the disk refused the files, the writer wrote no weights, or the bucket does not exist. An existing
+    checkpoint in the folder is unchanged. Raise ConfigError if the store refused the files. Raise ServiceError if the store did
+    not respond for a long time. Only an unpublished checkpoint without a manifest is lost.
 
     Args:
         then: the command to type after the disk has space again, for the error message.
 
     Returns:
         The sha256 of the checkpoint's weights, as in a `PolicyRef`.
-
-    Raises:
-        CheckpointError: the disk refused the files, the writer wrote no weights, or the bucket does not exist. An existing
-            checkpoint in the folder is unchanged.
-        ConfigError: the store refused the files.
-        ServiceError: the store did not respond for a long time. Only an unpublished checkpoint without a manifest is lost.
     """
     folder = _folder_of(path)
     return object_store.write(path, writer) if folder is None else sealed_folder.write(folder, writer, then)
@@ -84,15 +81,10 @@ def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
 
 
 def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
-    """Return a local folder with a part of the checkpoint at `path`, a folder or a URL. Fetch the part if needed.
-
-    Args:
-        sha256: the hash of the weights in the policy's row.
-
-    Raises:
-        BrokenCheckpoint: the checkpoint is missing or incomplete, or its weights are not those of the row.
-        ConfigError: this host cannot access the folder with the run's checkpoints.
-        ServiceError: the store did not respond for a long time, or this host's disk is full.
+    """Return a local folder with a part of the checkpoint at `path`, a folder or a URL. Fetch the part if needed. `sha256` is
+    the hash of the weights in the policy's row. Raise BrokenCheckpoint if the checkpoint is missing or incomplete, or its
+    weights are not those of the row. Raise ConfigError if this host cannot access the folder with the run's checkpoints. Raise
+    ServiceError if the store did not respond for a long time, or this host's disk is full.
     """
     return object_store.local_copy(path, sha256, part) if is_url(path) else _check_here(Path(path))
 
@@ -100,11 +92,9 @@ def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
 def find_fault(path: str, sha256: str, part: Part = "weights") -> str:
     """Return the fault in a part of a published checkpoint; empty if every byte is as it was written.
 
-    For a URL, the files in the store are read: a correct copy on this host does not help other hosts.
-
-    Raises:
-        ConfigError: this host cannot see or read the folder with the run's checkpoints.
-        ServiceError: the store did not respond for a long time, or this host's disk is full.
+    For a URL, the files in the store are read: a correct copy on this host does not help other hosts. Raise ConfigError if this
+    host cannot see or read the folder with the run's checkpoints. Raise ServiceError if the store did not respond for a long
+    time, or this host's disk is full.
     """
     try:
         with object_store.report_host_trouble(path):
@@ -118,22 +108,14 @@ def find_fault(path: str, sha256: str, part: Part = "weights") -> str:
 
 
 def drop_optimizer(path: str) -> None:
-    """Remove the optimizer's state from a checkpoint that no update will start from. The weights can still be sampled.
-
-    Raises:
-        ServiceError: the store did not respond for a long time.
-    """
+    """Remove the optimizer's state from a checkpoint; it can still be sampled. Raise ServiceError if the store is away."""
     (_own_folder(path) / OPTIMIZER).unlink(missing_ok=True)
     if is_url(path):
         object_store.remove(path, OPTIMIZER)
 
 
 def remove(path: str) -> None:
-    """Remove a checkpoint and this host's copy of it.
-
-    Raises:
-        ServiceError: the store did not respond for a long time.
-    """
+    """Remove a checkpoint and this host's copy of it. Raise ServiceError if the store did not respond for a long time."""
     shutil.rmtree(_own_folder(path), ignore_errors=True)
     if is_url(path):
         object_store.remove(path)
@@ -145,9 +127,7 @@ def remove_rivals(path: str) -> None:
 
 
 def _folder_of(path: str) -> Path | None:
-    """Return the folder of the checkpoint at a path or a `file://` URL, which every host can read and write; None for any other
-    URL.
-    """
+    """Return the folder at a path or a `file://` URL; None for any other URL."""
     return object_store.mounted_folder(path) if is_url(path) else Path(path)
 
 

@@ -50,9 +50,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """A folder that no row needs, or (with `optimizers`) a folder whose optimizer state no row needs; and the size of it in
-    bytes.
-    """
+    """A folder that no row needs or, with `optimizers`, whose optimizer state no row needs; its size in bytes."""
 
     kind: Kind
     name: str
@@ -61,13 +59,7 @@ class Waste:
 
 def list_folders(output_dir: str, key: str) -> list[Folder]:
     """Return the checkpoints of the run with that key, and unfinished folders next to them; empty if this machine has no such
-    folder.
-
-    Args:
-        output_dir: a folder or a URL.
-
-    Raises:
-        ServiceError: the store at the URL does not respond.
+    folder. `output_dir` is a folder or a URL. Raise ServiceError if the store at the URL does not respond.
     """
     if not key:
         return []
@@ -83,11 +75,7 @@ def find_waste(folders: Iterable[Folder], needs: Needs, key: str) -> list[Waste]
 
 
 def remove(output_dir: str, item: Waste) -> None:
-    """Remove an item from the disk or the store. It is not an error if the item no longer exists.
-
-    Raises:
-        ServiceError: the store at the URL does not respond.
-    """
+    """Remove an item from the disk or the store if it exists. Raise ServiceError if the store does not respond."""
     path = f"{output_dir.rstrip('/')}/{item.name}"
     if item.kind == "optimizers":
         checkpoints.drop_optimizer(path)
@@ -110,10 +98,6 @@ def _waste(folder: Folder, needs: Needs, key: str, present: Collection[str]) -> 
 
 
 def _parse_name(name: str, key: str) -> tuple[str, tuple[int, int]] | None:
-    """Split a folder's name. Return the name of its checkpoint, and the (iteration, train token) under which it was written.
-
-    An unfinished folder has the name of the checkpoint that it was to become.
-    """
     match = re.fullmatch(rf"(v(\d{{5,}})\.[tr](\d+)\.{re.escape(key)})(\.tmp|\.old)?", name)
     return (match[1], (int(match[2]) - 1, int(match[3]))) if match else None
 
@@ -123,7 +107,6 @@ def _measure(name: str, files: Mapping[str, int]) -> Folder:
 
 
 def _disk_sizes(place: Path) -> dict[str, dict[str, int]]:
-    """Return the size of every file in bytes, by folder and by the path in the folder."""
     if not place.is_dir():
         return {}
     return {

@@ -1,7 +1,5 @@
-"""Links to the checkpoints that ended an epoch: `runs/NAME/epoch_3`, in the folder of the checkpoints.
-
-The links are made from the rows at three times: when such a checkpoint is published, when a link is requested, and before
-`agentrl gc` removes the target of a link. After a crash, a link may be missing or out of date, but no link stays broken.
+"""Links to the checkpoints that ended an epoch: `runs/NAME/epoch_3`, in the folder of the checkpoints. After a crash, a link
+may be missing or out of date, but no link stays broken.
 """
 
 import os
@@ -40,11 +38,7 @@ def epoch_number(name: str) -> int | None:
 
 
 def link_epochs(ends: EpochEnds) -> None:
-    """Update the links in the run's folder if the run is the youngest in that folder.
-
-    Raises:
-        OSError: the links cannot be written.
-    """
+    """Update the run's links if it is the youngest run in the folder. Raise OSError if they cannot be written."""
     unlink_epochs(ends)
     if not ends.newest:
         return
@@ -62,11 +56,7 @@ def link_epochs(ends: EpochEnds) -> None:
 
 
 def unlink_epochs(ends: EpochEnds) -> None:
-    """Remove broken links, and links to a wrong checkpoint of the run.
-
-    Raises:
-        OSError: the links cannot be removed.
-    """
+    """Remove broken links, and links to a wrong checkpoint of the run. Raise OSError if the links cannot be removed."""
     targets = _wanted_links(ends)
     for entry in _links(ends):
         now = os.readlink(entry)
@@ -82,7 +72,6 @@ def _links(ends: EpochEnds) -> list[Path]:
 
 
 def _wanted_links(ends: EpochEnds) -> dict[str, str]:
-    """Return the target of each link by its name, for targets that exist."""
     if is_url(ends.output_dir) or not ends.key:
         return {}
     there = Path(ends.output_dir)

@@ -1,15 +1,14 @@
 """Checkpoints at a URL: their files, read and written with retries, and the copies of them on each host.
 
-All file systems of fsspec are supported. `file://` is a folder that is mounted on every host. Object stores cannot rename, so
-each key is written once and never changed. The manifest is written last: a checkpoint with a manifest is complete.
+Object stores cannot rename, so each key is written once and never changed. The manifest is written last: a checkpoint with a
+manifest is complete.
 
 A copy is in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches it while the others wait. It is verified against the
 manifest and the policy's row before it gets its name, and again when a process first uses it. The `KEEP` most recently used
 copies of a run stay on the host.
 
-Credentials come from the environment, as the store's own tools read them. Every function here raises ConfigError if the store
-refuses this host. It raises ServiceError if the store did not respond for RETRY_SECONDS, or if this host's disk is full.
-Neither error means that the files are broken.
+Every function raises ConfigError if the store refuses this host, and ServiceError if the store did not respond for
+RETRY_SECONDS or this host's disk is full. Neither error means that the files are broken.
 """
 
 import errno
@@ -56,11 +55,8 @@ URL_HINT = "Write file:///FOLDER or s3://BUCKET/PREFIX."
 def check_place(place: str) -> Path | None:
     """Check with one request that the store at the URL exists.
 
-    Return the folder of a path or a `file://` URL, and None for other URLs.
-
-    Raises:
-        ConfigError: the bucket does not exist, access is denied, a package is missing, or the URL contains a password.
-        ServiceError: the store does not respond.
+    Return the folder of a path or a `file://` URL, and None for other URLs. Raise ConfigError if the bucket does not exist,
+    access is denied, a package is missing, or the URL contains a password. Raise ServiceError if the store does not respond.
     """
     if not is_url(place):
         return Path(place)
@@ -98,11 +94,8 @@ def mounted_folder(url: str) -> Path | None:
 
 
 def write(url: str, writer: Writer) -> str:
-    """Write a checkpoint to the URL, and leave a copy on this host. Return the sha256 of its weights.
-
-    Raises:
-        CheckpointError: the disk refused the files, or the bucket does not exist. Only an unpublished checkpoint without a
-            manifest is lost.
+    """Write a checkpoint to the URL, and leave a copy on this host. Return the sha256 of its weights. Raise CheckpointError if
+    the disk refused the files, or the bucket does not exist. Only an unpublished checkpoint without a manifest is lost.
     """
     copy = copy_of(url)
     with report_host_trouble(url), hold_lock(copy.parent):  # so that no process evicts it before it is stored
@@ -114,13 +107,8 @@ def write(url: str, writer: Writer) -> str:
 
 
 def local_copy(url: str, sha256: str, part: Part) -> Path:
-    """Return this host's copy of a part of a checkpoint. Fetch the part if needed.
-
-    Args:
-        sha256: the hash that the checkpoint's weights must have.
-
-    Raises:
-        BrokenCheckpoint: the checkpoint is missing or incomplete, or its weights have another hash.
+    """Return this host's copy of a part of a checkpoint. Fetch the part if needed. `sha256` is the hash that the checkpoint's
+    weights must have. Raise BrokenCheckpoint if the checkpoint is missing or incomplete, or its weights have another hash.
     """
     copy = copy_of(url)
     if (copy, part) in _verified_copies and _touch(copy) and sealed_folder.has_part(copy, part):
@@ -140,11 +128,7 @@ def forget_copy(url: str, part: Part) -> None:
 
 
 def verify(url: str, sha256: str, part: Part) -> None:
-    """Verify every byte of a part in the store itself: a correct copy on this host does not help other hosts.
-
-    Raises:
-        BrokenCheckpoint: a file is missing, truncated or changed; the message names the first one.
-    """
+    """Verify a part in the store itself, not in this host's copy. Raise BrokenCheckpoint with the first wrong file."""
     with tempfile.TemporaryDirectory() as scratch:
         _fetch(url, Path(scratch) / "checkpoint", sha256, part)
 
@@ -234,11 +218,7 @@ def _evict(folder: Path) -> None:
 
 
 def must_see(place: Path) -> None:
-    """Check that this host sees the folder in which a run stores its checkpoints.
-
-    Raises:
-        ConfigError: the folder does not exist on this host.
-    """
+    """Raise ConfigError if this host does not see the folder in which a run stores its checkpoints."""
     if not place.is_dir():  # the whole place is missing, so no checkpoint in it is broken
         raise ConfigError(
             f"This host ({socket.gethostname()}) cannot access {str(place)!r}, the run's folder for checkpoints.",
@@ -248,9 +228,7 @@ def must_see(place: Path) -> None:
 
 @contextmanager
 def report_host_trouble(path: str) -> Iterator[None]:
-    """Inside the context, convert errors of this host (permissions, a full disk) to exceptions that do not blame the
-    checkpoint.
-    """
+    """Convert errors of this host (permissions, a full disk) to exceptions that do not blame the checkpoint."""
     try:
         yield
     except OSError as error:
@@ -258,30 +236,19 @@ def report_host_trouble(path: str) -> Iterator[None]:
 
 
 def put(url: str, name: str, file: Path) -> None:
-    """Write a local file to the store, as `name` under the URL.
-
-    Raises:
-        FileNotFoundError: the bucket does not exist.
-    """
+    """Write a local file to the store, as `name` under the URL. Raise FileNotFoundError if the bucket does not exist."""
     files, key = _store(url)
     _retry(url, lambda: files.put_file(str(file), f"{key}/{name}"))
 
 
 def get(url: str, name: str, file: Path) -> None:
-    """Read `name` under the URL from the store into a local file.
-
-    Raises:
-        FileNotFoundError: the name does not exist.
-    """
+    """Read `name` under the URL from the store into a local file. Raise FileNotFoundError if the name does not exist."""
     files, key = _store(url)
     _retry(url, lambda: files.get_file(f"{key}/{name}", str(file)))
 
 
 def sizes(url: str) -> dict[str, dict[str, int]]:
-    """Return the size of every file under a run's URL in bytes, by checkpoint and by the path in the checkpoint.
-
-    The result is empty if the run has no file there.
-    """
+    """Return the sizes in bytes of the files under a run's URL, by checkpoint and path; empty without files."""
     files, key = _store(url)
     listed: dict[str, Any] = _retry(url, lambda: files.find(key, detail=True))
     sizes_by_name: dict[str, dict[str, int]] = {}
@@ -332,10 +299,7 @@ def host_trouble(path: str, error: Exception) -> ConfigError | ServiceError | No
 
 
 def _retry(url: str, action: Callable[[], T]) -> T:
-    """Run the action, and repeat it while the store does not respond.
-
-    FileNotFoundError is a response and ends the repetition.
-    """
+    """Run the action until the store responds. FileNotFoundError is a response."""
     deadline = time.monotonic() + RETRY_SECONDS
     pause = 0.1
     while True:

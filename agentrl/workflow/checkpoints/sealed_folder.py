@@ -47,10 +47,7 @@ NEAREST = 2
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """The manifest's entry for one file.
-
-    It has the file's size in bytes, the sha256 of its content, and whether the run's checkpoints share it.
-    """
+    """A file in the manifest: size in bytes, sha256, and whether the run's checkpoints share it."""
 
     size: int
     sha256: str
@@ -66,16 +63,14 @@ Writer = Callable[[Path], Collection[str] | None]
 
 
 def write(folder: Path, writer: Writer, then: str = "`agentrl resume`") -> str:
-    """Write the checkpoint `folder` from the files that `writer` writes.
+    """Write the checkpoint `folder` from the files that `writer` writes. Raise CheckpointError if writing failed, or the writer
+    wrote no weights. An existing checkpoint at `folder` is unchanged.
 
     Args:
         then: the command to type after the disk's problem is solved, for the error message.
 
     Returns:
         The sha256 of the checkpoint's weights, as in a `PolicyRef`.
-
-    Raises:
-        CheckpointError: writing failed, or the writer wrote no weights. An existing checkpoint at `folder` is unchanged.
     """
     beside = _sibling(folder, ".tmp")
     try:
@@ -105,10 +100,7 @@ def weights_of(folder: Path) -> Path:
 
 
 def link_shared(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a checkpoint's folder.
-
-    If one of the newest checkpoints has an equal file, make a hard link to it instead.
-    """
+    """Write files into a checkpoint's folder. Equal files of the newest checkpoints become hard links."""
     others = sorted(folder.parent.glob(f"*/{MANIFEST}"), reverse=True)[:NEAREST]
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -128,11 +120,7 @@ def _try_link(file: Path, target: Path, content: bytes) -> bool:
 
 
 def write_error(folder: Path, error: OSError | SafetensorError, then: str, what: str = "checkpoint") -> CheckpointError:
-    """Return the exception for a folder that could not be written.
-
-    Args:
-        then: the command to type after the disk's problem is solved.
-    """
+    """Return the exception for a folder that could not be written. `then` is the command to type afterwards."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     full = (
         error.errno in NO_SPACE_ERRNOS
@@ -155,13 +143,9 @@ def remove_rivals(folder: Path) -> None:
 
 
 def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> Mapping[str, FileRecord]:
-    """Verify that every file, except those in `without`, is unchanged. Return the manifest.
-
-    Args:
-        shared: whether to verify also the files that the run's checkpoints share. No update reads these files.
-
-    Raises:
-        BrokenCheckpoint: a file is missing, truncated or changed; the message names the first one.
+    """Verify that every file, except those in `without`, is unchanged. Return the manifest. `shared` says whether to verify
+    also the files that the run's checkpoints share. No update reads these files. Raise BrokenCheckpoint if a file is missing,
+    truncated or changed; the message names the first one.
     """
     manifest = read_manifest(folder)
     for name, record in manifest.items():
@@ -173,11 +157,7 @@ def verify(folder: Path, without: Collection[str] = (), shared: bool = True) -> 
 
 
 def verify_part(folder: Path, sha256: str, part: Part) -> None:
-    """Verify every byte of a part of a published checkpoint, and that its weights have the given sha256.
-
-    Raises:
-        BrokenCheckpoint: a file is missing, truncated or changed; the message names the first one.
-    """
+    """Verify a published part: every byte, and its weights' sha256. Raise BrokenCheckpoint with the first wrong file."""
     weights = weights_of(folder)
     if not weights.is_file():
         raise broken_error(folder, "its weights are missing")
@@ -276,13 +256,8 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
-    """Return the manifest of a checkpoint: each file's record by name.
-
-    Args:
-        called: the checkpoint's name in error messages, if the folder is a copy of it.
-
-    Raises:
-        BrokenCheckpoint: the manifest is missing or cannot be read.
+    """Return the manifest of a checkpoint: each file's record by name. `called` is the checkpoint's name in error messages, if
+    the folder is a copy of it. Raise BrokenCheckpoint if the manifest is missing or cannot be read.
     """
     if not (folder / MANIFEST).is_file():  # opening a pipe would block
         raise broken_error(called or folder, f"{MANIFEST} is missing")
@@ -300,7 +275,6 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
 
 
 def _is_inside(name: str) -> bool:
-    """Return True if the name, as a path, stays inside the folder."""
     parts = name.split("/")
     fits = name.isprintable() and len(parts) <= DEEPEST and all(0 < len(part.encode()) <= MAX_NAME for part in parts)
     return fits and not {".", ".."}.intersection(parts)
@@ -318,12 +292,7 @@ def _record(entry: Mapping[str, Any]) -> FileRecord:
 
 
 def broken_error(where: Path | str, damage: str) -> BrokenCheckpoint:
-    """Return the exception for a checkpoint whose files have changed or are missing.
-
-    Args:
-        where: the checkpoint's folder or URL.
-        damage: what is wrong with the files.
-    """
+    """Return the exception for the checkpoint at `where`. `damage` says what is wrong with its files."""
     return BrokenCheckpoint(
         f"The checkpoint {str(where)!r} is damaged: {damage}.",
         "Put the files back. An unfinished run rebuilds its newest checkpoint by itself.",

@@ -35,9 +35,7 @@ EXAMPLE = "Write a condition in SQL over the columns, with texts in single quote
 
 
 class RowFilter:
-    """A condition on rows. `select` filters rows. `check_columns`, which is called at the end, reports a column that no row
-    had.
-    """
+    """A condition on rows. At the end, `check_columns` reports a column that no row had."""
 
     def __init__(self, condition: str, source: str) -> None:
         if len(condition) > MAX_CONDITION or "\0" in condition:
@@ -58,10 +56,8 @@ class RowFilter:
         self._connection.set_progress_handler(self._is_over, STEP)
 
     def select(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
-        """Yield the rows for which the condition is true, and the rows that cannot be read. NULL is treated as false.
-
-        Raises:
-            DatasetError: the condition is not SQL, or needs too much work; the message names the row.
+        """Yield the rows for which the condition is true, and the rows that cannot be read. NULL is treated as false. Raise
+        DatasetError if the condition is not SQL, or needs too much work; the message names the row.
         """
         batch: list[SourceRow] = []
         columns: tuple[str, ...] = ()
@@ -107,7 +103,6 @@ class RowFilter:
         return [match for row in batch for match in self._decide(columns, [row])]  # one of them is at fault
 
     def _evaluate(self, columns: tuple[str, ...], batch: Sequence[SourceRow]) -> Iterator[Any]:
-        """Yield the condition's value for each row."""
         bound = self._bound.get(columns)
         if bound is None:
             bound = self._bind(columns)
@@ -119,16 +114,13 @@ class RowFilter:
         return chain.from_iterable(results)
 
     def _add_missing(self, name: str) -> None:
-        """Bind a column that the rows lack to NULL from now on."""
         if name in self._missing:
             raise DatasetError(f"--filter does not know {name!r}.", EXAMPLE)
         self._missing.add(name)
         self._bound.clear()
 
     def _bind(self, columns: tuple[str, ...]) -> list[str]:
-        """Return the columns that the query needs for rows with these columns: those that the condition may name, and the
-        missing ones.
-        """
+        """Return the columns of these rows that the condition may name, and the missing ones."""
         self._seen.update(columns)
         condition = self._condition.lower()
         bound = [name for name in columns if name.lower() in condition]
@@ -160,9 +152,7 @@ def _length(value: Any) -> int | None:
 
 
 def _find(text: Any, part: Any) -> int | None:
-    """Replace SQLite's function `instr` by one in linear time. With two texts of the size of a row, SQLite's would take
-    hours.
-    """
+    """Replace SQLite's function `instr` by one in linear time."""
     return None if text is None or part is None else str(text).find(str(part)) + 1
 
 

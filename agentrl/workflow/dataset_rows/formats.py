@@ -30,14 +30,12 @@ SKIPPED_BYTES = 1 << 20
 
 
 class SourceRow(NamedTuple):
-    """A row of a dataset: its columns, or the reason that it cannot be read.
+    """A row of a dataset: its columns, or the problem with which it cannot be read.
 
     Args:
         label: the prefix of the row's permanent key, `LABEL/NUMBER`.
         number: the row's number, counted from 1: the line in a text file, the row in another file.
         where: the unit of the number: `line`, or `train.parquet, row`.
-        values: the row's columns; None if the row cannot be read.
-        problem: the reason that the row cannot be read.
     """
 
     label: str
@@ -52,11 +50,7 @@ class SourceRow(NamedTuple):
         return f"{self.where} {self.number}"
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns.
-
-        Raises:
-            ValueError: the row cannot be read; the message says why.
-        """
+        """Return the columns. Raise ValueError if the row cannot be read; the message says why."""
         if self.values is None:
             raise ValueError(self.problem)
         return self.values
@@ -66,14 +60,9 @@ Reader = Callable[[Path, str, str], Iterator[SourceRow]]
 
 
 def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRow]:
-    """Yield the rows of a file. The file's suffix, in lower or upper case, selects the reader (`READERS`).
-
-    Args:
-        label: the prefix of the rows' keys.
-        where: the text before the unit in which rows are counted, for messages.
-
-    Raises:
-        DatasetError: the file does not exist, it does not have the format of its suffix, or the suffix is unknown.
+    """Yield the rows of a file. The file's suffix, in lower or upper case, selects the reader (`READERS`). `label` is the
+    prefix of the rows' keys. `where` is the text before the unit in which rows are counted, for messages. Raise DatasetError if
+    the file does not exist, it does not have the format of its suffix, or the suffix is unknown.
     """
     suffix = path.suffix.lower()
     if suffix not in READERS:
@@ -93,12 +82,7 @@ def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRo
 
 
 def check_regular(path: Path) -> None:
-    """Check that a path is not a pipe or device. Such a file may have no end, and opening a pipe waits until a process writes
-    to it.
-
-    Raises:
-        DatasetError: the path is a pipe or a device.
-    """
+    """Raise DatasetError for a pipe or device, which may have no end or block."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DatasetError(f"Cannot read the dataset {str(path)!r}: it is a pipe or a device.", "Write its rows into a file.")
 
@@ -122,9 +106,7 @@ def _read_json_lines(path: Path, label: str, where: str) -> Iterator[SourceRow]:
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines that the file has now. A line that is too large is cut, but stays longer than the limit so that the error
-    is found.
-    """
+    """Yield the lines that the file has now."""
     end = os.fstat(file.fileno()).st_size  # a writer may append as fast as this reads
     while file.tell() < end and (line := file.readline(MAX_ROW_BYTES + 1)):
         yield line
@@ -178,9 +160,7 @@ def _csv_values(names: list[str], fields: list[str]) -> tuple[dict[str, Any] | N
 
 
 def _check_columns(path: Path, names: list[str]) -> None:
-    """Raise DatasetError if a column has no name, two columns have the same name, or the number of columns is 0 or too
-    large.
-    """
+    """Raise DatasetError if there is no column or too many, or if a name is empty or occurs twice."""
     if not names:
         raise DatasetError(f"{str(path)!r} names no columns.", "Write the names of its columns into its first row.")
     repeated = next((name for name in names if names.count(name) > 1), None) if len(names) <= MAX_COLUMNS else None
@@ -230,7 +210,6 @@ def _arrow_error(path: Path, error: Exception) -> DatasetError:
 
 
 def _readable_columns(path: Path, schema: Any) -> list[str]:
-    """Return the names of the columns that contain no bytes."""
     _check_columns(path, list(schema.names))
     if deep := next((field.name for field in schema if _depth(field.type) > MAX_DEPTH), ""):
         raise DatasetError(f"{str(path)!r}: the column {deep!r} nests more than {MAX_DEPTH} levels.", "Leave it out.")
@@ -268,11 +247,7 @@ def _decode(batches: Iterable[Any], names: list[str], label: str, where: str) ->
 
 
 def _read_at_once(batch: Any, odd: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Return the values of the rows; None if the rows are too large to decode together, or a row cannot be read.
-
-    Args:
-        odd: the columns whose values may not be valid JSON values.
-    """
+    """Return the values of the rows; None if the rows are too large to decode together, or a row cannot be read."""
     if batch.nbytes > MAX_ROW_BYTES:
         return None
     try:

@@ -9,18 +9,13 @@ from typing import Any
 MAX_DIGITS = 4300
 """The maximum number of digits of an integer that Python parses."""
 MAX_COLUMNS = 1000
-"""The maximum number of columns of a row."""
 MAX_LEVELS = 200
 """The maximum number of nested levels of lists and objects. Python's encoder raises RecursionError somewhere below 1000."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_object(line: bytes) -> dict[str, Any]:
-    """Parse one line as a JSON object.
-
-    Raises:
-        ValueError: the line is not a JSON object, or the object cannot be stored.
-    """
+    """Parse one line as a JSON object. Raise ValueError if the line is not a JSON object, or the object cannot be stored."""
     try:
         row = _decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:

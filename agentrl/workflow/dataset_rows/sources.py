@@ -35,10 +35,7 @@ _WORD = re.compile(r"[A-Za-z0-9]+")
 
 
 def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
-    """Return the kind of source that a dataset's name refers to.
-
-    A name without a slash and without a known suffix is a plug-in, or a folder if there is no such plug-in.
-    """
+    """Return the kind of source of a dataset's name. Without slash and suffix: a plug-in, or else a folder."""
     if Path(name).suffix.lower() in READERS or expand_home(name).is_file():
         return "file"
     if "/" not in name and not name.startswith((".", "~")):
@@ -50,11 +47,7 @@ def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
 
 
 def expand_home(name: str) -> Path:
-    """Return a dataset's name as a path, with `~` expanded. An unknown user after `~` is not an error.
-
-    Raises:
-        DatasetError: the name contains a NUL character.
-    """
+    """Return a dataset's name as a path with `~` expanded. Raise DatasetError if it contains a NUL character."""
     if "\0" in name:
         raise DatasetError(f"The name of the dataset {name!r:.200} holds a NUL character.", "Leave it out.")
     try:
@@ -64,11 +57,7 @@ def expand_home(name: str) -> Path:
 
 
 def source_files(name: str, split: str) -> list[Path]:
-    """Return the files of the split, in order; empty for a hub dataset or a plug-in.
-
-    Raises:
-        DatasetError: the folder or the split does not exist, or the split exists in two formats.
-    """
+    """Return the split's files in order; empty without files. Raise DatasetError if it is missing, or in two formats."""
     kind, path = kind_of_source(name), expand_home(name)
     if kind == "file":
         if split != "train":
@@ -80,10 +69,7 @@ def source_files(name: str, split: str) -> list[Path]:
 
 def read_source(config: DatasetConfig) -> Iterator[SourceRow]:
     """Return the rows of a file, a folder or a hub dataset. Rename columns by `config.map`, and keep the rows that pass
-    `config.filter`.
-
-    Raises:
-        DatasetError: the source cannot be read, or its first row lacks a column that `config.map` names.
+    `config.filter`. Raise DatasetError if the source cannot be read, or its first row lacks a column that `config.map` names.
     """
     rows = _read_hub(config) if kind_of_source(config.name) == "hub" else _read_files(config.name, config.split)
     if config.filter:
@@ -113,11 +99,7 @@ def hash_source(name: str, split: str) -> str:
 
 
 def nested_value(values: dict[str, Any], column: str) -> Any:
-    """Return the value of a column, or of a key inside a column (`COLUMN.KEY`).
-
-    Raises:
-        KeyError: the column or the key does not exist.
-    """
+    """Return the value of a column, or of a key in it (`COLUMN.KEY`). Raise KeyError if it does not exist."""
     if column in values:
         return values[column]
     head, _, rest = column.partition(".")
@@ -224,12 +206,6 @@ def _stream_hub(config: DatasetConfig, name: str, part: str, streaming: bool) ->
 
 
 def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[SourceRow]:
-    """Yield the rows with each mapped column renamed to its field.
-
-    Raises:
-        DatasetError: the first row lacks a mapped column, so the mapping is wrong. A later row that lacks such a column is
-            malformed.
-    """
     columns = [column for column in config.map.values() if column not in config.map]
     pairs, is_first = tuple(config.map.items()), True
     for row in rows:
@@ -256,7 +232,6 @@ def _rename_all(rows: Iterator[SourceRow], config: DatasetConfig) -> Iterator[So
 
 
 def _known_keys(values: dict[str, Any], column: str) -> str:
-    """Return the hint for a key that a column lacks: the similar keys that it has."""
     head, _, key = column.rpartition(".")
     with suppress(KeyError):
         if head and isinstance(inner := nested_value(values, head), dict):

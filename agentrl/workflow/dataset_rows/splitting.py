@@ -1,24 +1,48 @@
-"""Splits rows into two JSON lines files. The files are written atomically, and equal questions are in the same file."""
+"""Finds repeated questions, and splits rows into two files so that equal questions are in the same file."""
 
 import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from hashlib import blake2s
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, BinaryIO
 
 from agentrl.workflow.errors import ConflictError, DatasetError, ServiceError
+from agentrl.workflow.trajectory import Task
+
+
+def question_key(task: Task) -> bytes:
+    """Return a hash of a task's question. The hash ignores case and white space."""
+    texts = (f"{message.role}\0{' '.join(message.content.split()).casefold()}" for message in task.messages)
+    return blake2s("\0".join(texts).encode("utf-8", "replace"), digest_size=16).digest()
+
+
+def find_repeated(tasks: Iterable[Task]) -> Iterator[tuple[Task, Task]]:
+    """Yield (earlier task, later task) for each later task that has the question of an earlier task."""
+    first: dict[bytes, Task] = {}
+    for task in tasks:
+        earlier = first.setdefault(question_key(task), task)
+        if earlier is not task:
+            yield earlier, task
+
+
+def find_shared(tasks: Sequence[Task], others: Iterable[Task]) -> Iterator[tuple[Task, Task]]:
+    """Yield (task, other) for each task of `others` that has the question of one of `tasks`."""
+    mine = {question_key(task): task for task in tasks}
+    for other in others:
+        if (task := mine.get(question_key(other))) is not None:
+            yield task, other
+
 
 SPLITS = ("train", "test")
 
 
 def is_held_out(key: bytes, share: float, seed: int) -> bool:
-    """Return True if the question belongs to the test split. Only hash(seed, question) decides, so other rows have no
-    influence.
-    """
+    """Return True if the question belongs to the test split. Only hash(seed, question) decides."""
     digest = hashlib.sha256(f"{seed}|split|".encode() + key).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
@@ -26,12 +50,8 @@ def is_held_out(key: bytes, share: float, seed: int) -> bool:
 def write_splits(rows: Iterable[tuple[dict[str, Any], bool]], folder: Path, force: bool = False) -> dict[str, int]:
     """Write the held-out rows to `test.jsonl` and the other rows to `train.jsonl`. Return the number of rows of each split.
 
-    Either both files are written or neither.
-
-    Raises:
-        ConflictError: a file exists, and `force` is off.
-        DatasetError: a split has no row, or the rows cannot be read.
-        ServiceError: the folder cannot be written, or the disk is full.
+    Either both files are written or neither. Raise ConflictError if a file exists, and `force` is off. Raise DatasetError if a
+    split has no row, or the rows cannot be read. Raise ServiceError if the folder cannot be written, or the disk is full.
     """
     files = {split: folder / f"{split}.jsonl" for split in SPLITS}
     if not force and (existing := next((file for file in files.values() if file.exists()), None)):

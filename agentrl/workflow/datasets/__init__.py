@@ -87,10 +87,8 @@ def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
 
 
 def split_mixture(name: str) -> dict[str, float | None]:
-    """Parse `A,B` or `A=0.7,B=0.3`, and return the weight of each dataset. A dataset without a weight has None.
-
-    Raises:
-        ConfigError: a weight is missing or not above 0, or a dataset is named twice.
+    """Parse `A,B` or `A=0.7,B=0.3`, and return the weight of each dataset. A dataset without a weight has None. Raise
+    ConfigError if a weight is missing or not above 0, or a dataset is named twice.
     """
     if "," not in name or Path(name).is_file():
         return {name: None}
@@ -160,9 +158,7 @@ def _load_one(config: DatasetConfig) -> LoadedTasks:
 
 
 class _Repeats:
-    """A filter that removes repeated tasks: tasks that equal an earlier task except for the key. `count` is the number removed
-    so far.
-    """
+    """A filter that removes repeated tasks: tasks that equal an earlier task except for the key."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -170,7 +166,6 @@ class _Repeats:
         self._others: defaultdict[int, list[Task]] = defaultdict(list)
 
     def left_out(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """Yield the tasks that are not repeated."""
         for task in tasks:
             if isinstance(task, Task):  # what is none is named later
                 texts = hash((task.reference, *(message.content for message in task.messages)))
@@ -185,9 +180,7 @@ class _Repeats:
 
 
 def is_file(name: str) -> bool:
-    """Return True if the dataset's name is a file of rows. For a mixture, every dataset must be a file. A file has only the
-    split `train`.
-    """
+    """Return True if the name, or each name of a mixture, is a file of rows. A file has only the split `train`."""
     return all(sources.kind_of_source(part) == "file" for part in split_mixture(name))
 
 
@@ -225,11 +218,7 @@ def changed_files(hashes: Mapping[str, str], split: str) -> list[str]:
 
 def env_of(config: DatasetConfig) -> str:
     """Return the name of the dataset's env; empty if several datasets have different envs. The function reads at most the first
-    task.
-
-    Raises:
-        ConfigError: the dataset does not exist.
-        DatasetError: the dataset cannot be read.
+    task. Raise ConfigError if the dataset does not exist. Raise DatasetError if the dataset cannot be read.
     """
     envs = {_open(config.model_copy(update={"name": name})).env for name in split_mixture(config.name)}
     return envs.pop() if len(envs) == 1 else ""

@@ -1,9 +1,8 @@
 """arithmetic: generated sums in words, `What is 12 plus 7?`, in three levels of difficulty. The tasks are always the same.
 
 There are 512 tasks for training, 256 held-out tasks, and 16,384 more (split `warmup`) for supervised fine-tuning. No question
-is in two splits. The demonstrations come from a deliberately unreliable teacher. Their form is always right: one calculator
-call, then its result as the answer. But the teacher often confuses one operator with another. So a model that imitates the
-teacher solves about half of the tasks, and learns the meaning of the words by reinforcement.
+is in two splits. In the demonstrations, an unreliable teacher calls the calculator and answers with the result, but often
+confuses one operator with another. So a model that imitates it solves half of the tasks, and learns the words by reinforcement.
 """
 
 import random
@@ -27,11 +26,7 @@ the same share of right answers, a model learns this ten times faster than rando
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train`, `test` or `warmup`. `metadata["level"]` is 1, 2 or 3.
-
-    Raises:
-        DatasetError: the split does not exist.
-    """
+    """Yield the tasks of a split. `metadata["level"]` is 1, 2 or 3. Raise DatasetError for an unknown split."""
     if split not in SPLITS:
         raise DatasetError(f"arithmetic has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     names = list(SPLITS)
@@ -58,11 +53,7 @@ def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, 
 
 
 def _distinct_questions() -> Iterator[tuple[int, str]]:
-    """Yield endless questions as (level, phrase), with the levels in turn.
-
-    The questions of `test` and `train` occur once. Later questions may repeat each other, because the small levels have too
-    few.
-    """
+    """Yield endless questions as (level, phrase), with the levels in turn."""
     rng = random.Random("arithmetic")
     seen: set[str] = set()
     reserved = SPLITS["test"] + SPLITS["train"]

@@ -3,17 +3,12 @@
 HumanEval (Chen et al. 2021, arXiv:2107.03374): `task_id, prompt, entry_point, canonical_solution, test`. MBPP (Austin et al.
 2021, arXiv:2108.07732): `task_id`, `text` or `prompt`, `code`, `test_list`, and `test_setup_code`, `challenge_test_list`.
 
-A row is refused, with an error that names it, unless all of its tests can be judged. Tests over constants (`assert f(1, 2) == 3
-* 19`) are parsed here and never run: their arguments go into the sandbox, and the returned values are compared in another
-process. If one test of a row is more complex (a loop, a helper, the value of another call), the row's tests run as a program,
-in a process without model-written code. Each call of the function is relayed to the sandbox of the answer
-(`sandbox.program_tests`).
+Tests over constants (`assert f(1, 2) == 3 * 19`) are parsed here and never run. If one test of a row is more complex, all tests
+of the row run as a program, in a process without model-written code (`sandbox.program_tests`). A row whose tests cannot all be
+judged is refused.
 
 A task's key is its row's `task_id`: `HumanEval/0` unchanged, `mbpp/11` for a number in mbpp.jsonl, and `mbpp/line-11` for a row
-without `task_id`.
-
-The model sees the prompt of HumanEval unchanged, with the examples in its docstring, or the first test of MBPP. The other tests
-are hidden.
+without `task_id`. The model sees HumanEval's prompt, or MBPP's first test. The other tests are hidden.
 """
 
 import ast
@@ -45,9 +40,7 @@ def code_metadata(
     """Return the metadata that the rewards read.
 
     The metadata has the function's name, the code to run before the answer, the hidden tests, and the tests in the question.
-
-    Args:
-        test: the hidden tests as a program, if they cannot be expressed as cases.
+    `test` is the hidden tests as a program, if they cannot be expressed as cases.
     """
     tests = {"hidden": [case.text for case in cases], "visible": [case.text for case in visible]}
     return {"function": function, "setup": setup, **tests, **({"test": test} if test else {})}
@@ -127,11 +120,6 @@ def _mbpp(key: str, row: Mapping[str, Any]) -> Task:
 
 
 def _tests(source: str, names: Sequence[str], program: str) -> dict[str, Any]:
-    """Return the tests of a source as arguments of `code_metadata`.
-
-    Raises:
-        ValueError: there is no test, or a test uses a name that neither the test nor the reference defines.
-    """
     cases = all_cases(source, names)
     if cases:
         return {"cases": cases}
@@ -147,7 +135,6 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _code_before(prompt: str, function: str) -> str:
-    """Return the code of a HumanEval prompt above its function."""
     return prompt[: max(0, prompt.rfind(f"def {function}("))].strip()
 
 
@@ -168,7 +155,6 @@ def _examples(prompt: str, function: str) -> list[Case]:
 
 
 def _tested_function(test: str, reference: str) -> str:
-    """Return the name of the function that the test calls and the reference defines."""
     defined = {node.name for node in ast.walk(parse_source(reference)) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(parse_source(test)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined:

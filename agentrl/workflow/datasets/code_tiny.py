@@ -1,11 +1,10 @@
 """code_tiny: functions of one expression, `Write f(x, y) that gives x plus y times 2.` The tasks are always the same.
 
-There are 256 tasks for training, 128 held-out tasks, and 8,192 more (split `warmup`) for supervised fine-tuning. No question of
-`train` or `test` is in another split. The question shows one test, and five more are hidden. If two operators are confused, at
-least one hidden test fails.
+There are 256 tasks for training, 128 held-out tasks, and 8,192 more (split `warmup`) for supervised fine-tuning. The question
+shows one test, and five are hidden. At least one hidden test fails if two operators are confused.
 
-The demonstrations come from a deliberately unreliable teacher. Their form is always right: the teacher tries out its function
-with the tool python, then answers with it. But the teacher often confuses one operator with another, and ignores the output.
+In the demonstrations, an unreliable teacher tries out its function with the tool python, ignores the output, and often confuses
+one operator with another.
 """
 
 import random
@@ -31,11 +30,7 @@ MISTAKE_RATE = 0.4
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train`, `test` or `warmup`.
-
-    Raises:
-        DatasetError: the split does not exist.
-    """
+    """Yield the tasks of `train`, `test` or `warmup`. Raise DatasetError if the split does not exist."""
     if split not in SPLITS:
         raise DatasetError(f"code_tiny has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     names = list(SPLITS)
@@ -46,9 +41,7 @@ def load(split: str) -> Iterator[Task]:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...]]:
-    """Yield one conversation of two turns per task: a call that tries out a function, which is often wrong, and the function as
-    the answer.
-    """
+    """Yield one conversation per task: a call that tries out a function, often a wrong one, then the answer."""
     rng = random.Random(f"code_tiny demonstrations {seed}")
     for task in tasks:
         terms = str(task.metadata["words"]).split()
@@ -106,9 +99,7 @@ def _task(key: str, phrase: str) -> Task:
 
 
 def _is_telling(terms: Sequence[str], cases: Sequence[Case]) -> bool:
-    """Return True if the cases detect wrong operators: every function with other operators fails at least one case, or is
-    equivalent.
-    """
+    """Return True if each function with other operators fails at least one case, or is equivalent."""
     right = _expression(terms, [OPERATORS[word] for word in terms[1::2]])
     grid = list(product(range(2, 10), repeat=2))
     for signs in product(OPERATORS.values(), repeat=len(terms) // 2):
@@ -128,7 +119,6 @@ def _function(expression: str) -> str:
 
 
 def _expression(terms: Sequence[str], signs: Sequence[str]) -> str:
-    """Join the terms by these operators, and return the expression."""
     return terms[0] + "".join(f" {sign} {term}" for sign, term in zip(signs, terms[2::2], strict=True))
 
 

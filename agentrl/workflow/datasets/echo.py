@@ -20,11 +20,7 @@ WORDS = (
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train` or `test`. The reference is the text.
-
-    Raises:
-        DatasetError: the split does not exist.
-    """
+    """Yield the tasks of `train` or `test`. The reference is the text. Raise DatasetError if the split does not exist."""
     if split not in SPLITS:
         raise DatasetError(f"echo has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     return (

@@ -3,10 +3,8 @@
 The published JSON lines are read from the folder AGENTRL_GSM8K_DIR if it is set, else from the hub. A task's reference is the
 number after `####`. The task's key ends with the number of its row, counted from 1.
 
-The solutions contain their computations as `<<48/2=24>>`. In a demonstration, each computation becomes a call of the calculator
-with its real result. A row has no demonstration if the calculator cannot parse an expression, or gets another result: such a
-call would teach the model to write nonsense, or to disregard results. (In the 8,792 rows of the copy used here, every
-annotation is right.)
+In a demonstration, each computation (`<<48/2=24>>`) becomes a call of the calculator with its real result. A row has no
+demonstration if the calculator gets another result.
 """
 
 import re
@@ -34,21 +32,13 @@ HINT = "Set AGENTRL_GSM8K_DIR to the folder that holds train.jsonl and test.json
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the split's tasks, in the published order.
-
-    Raises:
-        DatasetError: the split does not exist, neither the folder nor the hub can be read, or the rows are not those of gsm8k.
-    """
+    """Yield the split's tasks in the published order. Raise DatasetError if the rows cannot be read or are not gsm8k's."""
     return (_task(split, row) for row in _rows(split))
 
 
 def demonstrations(tasks: Sequence[Task], seed: int) -> Iterator[tuple[Message, ...] | None]:
     """Yield for each task the question, calculator calls with their real results, and the final answer; None if the solution's
-    computations cannot be repeated.
-
-    Args:
-        tasks: tasks of this dataset.
-        seed: not used; the solutions are the published ones.
+    computations cannot be repeated. The seed is not used.
     """
     splits = {task.key.split("/")[1] for task in tasks}
     solutions = {_key(split, row): row.reference for split in splits for row in _rows(split)}

@@ -1,18 +1,14 @@
 """jsonl: rows of a file, a folder or the hub as tasks: `--dataset FILE.jsonl`, FILE.parquet, FILE.csv, FOLDER, OWNER/NAME.
 
 A row has `question` (text), `prompt` (text or messages) or `messages`, and `answer` or `reference` (text or number;
-`"reference": null` if there is no reference). If the answer is a list of right answers, the first is the reference, and the
-others become the metadata's `aliases`. All columns without a meaning become the task's metadata. `--map
-question=COLUMN,answer=COLUMN` names other columns. A task's key is its file's name and line.
+`"reference": null` if there is none). Of several right answers, the first is the reference, and the others become the
+metadata's `aliases`. All other columns become the task's metadata. A task's key is its file's name and line.
 
-Rows of verl and TRL are read unchanged. Without an answer, the reference is `reward_model.ground_truth`, else `completion`,
-else the last message of `chosen`. Without a prompt, the prompt is the common beginning of `chosen` and `rejected`.
+Rows of verl and TRL: without an answer, the reference is `reward_model.ground_truth`, else `completion`, else the last message
+of `chosen`. Without a prompt, it is the common beginning of `chosen` and `rejected`.
 
-Messages have the format of OpenAI's API: `{"role", "content"}`, with `tool_calls` and `tool_call_id`, and content as text or as
-parts of text. A developer message becomes a system message. The last message must come from the user or a tool.
-
-All malformed rows are reported together, so you can repair the file in one pass. `dataset_rows.formats` describes the file
-formats.
+Messages have OpenAI's format. A developer message becomes a system message. The last message must come from the user or a tool.
+All malformed rows are reported together.
 """
 
 import json
@@ -66,10 +62,8 @@ class TaskRow:
 
 
 def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[str]) -> Iterator[Task]:
-    """Yield the tasks of the rows; add `PLACE: why` to `problems` for each malformed row.
-
-    Raises:
-        DatasetError: more than MAX_PROBLEMS rows are malformed, and `config.skip_bad_rows` is off.
+    """Yield the tasks of the rows; add `PLACE: why` to `problems` for each malformed row. Raise DatasetError if more than
+    MAX_PROBLEMS rows are malformed, and `config.skip_bad_rows` is off.
     """
     mapped = tuple(config.map)
     for source in rows:
@@ -82,22 +76,14 @@ def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[
 
 
 def add_problem(problems: list[str], problem: str, config: DatasetConfig) -> None:
-    """Add the problem of a malformed row to the list.
-
-    Raises:
-        DatasetError: there are more than `MAX_PROBLEMS` problems, and `config.skip_bad_rows` is off.
-    """
+    """Add a malformed row to the list. Raise DatasetError after `MAX_PROBLEMS` of them without `skip_bad_rows`."""
     problems.append(problem)
     if len(problems) > MAX_PROBLEMS and not config.skip_bad_rows:
         raise malformed_error(config.name, problems, SKIP_HINT)
 
 
 def read_file(path: Path) -> tuple[list[TaskRow], list[str]]:
-    """Return the well-formed rows of a JSON lines file, and `line N: why` for each malformed line.
-
-    Raises:
-        DatasetError: the file does not exist or cannot be read.
-    """
+    """Return the rows of a JSON lines file, and `line N: why` for malformed ones. Raise DatasetError if it is unreadable."""
     return read_values(formats.read_rows(path))
 
 
@@ -187,10 +173,7 @@ def _find_reference(row: Mapping[str, Any]) -> tuple[str, Any]:
 
 def answer_text(name: str, value: object) -> object:
     """Return the text of a completion. For a list of messages, this is the text of the last message; another value is returned
-    unchanged.
-
-    Raises:
-        ValueError: the list does not end with an assistant's message.
+    unchanged. Raise ValueError if the list does not end with an assistant's message.
     """
     if not isinstance(value, list):
         return value
@@ -228,11 +211,7 @@ def _refuse_unstorable(metadata: Mapping[str, Any]) -> None:
 
 
 def only_one_of(names: tuple[str, ...], row: Mapping[str, Any]) -> str:
-    """Return the one column of these names that the row has.
-
-    Raises:
-        ValueError: the row has no such column, or several.
-    """
+    """Return the one column of these names that the row has. Raise ValueError if the row has no such column, or several."""
     present = [name for name in names if name in row]
     if len(present) != 1:
         columns = ", ".join(f"{name!r:.40}" for name in islice(row, 8))
@@ -261,10 +240,7 @@ def _messages(name: str, value: object) -> tuple[Message, ...]:
 
 def read_messages(name: str, value: object) -> tuple[Message, ...]:
     """Parse a list of messages in OpenAI's format, which may have tool calls and results, parts of text, and the developer
-    role.
-
-    Raises:
-        ValueError: the value is not such a list; the message names the place.
+    role. Raise ValueError if the value is not such a list; the message names the place.
     """
     if not isinstance(value, list):
         raise ValueError(f"{name!r} must be a list, not {kind_of(value)}")
@@ -273,11 +249,6 @@ def read_messages(name: str, value: object) -> tuple[Message, ...]:
 
 
 def _message(where: str, item: object, callers: dict[str, str]) -> Message:
-    """Parse a message.
-
-    Args:
-        callers: a mapping from the id of each earlier tool call to the tool's name. The message's calls are added to it.
-    """
     if not isinstance(item, dict):
         raise ValueError(f"{where} must be an object, not {kind_of(item)}")
     role = "system" if item.get("role") == "developer" else item.get("role")
@@ -345,11 +316,7 @@ def _reference(name: str, value: object) -> str:
 
 
 def plain_text(name: str, value: object) -> str:
-    """Check that a value is text, not empty and without control characters. Return it with LF line ends.
-
-    Raises:
-        ValueError: the value is not such a text; the message names the place.
-    """
+    """Return a value as text with LF line ends. Raise ValueError if it is not text, empty, or has control characters."""
     if not isinstance(value, str):
         raise ValueError(f"{name!r} must be text, not {kind_of(value)}")
     if not value.strip():

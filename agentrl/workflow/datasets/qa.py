@@ -1,8 +1,4 @@
-"""qa: 96 generated questions with answers of a word or a number, without tools. Every fourth is held out.
-
-The questions are about opposites, letters, days, the alphabet, and who owns what, so no answer has to be looked up.
-`metadata["kind"]` names the kind of a question.
-"""
+"""qa: 96 generated questions with answers of a word or a number, without tools. Every fourth is held out."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +26,7 @@ Question = tuple[str, str]
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train` or `test`.
-
-    Raises:
-        DatasetError: the split does not exist.
-    """
+    """Yield the tasks of `train` or `test`. Raise DatasetError if the split does not exist."""
     if split not in SPLITS:
         raise DatasetError(f"qa has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     return (

@@ -1,8 +1,7 @@
-"""search_qa: questions whose answers are only in a collection of texts about an invented country.
+"""search_qa: questions whose answers are only in a collection of generated texts about an invented country.
 
-There are 36 villages and their founders, with one text each (`texts`), and 72 questions. Half of the questions need two texts
-(a village's founder, then a fact about that person). Every fifth question is held out. `metadata["hops"]` is 1 or 2. Everything
-is generated and always the same.
+There are 36 villages and founders, with one text each (`texts`), and 72 questions, half of which need two texts
+(`metadata["hops"]` is 1 or 2). Every fifth question is held out.
 """
 
 import random
@@ -72,11 +71,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of `train` or `test`. `metadata["searches"]` are queries that lead to the answer.
-
-    Raises:
-        DatasetError: the split does not exist.
-    """
+    """Yield the tasks of a split. `metadata["searches"]` leads to the answer. Raise DatasetError for an unknown split."""
     if split not in SPLITS:
         raise DatasetError(f"search_qa has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     return (

@@ -1,8 +1,7 @@
-"""text_to_sql: questions about the database of an invented bookshop (`bookshop.sql`), each with a query that answers it.
+"""text_to_sql: 60 questions about the database of an invented bookshop (`bookshop.sql`); every fifth is held out.
 
-Every fifth of the 60 questions is held out (split `test`). A task's reference is its query, and its metadata names the
-database. For your own tasks, set `reference` to a query, and `metadata["database"]` to a SQLite file, a .sql script or a
-postgresql:// URL.
+A task's reference is a query. For your own tasks, set `reference` to a query, and `metadata["database"]` to a SQLite file, a
+.sql script or a postgresql:// URL.
 """
 
 from collections.abc import Iterator, Sequence
@@ -169,11 +168,7 @@ QUESTIONS = (
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the questions of `train` or `test`.
-
-    Raises:
-        DatasetError: the split does not exist.
-    """
+    """Yield the questions of `train` or `test`. Raise DatasetError if the split does not exist."""
     if split not in SPLITS:
         raise DatasetError(f"text_to_sql has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     return (

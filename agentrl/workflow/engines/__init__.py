@@ -139,9 +139,7 @@ class Engine(Protocol):
         """Submit a request, and return a future. Errors are set on the future."""
 
     def release(self, session: int | None = None) -> None:
-        """Free the memory that is kept for the next turn of a session, because no turn follows. Without `session`, free that of
-        all sessions.
-        """
+        """Free the memory that is kept for a session's next turn; without `session`, that of all sessions."""
 
     def close(self) -> None:
         """Stop the sampler. Unfinished turns fail."""
@@ -201,38 +199,28 @@ class Backend:
 
 
 def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:
-    """Start the engine for this policy.
-
-    Raises:
-        ConfigError: a required setting is missing.
-        ModelError: the engine cannot run this model.
-    """
+    """Start the engine. Raise ConfigError if a setting is missing, ModelError if it cannot run this model."""
     engine: Engine = find("engine", backend.start)(policy, settings)
     return engine
 
 
 def window(engine: Engine, max_tokens: int) -> int:
     """Return the most tokens of prompt and answer together: `max_tokens`, or the engine's `window()` if it has one that is
-    smaller.
-
-    Raises:
-        ServiceError, ModelError, InfraError: the engine's server does not respond, or serves another model.
+    smaller. Raise ServiceError, ModelError, InfraError if the engine's server does not respond, or serves another model.
     """
     own_window = getattr(engine, "window", None)
     return max_tokens if own_window is None else min(max_tokens, own_window())
 
 
 def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = False) -> None:
-    """Check that the engine supports the options of the config.
+    """Check that the engine supports the options of the config. Raise ConfigError if an option is not supported; the message
+    names it.
 
     Args:
         backend: the engine's capabilities.
         config: the run's config.
         trains: True if the run trains.
         trained: True if the run starts from weights that another run trained.
-
-    Raises:
-        ConfigError: an option is not supported; the message names it.
     """
     hint = "Use --engine rolling."
     if config.model.numerics == "exact" and not backend.keyed:
@@ -249,11 +237,7 @@ def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = Fal
 
 
 def check_options(backend: Backend, rollout: RolloutConfig) -> None:
-    """Check that the engine supports the sampling options.
-
-    Raises:
-        ConfigError: an option is not supported; the message names it.
-    """
+    """Raise ConfigError, naming the option, if the engine does not support a sampling option."""
     for name in ("temperature", "top_k", "top_p", "min_p", "stop"):
         if name not in backend.options and getattr(rollout, name) != RolloutConfig.model_fields[name].default:
             message = f"The engine {backend.name!r} does not know rollout.{name}."
@@ -261,15 +245,13 @@ def check_options(backend: Backend, rollout: RolloutConfig) -> None:
 
 
 def check_weights(backend: Backend, kind: str, trained: bool) -> None:
-    """Check that the engine can sample from trained weights, if there are any. Every engine can sample from the base.
+    """Check that the engine can sample from trained weights, if there are any. Every engine can sample from the base. Raise
+    ConfigError if the engine can sample only from the base, or only from another kind of weights.
 
     Args:
         backend: the engine's capabilities.
         kind: the kind of weights that the policy trains, `lora` or `full`.
         trained: True if the run trains, or starts from weights that another run trained.
-
-    Raises:
-        ConfigError: the engine can sample only from the base, or only from another kind of weights.
     """
     if not trained or kind in backend.weights:
         return

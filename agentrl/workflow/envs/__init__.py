@@ -114,9 +114,7 @@ class Env:
 
 
 def optional_rewards(env: Env, weights: Mapping[str, float]) -> frozenset[str]:
-    """Return the env's rewards that have weight 0 because the user named other rewards. A failure of such a reward is
-    ignored.
-    """
+    """Return the env's rewards that have weight 0 because the user named others. Their failures are ignored."""
     return frozenset(name for name, weight in env.rewards.items() if weight and not weights.get(name, 1.0))
 
 
@@ -181,10 +179,8 @@ def offered_tools(env: Env, config: RunConfig) -> dict[str, Tool]:
     """Return the tools that the model may call in a run, by the name that the model writes: the tools of the env and those of
     the run.
 
-    If the run has `python_session`, this tool replaces the env's `python`.
-
-    Raises:
-        ConfigError: a tool does not exist, two tools have the same name, or a name is invalid.
+    If the run has `python_session`, this tool replaces the env's `python`. Raise ConfigError if a tool does not exist, two
+    tools have the same name, or a name is invalid.
     """
     own = [_find_tool(name) for name in config.tools if not mcp_tool.is_server(name)]
     session_names = {tool.name for tool in own if keeps_session(tool)}

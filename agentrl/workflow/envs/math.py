@@ -1,8 +1,4 @@
-"""math: word problems whose answer is one number, with a calculator.
-
-The correct final answer earns 1. Well-formed turns earn up to 0.1 more. While a model solves no task yet, only this second part
-differs within a group. So the model first learns to end its turns and to write answers that can be parsed.
-"""
+"""math: word problems whose answer is one number, with a calculator."""
 
 from agentrl.workflow.envs import Env
 

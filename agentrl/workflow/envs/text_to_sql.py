@@ -1,8 +1,4 @@
-"""text_to_sql: answers a question about a database with a query. The tool sql runs queries to try them out.
-
-The reward compares the rows of the answer's query with those of the reference. The order of rows matters only if the reference
-has an ORDER BY.
-"""
+"""text_to_sql: answers a question about a database with a query. The tool sql runs queries to try them out."""
 
 from agentrl.workflow.datasets.text_to_sql import DATABASE, FOLDER
 from agentrl.workflow.envs import Env

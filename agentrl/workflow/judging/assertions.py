@@ -1,9 +1,4 @@
-"""Parses the asserts in a test's source, without running them.
-
-An assert over one call with constant arguments (`assert f(1, 2) == 3 * 19`, `assert not f("x")`, `assert abs(f(2) - 1.41) <
-1e-2`) is a `Case`, which is only data. A source with anything else (a loop, a helper, the value of another call) must run as a
-program (`sandbox.program_tests`). Of such a source, this module checks only the names.
-"""
+"""Parses the asserts in a test's source, without running them."""
 
 import ast
 import builtins
@@ -17,11 +12,7 @@ from agentrl.workflow.sandbox.program_tests import bound_names
 
 
 def parse_source(source: str) -> ast.Module:
-    """Parse a source.
-
-    Raises:
-        ValueError: the source is not Python.
-    """
+    """Parse a source. Raise ValueError if the source is not Python."""
     try:
         return ast.parse(source)
     except (SyntaxError, MemoryError, RecursionError) as error:
@@ -29,14 +20,9 @@ def parse_source(source: str) -> ast.Module:
 
 
 def read_asserts(source: str, names: Sequence[str], constants: Constants | None = None) -> tuple[list[Case], int]:
-    """Return (the cases that test these functions, the number of asserts that are not cases).
-
-    Args:
-        names: the names of the functions.
-        constants: an evaluator that several sources share. Its size limit applies to all of them together.
-
-    Raises:
-        ValueError: the source is not Python.
+    """Return (the cases that test these functions, the number of asserts that are not cases). `names` are the names of the
+    functions. `constants` is an evaluator that several sources share. Its size limit applies to all of them together. Raise
+    ValueError if the source is not Python.
     """
     asserts = [node for node in ast.walk(parse_source(source)) if isinstance(node, ast.Assert)]
     constants = constants or Constants()
@@ -48,10 +34,7 @@ def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
     """Return the cases of a source if each assert is a case and depends on nothing else; None if the source must run as a
     program.
 
-    `assert True` tests nothing, and is ignored.
-
-    Raises:
-        ValueError: the source is not Python.
+    `assert True` tests nothing, and is ignored. Raise ValueError if the source is not Python.
     """
     tree, constants = parse_source(source), Constants()
     if not all(_is_alone(statement, constants, top=True) for statement in tree.body):
@@ -62,10 +45,8 @@ def all_cases(source: str, names: Sequence[str]) -> list[Case] | None:
 
 
 def check_names(source: str, program: str) -> None:
-    """Check that every name in a source is defined when the source runs after `program`.
-
-    Raises:
-        ValueError: a name is undefined, the source has no assert, or the source is not Python.
+    """Check that every name in a source is defined when the source runs after `program`. Raise ValueError if a name is
+    undefined, the source has no assert, or the source is not Python.
     """
     tree, before = parse_source(source), parse_source(program)
     if not any(isinstance(node, ast.Assert) and not _says_nothing(node) for node in ast.walk(tree)):

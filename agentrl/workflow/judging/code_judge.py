@@ -31,14 +31,9 @@ MAX_ROUNDS = 8
 
 
 def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Return True or False for each pair: whether the value passes the case.
-
-    Args:
-        pairs: a case, and the value that a function returned for it, both as text.
-
-    Raises:
-        SandboxUnavailable: this machine has no working sandbox.
-        InfraError: the system failed.
+    """Return True or False for each pair: whether the value passes the case. `pairs` is a case, and the value that a function
+    returned for it, both as text. Raise SandboxUnavailable if this machine has no working sandbox. Raise InfraError if the
+    system failed.
     """
     verdicts: list[bool] = []
     waiting = list(_batches(pairs))[::-1]
@@ -66,8 +61,6 @@ def relayed(reference: str, test: str, function: str, call: Callable[[str], str 
 
     Args:
         reference: the program that runs before the tests; it defines the correct function.
-        test: the tests.
-        function: the name of the function.
         call: a function from the arguments to the value of the model's function, both as text; None if the call failed.
 
     Raises:
@@ -94,9 +87,6 @@ def _describe(result: CodeResult) -> str:
 
 
 def _batches(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Yield the pairs in order, in batches. A batch has at most as many characters as one value may have; a longer pair has its
-    own batch.
-    """
     batch: list[tuple[str, str]] = []
     for pair in pairs:
         if batch and sum(len(case) + len(value) for case, value in [*batch, pair]) > exact_json.MAX_CHARACTERS:

@@ -37,11 +37,7 @@ class Constants:
         self._room = MAX_MADE
 
     def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression of constants and operators.
-
-        Raises:
-            ValueError, TypeError: the expression contains anything else, has no value, or is too large.
-        """
+        """Return the value of a constant expression. Raise ValueError or TypeError if it has none, or is too large."""
         try:
             match node:
                 case ast.BinOp(left, sign, right) if type(sign) in OPERATORS:

@@ -1,8 +1,4 @@
-"""The processes of Model Context Protocol servers in a tools worker: one process for each COMMAND, shared by all threads.
-
-One thread with an event loop communicates with all processes, as the SDK requires. A process is started at the first call, and
-started again if it has ended. A process ends when its input is closed, which also happens when the worker is killed.
-"""
+"""The processes of Model Context Protocol servers in a tools worker: one process for each COMMAND, shared by all threads."""
 
 import asyncio
 import atexit
@@ -33,11 +29,7 @@ STOP_SECONDS = 5.0
 
 
 def check_sdk() -> None:
-    """Check that the SDK is installed.
-
-    Raises:
-        ConfigError: the SDK is not installed in this process's environment.
-    """
+    """Check that the SDK is installed. Raise ConfigError if the SDK is not installed in this process's environment."""
     try:
         import mcp  # noqa: F401 - slow, and needed only where a server is named
     except ModuleNotFoundError as error:
@@ -53,11 +45,7 @@ def parameters(name: str) -> "StdioServerParameters":
 
 
 def command(name: str) -> list[str]:
-    """Split the command in a server's name into words.
-
-    Raises:
-        ConfigError: the name has no command, or a quotation mark in it is not closed.
-    """
+    """Split the command in a server's name. Raise ConfigError if it is empty, or a quotation is not closed."""
     try:
         args = shlex.split(name.removeprefix(PREFIX))
     except ValueError as error:
@@ -87,18 +75,11 @@ class McpServer:
         self._over = False
 
     def open(self) -> None:
-        """Start the process if it is not running.
-
-        Raises:
-            InfraError: the process does not start.
-        """
+        """Start the process if it is not running. Raise InfraError if the process does not start."""
         asyncio.run_coroutine_threadsafe(self._connect(), _loop()).result()
 
     def call(self, tool: ServedTool, arguments: dict[str, Any], seconds: float) -> str:
-        """Call a tool; see `McpTool.call`.
-
-        A call that takes too long is cancelled at the server one second after its caller has stopped waiting.
-        """
+        """Call a tool; see `McpTool.call`. The server is told to cancel one second after the caller has stopped waiting."""
         return asyncio.run_coroutine_threadsafe(self._call(tool, arguments, seconds + 1.0), _loop()).result()
 
     def stop(self) -> None:
@@ -158,9 +139,6 @@ class McpServer:
             ready.set_exception(failed)
 
     async def _has_died(self, client: "Client") -> bool:
-        """Return True if the process has ended or does not respond. Then also stop it, so the next call starts another
-        process.
-        """
         async with self._turn:
             if client is not self._client:
                 return True
@@ -218,10 +196,7 @@ _servers_lock = threading.Lock()
 
 def server(name: str) -> McpServer:
     """Return the server of this name in this process. The first use creates the object, but does not start the server's
-    process.
-
-    Raises:
-        ConfigError: the SDK is not installed in this process's environment.
+    process. Raise ConfigError if the SDK is not installed in this process's environment.
     """
     check_sdk()
     with _servers_lock:

@@ -102,10 +102,8 @@ def _nothing() -> str:
 
 
 def list_tools(name: str) -> tuple[ServedTool, ...]:
-    """Start the server of this name, list its tools, and stop the server.
-
-    Raises:
-        ConfigError: the SDK is not installed, the command does not exist, or the command is not a server with tools.
+    """Start the server of this name, list its tools, and stop the server. Raise ConfigError if the SDK is not installed, the
+    command does not exist, or the command is not a server with tools.
     """
     check_sdk()
     with tempfile.TemporaryFile("w+") as log:

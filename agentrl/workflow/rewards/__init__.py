@@ -74,11 +74,8 @@ class Judge(Tool):
     reference_form: str = ""
 
     def __call__(self, episode: Episode) -> Value:
-        """Judge the episode in this process, and return the value.
-
-        Raises:
-            SandboxUnavailable: this machine has no sandbox for model-written code.
-            InfraError: the system failed.
+        """Judge the episode in this process, and return the value. Raise SandboxUnavailable if this machine has no sandbox for
+        model-written code. Raise InfraError if the system failed.
         """
         question = self.asks(episode)
         return self.reads(self.run(question).content) if isinstance(question, Mapping) else question
@@ -89,18 +86,12 @@ class Judge(Tool):
         return result if isinstance(result, ToolResult) else ToolResult(str(result))
 
     def overdue(self) -> AgentRLError:
-        """Return an InfraError. The judged code has its own time limits, so a timeout of the judge is a failure of the
-        system.
-        """
+        """Return an InfraError: judged code has its own time limits, so the system is at fault."""
         return InfraError(f"{self.name} did not judge within {self.timeout_seconds:g} s.")
 
 
 def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
-    """Return the rewards that are judges, by name.
-
-    Raises:
-        ConfigError: a judge's name is too long.
-    """
+    """Return the rewards that are judges, by name. Raise ConfigError if a judge's name is too long."""
     rewards = {name: find("rewards", name) for name in weights}
     judges = {name: reward for name, reward in rewards.items() if isinstance(reward, Judge)}
     for name in judges:
@@ -110,11 +101,7 @@ def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
 
 
 def check_rewards(weights: Mapping[str, float]) -> None:
-    """Check that each reward can be called with only an episode. This check runs before the first episode is sampled.
-
-    Raises:
-        ConfigError: a reward cannot be called in this way.
-    """
+    """Raise ConfigError if a reward cannot be called with only an episode."""
     for name in weights:
         if problem := _uncallable(find("rewards", name)):
             raise ConfigError(f"The reward {name!r} {problem}.", "Write it as def reward(episode): return 1.0")
@@ -135,15 +122,13 @@ def _uncallable(reward: Reward) -> str:
 
 
 def questions(episode: Episode, judges: Mapping[str, Judge], optional: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
-    """Return the arguments for each judge that must run to score the ended episode, by the judge's name.
+    """Return the arguments for each judge that must run to score the ended episode, by the judge's name. Raise RewardError if a
+    judge that is not optional raised an exception.
 
     Args:
         episode: the ended episode.
         judges: the judges by name.
         optional: as in `score`.
-
-    Raises:
-        RewardError: a judge that is not optional raised an exception.
     """
     calls, (read, _) = {}, as_read(episode)
     for name, judge in judges.items():
@@ -158,14 +143,12 @@ def verdicts(
     judges: Mapping[str, Judge], results: Mapping[str, ToolResult], optional: Collection[str] = ()
 ) -> dict[str, Value | None]:
     """Convert the results of judge calls to values, by the judge's name. The value is None for an optional judge that failed.
+    Raise RewardError if a judge that is not optional failed.
 
     Args:
         judges: the judges by name.
         results: the results by the judge's name.
         optional: as in `score`.
-
-    Raises:
-        RewardError: a judge that is not optional failed.
     """
     values: dict[str, Value | None] = {}
     for name, result in results.items():
@@ -227,11 +210,7 @@ def spread(parts: Mapping[str, Part], places: Sequence[int], steps: int) -> dict
 
 
 def numbers(value: object) -> Part:
-    """Convert one number or several numbers to plain floats.
-
-    Raises:
-        TypeError: a value is not a number. Text is not accepted.
-    """
+    """Convert one number or several numbers to plain floats. Raise TypeError for any other value, also for text."""
     return tuple(map(_number, value)) if isinstance(value, list | tuple) else _number(value)
 
 
@@ -242,16 +221,14 @@ def _number(value: object) -> float:
 
 
 def part_of(value: Part, steps: int, source: str, name: str = "") -> Part:
-    """Validate the numbers of a reward part, and return the part.
+    """Validate the numbers of a reward part, and return the part. Raise RewardError if a number is not finite or exceeds
+    `MAX_REWARD`, or a list does not have one number for each step.
 
     Args:
         value: one number, or the numbers of the steps.
         steps: the number of steps.
         source: the name of the reward, hook or env that returned the value, for the error message.
         name: the name of the part, if the source returns several parts.
-
-    Raises:
-        RewardError: a number is not finite or exceeds `MAX_REWARD`, or a list does not have one number for each step.
     """
     about = f" for {name!r}" if name else ""
     if isinstance(value, float):
@@ -297,15 +274,12 @@ def _raise_reward_errors(name: str) -> Iterator[None]:
 
 
 def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str, Part]:
-    """Validate the reward parts that a hook or an env returned, and return them.
+    """Validate the reward parts that a hook or an env returned, and return them. Raise RewardError if a value is neither a
+    finite number nor one number for each step, or a name is empty, too long or not printable.
 
     Args:
         steps: the number of steps of the episode.
         source: the name of the hook or env, for the error message.
-
-    Raises:
-        RewardError: a value is neither a finite number nor one number for each step, or a name is empty, too long or not
-            printable.
     """
     for name in parts:
         if not name.isprintable() or not 0 < len(name) <= MAX_NAME:
@@ -314,11 +288,7 @@ def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str,
 
 
 def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping[str, float]) -> Episode:
-    """Return the episode with its reward, the parts of the reward, and the rewards of its steps.
-
-    Raises:
-        RewardError: the sum exceeds `MAX_REWARD`.
-    """
+    """Return the episode with its reward, parts and steps' rewards. Raise RewardError if the sum exceeds `MAX_REWARD`."""
     by_step = {name: part for name, part in parts.items() if isinstance(part, tuple)}
     steps = tuple(
         replace(step, reward=sum(part[index] * weights.get(name, 1.0) for name, part in by_step.items()))
@@ -329,11 +299,7 @@ def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping
 
 
 def total_reward(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float:
-    """Return the weighted sum of the parts. A part without a weight, which comes from a hook or an env, has weight 1.
-
-    Raises:
-        RewardError: the sum exceeds `MAX_REWARD`.
-    """
+    """Return the weighted sum of the parts (weight 1 by default). Raise RewardError if it exceeds `MAX_REWARD`."""
     reward = sum(part_sum(part) * weights.get(name, 1.0) for name, part in parts.items())
     if not _is_usable(reward):
         raise RewardError(f"the weighted sum of the reward parts is {reward}{_why_unusable(reward)}")
@@ -354,10 +320,7 @@ def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
 
 
 def _modules(name: str) -> tuple[str, ...]:
-    """Return the modules of the reward: the module with its code, and the user's module.
-
-    They differ if the user's module creates the reward from other code (`brief = within(400, 100)`).
-    """
+    """Return the modules of the reward: the module with its code, and the user's module."""
     reward = find("rewards", name)
     code: Callable[..., Any] = reward.function if isinstance(reward, Judge) else reward
     places = (code.__module__, name.partition(":")[0]) if ":" in name else (code.__module__,)

@@ -105,10 +105,7 @@ def _math_answer(reference: str, answer: str) -> ToolResult:
 
 @lru_cache(maxsize=4096)
 def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
-    """Return a function that judges the answer once and caches the result.
-
-    Its result is the verdict, which is None if the reference has no mathematics, and the processor time in seconds.
-    """
+    """Return a function that judges the answer once and caches the result."""
 
     def judge() -> tuple[float | None, float]:
         result = code_judge.asked("judge", exact_json.encode([reference, answer]), _warm, LIMITS)
@@ -118,13 +115,6 @@ def _judged(reference: str, answer: str) -> Once[tuple[float | None, float]]:
 
 
 def _opened() -> Session:
-    """Return a sandbox session that defines the function `judge`.
-
-    Raises:
-        ConfigError: the packages are not installed.
-        SandboxUnavailable: there is no sandbox, or the sandbox cannot load the packages.
-        InfraError: the session did not start.
-    """
     place = sandbox()
     reads = () if place.kind == "docker" else installed()
     session = place.session(LOADING, reads)
@@ -146,11 +136,7 @@ def _hint(kind: str, reads: Sequence[str]) -> str:
 
 
 def installed() -> tuple[str, ...]:
-    """Return the folders of the packages.
-
-    Raises:
-        ConfigError: a package is not installed.
-    """
+    """Return the folders of the packages. Raise ConfigError if a package is not installed."""
     specs = [find_spec(name) for name in PACKAGES]
     folders = [folder for spec in specs if spec for folder in spec.submodule_search_locations or ()]
     if not all(specs):

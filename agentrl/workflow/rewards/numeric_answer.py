@@ -84,11 +84,7 @@ _NO_REST = re.compile(
 
 
 def numeric_answer(episode: Episode) -> float:
-    """Return 1.0 if the answer is right, else 0.0.
-
-    Raises:
-        ValueError: the task's reference is not one number, so no answer could be right.
-    """
+    """Return 1.0 if the answer is right, else 0.0. Raise ValueError if the task's reference is not one number."""
     gold = read_reference(episode.task.reference)
     if gold is None:
         raise ValueError(
@@ -144,7 +140,6 @@ def _normal(text: str) -> str:
 
 
 def _boxed(text: str) -> str:
-    """Return the content of the box at the beginning of the text."""
     depth = 0
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1

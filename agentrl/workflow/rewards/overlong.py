@@ -23,11 +23,7 @@ CACHE_SHARE = 0.2
 
 
 def overlong(episode: Episode) -> tuple[float, ...]:
-    """Return the penalty of each step, from -1.0 to 0.0.
-
-    Raises:
-        ValueError: the episode has no run, so its limits are unknown.
-    """
+    """Return the penalty of each step, from -1.0 to 0.0. Raise ValueError if the episode has no limits."""
     if episode.limits is None:
         raise ValueError("it needs the token limit of a run, and this episode has no run")
     max_tokens = episode.limits.max_new_tokens
@@ -35,14 +31,8 @@ def overlong(episode: Episode) -> tuple[float, ...]:
 
 
 def within(max_tokens: int, cache: int) -> Reward:
-    """Return the reward with custom limits, in tokens per turn.
-
-    Args:
-        max_tokens: the limit, in tokens.
-        cache: the size of the penalised zone below the limit, in tokens.
-
-    Raises:
-        ValueError: `cache` is not between 1 and `max_tokens`.
+    """Return the reward with custom limits, in tokens per turn. `max_tokens` is the limit, in tokens. `cache` is the size of
+    the penalised zone below the limit, in tokens. Raise ValueError if `cache` is not between 1 and `max_tokens`.
     """
     if not 0 < cache <= max_tokens:
         raise ValueError(f"the zone of {cache} tokens does not lie within the {max_tokens} that a turn may have")

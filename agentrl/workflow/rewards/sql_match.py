@@ -25,11 +25,8 @@ ORDERED = re.compile(r"\border\s+by\b", re.IGNORECASE)
 
 
 def sql_match(episode: Episode) -> float:
-    """Return 1.0 if the query returns the rows of the reference, else 0.0.
-
-    Raises:
-        ValueError: the reference does not run, or returns no rows.
-        ServiceError: the database does not respond.
+    """Return 1.0 if the query returns the rows of the reference, else 0.0. Raise ValueError if the reference does not run, or
+    returns no rows. Raise ServiceError if the database does not respond.
     """
     database = str(episode.task.metadata["database"])
     where = database if is_url(database) else str(FOLDER / database)

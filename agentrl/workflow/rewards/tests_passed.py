@@ -1,13 +1,11 @@
 """tests_passed: the share of the task's hidden tests that the function in the answer passes.
 
 The answer is the last ```python block of the final turn, else the whole text of that turn. This reward is a `Judge`: the
-answer's code runs in a session of the sandbox, and each test calls the function there. The returned value is plain data. It is
-compared in another session, which never runs model-written code (`judging.code_judge`). The answer's code knows neither the
-expected values nor the number of tests. So it cannot change the verdict by what it prints, by patching modules, or by its exit
-code.
+answer's code runs in a session of the sandbox, and each test calls the function there. The returned value is plain data, which
+another session compares (`judging.code_judge`). So the answer's code knows neither the expected values nor the number of tests.
 
-If a call exceeds its time or memory, that test fails. If an answer has used the processor time for all its tests, or has slept
-for too long, the remaining tests fail. If the system fails, the reward is not 0: the answer is judged again.
+If a call exceeds its time or memory, that test fails. If the answer has used the time for all its tests, the remaining tests
+fail. If the system fails, the answer is judged again.
 """
 
 import json
@@ -54,11 +52,7 @@ BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECA
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """Return the judge's arguments, or the reward 0.0 if the answer has no code to run.
-
-    Raises:
-        ValueError: the task has no hidden test.
-    """
+    """Return the judge's arguments, or 0.0 if the answer has no code. Raise ValueError without a hidden test."""
     final_answer = episode.final_answer
     # A reference's docstring may hold a block.
     answer = final_answer if final_answer == episode.task.reference else read_code(final_answer)
@@ -67,11 +61,7 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
 
 
 def question(task: Task, answer: str) -> dict[str, Any]:
-    """Return the arguments of `tests_passed` for an answer to a task.
-
-    Raises:
-        ValueError: the task has no hidden test.
-    """
+    """Return the arguments of `tests_passed` for an answer to a task. Raise ValueError if the task has no hidden test."""
     metadata = task.metadata
     if not metadata["hidden"] and not metadata.get("test"):
         raise ValueError(f"task {task.key!r} has no hidden test")
@@ -97,9 +87,7 @@ def writable(code: str) -> bool:
 
 
 def _tests_passed(setup: str, answer: str, function: str, hidden: list[str], test: str = "", reference: str = "") -> ToolResult:
-    """Return the share of tests that the answer's function passes. The tests are the hidden cases, or those of a test
-    program.
-    """
+    """Return the share of tests that the answer's function passes."""
     return verdict_result(*_judged(setup, answer, function, tuple(hidden), test, reference)())
 
 
@@ -112,11 +100,7 @@ def verdict_result(verdict: object, cpu_seconds: float) -> ToolResult:
 def _judged(
     setup: str, answer: str, function: str, hidden: tuple[str, ...], test: str, reference: str
 ) -> Once[tuple[float, float]]:
-    """Return a function that judges the answer once and caches the result: the share of passed tests, and the processor time in
-    seconds.
-
-    The cache helps, because episodes of a group often give the same answer.
-    """
+    """Return a cached function for equal answers: the share of passed tests, and the processor time in seconds."""
 
     def judge() -> tuple[float, float]:
         budget = Budget(WHOLE_CPU_SECONDS)
@@ -132,11 +116,8 @@ def _judged(
 
 @contextmanager
 def opened() -> Iterator[Session]:
-    """Yield a sandbox session for judging, and close it afterwards.
-
-    Raises:
-        SandboxUnavailable: this machine has no sandbox for model-written code.
-        InfraError: the session did not start.
+    """Yield a sandbox session for judging, and close it afterwards. Raise SandboxUnavailable if this machine has no sandbox for
+    model-written code. Raise InfraError if the session did not start.
     """
     session = sandbox().session(LIMITS)
     try:
@@ -164,12 +145,8 @@ class Budget:
 
 
 class Calls:
-    """Calls of the function in a session, limited by the budget and by the total size of the returned values.
-
-    Args:
-        session: the session.
-        function: the function's name.
-        budget: the budget for the cells and all calls. A call that would start after the budget is used up fails.
+    """Calls of the function in a session, limited by the budget and by the total size of the returned values. `budget` is the
+    budget for the cells and all calls. A call that would start after the budget is used up fails.
     """
 
     def __init__(self, session: Session, function: str, budget: Budget) -> None:
@@ -177,11 +154,7 @@ class Calls:
         self._late = self._told = 0
 
     def begun(self, cells: Sequence[str]) -> bool:
-        """Run the cells that are not empty. Return True if all of them succeeded.
-
-        Raises:
-            InfraError: the sandbox failed, or the machine was too busy.
-        """
+        """Run the non-empty cells. Return whether all succeeded. Raise InfraError if the sandbox or machine failed."""
         for cell in filter(None, cells):
             if self._budget.spent:
                 return False
@@ -193,9 +166,7 @@ class Calls:
 
     def __call__(self, args: str) -> str | None:
         """Call the function with encoded arguments (`checks.KnownCalls`). Return the encoded result; None if the call failed.
-
-        Raises:
-            InfraError: the sandbox failed, or the machine was too busy.
+        Raise InfraError if the sandbox failed, or the machine was too busy.
         """
         if self._late >= MAX_LATE or self._budget.spent or self._told > MAX_TOLD:
             return None
@@ -216,10 +187,7 @@ def share(session: Session, cells: Sequence[str], function: str, cases: Sequence
     """Run the cells, and return the share of the cases that the function passes, from 0 to 1.
 
     The cases are texts, as in the task. If a cell fails, the share is 0.0. A case that would start after the budget is used up
-    has failed.
-
-    Raises:
-        InfraError: the sandbox failed, or the machine was too busy.
+    has failed. Raise InfraError if the sandbox failed, or the machine was too busy.
     """
     calls = Calls(session, function, budget)
     if not calls.begun(cells):

@@ -21,11 +21,7 @@ ENDS = "\"'`*_.,;:!?()[]{}\u201c\u201d\u2018\u2019"
 
 
 def text_answer(episode: Episode) -> float:
-    """Return 1.0 if the answer is right, else 0.0.
-
-    Raises:
-        ValueError: the reference or an alias has too many characters, or has no word, so no answer could be right.
-    """
+    """Return 1.0 if the answer is right, else 0.0. Raise ValueError if the reference or an alias has no usable word."""
     references = (episode.task.reference, *episode.task.metadata.get("aliases", ()))
     if any(len(text) > MAX_CHARACTERS for text in references):
         raise ValueError(f"a reference of task {episode.task.key!r} has more than {MAX_CHARACTERS} characters")

@@ -1,8 +1,4 @@
-"""tool_use: the share of an episode's tool calls that succeeded, from 0.0 to 1.0; 0.0 if the episode has no tool call.
-
-A call succeeded if its tool returned a result. A call did not succeed if it could not be parsed, was refused, failed, or was
-not run because the episode ended.
-"""
+"""tool_use: the share of an episode's tool calls that succeeded, from 0.0 to 1.0; 0.0 if the episode has no tool call."""
 
 from agentrl.workflow.trajectory import Episode
 

@@ -24,11 +24,7 @@ class InjectedFault(Exception):
 
 
 def faultpoint(name: str) -> None:
-    """Increment the count of the fault point. If a fault is due at this count, run its action.
-
-    Raises:
-        InjectedFault: the action of the due fault is `raise`.
-    """
+    """Count the fault point and run the fault that is due. Raise InjectedFault if its action is `raise`."""
     plan = _plan()
     if plan is not None:
         plan.pass_by(name)

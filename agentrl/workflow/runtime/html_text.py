@@ -19,11 +19,7 @@ class PageTooLong(Exception):
 
 
 def text_of(page: str) -> str:
-    """Return the text of a page, one line per block.
-
-    Raises:
-        PageTooLong: the page exceeded the limits on time or memory.
-    """
+    """Return the text of a page, one line per block. Raise PageTooLong if the page exceeded the limits on time or memory."""
     command = [sys.executable, "-I", __file__]
     try:
         sent, seconds = page.encode(errors="replace"), 20 * CPU_SECONDS

@@ -22,9 +22,7 @@ _silent_since = -AWAY_SECONDS
 
 
 def ask_hub(kind: Literal["model", "dataset"], name: str) -> Literal["known", "unknown", "away"]:
-    """Ask the hub whether it has a model or dataset of this name. Return `known`, `unknown`, or `away` if the hub does not
-    respond.
-    """
+    """Ask the hub for a model or dataset: `known`, `unknown`, or `away` if the hub does not respond."""
     from huggingface_hub import HfApi  # slow to import, and seldom needed
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 

@@ -12,9 +12,7 @@ _fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default={})
 
 @contextmanager
 def log_fields(**fields: object) -> Iterator[None]:
-    """Add fields to the records that are logged in the `with` block, in this thread and in threads that run in a copy of its
-    context.
-    """
+    """Add fields to records logged in the `with` block, in this thread and threads with a copy of its context."""
     token = _fields.set({**_fields.get(), **fields})
     try:
         yield
@@ -23,9 +21,7 @@ def log_fields(**fields: object) -> Iterator[None]:
 
 
 class JsonFormatter(logging.Formatter):
-    """A formatter that writes records as JSON, with `at`, `level`, `logger`, `message`, `pid`, the fields, and `error` with a
-    traceback.
-    """
+    """A formatter for JSON: `at`, `level`, `logger`, `message`, `pid`, the fields, and `error` with a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a JSON object on one line."""

@@ -1,7 +1,4 @@
-"""Prepares values and texts of models, tools and users for display: cleaned, shortened and on one line.
-
-Terminal escapes and control characters never reach a terminal. Long numbers and texts are shortened.
-"""
+"""Prepares values and texts of models, tools and users for display: cleaned, shortened and on one line."""
 
 import json
 import math
@@ -20,7 +17,6 @@ _CONTROLS = re.compile(
     "\u00ad\u180e\u200b\u2028\u2029\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
 )
 CELL_CHARS = 60
-"""The most characters of a text in the cell of a table."""
 MAX_DEPTH = 100
 """The most nested levels of a value that are shown. Deeper values become `...`."""
 MAX_BITS = 10_000
@@ -65,9 +61,7 @@ def cell(value: Any) -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Convert a value to JSON types. Times become ISO 8601 text, bytes become hexadecimal text, NaN and infinity become null,
-    and very long numbers become text.
-    """
+    """Convert a value to JSON types: times to ISO 8601, bytes to hex, NaN and infinity to null, long numbers to text."""
     match value:
         case None | bool() | str():
             return value

@@ -11,10 +11,8 @@ Answer = TypeVar("Answer")
 def within(seconds: float, work: Coroutine[Any, Any, Answer]) -> Answer:
     """Run the coroutine and return its result. After `seconds`, cancel the coroutine; its connections are closed.
 
-    The coroutine runs in a separate thread, so asynchronous callers can use this function too.
-
-    Raises:
-        TimeoutError: the coroutine took longer than `seconds`.
+    The coroutine runs in a separate thread, so asynchronous callers can use this function too. Raise TimeoutError if the
+    coroutine took longer than `seconds`.
     """
 
     async def limited() -> Answer:

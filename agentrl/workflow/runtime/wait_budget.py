@@ -82,11 +82,7 @@ _this = threading.local()
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Record the time in the `with` block as a wait of this thread for a shared resource.
-
-    Raises:
-        InfraError: the caller has given the call up.
-    """
+    """Count the time in the `with` block as a wait for a shared resource. Raise InfraError if the call was given up."""
     patience: Patience = getattr(_this, "patience", None) or Patience()
     with patience.waiting():
         yield

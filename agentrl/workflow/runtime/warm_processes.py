@@ -31,11 +31,7 @@ class Warm(Generic[Kept]):
 
     @contextmanager
     def one(self) -> Iterator[Kept]:
-        """Yield a process for the exclusive use of the caller during the `with` block.
-
-        Raises:
-            AgentRLError: the process cannot be started.
-        """
+        """Yield a process for exclusive use in the `with` block. Raise AgentRLError if it cannot be started."""
         with waiting():
             process = self._places().get()
         try:

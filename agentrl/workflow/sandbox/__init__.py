@@ -116,14 +116,9 @@ class Session(Protocol):
         ...
 
     def run(self, code: str, limits: Limits | None = None) -> CodeResult:
-        """Run a cell. If the last statement is an expression, print its value.
-
-        Args:
-            limits: the limits of this cell, instead of the session's limits.
-
-        Raises:
-            ConfigError: `limits` change memory, processes or tmp, which are fixed for a session; or they allow more processor
-                time than the session's limits.
+        """Run a cell. If the last statement is an expression, print its value. `limits` are the limits of this cell, instead of
+        the session's limits. Raise ConfigError if `limits` change memory, processes or tmp, which are fixed for a session; or
+        they allow more processor time than the session's limits.
         """
         ...
 
@@ -131,10 +126,8 @@ class Session(Protocol):
         self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True
     ) -> CodeResult:
         """Call a function that a cell defined, with plain data. `sandbox.exact_json` says how its return value is encoded.
-
-        Args:
-            args: a sequence of plain data, or the `exact_json` text of a list or tuple.
-            keeps: False to restore the state from before the call when it has ended, and to kill everything that it started.
+        `args` is a sequence of plain data, or the `exact_json` text of a list or tuple. `keeps` is False to restore the state
+        from before the call when it has ended, and to kill everything that it started.
         """
         ...
 
@@ -152,20 +145,12 @@ class Sandbox(Protocol):
         ...
 
     def run(self, code: str, stdin: str = "", limits: Limits = DEFAULTS) -> CodeResult:
-        """Run a program in a new interpreter with an empty /tmp. When this returns, all processes and files of the program are
-        gone.
-        """
+        """Run a program in a new interpreter. Afterwards all of its processes and files are gone."""
         ...
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> Session:
-        """Open a session.
-
-        Args:
-            reads: additional paths of this host that the session may read.
-
-        Raises:
-            InfraError: the session did not start.
-            ConfigError: this kind of sandbox cannot give access to paths of the host.
+        """Open a session. `reads` is additional paths of this host that the session may read. Raise InfraError if the session
+        did not start. Raise ConfigError if this kind of sandbox cannot give access to paths of the host.
         """
         ...
 

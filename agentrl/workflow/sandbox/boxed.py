@@ -24,9 +24,7 @@ log = getLogger("agentrl.sandbox")
 
 
 class Boxed:
-    """A `Sandbox` made of processes on this host. Create only one per process, because its semaphore limits the running
-    programs of the whole process.
-    """
+    """A `Sandbox` of processes on this host. Create one per process: its semaphore limits the running programs."""
 
     def __init__(self, launch: Launch) -> None:
         self.kind = launch.kind

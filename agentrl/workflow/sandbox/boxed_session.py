@@ -82,9 +82,7 @@ class BoxedLine:
         return self._box.cgroup.events(), self._cpu_seconds()
 
     def settle(self, lasting: Set[int]) -> int:
-        """See `Line.settle`. The first call records which processes belong to the sandbox itself: all that exist then, except
-        `lasting`.
-        """
+        """See `Line.settle`. At the first call, all processes but `lasting` belong to the sandbox itself."""
         if not self._keepers:
             self._keepers = self._box.members() - lasting
         ended = freeze.settle(self._box.stop, lambda: self._box.members() - self._keepers, lasting, ANSWER_SECONDS)
@@ -116,11 +114,7 @@ class BoxedLine:
 
 
 def open_session(launch: Launch, limits: Limits, turns: FairSemaphore, reads: Sequence[str] = ()) -> CellSession:
-    """Start a new sandbox on this host, and open a session in it.
-
-    Raises:
-        InfraError: the session did not start.
-    """
+    """Start a new sandbox on this host, and open a session in it. Raise InfraError if the session did not start."""
     line = BoxedLine(launch, limits, reads)
     try:
         return CellSession(line, launch.kind, limits, turns, spawn.START_SECONDS)

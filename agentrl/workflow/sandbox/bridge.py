@@ -65,9 +65,7 @@ before the number in the file.
 
 
 class Header(TypedDict):
-    """The first line from the host: the child's command line (`argv`), the system call filter in hex, and the lengths of the
-    parts that follow, in bytes.
-    """
+    """The first line from the host: the child's `argv`, the system call filter in hex, the lengths of what follows."""
 
     argv: list[str]
     filter: str
@@ -112,9 +110,7 @@ def make_file(content: bytes) -> int:
 
 
 def become(header: Header, files: dict[int, int]) -> NoReturn:
-    """Replace the child by the program: copy its files to their descriptor numbers, install the system call filter, and
-    exec.
-    """
+    """Become the program: copy its files to their descriptors, install the system call filter, and exec."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # a process that is not dumpable may not write the next file
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -140,10 +136,7 @@ def send(kind: bytes, data: bytes) -> None:
 
 def counts(waited: float) -> bytes:
     """Return the kernel's counts for this container as JSON: processes killed for lack of memory, refused processes, and
-    processor time.
-
-    Args:
-        waited: the time that the container waited for a core, in seconds; it becomes part of the JSON.
+    processor time. `waited` is the time that the container waited for a core, in seconds; it becomes part of the JSON.
     """
     values = {"waited": waited}
     for name, (first, second, word) in COUNTS.items():
@@ -212,9 +205,7 @@ class FrameRelay:
         return bool(data)
 
     def relay_message(self) -> bool:
-        """Send a message of one of the session's processes to the host, after all earlier output. Return False if the socket is
-        closed.
-        """
+        """Relay a message of the session's processes after all earlier output. Return False if the socket is closed."""
         data, ancillary, _, _ = self.control.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS.size))
         drain(self.output)
         process = CREDENTIALS.unpack(ancillary[0][2])[0] if ancillary else 0

@@ -75,9 +75,7 @@ def options(profile: Profile, tmp_bytes: int, info: int, go: int, filter_file: i
 
 
 def command(profile: Profile, args: int, uid: int | None, joins: Sequence[str], inside: Sequence[str]) -> list[str]:
-    """Return the full command line, which joins the control groups, changes the user, and then runs bwrap with the
-    interpreter.
-    """
+    """Return the command line: join the control groups, change the user, run bwrap with the interpreter."""
     argv = [profile.bwrap, "--args", str(args), "--", *inside]
     if uid is not None:
         number = str(uid)

@@ -75,9 +75,7 @@ def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, ord
 
 
 def _show_memory(traceable: bool) -> None:
-    """Allow or forbid processes of the same user to trace this process. If the system call fails, the sandbox forbids tracing
-    anyway.
-    """
+    """Allow or forbid processes of the same user to trace this one. If that fails, tracing is forbidden anyway."""
     ctypes.CDLL(None).prctl(SET_DUMPABLE, int(traceable), 0, 0, 0)
 
 
@@ -131,7 +129,6 @@ def _fork() -> int:
 
 
 def _wait_for(child: int) -> int:
-    """Wait for the child; return its exit code, negative for a signal."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     except ChildProcessError:  # a cell set SIGCHLD to be ignored
@@ -162,10 +159,7 @@ def _hand_on(control: int, seconds: float) -> None:
 
 
 def _renew_streams() -> None:
-    """Replace the standard streams, because a thread that does not exist after the fork may hold their lock.
-
-    The old streams stay in memory, because closing them would block.
-    """
+    """Replace the standard streams, whose locks a lost thread may hold. The old ones stay: closing would block."""
     for name, file in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, f"__{name}__")
         OLD_STREAMS.append(old)

@@ -52,10 +52,7 @@ class Cgroup:
 
     def set_limits(self, memory_bytes: int, processes: int) -> None:
         """Set the limits on memory, in bytes, and on the number of processes. Limits that have not changed are not written
-        again.
-
-        Raises:
-            InfraError: the kernel refuses a limit because more than that is in use.
+        again. Raise InfraError if the kernel refuses a limit because more than that is in use.
         """
         self._write("memory", "memory.swappiness", "memory.swap.max", 0)
         self._write("memory", "memory.limit_in_bytes", "memory.max", memory_bytes)
@@ -81,9 +78,7 @@ class Cgroup:
         return None if folder is None else set(map(int, (folder / "cgroup.procs").read_text().split()))
 
     def note_final_cpu_seconds(self, seconds: float) -> None:
-        """Store the processor time of the first process and its reaped children, in seconds. It is used if no controller counts
-        processor time.
-        """
+        """Store the processor time of the first process in seconds, for when no controller counts it."""
         self._seconds = seconds
 
     def remove(self) -> None:
@@ -133,9 +128,7 @@ def make() -> Cgroup:
 
 
 def parents(mount: Path = MOUNT, own: Path = Path("/proc/self/cgroup")) -> dict[str, Path]:
-    """Return for each controller the group in which this process may create groups. Controllers without such a group are left
-    out.
-    """
+    """Return, by controller, the group in which this process may create groups."""
     first: dict[str, Path] = {}
     second: dict[str, Path] = {}
     for line in own.read_text().splitlines() if own.exists() else ():

@@ -43,9 +43,7 @@ class KernelCounts:
 
 
 def options(name: str, image: str, user: int, limits: Limits) -> list[str]:
-    """Return the command line of `docker run` without the interpreter's arguments. The program sees only the image and a
-    /tmp.
-    """
+    """Return `docker run` without the interpreter's arguments. The program sees only the image and /tmp."""
     tmp = f"/tmp:rw,exec,nosuid,nodev,size={limits.tmp_bytes},nr_inodes={ENTRIES},uid={user},gid={user},mode=700"
     args = ["run", "--interactive", "--rm", "--pull", "never", "--name", name, "--log-driver", "none", "--network", "none"]
     args += ["--read-only", "--tmpfs", tmp, "--shm-size", str(SHM_BYTES), "--workdir", "/tmp", "--hostname", "sandbox"]
@@ -62,7 +60,6 @@ class Container:
 
     Args:
         docker: the docker command.
-        image: the image of the container.
         user: the user id and group id of the program.
         limits: the limits of the program.
         scripts: the names of the files of this package to send. The `main` of the last one is called.
@@ -107,11 +104,7 @@ class Container:
         self._waiting += FRAME.pack(kind, len(data)) + data
 
     def frames(self, seconds: float) -> list[tuple[bytes, bytes]]:
-        """Wait up to `seconds` for frames from the bridge, and return them. Counts are not returned but stored in `counted`.
-
-        Raises:
-            EOFError: the container has ended.
-        """
+        """Wait up to `seconds` for frames. Counts go into `counted`. Raise EOFError if the container has ended."""
         frames, self._kept = [*self._kept, *self._split_frames()], []
         deadline, counted = time.monotonic() + seconds, self.counted
         while not frames and self.counted is counted and (left := deadline - time.monotonic()) > 0:
@@ -127,9 +120,7 @@ class Container:
         return frames
 
     def wait_for_begin(self, seconds: float) -> bool:
-        """Return whether the program began within `seconds`. Other frames that arrive meanwhile are returned by the next call
-        of `frames`.
-        """
+        """Return whether the program began within `seconds`. `frames` returns what else arrived."""
         deadline = time.monotonic() + seconds
         came: list[tuple[bytes, bytes]] = []
         try:
@@ -141,15 +132,8 @@ class Container:
         return len(self._kept) < len(came)
 
     def follow(self, limits: Limits, running: Callable[[], int], over: Callable[[bytes, bytes], bool]) -> Use:
-        """Read the program's output until a frame ends the reading or a limit is passed.
-
-        Args:
-            limits: the limits that are checked.
-            running: returns the number of running programs of this process.
-            over: called with each frame that is neither output nor a count; returns True to end the reading.
-
-        Raises:
-            EOFError: the container ended first.
+        """Read the program's output until `over` returns True for another frame, or a limit is passed. `running` returns the
+        number of running programs of this process. Raise EOFError if the container ended first.
         """
         clock, printed = Clock(limits, running), bytearray()
         overrun: Overrun | None = None
@@ -190,9 +174,7 @@ class Container:
         return self._said
 
     def _wait_until_gone(self, seconds: float) -> bool:
-        """Return whether docker ended within `seconds`. Meanwhile read and discard docker's output, so docker does not
-        block.
-        """
+        """Return whether docker ended within `seconds`. Its output is discarded, so it does not block."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self._in], [], [], left)[0] and not os.read(self._in, CHUNK):

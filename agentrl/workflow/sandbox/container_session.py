@@ -41,9 +41,7 @@ class ContainerLine:
         return self._parts.pop(0) if self._parts else (b"", 0)
 
     def forget(self) -> None:
-        """See `Line.forget`. Nothing older can arrive later, because the bridge sends all messages and output before it reports
-        the end of `settle`.
-        """
+        """See `Line.forget`. The end of `settle` comes after all messages and output, so nothing older follows."""
         self._parts.clear()
 
     def watch(self, limits: Limits, running: Callable[[], int]) -> Use:
@@ -95,11 +93,7 @@ class ContainerLine:
 
 
 def open_session(container: Container, limits: Limits, turns: FairSemaphore) -> CellSession:
-    """Open a session in the container `container`.
-
-    Raises:
-        InfraError: the session did not start.
-    """
+    """Open a session in the container `container`. Raise InfraError if the session did not start."""
     try:
         return CellSession(ContainerLine(container), KIND, limits, turns, START_SECONDS)
     except (BrokenLine, SettleError, EOFError) as error:

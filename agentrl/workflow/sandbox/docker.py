@@ -39,13 +39,7 @@ each container.
 
 
 class Docker:
-    """A `Sandbox` that runs containers.
-
-    Args:
-        image: the image of the containers.
-        user: the user id and group id of the programs.
-        docker: the docker command.
-    """
+    """A `Sandbox` that runs containers of `image`. `user` is the user id and group id of the programs."""
 
     kind = KIND
 
@@ -89,11 +83,8 @@ class Docker:
 
 
 def find(settings: Settings) -> Docker:
-    """Create the docker sandbox, and test it by running a program.
-
-    Raises:
-        ConfigError: no image is configured, or the range of user ids is invalid.
-        SandboxUnavailable: docker or the image is missing, or the test program does not run.
+    """Create the docker sandbox, and test it by running a program. Raise ConfigError if no image is configured, or the range of
+    user ids is invalid. Raise SandboxUnavailable if docker or the image is missing, or the test program does not run.
     """
     check(settings.sandbox_image)
     sandbox = Docker(settings.sandbox_image, uid_pool.uid_range(settings.sandbox_uids)[-1])
@@ -106,12 +97,7 @@ def find(settings: Settings) -> Docker:
 
 
 def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
-    """Check that docker and the image are available.
-
-    Raises:
-        ConfigError: no image is configured.
-        SandboxUnavailable: docker or the image is missing.
-    """
+    """Raise ConfigError if no image is configured, SandboxUnavailable if docker or the image is missing."""
     if not image:
         raise ConfigError(
             "The docker sandbox was asked for, but AGENTRL_SANDBOX_IMAGE names no image.", "Try python:3.11-slim."
@@ -125,11 +111,7 @@ def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
 
 
 def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) -> CodeResult:
-    """Wait for the end of a program, and return its result.
-
-    Raises:
-        InfraError: the program did not begin, or its container ended before the program.
-    """
+    """Wait for a program and return its result. Raise InfraError if it did not begin, or its container ended first."""
     code: list[int] = []
 
     def over(kind: bytes, data: bytes) -> bool:

@@ -43,11 +43,8 @@ class Opaque:
 
 
 def encode(value: object) -> str:
-    """Encode a value as text.
-
-    Raises:
-        ValueError: `value` nests deeper than 200 levels, or contains itself.
-        Exception: the `__bool__` of an object in `value` raised this exception.
+    """Encode a value as text. Raise ValueError if `value` nests deeper than 200 levels, or contains itself. Raise Exception if
+    the `__bool__` of an object in `value` raised this exception.
     """
     return json.dumps(_tag(value, 0), allow_nan=False)
 
@@ -56,10 +53,7 @@ def decode(text: str) -> Any:
     """Decode text, which may be untrusted.
 
     Building a set of maliciously chosen numbers may take extremely long. So values from model-written code are decoded in a
-    process that can be killed (`judging.code_judge`).
-
-    Raises:
-        ValueError: `encode` cannot have written this text.
+    process that can be killed (`judging.code_judge`). Raise ValueError if `encode` cannot have written this text.
     """
     try:
         return _untag(json.loads(text, parse_constant=_refuse_constant), 0)
@@ -121,9 +115,7 @@ def _tag_other(value: Any, kind: type, depth: int) -> Any:
 
 
 def _tag_iterator(value: Any, kind: type, depth: int) -> Any:
-    """Encode an object without a plain form: the items of an iterator that has neither `__bool__` nor `__len__`, or the truth
-    value of any other object.
-    """
+    """Encode an object without a plain form: an iterator's items, or any other object's truth value."""
     if hasattr(kind, "__next__") and not (hasattr(kind, "__bool__") or hasattr(kind, "__len__")):
         items = list(islice(value, MAX_ITEMS + 1))
         if len(items) <= MAX_ITEMS:
@@ -132,7 +124,6 @@ def _tag_iterator(value: Any, kind: type, depth: int) -> Any:
 
 
 def _loaded_type(module: str, name: str) -> Any:
-    """Return a type of a module. If the module is not loaded, return (), because then no value of that type exists."""
     return getattr(sys.modules.get(module), name, ())
 
 

@@ -21,11 +21,7 @@ class FairSemaphore:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Wait for a free place, and hold it until the context ends.
-
-        Raises:
-            InfraError: the caller for which this thread works has stopped waiting.
-        """
+        """Hold a place until the context ends. Raise InfraError if this thread's caller has stopped waiting."""
         handed = self._enqueue()
         try:
             with waiting():

@@ -28,12 +28,9 @@ def install_hint(settings: Settings) -> str:
 
 
 def find_sandbox(settings: Settings) -> Sandbox:
-    """Return the sandbox that the settings name; for `auto`, the first that works on this machine.
-
-    Raises:
-        SandboxUnavailable: the sandbox, or for `auto` every sandbox, does not work on this machine. The message says what each
-            one lacks.
-        ConfigError: a setting is invalid.
+    """Return the sandbox that the settings name; for `auto`, the first that works on this machine. Raise SandboxUnavailable if
+    the sandbox, or for `auto` every sandbox, does not work on this machine. The message says what each one lacks. Raise
+    ConfigError if a setting is invalid.
     """
     lacking: dict[str, SandboxUnavailable] = {}
     for kind, result in attempts(settings):
@@ -49,10 +46,8 @@ def find_sandbox(settings: Settings) -> Sandbox:
 def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavailable]]:
     """Try the kinds of sandboxes that the settings allow, preferred first. Stop at the first that works.
 
-    Yield each kind that does not work with its error, and the kind that works with its sandbox.
-
-    Raises:
-        ConfigError: a setting is invalid.
+    Yield each kind that does not work with its error, and the kind that works with its sandbox. Raise ConfigError if a setting
+    is invalid.
     """
     kinds = {"bwrap": find_bwrap, "landlock": landlock.find, "docker": docker.find, "none-unsafe": find_unsafe}
     for kind in PREFERRED_KINDS if settings.sandbox == "auto" else (settings.sandbox,):
@@ -66,10 +61,8 @@ def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavail
 
 
 def find_bwrap(settings: Settings) -> Sandbox:
-    """Return the bwrap sandbox with the strictest profile that works on this machine, and with a zygote if possible.
-
-    Raises:
-        SandboxUnavailable: bwrap is not installed, or does not start.
+    """Return the bwrap sandbox with the strictest profile that works on this machine, and with a zygote if possible. Raise
+    SandboxUnavailable if bwrap is not installed, or does not start.
     """
     program = shutil.which("bwrap")
     if program is None:

@@ -22,9 +22,7 @@ PAUSE_SECONDS = 0.002
 
 
 class SettleError(Exception):
-    """The error for a failed cleanup after a cell: a process that should have ended still lives, or a process that should
-    remain has ended.
-    """
+    """The error of a cleanup after a cell: a process still lives that should have ended, or the reverse."""
 
 
 def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: Set[int], seconds: float) -> int:

@@ -33,10 +33,7 @@ class Case:
     tolerance: float = 0.0
 
     def passes(self, result: Any) -> bool:
-        """Return whether the return value `result`, which is plain data, passes.
-
-        A value that cannot be compared does not pass, for example a number that is too large for a float.
-        """
+        """Return whether the plain value `result` passes. A value that cannot be compared does not pass."""
         try:
             return self._passes(result)
         except (ArithmeticError, ValueError, TypeError, RecursionError):
@@ -58,21 +55,13 @@ class Case:
 
     @classmethod
     def of(cls, text: str) -> "Case":
-        """Build a test from its text.
-
-        Raises:
-            ValueError: the text is not that of a test.
-        """
+        """Build a test from its text. Raise ValueError if the text is not that of a test."""
         args, value, rule, tolerance = exact_json.decode(text)
         return cls(tuple(args), value, rule, tolerance)
 
 
 def args_of(text: str) -> str:
-    """Return the arguments in the text of a test, as `exact_json` text. They are not decoded.
-
-    Raises:
-        ValueError: the text is not that of a test.
-    """
+    """Return a test's arguments as `exact_json` text, undecoded. Raise ValueError if the text is not a test's."""
     args, _, _, _ = json.loads(text)
     return json.dumps(args)
 

@@ -145,10 +145,8 @@ def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
 
 
 def scope_signals() -> None:
-    """Enter the supervisor's domain, which only removes the right to signal processes outside of it.
-
-    Raises:
-        SystemExit: the kernel does not enforce the domain. `kill(-1)` would then kill all processes of the machine.
+    """Enter the supervisor's domain, which only removes the right to signal processes outside of it. Raise SystemExit if the
+    kernel does not enforce the domain. `kill(-1)` would then kill all processes of the machine.
     """
     check_answer(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     check_answer(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
@@ -161,9 +159,7 @@ def scope_signals() -> None:
 
 
 def confine(spec: Spec) -> None:
-    """Give up the child's rights and set its limits. The order matters, because a later step gives up rights that an earlier
-    step needs.
-    """
+    """Give up the child's rights and set its limits. Later steps give up rights that earlier ones need."""
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # out of memory, the kernel kills these before the keeper
     for group in spec["joins"]:
@@ -197,10 +193,7 @@ def become(spec: Spec) -> NoReturn:
 
 
 def words(path: str) -> list[str]:
-    """Read a file of /proc and return the words after the process's name; empty if the process is gone.
-
-    The name is left out because it may be invalid text.
-    """
+    """Return the words of a file of /proc after the process's name, which may be invalid text; empty if it is gone."""
     try:
         with open(path, "rb") as file:
             return file.read().rpartition(b")")[2].decode(errors="replace").split()
@@ -228,9 +221,7 @@ def descendants(of: int) -> Iterator[tuple[str, int]]:
 
 
 def proportional(pid: str) -> int:
-    """Return the proportional set size (PSS) of a process, in bytes. Memory that forked processes share counts only once in the
-    sum over these processes.
-    """
+    """Return a process's proportional set size in bytes: memory that forks share counts once in the sum."""
     fields = words(f"/proc/{pid}/smaps_rollup")
     return int(fields[fields.index("Pss:") + 1]) * 1024 if "Pss:" in fields else 0
 
@@ -249,11 +240,7 @@ def cpu_seconds(pids: list[str]) -> float:
 
 
 def files_below(folder: str) -> Iterator[os.stat_result]:
-    """Yield the stat result of each entry in a folder and its sub-folders.
-
-    Raises:
-        OSError: a folder cannot be listed, because its path is too long or the supervisor has no access.
-    """
+    """Yield the stat result of each entry below a folder. Raise OSError if a folder cannot be listed."""
     waiting = [folder]
     while waiting:
         try:
@@ -289,10 +276,7 @@ def mappings(pids: list[str]) -> Iterator[tuple[str, bytes]]:
 
 def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None]]:
     """Yield (inode, size in bytes) of each deleted file of a folder that a process still maps. The size is None if this user
-    may not read it.
-
-    Raises:
-        OSError: there are more than `MAPPINGS` mappings, which are too many to read in time.
+    may not read it. Raise OSError if there are more than `MAPPINGS` mappings, which are too many to read in time.
     """
     prefix = os.fsencode(os.path.realpath(folder)) + b"/"
     for number, (pid, line) in enumerate(mappings(pids)):
@@ -344,10 +328,7 @@ def passed_limit(spec: Spec) -> str:
 
 
 def watch(spec: Spec, child: int) -> tuple[int | None, str]:
-    """Wait until the first child ends or must be killed, and carry out the host's orders meanwhile.
-
-    Return (its wait status, "") if it ended, and (None, the reason) if it must be killed.
-    """
+    """Wait for the first child while serving the host's orders. Return (wait status, "") or (None, why to kill it)."""
     poll = select.poll()
     poll.register(spec["control"], select.POLLIN)
     poll.register(os.pidfd_open(child), select.POLLIN)
@@ -378,9 +359,7 @@ def carry_out(order: bytes, control: int) -> bool:
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """Reap children that have ended; yield the process id and wait status of each. Orphans are included, because they become
-    children of the supervisor.
-    """
+    """Reap ended children, orphans included; yield the process id and wait status of each."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -405,9 +384,7 @@ def end_all() -> dict[int, int]:
 
 
 def remove(folder: str) -> None:
-    """Remove the folder, even if it contains paths that are too long or folders without access rights. A missing folder is
-    ignored.
-    """
+    """Remove the folder if it exists, even with too long paths or folders without access rights."""
     try:
         os.rmdir(folder)
     except FileNotFoundError:

@@ -85,11 +85,7 @@ def abi() -> int:
 
 
 def check() -> None:
-    """Check that Landlock works on this machine.
-
-    Raises:
-        SandboxUnavailable: the kernel is too old, or libseccomp is missing.
-    """
+    """Check that Landlock works here. Raise SandboxUnavailable if the kernel is too old, or libseccomp is missing."""
     if abi() < NEEDED_ABI:
         raise SandboxUnavailable(
             f"The landlock sandbox needs Landlock's ABI {NEEDED_ABI} (Linux 6.12), and this kernel has {abi()}.",
@@ -100,11 +96,7 @@ def check() -> None:
 
 @lru_cache(maxsize=2)
 def filters(owner: bool) -> tuple[str, str]:
-    """Return two system call filters in hex: the filter of bwrap's programs, and the additional filter of this sandbox.
-
-    Args:
-        owner: True if the program runs as a user who owns files.
-    """
+    """Return the filters in hex: of bwrap's programs, and of this sandbox. `owner`: the program's user owns files."""
     import pyseccomp
 
     rules = seccomp.rules()
@@ -131,18 +123,14 @@ def filters(owner: bool) -> tuple[str, str]:
 
 
 def readable_paths(folders: tuple[str, ...]) -> list[str]:
-    """Return the paths that a program may read: /usr, the folders that older systems have outside of /usr, and the
-    interpreter's folders.
-    """
+    """Return what a program may read: /usr, older systems' folders outside of it, the interpreter's folders."""
     real = [path for path in LINKS if Path(path).is_dir() and not Path(path).is_symlink()]
     return [path for path in (*READABLE, *real, *folders) if Path(path).exists()]
 
 
 @lru_cache(maxsize=1)
 def keeper_source() -> str:
-    """Return the source code of the supervisor. It is passed as text, because the interpreter may run as a user who cannot read
-    our files.
-    """
+    """Return the supervisor's source, as text: the interpreter's user may not be able to read our files."""
     return Path(keeper.__file__).read_text(encoding="utf-8")
 
 
@@ -251,13 +239,7 @@ class KeptProcess:
 
 
 def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
-    """Return a launcher of Landlock sandboxes.
-
-    Args:
-        python: the path of the interpreter.
-        folders: the folders that the interpreter needs in addition to /usr.
-        uids: the user ids for sandboxes, if this process is root.
-    """
+    """Return a launcher of Landlock sandboxes. Programs may read `folders` too. Root uses the user ids `uids`."""
 
     def start_one(limits: Limits, inside: Inside) -> KeptProcess:
         return start(python, folders, uids, limits, inside)
@@ -266,11 +248,8 @@ def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
 
 
 def find(settings: Settings) -> Boxed:
-    """Create the Landlock sandbox, and test it by running a program.
-
-    Raises:
-        SandboxUnavailable: the kernel or libseccomp lacks a feature, or the test program does not run.
-        ConfigError: the range of user ids is invalid.
+    """Create the Landlock sandbox, and test it by running a program. Raise SandboxUnavailable if the kernel or libseccomp lacks
+    a feature, or the test program does not run. Raise ConfigError if the range of user ids is invalid.
     """
     check()
     uids, problem = uid_pool.uid_range(settings.sandbox_uids), "no interpreter was found"
@@ -285,11 +264,7 @@ def find(settings: Settings) -> Boxed:
 
 
 def start(python: str, folders: tuple[str, ...], uids: range, limits: Limits, inside: Inside) -> KeptProcess:
-    """Start a sandbox. See `spawn.start`.
-
-    Raises:
-        InfraError: the sandbox did not start.
-    """
+    """Start a sandbox. See `spawn.start`. Raise InfraError if the sandbox did not start."""
     with ExitStack() as undone, ExitStack() as passed_on:
         seat = uid_pool.lease_uid(uids)
         undone.callback(seat.release)

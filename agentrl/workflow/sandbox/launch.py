@@ -72,25 +72,15 @@ class RunningSandbox(Protocol):
         ...
 
     def stop(self) -> None:
-        """Stop all processes inside, in one step that a fork cannot escape (see `freeze`).
-
-        Raises:
-            OSError: the process that carries out the order is gone.
-        """
+        """Stop all processes inside in one step that no fork escapes (`freeze`). Raise OSError if that is impossible."""
         ...
 
     def go_on(self) -> None:
-        """Continue the stopped processes. They may continue shortly after this returns.
-
-        Raises:
-            OSError: the process that carries out the order is gone.
-        """
+        """Continue the stopped processes, perhaps shortly after this returns. Raise OSError if that is impossible."""
         ...
 
     def close(self) -> int:
-        """Kill all processes inside and wait until they have ended; return the program's exit code, negative for a signal.
-        Idempotent.
-        """
+        """Kill all processes inside and wait for them; return the program's exit code, negative for a signal."""
         ...
 
 

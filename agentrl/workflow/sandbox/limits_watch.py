@@ -42,9 +42,7 @@ Overrun = Literal["timeout_cpu", "timeout_wall", "output_cap", "starved"]
 
 @dataclass(frozen=True)
 class Use:
-    """What was observed of a program's run: the reason to kill it (None if it ended by itself), its output up to the limit, and
-    its times in seconds.
-    """
+    """What was observed of a run: why to kill it (None: it ended by itself), output up to the limit, seconds."""
 
     overrun: Overrun | None
     output: bytes
@@ -78,11 +76,8 @@ class Clock:
 
     def look(self, cpu: float, waited: float) -> tuple[Overrun | None, float]:
         """Check the limits. Return the reason to kill the program now (None without a reason), and the time until the next
-        check, in seconds.
-
-        Args:
-            cpu: the program's processor time so far, in seconds.
-            waited: the time that the program waited for a core so far, in seconds.
+        check, in seconds. `cpu` is the program's processor time so far, in seconds. `waited` is the time that the program
+        waited for a core so far, in seconds.
         """
         limits, now = self._limits, time.monotonic()
         if cpu + waited - self._busy < ASLEEP_SHARE * (now - self._seen):
@@ -112,9 +107,7 @@ def watch(
     Args:
         output: the reading end of the program's stdout and stderr.
         end: a descriptor that becomes readable when the program has ended.
-        limits: the program's limits.
-        spent: returns the program's processor time so far, in seconds.
-        members: returns the ids of the program's processes.
+        spent, members: return the program's processor time so far, in seconds, and the ids of its processes.
         running: returns the number of running programs of this process.
     """
     os.set_blocking(output, False)
@@ -145,9 +138,7 @@ def watch(
 
 
 def _read(file: int, into: bytearray, max_bytes: int) -> bool:
-    """Read a chunk into `into`; return whether there may be more to read. At most `max_bytes` + 1 bytes are stored; the extra
-    byte shows that the limit was passed.
-    """
+    """Read a chunk; return whether more may follow. One byte above `max_bytes` shows that the limit was passed."""
     try:
         part = os.read(file, CHUNK)
     except BlockingIOError:
@@ -167,7 +158,6 @@ def drain(file: int) -> bool:
 
 
 def _runnable() -> int:
-    """Return the number of threads on this machine that run or wait for a core."""
     with suppress(OSError):
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return 1
@@ -176,10 +166,8 @@ def _runnable() -> int:
 def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> float:
     """Return the processor time that a sandbox has used so far, in seconds.
 
-    Without a control group, only the sandbox's living processes are counted.
-
-    Args:
-        lasting: the ids of the processes of the sandbox itself. Without a control group they are not counted.
+    Without a control group, only the sandbox's living processes are counted. `lasting` is the ids of the processes of the
+    sandbox itself. Without a control group they are not counted.
     """
     counted = box.cgroup.cpu_seconds()
     if counted is not None:

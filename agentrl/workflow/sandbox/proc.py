@@ -10,9 +10,7 @@ from contextlib import suppress
 
 
 def fields(process: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` that follow the process's name. The first of them is the process's state. Empty if
-    the process is gone.
-    """
+    """Return the fields of `/proc/PID/stat` from the state on; empty if the process is gone."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].decode().split()

@@ -106,9 +106,7 @@ class FunctionRelay:
         self.new_calls: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the value of the call: the value from the model's function if it is known, else the value from the
-        reference.
-        """
+        """Return the call's value: from the model's function if it is known, else from the reference."""
         text = self._text(args, kwargs, sys._getframe(1))
         if not self.new_calls and self.replayed < len(self._known_calls) and self._known_calls[self.replayed][0] == text:
             value = self._known_calls[self.replayed][1]
@@ -126,10 +124,8 @@ class FunctionRelay:
         return self._plain_copy(self._right(*exact_json.decode(text)))
 
     def _value_with_source(self, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the value from the reference for arguments that are relayed as source code.
-
-        Raises:
-            CannotJudge: the source code cannot be run, or the reference returns another value for the arguments that it builds.
+        """Return the value from the reference for arguments that are relayed as source code. Raise CannotJudge if the source
+        code cannot be run, or the reference returns another value for the arguments that it builds.
         """
         call: dict[str, str] = json.loads(text)
         names: dict[str, Any] = {self._sources.function: self._right}
@@ -199,9 +195,7 @@ class _Sources:
         return {name: node for statements in bodies for node in statements for name in _defined_names(node) if bound[name] == 1}
 
     def call(self, caller: types.FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str] | None:
-        """Return the `source` and the `args` of the call that the frame `caller` makes. Return None if the source code needs
-        something that cannot be sent.
-        """
+        """Return the `source` and `args` of the call that `caller` makes; None if it needs what cannot be sent."""
         node = self._calls.get(_place_of_call(caller))
         if node is None or not isinstance(node.func, ast.Name) or node.func.id not in self._functions:
             return None
@@ -231,10 +225,7 @@ class _Sources:
         return {"source": ast.unparse(caller_tree), "args": exact_json.encode([*plain, *values.values()])}
 
     def _needed(self, nodes: list[ast.AST], variables: dict[str, Any]) -> tuple[list[ast.stmt], dict[str, Any]] | None:
-        """Return what the names in `nodes` refer to: definitions in the tests, and plain values by name.
-
-        Return None if a name refers to something else.
-        """
+        """Return the definitions and plain values that the names in `nodes` mean; None if a name means something else."""
         definitions: set[ast.stmt] = set()
         values: dict[str, Any] = {}
         waiting, seen = list(nodes), set[str]()
@@ -258,7 +249,6 @@ class _Sources:
 
 
 def _plain_text(value: list[Any]) -> str | None:
-    """Return the `exact_json` text of a value; None if the value is not plain data."""
     try:
         text = exact_json.encode(value)
     except Exception:  # noqa: BLE001 - of an object of the tests
@@ -271,9 +261,7 @@ def _place(node: ast.expr) -> tuple[int | None, ...]:
 
 
 def _place_of_call(caller: types.FrameType) -> tuple[int | None, ...]:
-    """Return the position in the tests of the call that the frame `caller` makes; () if the frame does not belong to the
-    tests.
-    """
+    """Return the position of the call that `caller` makes in the tests; () if it is not in the tests."""
     if caller.f_code.co_filename != FILE:
         return ()
     return next(islice(caller.f_code.co_positions(), caller.f_lasti // 2, None))  # two bytes an instruction
@@ -289,9 +277,7 @@ def _defined_names(statement: ast.stmt) -> Iterator[str]:
 
 
 def bound_names(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that the code in `tree` binds. A name is yielded once for each place that binds it; an import of all
-    names yields `*`.
-    """
+    """Yield the names that the code binds, once per place; `*` for an import of all names."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name) | ast.ExceptHandler(name=str(name)):
@@ -363,9 +349,7 @@ class Tests:
         self._held[number] = self._held.get(number, True) and bool(value)
 
     def _asserts_before(self, trace: types.TracebackType | None) -> set[int]:
-        """Return the numbers of the asserts before the statement that raised. The statement is in the tests or in their
-        function `check`.
-        """
+        """Return the numbers of the asserts before the statement, in the tests or their `check`, that raised."""
         while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
             trace = trace.tb_next
         if trace is None:

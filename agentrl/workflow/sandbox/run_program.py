@@ -42,11 +42,7 @@ def whole_seconds(limits: Limits) -> int:
 
 
 def run_cold(launch: Launch, program: Program, running: Callable[[], int]) -> CodeResult:
-    """Run a program in a new sandbox.
-
-    Raises:
-        InfraError: the sandbox did not start.
-    """
+    """Run a program in a new sandbox. Raise InfraError if the sandbox did not start."""
     limits = program.limits
     with ExitStack() as files:
         (printed, output), (ready_reader, ready) = os.pipe(), os.pipe()

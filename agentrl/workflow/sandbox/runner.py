@@ -14,12 +14,7 @@ FILE, CELL = "<code>", "<cell "
 
 
 def limit(address_bytes: int, processes: int) -> None:
-    """Lower the limits of this process and its children permanently.
-
-    Args:
-        address_bytes: the address space of each process, in bytes.
-        processes: the number of processes and threads of this user.
-    """
+    """Lower the limits of this process permanently: address space in bytes, and the user's processes and threads."""
     for name, value in (("AS", address_bytes), ("NPROC", processes), ("NOFILE", 256), ("FSIZE", 1 << 26), ("CORE", 0)):
         which = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(which)[1]
@@ -28,12 +23,9 @@ def limit(address_bytes: int, processes: int) -> None:
 
 
 def budget(cpu_seconds: int, max_seconds: int) -> None:
-    """Limit the processor time of this process and of each of its children.
-
-    Args:
-        cpu_seconds: the time after which SIGXCPU ends a process, in seconds.
-        max_seconds: the maximum for `cpu_seconds`, in seconds; no process inside can raise it again. One second after
-            `max_seconds`, SIGKILL ends the process.
+    """Limit the processor time of this process and of each of its children. `cpu_seconds` is the time after which SIGXCPU ends
+    a process, in seconds. `max_seconds` is the maximum for `cpu_seconds`, in seconds; no process inside can raise it again. One
+    second after `max_seconds`, SIGKILL ends the process.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, max_seconds + 1))
 
@@ -47,9 +39,7 @@ def connect(stdin: int, output: int) -> None:
 
 
 def configure_streams() -> None:
-    """Make the standard streams escape text that cannot be encoded, and flush each line. So no complete line is lost if the
-    process is killed.
-    """
+    """Make the standard streams escape what cannot be encoded, and flush each line, so a kill loses no line."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
 
@@ -93,9 +83,7 @@ def exit_code(code: object) -> int:
 
 
 def _end_threads() -> None:
-    """Wait for threads and run exit handlers, as the Python interpreter does at its end. This is needed because `os._exit` does
-    neither.
-    """
+    """Wait for threads and run exit handlers, which `os._exit` does not."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     if "atexit" in sys.modules:
@@ -103,10 +91,7 @@ def _end_threads() -> None:
 
 
 def flush_streams(code: int) -> int:
-    """Flush the standard streams; return `code` or, if a stream cannot be written, `code or 1`.
-
-    A stream that the program set to None is skipped.
-    """
+    """Flush the standard streams; return `code` or, if one cannot be written, `code or 1`."""
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
@@ -116,13 +101,8 @@ def flush_streams(code: int) -> int:
 
 
 def main(source: int, ready: int, cpu_seconds: int, address_bytes: int, processes: int) -> None:
-    """Run the program in the file `source`. A byte is written to `ready` just before the program's code begins.
-
-    Args:
-        source: the descriptor of the program's file.
-        ready: the descriptor for the byte.
-        cpu_seconds: see `budget`.
-        address_bytes, processes: see `limit`.
+    """Run the program in the file `source` within limits (see `budget` and `limit`). A byte is written to the descriptor
+    `ready` just before the program's code begins.
     """
     with open(source, encoding="utf-8", errors="surrogateescape") as file:
         text = file.read()

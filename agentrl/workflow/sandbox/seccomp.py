@@ -33,11 +33,7 @@ AF_UNIX = 1
 
 @lru_cache(maxsize=1)
 def rules() -> bytes:
-    """Return the filter as BPF instructions of 8 bytes.
-
-    Raises:
-        SandboxUnavailable: libseccomp is not installed.
-    """
+    """Return the filter as BPF instructions of 8 bytes. Raise SandboxUnavailable if libseccomp is not installed."""
     try:
         import pyseccomp
     except (ImportError, OSError, RuntimeError) as error:

@@ -63,9 +63,7 @@ class Line(Protocol):
         ...
 
     def part(self, seconds: float) -> tuple[bytes, int]:
-        """Wait up to `seconds` for data from inside. Return the data (at most one line, empty if nothing arrives), and the id
-        of the process that wrote it.
-        """
+        """Wait up to `seconds` for at most a line from inside. Return it, and the id of the process that wrote it."""
         ...
 
     def forget(self) -> None:
@@ -77,15 +75,11 @@ class Line(Protocol):
         ...
 
     def read_usage(self) -> tuple[CgroupEvents, float]:
-        """Return the number of kernel interventions and the processor time, in seconds. The time is that of the current cell or
-        that of all cells so far.
-        """
+        """Return the kernel's interventions and the processor time in seconds, of this cell or of all so far."""
         ...
 
     def settle(self, lasting: Set[int]) -> int:
-        """Kill all processes of cells except `lasting`, and leave those in `lasting` stopped. Return the number of threads that
-        were ended.
-        """
+        """Kill all processes of cells but `lasting`, which stay stopped. Return the number of threads that ended."""
         ...
 
     def go_on(self) -> None:
@@ -103,7 +97,6 @@ class CellSession:
     Args:
         line: the connection to the session's processes.
         kind: the sandbox's kind.
-        limits: the session's limits.
         turns: the semaphore that each cell acquires.
         seconds: the longest time for the start, in seconds.
 
@@ -170,9 +163,7 @@ class CellSession:
                 raise
 
     def _count(self, keeps: bool) -> None:
-        """Count the consecutive calls that the current state has served with `keeps=False`. At CALLS_OF_A_STATE of them, run an
-        empty cell to get a new state.
-        """
+        """Count the state's calls with `keeps=False`. At CALLS_OF_A_STATE, run an empty cell to get a new state."""
         self._calls = 0 if keeps else self._calls + 1
         if self._calls >= CALLS_OF_A_STATE:
             self._calls = 0
@@ -224,10 +215,7 @@ class CellSession:
         """Let a cell fork its next state after there was no room for one more process. For this, kill the other processes that
         the cell started.
 
-        Return the message that follows, and the id of the process that sent it.
-
-        Args:
-            child: the id of the cell's process.
+        Return the message that follows, and the id of the process that sent it. `child` is the id of the cell's process.
         """
         self._line.settle({self._state, child})
         self._line.go_on()
@@ -275,11 +263,7 @@ class CellSession:
 
 
 def message_of(line: bytes | bytearray) -> dict[str, Any]:
-    """Parse a line, which may come from model-written code.
-
-    Raises:
-        BrokenLine: the line is not a JSON object.
-    """
+    """Parse a line, which may come from model-written code. Raise BrokenLine if the line is not a JSON object."""
     try:
         message = json.loads(line.decode())  # given bytes, json would guess an encoding
     except (ValueError, RecursionError) as error:
@@ -290,9 +274,7 @@ def message_of(line: bytes | bytearray) -> dict[str, Any]:
 
 
 def is_end(done: object) -> TypeGuard[dict[str, Any]]:
-    """Return whether `done` is a valid report of a cell's end. It needs an exit code, and a value whose text is not too
-    long.
-    """
+    """Return whether `done` reports a cell's end: an exit code, and a value whose text is not too long."""
     if not isinstance(done, dict) or not is_exit(done.get("code")):
         return False
     value = done.get("value")

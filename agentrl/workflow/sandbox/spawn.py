@@ -78,9 +78,7 @@ class Box:
         self._closed = False
 
     def members(self) -> set[int]:
-        """See `RunningSandbox.members`. These are the first process and its descendants; orphans become children of the first
-        process.
-        """
+        """See `RunningSandbox.members`: the first process and its descendants, whose orphans it inherits."""
         if self._closed or wait_readable(self._first, 0):
             return set()  # another process may have its number by now
         if (counted := self.cgroup.members()) is not None:
@@ -129,9 +127,7 @@ class Box:
 
 
 def launch(profile: bwrap.Profile, uids: range) -> Launch:
-    """Return a launcher of bwrap sandboxes. If this process is root, each sandbox runs as a different user id from the range
-    `uids`.
-    """
+    """Return a launcher of bwrap sandboxes. If we are root, each gets a user id from the range `uids`."""
 
     def start_one(limits: Limits, inside: Inside) -> Box:
         return start(profile, uids, limits, inside)
@@ -140,11 +136,7 @@ def launch(profile: bwrap.Profile, uids: range) -> Launch:
 
 
 def start(profile: bwrap.Profile, uids: range, limits: Limits, inside: Inside) -> Box:
-    """Start a sandbox.
-
-    Raises:
-        InfraError: the sandbox did not start.
-    """
+    """Start a sandbox. Raise InfraError if the sandbox did not start."""
     with ExitStack() as files, ExitStack() as undone:
         (info_reader, info), (waits, go) = os.pipe(), os.pipe()
         source, rules = memory_file(payload.sources(*inside.scripts)), memory_file(seccomp.rules())
@@ -188,11 +180,7 @@ def bury(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
 
 
 def send_order(line: socket.socket, order: bytes) -> None:
-    """Send an order to a sandbox's process, and wait until it has been carried out.
-
-    Raises:
-        OSError: the process is gone, or does not answer within 10 s.
-    """
+    """Send an order to a sandbox's process and wait for it. Raise OSError if it is gone, or silent for 10 s."""
     line.settimeout(ORDER_SECONDS)
     line.sendall(order)
     if line.recv(1) != order:
@@ -200,9 +188,7 @@ def send_order(line: socket.socket, order: bytes) -> None:
 
 
 def wait_readable(file: int, seconds: float | None = None) -> bool:
-    """Return whether `file` becomes readable within `seconds`; None waits forever. A pidfd becomes readable when its process
-    has ended.
-    """
+    """Return whether `file` is readable within `seconds` (None: wait). A pidfd is readable after its process's end."""
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(None if seconds is None else max(0, seconds * 1000)))

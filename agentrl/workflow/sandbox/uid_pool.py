@@ -26,11 +26,7 @@ class UidLease:
 
 
 def uid_range(text: str) -> range:
-    """Parse the setting `AGENTRL_SANDBOX_UIDS` (`FIRST-LAST`).
-
-    Raises:
-        ConfigError: the text is not such a range, or the range contains root's id.
-    """
+    """Parse `FIRST-LAST`. Raise ConfigError if the text is not such a range of user ids, or contains root's."""
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
         raise ConfigError(f"AGENTRL_SANDBOX_UIDS is {text!r}, not a range of user ids.", "Write FIRST-LAST: 231000-231255.")
@@ -38,11 +34,7 @@ def uid_range(text: str) -> range:
 
 
 def lease_uid(uids: range) -> UidLease:
-    """Lease a free user id of the range.
-
-    Raises:
-        InfraError: all ids of the range are in use.
-    """
+    """Lease a free user id of the range. Raise InfraError if all ids of the range are in use."""
     if os.geteuid() != 0:
         return UidLease(None)
     for uid in uids:

@@ -25,9 +25,7 @@ class Bare:
         self._closed = False
 
     def members(self) -> set[int]:
-        """See `RunningSandbox.members`. These are the processes of the same process session. Processes that left the session
-        are missed.
-        """
+        """See `RunningSandbox.members`: the processes of the same process session. Others are missed."""
         processes = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(ProcessLookupError):
@@ -36,9 +34,7 @@ class Bare:
         return processes
 
     def stop(self) -> None:
-        """See `RunningSandbox.stop`. Without a sandbox the processes cannot be stopped in one step, so they are stopped one by
-        one.
-        """
+        """See `RunningSandbox.stop`. Without a sandbox the processes are stopped one by one."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:

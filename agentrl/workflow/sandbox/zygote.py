@@ -38,10 +38,7 @@ class _Filter(ctypes.Structure):
 
 
 def main(control: int, bpf: int) -> None:
-    """Serve requests until the socket is closed.
-
-    A request is a line of JSON, with the descriptors of the program's code, stdin and output. The response is a line of JSON.
-    """
+    """Serve requests (a line of JSON, with the descriptors of code, stdin and output) until the socket is closed."""
     with open(bpf, "rb") as file:
         rules = file.read()
     runner.configure_streams()
@@ -60,10 +57,7 @@ def main(control: int, bpf: int) -> None:
 
 
 def _run(limits: dict[str, int], files: list[int], rules: bytes) -> tuple[int | None, float]:
-    """Run a program. Return its exit code and its processor time, in seconds.
-
-    The exit code is negative for a signal. It is None if the namespaces of the program could not be created.
-    """
+    """Run a program; return its exit code (negative: signal; None: no namespaces) and processor time in seconds."""
     report_reader, report_fd = os.pipe()
     child = os.fork()
     if child == 0:
@@ -90,9 +84,7 @@ def _code(report: list[bytes]) -> int | None:
 
 
 def _outermost(limits: dict[str, int], files: list[int], rules: bytes, report_fd: int) -> None:
-    """Create the program's namespaces, in the forked child. Fork again, because a new process namespace applies only to
-    children.
-    """
+    """Create the program's namespaces in the child, and fork: a process namespace applies only to children."""
     user, group = os.getuid(), os.getgid()
     _check_call(_libc.unshare(NEWUSER | NEWNS | NEWPID | NEWIPC))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -107,9 +99,7 @@ def _outermost(limits: dict[str, int], files: list[int], rules: bytes, report_fd
 
 
 def _init(limits: dict[str, int], files: list[int], rules: bytes, report_fd: int) -> None:
-    """Run as the first process of the namespace: mount file systems, start the program, and reap orphans. When it ends, all
-    other processes end too.
-    """
+    """Be the first process of the namespace: mount, start the program, reap orphans. All end when it ends."""
     size = str(limits["tmp"])
     _check_call(_libc.mount(b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, f"size={size},mode=1777".encode()))
     _check_call(_libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", NOSUID | NODEV, b"size=1m,mode=1777"))

@@ -18,7 +18,6 @@ from agentrl.workflow.resources import validation_error
 from agentrl.workflow.trajectory import Group, Task
 
 MAX_GROUPS = 4096
-"""The maximum number of groups of one request."""
 Candidate = Mapping[str, str]
 """The texts of all resources of a run, by name."""
 
@@ -27,11 +26,7 @@ class Critic(Protocol):
     """A model that writes critique and edits, at an OpenAI-compatible endpoint."""
 
     def __call__(self, prompt: str) -> str:
-        """Return the model's answer to a prompt.
-
-        Raises:
-            ServiceError: the endpoint does not respond. The run waits and tries again.
-        """
+        """Return the model's answer to a prompt. Raise ServiceError if there is none; the run tries again later."""
         ...
 
     def each(self, prompts: Sequence[str]) -> list[str]:
@@ -85,11 +80,9 @@ class Resources(dict[str, str]):
 
 
 class Rollouts:
-    """The episodes of a search. Its first requests get the recorded episodes; a later request samples new ones.
-
-    Args:
-        seeds: the texts with which the search starts. Every candidate has the same names.
-        record: all groups that the run has tried, in order.
+    """The episodes of a search. Its first requests get the recorded episodes; a later request samples new ones. `seeds` are the
+    texts with which the search starts. Every candidate has the same names. `record` is all groups that the run has tried, in
+    order.
     """
 
     def __init__(self, seeds: Candidate, record: Sequence[Tried]) -> None:
@@ -98,12 +91,7 @@ class Rollouts:
     def __call__(
         self, candidate: Candidate, tasks: Sequence[Task], note: str = "", parent: Candidate | None = None
     ) -> list[Group]:
-        """Return one group of episodes per task, sampled with the candidate's texts.
-
-        Args:
-            note: a description of the candidate's origin.
-            parent: the candidate from which this candidate was made.
-        """
+        """Return a group per task, sampled with the candidate's texts. `note` and `parent` say how it came about."""
         return self.each([candidate], tasks, [note], [parent])[0]
 
     def each(
@@ -113,11 +101,9 @@ class Rollouts:
         notes: Sequence[str] = (),
         parents: Sequence[Candidate | None] = (),
     ) -> list[list[Group]]:
-        """Return, for each candidate, one group of episodes per task. All candidates are sampled in parallel.
-
-        Raises:
-            ValueError: a candidate is invalid, or the request has more than `MAX_GROUPS` groups.
-            ConfigError: the search requests other rollouts than it requested at this point before.
+        """Return, for each candidate, one group of episodes per task. All candidates are sampled in parallel. Raise ValueError
+        if a candidate is invalid, or the request has more than `MAX_GROUPS` groups. Raise ConfigError if the search requests
+        other rollouts than it requested at this point before.
         """
         request = Request(tuple(map(dict, candidates)), tuple(tasks), tuple(notes), tuple(parents))
         for candidate in request.candidates:
@@ -181,11 +167,9 @@ class Chosen:
 def go_on(run: Callable[..., Any], inputs: Given, held_out: Sequence[Task]) -> Request | Chosen:
     """Run the algorithm until it requests rollouts or chooses a candidate. Return the request or the choice.
 
-    A chosen candidate and the initial texts are then measured on the held-out tasks, which the search has not used.
-
-    Raises:
-        ConfigError: the algorithm has a parameter that is not a field of `Given`, or requests other rollouts than it requested
-            before.
+    A chosen candidate and the initial texts are then measured on the held-out tasks, which the search has not used. Raise
+    ConfigError if the algorithm has a parameter that is not a field of `Given`, or requests other rollouts than it requested
+    before.
     """
     try:
         chosen = run(**_taken(run, inputs))
@@ -201,11 +185,7 @@ def go_on(run: Callable[..., Any], inputs: Given, held_out: Sequence[Task]) -> R
 
 
 def names_taken(run: Callable[..., Any]) -> list[str]:
-    """Return the names of the algorithm's parameters.
-
-    Raises:
-        ConfigError: a parameter is not a field of `Given`.
-    """
+    """Return the names of the algorithm's parameters. Raise ConfigError if a parameter is not a field of `Given`."""
     arg_names = list(Given.__dataclass_fields__)
     names = list(inspect.signature(run).parameters)
     if strange := [name for name in names if name not in arg_names]:

@@ -55,10 +55,6 @@ class _Adapter:
     def evaluate(
         self, batch: list[Task], candidate: dict[str, str], capture_traces: bool = False
     ) -> EvaluationBatch[Episode | str, str]:
-        """Return the scores of a candidate on the tasks.
-
-        An invalid candidate, such as one without its placeholders, scores 0. The feedback is then the error.
-        """
         faults = [
             f"{name}: {fault}" for name, text in candidate.items() if (fault := self._resources.validation_error(name, text))
         ]

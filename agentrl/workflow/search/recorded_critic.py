@@ -54,9 +54,7 @@ class RecordedCritic:
             return list(pool.map(self._answer, prompts, keys))
 
     def _key(self, prompt: str) -> str:
-        """Return the key of a request: a hash of the model, its options, the prompt, and the number of times that this prompt
-        was sent before.
-        """
+        """Hash the model, its options, the prompt, and how often this prompt was sent before."""
         text = json.dumps([self._config.critic, self._config.critic_temperature, self._config.critic_tokens, prompt])
         digest = hashlib.sha256(text.encode()).hexdigest()
         self._times[digest] += 1

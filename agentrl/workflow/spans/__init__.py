@@ -22,7 +22,6 @@ class Span:
     Args:
         trace_id, span_id, parent_id: 32, 16 and 16 lower-case hexadecimal digits. `parent_id` is empty if the span has no
             parent.
-        name: the span's name.
         start, end: the times in nanoseconds since 1970; 0: unknown.
         attributes, resource: the attributes of the span and of its resource. Values are texts, numbers, booleans, lists and
             mappings.

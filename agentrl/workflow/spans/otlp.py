@@ -34,7 +34,6 @@ class Bounds:
 
     Args:
         bytes: the most bytes after decompression.
-        spans: the most spans.
         values: the most values in all attributes.
         fields: the most protobuf fields, summed over all passes over the message. For JSON, the most objects, lists and
             members.
@@ -55,16 +54,9 @@ class OtlpError(ValueError):
 
 
 def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = POSTED) -> list[Span]:
-    """Decode a body, and return its spans.
-
-    Args:
-        body: the body.
-        content_type: the type of the body. Every type other than JSON is decoded as protobuf.
-        encoding: the Content-Encoding of the request.
-        bounds: the limits.
-
-    Raises:
-        OtlpError: the body is not an export of traces, or exceeds the limits.
+    """Decode a body, and return its spans. `content_type` is the type of the body. Every type other than JSON is decoded as
+    protobuf. `encoding` is the Content-Encoding of the request. Raise OtlpError if the body is not an export of traces, or
+    exceeds the limits.
     """
     data = inflated(body, encoding, bounds.bytes)
     kind = content_type.partition(";")[0].strip().lower()
@@ -77,11 +69,7 @@ def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = 
 
 
 def inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Decompress the body.
-
-    Raises:
-        OtlpError: the body is not compressed as declared, or has more than `max_bytes` bytes after decompression.
-    """
+    """Decompress the body. Raise OtlpError if it is compressed in another way, or larger than `max_bytes`."""
     if encoding not in ("", "identity", "gzip", "deflate"):
         raise OtlpError(f"it is encoded as {encoding[:40]!r}; only gzip is supported")
     if encoding in ("", "identity"):
@@ -165,10 +153,7 @@ def _value(data: Any, budget: "_Budget", depth: int) -> Any:
 
 
 def _fields(data: Any, budget: "_Budget") -> Iterator[tuple[int, Any]]:
-    """Yield the number and the value of each field of a message. A value is an integer or a view of bytes.
-
-    The fields are not collected in a list, because there may be many.
-    """
+    """Yield the number and the value of each field of a message."""
     data = _message(data)
     budget.spend_field()  # an empty message is work, too
     place = 0

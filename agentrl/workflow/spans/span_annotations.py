@@ -11,17 +11,14 @@ from agentrl.workflow.spans import Span, span_names
 from agentrl.workflow.spans.otlp import JSON, OtlpError, decode
 
 PART_BYTES = 512 * 2**10
-"""The most bytes of annotations in one request."""
 MAX_NAMED = 4096
 """The most characters in the id of an episode, a conversation, an attempt or a task."""
 _REWARD = re.compile(span_names.REWARD)
 
 
 def annotations_of_span(span: Span) -> list[Annotation]:
-    """Convert a span to annotations. Their ids contain the span's id, so a span that is exported twice is stored once.
-
-    Raises:
-        ValueError: the span cannot be stored; the message says why.
+    """Convert a span to annotations. Their ids contain the span's id, so a span that is exported twice is stored once. Raise
+    ValueError if the span cannot be stored; the message says why.
     """
     kind = span_names.KINDS.get(span.name, "span")
     annotations = list(_rewards(span)) if kind == "reward" or any(map(_REWARD.fullmatch, span.attributes)) else []
@@ -159,11 +156,7 @@ class Export:
 
 
 def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> Export:
-    """Decode an export, and return the annotations for the episode.
-
-    Raises:
-        OtlpError: the body is not an export, or a span belongs to another episode.
-    """
+    """Return an export's annotations. Raise OtlpError if it is no export, or a span names another episode."""
     documents: list[bytes] = []
     rejected, why = 0, ""
     for span in decode(body, content_type, encoding):

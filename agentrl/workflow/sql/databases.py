@@ -47,11 +47,8 @@ OR EXISTS (
 
 
 def check(database: str) -> None:
-    """Check that the database exists and that the login can only read it.
-
-    Raises:
-        ConfigError: the database does not exist.
-        ServiceError: the database does not respond, or its login may do more than read.
+    """Check that the database exists and that the login can only read it. Raise ConfigError if the database does not exist.
+    Raise ServiceError if the database does not respond, or its login may do more than read.
     """
     if not database:
         raise ConfigError("The tool sql has no database.", HINT)
@@ -63,22 +60,15 @@ def check(database: str) -> None:
 
 
 def prepare(database: str) -> None:
-    """Prepare the database for queries. The limits of a query do not include this work.
-
-    Raises:
-        ServiceError: the script is not valid SQLite.
-    """
+    """Prepare the database, outside of a query's limits. Raise ServiceError if the script is invalid."""
     if Path(database).suffix == ".sql" and not is_url(database):
         _database_image(Path(database))
 
 
 def read_here(database: str, query: str, limit: int) -> Table:
     """Run one SELECT in this process, and return its columns and at most `limit` rows. If `query` is empty, return the tables.
-
-    Raises:
-        AccessDenied: the query does more than read, or exceeds the limits.
-        ConfigError: the query is invalid.
-        ServiceError: the database does not respond, or its login may do more than read.
+    Raise AccessDenied if the query does more than read, or exceeds the limits. Raise ConfigError if the query is invalid. Raise
+    ServiceError if the database does not respond, or its login may do more than read.
     """
     if is_url(database):
         stopped = AccessDenied(f"The query took longer than {SECONDS:g} s and was stopped.", "Narrow it.")
@@ -105,9 +95,6 @@ def _database_image(script: Path) -> bytes:
 
 @lru_cache(maxsize=16)
 def _make_database(script: Path, changed: int) -> bytes:
-    """Return the database that a script creates. `changed` is the file's modification time, which is a part of the cache
-    key.
-    """
     try:
         with closing(sqlite3.connect(":memory:")) as connection:
             connection.executescript(script.read_text(encoding="utf-8"))

@@ -37,12 +37,8 @@ query, and `MEMORY_BYTES` limits the memory of the process.
 
 def read(database: str, query: str, limit: int = MAX_ROWS) -> Table:
     """Run one SELECT in the query process, and return its columns and at most `limit` rows. If `query` is empty, return the
-    tables.
-
-    Raises:
-        AccessDenied: the query does more than read, or exceeds the limits.
-        ConfigError: the query is invalid.
-        ServiceError: the database does not respond, or its login may do more than read.
+    tables. Raise AccessDenied if the query does more than read, or exceeds the limits. Raise ConfigError if the query is
+    invalid. Raise ServiceError if the database does not respond, or its login may do more than read.
     """
     check_text(query)
     if not is_url(database):
@@ -70,12 +66,7 @@ class QueryProcess:
         return self._process.poll() is None
 
     def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Table:
-        """Send a query to the process and return its result. The exceptions are those of `read`.
-
-        Args:
-            request: the arguments of the query.
-            seconds: the time limit, in seconds; None: `WALL_SECONDS`.
-        """
+        """Send a query to the process and return its result. Raise as `read` does. The default is `WALL_SECONDS`."""
         timer = threading.Timer(WALL_SECONDS if seconds is None else seconds, self._process.kill)
         timer.start()
         try:

@@ -39,12 +39,7 @@ Over = Callable[[], bool]
 
 
 def check_text(sql: str) -> None:
-    """Check that the text can be a query.
-
-    Raises:
-        AccessDenied: the text is too long, or contains a NUL.
-        ConfigError: the text contains an unpaired surrogate.
-    """
+    """Raise AccessDenied if the query's text is too long or has a NUL, ConfigError for an unpaired surrogate."""
     if len(sql) > MAX_SQL:
         raise AccessDenied(f"The query has {len(sql)} characters, and {MAX_SQL} are allowed.", "Ask for less at a time.")
     if "\0" in sql:
@@ -60,19 +55,13 @@ def deadline(seconds: float) -> Over:
 
 
 def instructions(count: int) -> Over:
-    """Return a function that returns True once SQLite has run `count` instructions. Unlike a time limit, it does not depend on
-    how busy the machine is.
-    """
+    """Return a function that is True after `count` SQLite instructions, however busy the machine is."""
     left = iter(range(count // STEP))
     return lambda: next(left, None) is None
 
 
 def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_ANSWER) -> list[tuple[Any, ...]]:
-    """Return the first `limit` rows. Together they may have at most `size` characters and bytes.
-
-    Raises:
-        AccessDenied: the rows are too large.
-    """
+    """Return `limit` rows of at most `size` characters and bytes. Raise AccessDenied if they are too large."""
     collected, total = [], 0
     for row in itertools.islice(rows, limit):
         collected.append(row)
@@ -129,12 +118,8 @@ def allow_reads(action: int, first: str | None, second: str | None, database: st
 
 @contextmanager
 def translate_sqlite_errors(over: Over, stopped: AgentRLError, hint: str) -> Iterator[None]:
-    """Convert errors of SQLite in the `with` block to agentrl's errors.
-
-    Args:
-        over: a function that returns True if the query has exceeded its limit.
-        stopped: the error to raise if the query has exceeded its limit.
-        hint: the hint for an invalid query.
+    """Convert errors of SQLite in the `with` block to agentrl's: to `stopped` if `over()` says that a limit was exceeded, else
+    to one with `hint`.
     """
     try:
         yield

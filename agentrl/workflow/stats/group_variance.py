@@ -21,9 +21,7 @@ CUT_OFF = "cut off at a limit"
 
 
 def varies(rewards: Collection[float]) -> bool:
-    """Return True if at least two rewards differ. Rewards are compared exactly, because a computed standard deviation is
-    rounded.
-    """
+    """Return True if at least two rewards differ, exactly: a computed deviation is rounded."""
     return len(set(rewards)) > 1
 
 
@@ -39,21 +37,14 @@ def mean_and_deviation(rewards: Sequence[float]) -> tuple[float | None, float | 
 
 
 def groups_to_plan(varied: int, max_groups: int, planned: int, limit: int) -> int:
-    """Return the number of further groups to plan.
-
-    Args:
-        varied: the number of groups with variance so far.
-        max_groups: the number of groups planned at first. At most this many groups train.
-        planned: the number of groups planned so far.
-        limit: the most groups to plan in total, as a multiple of `max_groups`.
+    """Return the number of further groups to plan, if `varied` of the `planned` groups have variance. `max_groups` were planned
+    at first, and at most this many train. At most `limit` x `max_groups` are planned in total.
     """
     return max(0, min(max_groups - varied, limit * max_groups - planned))
 
 
 def choose_groups(groups: Sequence[Group], max_groups: int) -> tuple[list[Group], dict[int, str]]:
-    """Return the first `max_groups` groups with variance, by slot, and a mapping from the slot of each other group to the
-    reason for dropping it.
-    """
+    """Return `max_groups` groups with variance, by slot, and why each other group is dropped, by slot."""
     chosen_groups: list[Group] = []
     dropped = {}
     for group in sorted(groups, key=lambda group: group.slot):

@@ -132,7 +132,5 @@ def _count_worlds(sizes: Mapping[int, int]) -> dict[int, float] | None:
 
 
 def _draw_world(sizes: Mapping[int, int], draw: random.Random) -> int:
-    """Draw a world, and return the sum of its differences. The number of random bits that are 1 gives the number of positive
-    differences of each size.
-    """
+    """Draw a world, and return the sum of its differences. Random bits of 1 count the positive ones of each size."""
     return sum(size * (2 * draw.getrandbits(count).bit_count() - count) for size, count in sizes.items())

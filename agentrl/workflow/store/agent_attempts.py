@@ -31,7 +31,6 @@ class AgentWork:
         id: the id of the agent's row in `agent_attempts`.
         run: the run's name, which the agent passes as the model's name.
         reference: the task's reference if the run's config shows it to agents; else None.
-        training: True if the run trains.
         resources: the run's texts that the agent uses, by name.
     """
 
@@ -63,7 +62,6 @@ class AgentEnd:
         error: the error as a sentence.
         answer: the episode's answer, if the agent returned one; else None.
         rewards: the rewards that the agent returned, by name; None if the agent returned no rewards.
-        output: the end of the agent's output.
     """
 
     exit_code: int | None = None
@@ -161,10 +159,7 @@ STOPPED = "stopped"
 
 @transaction
 def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class: str = STOPPED) -> None:
-    """Mark a running agent as lost, so its episode restarts with another agent.
-
-    The lost agent counts as a loss of the episode, unless `error_class` is STOPPED.
-    """
+    """Mark a running agent as lost, so the episode restarts. It counts as a loss unless it is STOPPED."""
     values = {
         "status": "lost",
         "error_class": error_class,

@@ -44,22 +44,14 @@ class AgentState:
 
 @transaction
 def publish_address(tx: Connection, fence: Fence, address: str) -> None:
-    """Store the address of the process that samples for the group's agents.
-
-    Raises:
-        Fenced: another worker holds the group.
-    """
+    """Store the address of the process that samples for the group's agents. Raise Fenced if another worker holds the group."""
     check_claim(tx, fence)
     tx.execute(update(schema.groups).where(schema.groups.c.id == fence.group).values(address=address))
 
 
 @transaction
 def open_attempts(tx: Connection, fence: Fence, episodes: Sequence[int]) -> None:
-    """Insert a pending row for the current attempt of each episode, unless the attempt already has a row.
-
-    Raises:
-        Fenced: another worker holds the group.
-    """
+    """Insert a pending row for each attempt that has none. Raise Fenced if another worker holds the group."""
     held = check_claim(tx, fence)
     rows = [{"episode_id": episode, "attempt": held.attempts[episode], "run": held.run} for episode in episodes]
     if rows:
@@ -79,11 +71,8 @@ def load_agents(
     tx: Connection, group: int, lease_seconds: float, episodes: Collection[int] | None = None
 ) -> dict[int, AgentState]:
     """Return the state of each agent that runs the current attempt of an open episode of the group, by episode id.
-
-    Args:
-        group: the group's id.
-        lease_seconds: the length of a lease, in seconds.
-        episodes: the ids of the episodes to look at; None for all episodes of the group.
+    `lease_seconds` is the length of a lease, in seconds. `episodes` are the ids of the episodes to look at; None for all
+    episodes of the group.
     """
     lost = schema.agent_attempts.alias("before")
     losses = (
@@ -105,11 +94,7 @@ def load_agents(
 
 @transaction
 def lose_agent(tx: Connection, fence: Fence, agent: AgentState, lease_seconds: float) -> bool:
-    """Mark an agent as lost if its worker's lease has expired; return False if the agent has ended or the lease was renewed.
-
-    Raises:
-        Fenced: another worker holds the group.
-    """
+    """Mark an agent as lost if its lease has expired, and return True. Raise Fenced if another worker holds the group."""
     check_claim(tx, fence)
     gone = update(schema.agent_attempts).where(_AGENTS.id == agent.id, _AGENTS.status == "running")
     gone = gone.where(is_lease_free(_AGENTS.lease_until, lease_seconds))
@@ -141,9 +126,7 @@ def find_key(tx: Connection, key_hash: str) -> tuple[int, int] | None:
 
 @transaction
 def note_asked(tx: Connection, run_id: int, names: str) -> None:
-    """Write an event that an agent requested sampling options which the run ignores. At most one such event is written per
-    run.
-    """
+    """Write an event that an agent requested sampling options which the run ignores, at most once per run."""
     tx.execute(
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # of two at once one sees the other

@@ -67,10 +67,8 @@ def commit_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) ->
     """Commit steps, and the results of earlier calls that the steps' requests contain; return the steps in the order of
     `records`.
 
-    The returned steps have their index, parent and chain. A step whose request id is already stored is not written again.
-
-    Raises:
-        Fenced: another worker holds the group.
+    The returned steps have their index, parent and chain. A step whose request id is already stored is not written again. Raise
+    Fenced if another worker holds the group.
     """
     return insert_calls(tx, fence, records)
 
@@ -129,10 +127,6 @@ def _placed(record: StepRecord, places: Sequence[_StepPosition]) -> Step:
 
 
 def _store_options(tx: Connection, request: StepRequest) -> int | None:
-    """Store the request's tools and template options, each distinct pair once; return the id of the pair's row.
-
-    Return None if the request has neither tools nor template options.
-    """
     if not request.tools and not request.template_options:
         return None
     # Keys keep their order, in which a template shows them.
@@ -159,11 +153,7 @@ def _show_results(tx: Connection, record: StepRecord, held: HeldEpisodes) -> Non
 
 @transaction
 def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, int], bool]) -> None:
-    """Store for each (episode, step) whether the client received the complete response.
-
-    Raises:
-        Fenced: another worker holds the group.
-    """
+    """Store whether the client got the whole response of each step. Raise Fenced if another worker holds the group."""
     held = check_claim(tx, fence)
     for (episode, step), all_of_it in delivered.items():
         _DELIVER.run(tx, {**step_key(episode, step, held), "delivered": all_of_it})
@@ -171,10 +161,7 @@ def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, i
 
 @read_transaction
 def load_requests(tx: Connection, episodes: Sequence[int]) -> dict[int, dict[int, StepRequest]]:
-    """Return the requests of each episode's current attempt, as episode id -> step number -> request, in order of the steps.
-
-    Steps without a request are left out.
-    """
+    """Return the requests of current attempts: episode id -> step number -> request, in order of steps."""
     query = (
         select(_STEPS.episode_id, _STEPS.number, _STEPS.request_id, _STEPS.request_hash, _STEPS.asked)
         .add_columns(_OPTIONS.tools, _OPTIONS.template_options)

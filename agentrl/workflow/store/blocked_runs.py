@@ -20,9 +20,7 @@ def awaits_maker() -> ColumnElement[bool]:
 
 
 def _select_rebuilding_runs() -> Select[tuple[str, str]]:
-    """Select the name of each running run that rebuilds a checkpoint which the row of `runs` also uses, and the checkpoint's
-    fault.
-    """
+    """Select the running runs that rebuild a checkpoint of the row of `runs`: name and fault."""
     mine, theirs, maker = schema.policies.alias("mine"), schema.policies.alias("theirs"), schema.runs.alias("maker")
     same = (mine.c.run_id == schema.runs.c.id, theirs.c.path == mine.c.path, theirs.c.broken != "")
     return select(maker.c.name, theirs.c.broken).where(*same, maker.c.id == theirs.c.run_id, maker.c.status == "running")
@@ -30,9 +28,7 @@ def _select_rebuilding_runs() -> Select[tuple[str, str]]:
 
 @transaction
 def wait_for(tx: Connection, run_id: int, what: str) -> None:
-    """Write an event that the run's rollouts wait, with the reason `what`. If several jobs have the same reason, only one event
-    is written.
-    """
+    """Write an event, once per reason, that the run's rollouts wait for `what`."""
     # Locked: of two jobs that say so at once the second sees the first.
     tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update())
     mine = select(schema.events.c.id).where(schema.events.c.run_id == run_id)
@@ -67,10 +63,7 @@ def find_wait_reason(tx: Connection, run_id: int) -> str:
 
 
 def _find_newest_wait(tx: Connection, run_id: int) -> str:
-    """Return the detail of the run's newest event if that event is `waiting`; else an empty string.
-
-    Events of lost workers are ignored.
-    """
+    """Return the detail of the run's newest event if that event is `waiting`; else an empty string."""
     newest = select(schema.events.c.kind, schema.events.c.detail).where(
         schema.events.c.run_id == run_id, schema.events.c.kind.not_in(LOSS_EVENTS)
     )

@@ -76,11 +76,7 @@ _DISK_FULL_ERROR = "database or disk is full"
 
 
 def database_url(text: str) -> URL:
-    """Parse the URL of a SQLite file or a Postgres database.
-
-    Raises:
-        ConfigError: the URL is of another kind, or the password in it is not escaped.
-    """
+    """Parse the URL of a database. Raise ConfigError if its kind is unknown, or its password is not escaped."""
     try:
         url = make_url(text)
     except (ArgumentError, ValueError) as error:  # not shown: it may hold a password
@@ -115,11 +111,8 @@ class Database:
     """A database. Threads may share the object, because each transaction has its own connection."""
 
     def __init__(self, url: str) -> None:
-        """Create the folder of a SQLite file; open no connection yet.
-
-        Raises:
-            ConfigError: the URL is not that of a SQLite file or a Postgres database.
-            ServiceError: the folder cannot be created, or the file is not a database.
+        """Create the folder of a SQLite file; open no connection yet. Raise ConfigError if the URL is not that of a SQLite file
+        or a Postgres database. Raise ServiceError if the folder cannot be created, or the file is not a database.
         """
         self.url = database_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
@@ -158,26 +151,16 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Open a read transaction, which sees one consistent state of the database. Fail at once, without retries, if the
-        database is unreachable.
-        """
+        """Open a read transaction that sees one state of the database. Fail at once if it is unreachable."""
         with self._translate_errors(), self._connect_for_reading() as connection, connection.begin():
             yield connection
 
     def ask(self, query: Callable[[Connection], T]) -> T:
-        """Run `query` in one read transaction, and run it again if the connection was lost.
-
-        Raises:
-            ServiceError: the database was unreachable for RETRY_SECONDS.
-        """
+        """Run `query` in a read transaction, again if the connection is lost. After RETRY_SECONDS raise ServiceError."""
         return self._retry(lambda: self._read_once(query))
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in one write transaction, and run it again if the connection was lost.
-
-        Raises:
-            ServiceError: the database was unreachable for RETRY_SECONDS.
-        """
+        """Run `work` in a write transaction, again if the connection is lost. After RETRY_SECONDS raise ServiceError."""
         return self._retry(lambda: self._write_once(work))
 
     def _read_once(self, query: Callable[[Connection], T]) -> T:
@@ -185,9 +168,7 @@ class Database:
             return query(connection)
 
     def _connect_for_reading(self) -> Connection:
-        """Open a connection on which each transaction sees one consistent state. SQLite does this by default; Postgres needs
-        REPEATABLE READ.
-        """
+        """Open a connection whose transactions see one state: SQLite's default, REPEATABLE READ on Postgres."""
         options = {"agentrl_read": True} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
         return self.engine.connect().execution_options(**options)
 
@@ -309,9 +290,7 @@ class _GroupCommit:
         return None
 
     def close(self) -> None:
-        """Close the connection. Between transactions it stays open, which saves a quarter of the time of a short
-        transaction.
-        """
+        """Close the connection. It stays open between transactions, which saves a quarter of a short one's time."""
         with self._turn:
             self._release_connection()
 

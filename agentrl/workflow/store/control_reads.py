@@ -20,9 +20,7 @@ Row = Mapping[str, Any]
 
 @read_transaction
 def snapshot(tx: Connection, lease_seconds: float) -> Snapshot:
-    """Return the unfinished work of all running runs. Runs that wait for another run to rebuild their checkpoint are left
-    out.
-    """
+    """Return the unfinished work of running runs, except those that wait for another run's rebuild."""
     now = int(tx.execute(select(now_ms())).scalar_one())
     running = tx.execute(
         select(schema.runs.c.id, schema.runs.c.name, is_broken(schema.runs.c.id))
@@ -80,10 +78,8 @@ def _group_seconds(tx: Connection, run_id: int) -> float:
 
 
 def count_running_runs(database: Database) -> int:
-    """Return the number of running runs. The embedded stack stops some time after this number becomes 0.
-
-    Raises:
-        ServiceError: the database is unreachable. There is no retry, because the caller also supervises workers.
+    """Return the number of running runs. The embedded stack stops some time after this number becomes 0. Raise ServiceError if
+    the database is unreachable. There is no retry, because the caller also supervises workers.
     """
     with database.read() as tx:
         return int(tx.execute(select(func.count()).where(*IS_AT_WORK)).scalar_one())
@@ -92,10 +88,7 @@ def count_running_runs(database: Database) -> int:
 @read_transaction
 def load_run_to_serve(tx: Connection, run: str) -> Row:
     """Return the run's row with two additional values: `weights`, the weights of its rewards, and `stored`, True if it trains
-    on stored groups.
-
-    Raises:
-        NotFoundError: there is no such run.
+    on stored groups. Raise NotFoundError if there is no such run.
     """
     row = find_run(tx, run)
     sets, groups = schema.reward_sets.c, schema.run_groups.c
@@ -114,11 +107,7 @@ def list_runs_beside(tx: Connection, run: str) -> list[str]:
 
 
 def some_run_overlaps(database: Database) -> bool:
-    """Return whether a running run samples rollouts during its updates.
-
-    Raises:
-        ServiceError: the database is unreachable. There is no retry.
-    """
+    """Return whether a running run samples during its updates. Raise ServiceError at once if the database is unreachable."""
     with database.read() as tx:
         configs = tx.execute(select(schema.runs.c.config).where(*IS_AT_WORK)).scalars()
         return any(staleness_of(config) for config in configs)

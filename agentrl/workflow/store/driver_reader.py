@@ -21,6 +21,7 @@ from agentrl.workflow.sql.readonly import sqlite_url
 from agentrl.workflow.tables.column_kinds import DOCUMENTS, FLAGS, MOMENTS
 
 if TYPE_CHECKING:
+    import psycopg
     from sqlalchemy import Connection
 
     from agentrl.workflow.store.connect import Database
@@ -57,13 +58,7 @@ class DriverTransaction:
     """A read transaction on a connection of the plain driver."""
 
     def __init__(self, connection: Any, is_sqlite: bool, read_json: Callable[[str], Any] = json.loads) -> None:
-        """Wrap a read-only connection.
-
-        Args:
-            connection: the driver's connection.
-            is_sqlite: True for SQLite, False for Postgres.
-            read_json: the function that parses SQLite's JSON columns.
-        """
+        """Wrap the driver's read-only connection. `read_json` parses SQLite's JSON columns."""
         self._connection = connection
         self.is_sqlite = is_sqlite
         self._readers = _sqlite_readers(read_json) if is_sqlite else _POSTGRES_READERS
@@ -93,12 +88,7 @@ class Reader:
     """
 
     def __init__(self, url: str, open_database: "Callable[[], Database]") -> None:
-        """Store the URL without opening a connection.
-
-        Args:
-            url: the database's URL.
-            open_database: the function that opens the database with SQLAlchemy.
-        """
+        """Store the URL and the function that opens the database with SQLAlchemy. No connection is opened."""
         self.url = url
         self._file, self._parts = sqlite_path(url), postgres_parts(url)
         self._open_database = open_database
@@ -106,11 +96,7 @@ class Reader:
         self._database: Database | None = None
 
     def ask(self, query: Callable[[Any], T]) -> T:
-        """Run `query` in one read transaction.
-
-        Raises:
-            ServiceError: the database has another revision, or it remained unreachable.
-        """
+        """Run `query` in a read transaction. Raise ServiceError if the database has another revision or is unreachable."""
         if self._database is None and (self._file or self._parts):
             try:
                 with self._transaction() as tx:
@@ -124,7 +110,7 @@ class Reader:
 
     def _transaction(self) -> AbstractContextManager[DriverTransaction]:
         if self._file is None:
-            return postgres_transaction({"connect_timeout": 10} | self._parts, PLANNER_SETTINGS)
+            return postgres_transaction({"connect_timeout": 10} | self._parts, {})
         return sqlite_transaction(self._file, WAIT_SECONDS)
 
 
@@ -151,18 +137,23 @@ def sqlite_transaction(
 
 @contextmanager
 def postgres_transaction(parts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[DriverTransaction]:
-    """Open a read transaction of a Postgres database.
+    """Open a read transaction of a Postgres database. See `connect_postgres`."""
+    import psycopg
 
-    Args:
-        parts: the arguments of `psycopg.connect`.
-        settings: the server settings of the session, by name.
+    with connect_postgres(parts, settings) as connection:
+        connection.read_only, connection.isolation_level = True, psycopg.IsolationLevel.REPEATABLE_READ
+        yield DriverTransaction(connection, is_sqlite=False)
+
+
+def connect_postgres(parts: Mapping[str, Any], settings: Mapping[str, Any]) -> "psycopg.Connection[tuple[Any, ...]]":
+    """Connect to Postgres with `PLANNER_SETTINGS`. `parts` are the arguments of `psycopg.connect`. `settings` are more server
+    settings of the session, which override those in `parts["options"]`.
     """
     import psycopg
 
-    options = " ".join(f"-c {name}={value}" for name, value in settings.items())
-    with psycopg.connect(**{"client_encoding": "utf8", "options": options} | dict(parts)) as connection:
-        connection.read_only, connection.isolation_level = True, psycopg.IsolationLevel.REPEATABLE_READ
-        yield DriverTransaction(connection, is_sqlite=False)
+    chosen = [f"-c {name}={value}" for name, value in {**PLANNER_SETTINGS, **settings}.items()]
+    options = " ".join([parts["options"], *chosen] if "options" in parts else chosen)
+    return psycopg.connect(**{"client_encoding": "utf8"} | dict(parts) | {"options": options})
 
 
 def _driver_error_types(postgres: bool) -> tuple[type[Exception], ...]:
@@ -235,9 +226,7 @@ def select_rows(tx: Any, query: str, /, **parameters: Any) -> list[Row]:
 
 @contextmanager
 def driver_cursor(tx: "Connection", text: str) -> Iterator[Any]:
-    """Open a cursor of the driver in a transaction of SQLAlchemy, to run `text`. Errors of the driver are raised as
-    SQLAlchemy's errors.
-    """
+    """Open the driver's cursor in a transaction of SQLAlchemy, to run `text`. Errors are SQLAlchemy's."""
     cursor: Any = tx.connection.cursor()
     try:
         yield cursor

@@ -79,10 +79,8 @@ def _why_over(status: str, attempt: int, newest: int, episode_status: str) -> st
 def some_run_has_agent(database: Database) -> bool:
     """Return whether a running run uses an external agent. The embedded stack needs an endpoint only in this case.
 
-    Return False for the login of a tools or agents worker, because that login may not read runs.
-
-    Raises:
-        ServiceError: the database is unreachable. There is no retry, because the caller also supervises workers.
+    Return False for the login of a tools or agents worker, because that login may not read runs. Raise ServiceError if the
+    database is unreachable. There is no retry, because the caller also supervises workers.
     """
     has_agent = func.coalesce(schema.runs.c.config["agent"].as_string(), "null") != "null"
     try:

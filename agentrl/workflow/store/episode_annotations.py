@@ -26,11 +26,9 @@ _OF_EPISODES = (
 
 @transaction
 def add_annotations(tx: Connection, episode: int, attempt: int, annotations: Sequence[Annotation]) -> None:
-    """Write annotations of the episode's attempt. Annotations that are already stored are not written again.
-
-    Raises:
-        StateError: the episode has ended, or has a newer attempt.
-        ConflictError: the attempt would have too many annotations, or an annotation names a step that does not exist yet.
+    """Write annotations of the episode's attempt. Annotations that are already stored are not written again. Raise StateError
+    if the episode has ended, or has a newer attempt. Raise ConflictError if the attempt would have too many annotations, or an
+    annotation names a step that does not exist yet.
     """
     current = select(_EPISODES.attempt, _EPISODES.status, schema.runs.c.name).where(_EPISODES.id == episode)
     row = tx.execute(current.join(schema.runs, schema.runs.c.id == _EPISODES.run_id)).one_or_none()
@@ -51,13 +49,8 @@ def add_annotations(tx: Connection, episode: int, attempt: int, annotations: Seq
 @transaction
 def note_annotations(tx: Connection, fence: Fence, episode: int, steps: int, annotations: Sequence[Annotation]) -> None:
     """Write annotations as the worker that holds the episode's group. Annotations that are already stored are not written
-    again.
-
-    Args:
-        steps: the number of steps so far. An annotation that names no step is assigned to the last of these steps.
-
-    Raises:
-        Fenced: another worker holds the group.
+    again. `steps` is the number of steps so far. An annotation that names no step is assigned to the last of these steps. Raise
+    Fenced if another worker holds the group.
     """
     held = check_claim(tx, fence)
     insert_annotations(tx, episode, held.attempts[episode], steps - 1 if steps else None, held.run, annotations)
@@ -84,9 +77,7 @@ def insert_annotations(
 
 @read_transaction
 def load_annotations(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
-    """Return the annotations of each episode's current attempt, by episode id, in the order of writing. Episodes without
-    annotations are left out.
-    """
+    """Return the annotations of current attempts by episode id, in order; only of episodes that have some."""
     return annotations_of(tx, episodes)
 
 

@@ -39,11 +39,7 @@ def split_in_parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[Any, Any]:
-    """Return the episode's row; with `locked`, lock it until the transaction ends.
-
-    Raises:
-        NotFoundError: there is no such episode.
-    """
+    """Return the episode's row, locked if `locked`. Raise NotFoundError if there is no such episode."""
     query = select(schema.episodes).where(schema.episodes.c.id == episode)
     query = query.with_for_update() if locked else query
     row = tx.execute(query).mappings().one_or_none() if abs(episode) <= MAX_ID else None
@@ -55,11 +51,8 @@ def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[A
 def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> tuple[Episode, ...]:
     """Return the episodes that meet the condition, with the steps of their current attempt, ordered by group and sample number.
 
-    The first steps of a fork are read from its parent, which has the same task.
-
-    Args:
-        condition: an SQL condition on `episodes`.
-        tasks: the tasks of these episodes, by id.
+    The first steps of a fork are read from its parent, which has the same task. `condition` is an SQL condition on `episodes`.
+    `tasks` are the tasks of these episodes, by id.
     """
     order = (schema.episodes.c.group_id, schema.episodes.c.sample)
     rows = tx.execute(select(schema.episodes).where(condition).order_by(*order)).mappings().all()

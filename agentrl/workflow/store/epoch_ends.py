@@ -23,15 +23,7 @@ class Epoch:
 
 
 def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
-    """Return the policy version at the end of an epoch.
-
-    Args:
-        run: the run's row.
-        epoch: the epoch's number, counted from 1.
-
-    Raises:
-        NotFoundError: the epoch has not ended, or the run has no such epoch.
-    """
+    """Return the version at the end of an epoch (from 1). Raise NotFoundError if the epoch has not ended."""
     versions = _epoch_end_versions(tx, run, min(epoch, MAX_ITERATIONS) - 1)
     newest = select_rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=run["id"])
     if not versions or versions[epoch] > newest[0]["version"]:
@@ -74,11 +66,7 @@ def find_run_of_folder(tx: Any, folder: str) -> str:
 
 
 def _epoch_end_versions(tx: Any, run: Mapping[str, Any], only: int | None = None) -> dict[int, int]:
-    """Return the policy version after the last iteration of each completely planned epoch, by the epoch's number, counted from
-    1.
-
-    If `only` is given, return only the version of that epoch. `only` is counted from 0.
-    """
+    """Return, by epoch from 1, the version after each completely planned epoch. `only` selects one, from 0."""
     query = "SELECT epoch, max(number) AS last, count(*) AS planned FROM iterations WHERE run_id = :run"
     args = {"run": run["id"]}
     if only is not None:

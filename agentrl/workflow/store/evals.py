@@ -66,9 +66,7 @@ def _insert_policy(tx: Connection, run: int, version: int, run_id: int) -> int:
 
 
 def select_open_evals(tx: Connection, run: int, version: int | None = None) -> list[int]:
-    """Return the ids of the open iterations of the run's running evaluations. If `version` is given, return only those that
-    evaluate it.
-    """
+    """Return the ids of open iterations of the run's running evaluations, all or those of `version`."""
     iterations, runs = schema.iterations.c, schema.runs.c
     mine = select(iterations.id).join(schema.runs, runs.id == iterations.run_id).where(runs.measures_id == run)
     mine = mine.where(iterations.status.in_(OPEN), runs.status == "running").order_by(iterations.id)

@@ -11,12 +11,12 @@ from typing import Any
 from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.config import MAX_INT
-from agentrl.workflow.errors import CheckpointError, ConfigError, StateError
+from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.iterations import epoch_length, epochs_of, insert_iteration, staleness_of
 from agentrl.workflow.store.planning import RESUMABLE, log, newest_version, resume_row
 from agentrl.workflow.store.run_format import check_format
-from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.store.run_names import find_run, require_weights
 from agentrl.workflow.tables import schema
 
 EXTENDABLE = (*RESUMABLE, "done")
@@ -24,7 +24,9 @@ EXTENDABLE = (*RESUMABLE, "done")
 
 @transaction
 def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterations: int | None = None) -> Mapping[str, Any]:
-    """Add epochs or iterations to a run, and resume it as `planning.resume` does.
+    """Add epochs or iterations to a run, and resume it as `planning.resume` does. Raise StateError if the run's state does not
+    allow an extension. Raise ConfigError if the run's config does not allow this extension. Raise CheckpointError if the
+    weights that the next iteration samples with were removed.
 
     Args:
         key: the key of this request. If a request with the same key is repeated (for example because the commit's reply was
@@ -34,11 +36,6 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
 
     Returns:
         The run's row from before the change.
-
-    Raises:
-        StateError: the run's state does not allow an extension.
-        ConfigError: the run's config does not allow this extension.
-        CheckpointError: the weights that the next iteration samples with were removed.
     """
     # Locked: two that extend it at once, or an update that publishes meanwhile, come one after the other.
     tx.execute(select(schema.runs.c.id).where(schema.runs.c.id == find_run(tx, run)["id"]).with_for_update()).one()
@@ -64,15 +61,9 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
 
 
 def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
-    """Check that a run can be extended.
-
-    Args:
-        row: the run's row.
-        stored: True if the run trains on stored groups.
-
-    Raises:
-        StateError: the run's state does not allow an extension.
-        ConfigError: the run's config does not allow an extension.
+    """Check that a run can be extended. `row` is the run's row. `stored` is True if the run trains on stored groups. Raise
+    StateError if the run's state does not allow an extension. Raise ConfigError if the run's config does not allow an
+    extension.
     """
     name, decay = row["name"], row["config"]["update"].get("decay", "none")
     if row["kind"] != "train":
@@ -94,20 +85,12 @@ def _fresh_run_hint(row: Mapping[str, Any]) -> str:
 
 
 def _with_length(config: Mapping[str, Any], total: int, of_an_epoch: int) -> dict[str, Any]:
-    """Return the config with the new length.
-
-    The length is given in epochs if the run was submitted in epochs and `total` is a multiple of `of_an_epoch`; else in
-    iterations.
-    """
     whole, rest = divmod(total, of_an_epoch)
     in_epochs = config.get("iterations") is None and not rest
     return {**config, "epochs": whole if in_epochs else None, "iterations": None if in_epochs else total}
 
 
 def _plan_published_iterations(tx: Connection, row: Mapping[str, Any], total: int) -> None:
-    """Plan the new iterations whose sampling policy is already published. For a run that has not ended, there are usually no
-    such iterations.
-    """
     planned = tx.execute(
         select(func.max(schema.iterations.c.number)).where(schema.iterations.c.run_id == row["id"])
     ).scalar_one()
@@ -116,10 +99,5 @@ def _plan_published_iterations(tx: Connection, row: Mapping[str, Any], total: in
     for number in range(planned + 1, min(total, newest + ahead + 1)):
         of_run = select(schema.policies).where(policies.run_id == row["id"], policies.version == max(0, number - ahead))
         policy = tx.execute(of_run).one()
-        if policy.collected_at is not None:
-            raise CheckpointError(
-                f"Policy version {policy.version}, which the next iteration of {row['name']!r} samples with, was collected on "
-                f"{policy.collected_at:%Y-%m-%d}.",
-                f"Continue with the newest version: agentrl submit --model {row['name']}@{newest}",
-            )
+        require_weights(row["name"], policy.version, policy.collected_at, f"iteration {number + 1}")
         insert_iteration(tx, row["id"], number, policy.id)

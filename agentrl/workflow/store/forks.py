@@ -24,7 +24,6 @@ class Fork:
     """The point at which the episodes of a fork run branch off.
 
     Args:
-        parent: the id of the parent episode.
         step: the number of the first step that the forks sample themselves.
         opening: the messages that this step reads instead of the env's messages; None for the env's messages.
         with_parent: True if the parent is in the group too, and trains from this step on.
@@ -52,11 +51,8 @@ class ForkPoint:
 
 @read_transaction
 def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
-    """Return the data for a fork of the episode at that step.
-
-    Raises:
-        NotFoundError: there is no such episode, or it has no such step.
-        StateError: the episode has not ended.
+    """Return the data for a fork of the episode at that step. Raise NotFoundError if there is no such episode, or it has no
+    such step. Raise StateError if the episode has not ended.
     """
     row = episode_row(tx, episode)
     if row["status"] in OPEN:
@@ -87,11 +83,7 @@ def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
 
 
 def find_reward_set(tx: Connection, run_id: int, name: str) -> Mapping[Any, Any]:
-    """Return the run's reward set of that name.
-
-    Raises:
-        NotFoundError: the run has no such set.
-    """
+    """Return the run's reward set of that name. Raise NotFoundError if the run has no such set."""
     sets = schema.reward_sets.c
     rows = tx.execute(select(schema.reward_sets).where(sets.run_id == run_id)).mappings().all()
     for row in rows:
@@ -191,15 +183,12 @@ class StoredRun:
 @read_transaction
 def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str, least: int) -> StoredRun:
     """Return the run and its usable groups. A group is usable if it is done and has at least `least` done episodes with a
-    reward.
+    reward. Raise NotFoundError if the run has no such reward set.
 
     Args:
         only: the ids of the groups to use; empty for all groups of the run.
         name: the name of the reward set in which the rewards are looked up.
         least: the minimum number of done episodes with a reward in a group.
-
-    Raises:
-        NotFoundError: the run has no such reward set.
     """
     row = tx.execute(select(schema.runs).where(schema.runs.c.id == run_id)).mappings().one()
     groups, episodes = schema.groups.c, schema.episodes.c
@@ -243,11 +232,7 @@ def find_episode_counted_twice(tx: Connection, groups: Sequence[int]) -> int | N
 
 @read_transaction
 def find_run_of_group(tx: Connection, group: int) -> int:
-    """Return the id of the run that the group belongs to.
-
-    Raises:
-        NotFoundError: there is no such group.
-    """
+    """Return the id of the run that the group belongs to. Raise NotFoundError if there is no such group."""
     query = select(schema.groups.c.run_id).where(schema.groups.c.id == group)
     run_id = tx.execute(query).scalar_one_or_none() if abs(group) <= MAX_ID else None
     if run_id is None:

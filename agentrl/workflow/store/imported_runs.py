@@ -27,14 +27,7 @@ _RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, sch
 
 @dataclass(frozen=True)
 class ImportedEpisode:
-    """An episode to be imported.
-
-    Args:
-        key: the episode's id in the system from which it is imported.
-        rewards: the parts of the episode's reward by name; `reward` is their weighted sum.
-        answer: the episode's final answer.
-        started_at, finished_at: the times of its start and end; None if unknown.
-    """
+    """An episode to be imported. `key` is its id in the other system. `reward` is the weighted sum of its `rewards`."""
 
     key: str
     task: Task
@@ -51,11 +44,7 @@ class ImportedEpisode:
 
 @transaction
 def write_import(tx: Connection, submission: Submission, episodes: Sequence[ImportedEpisode]) -> str:
-    """Write the run with all of its episodes; return its name.
-
-    Raises:
-        ConflictError: a run of that name exists.
-    """
+    """Write the run with all of its episodes; return its name. Raise ConflictError if a run of that name exists."""
     run = insert_submission(tx, submission)
     if not run.created:
         raise ConflictError(f"A run called {run.name!r} exists.", "Choose another --name, or leave it out.")
@@ -82,9 +71,6 @@ def write_import(tx: Connection, submission: Submission, episodes: Sequence[Impo
 def _write_group(
     tx: Connection, fence: Fence, of_run: Mapping[str, int], siblings: Sequence[ImportedEpisode], run: str, policy: int
 ) -> list[int]:
-    """Insert the group's episodes with their steps and annotations; return the episodes' ids. The episodes are not ended
-    yet.
-    """
     numbers: list[int] = []
     for sample, _ in enumerate(siblings):
         values = {**of_run, "group_id": fence.group, "sample": sample, "attempt": ATTEMPT}
@@ -102,9 +88,6 @@ def _write_group(
 
 
 def _record(number: int, episode: ImportedEpisode, record: StepRecord, policy: int) -> StepRecord:
-    """Return the record with the ids of its episode and its policy. The first step of an episode also stores the name of the
-    trace.
-    """
     request = record.request
     if request is not None and record.step.index == 0:
         request = replace(request, asked={"trace": episode.key})

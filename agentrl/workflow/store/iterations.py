@@ -18,9 +18,7 @@ from agentrl.workflow.tables.columns import now_ms
 
 
 class Slot(NamedTuple):
-    """A group's position in an iteration: the slot's number, the id of the group's task, and the sample number of the group's
-    first episode.
-    """
+    """A group's place in an iteration: slot number, task id, sample number of its first episode."""
 
     number: int
     task: int
@@ -30,11 +28,8 @@ class Slot(NamedTuple):
 def task_order(seed: int, epoch: int | str, keys: Sequence[str], difficulties: Sequence[float | None] = ()) -> list[int]:
     """Return the indices of the tasks in the order of one epoch. The order is the same on every machine.
 
-    The tasks are sorted by difficulty, if difficulties are given, and then by hash(seed, epoch, task).
-
-    Args:
-        keys: the keys of the tasks.
-        difficulties: the difficulties of the tasks. The lowest comes first, None comes last.
+    The tasks are sorted by difficulty, if difficulties are given, and then by hash(seed, epoch, task). `keys` are the keys of
+    the tasks. `difficulties` are the difficulties of the tasks. The lowest comes first, None comes last.
     """
     digests = [hashlib.sha256(f"{seed}|{epoch}|{key}".encode()).digest() for key in keys]
     order = sorted(range(len(keys)), key=digests.__getitem__)
@@ -48,11 +43,7 @@ def iterations_per_epoch(tasks: int, tasks_per_iteration: int) -> int:
 
 
 def epoch_length(tx: Connection, run: Mapping[Any, Any]) -> int:
-    """Return the number of iterations in an epoch of a run; 0 if the run trains on stored groups.
-
-    Args:
-        run: the run's row.
-    """
+    """Return the number of iterations in an epoch of a run; 0 if the run trains on stored groups. `run` is the run's row."""
     tasks = tx.execute(select(func.count()).where(schema.run_tasks.c.run_id == run["id"])).scalar_one()
     return iterations_per_epoch(tasks, run["config"]["rollout"]["tasks_per_iteration"])
 
@@ -73,9 +64,7 @@ def dynamic_sampling_of(config: Mapping[str, Any]) -> int:
 
 
 def wanted_groups(tx: Connection, iteration: int, config: Mapping[str, Any]) -> int:
-    """Return the number of groups that were planned first; 0 without dynamic sampling. With dynamic sampling at most this many
-    groups train.
-    """
+    """Return how many groups may train with dynamic sampling: as many as were planned first. 0 without it."""
     if dynamic_sampling_of(config) == 1:
         return 0
     planned = select(func.count()).where(schema.groups.c.iteration_id == iteration).scalar_subquery()
@@ -148,7 +137,6 @@ def _pick_tasks(tx: Connection, run: Mapping[Any, Any], number: int) -> tuple[in
 
 
 def _load_all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], list[str], list[float | None]]:
-    """Return the ids, keys and difficulties of the run's tasks."""
     columns = (schema.tasks.c.id, schema.tasks.c.key, schema.run_tasks.c.difficulty)
     mine = select(*columns).join(schema.run_tasks).where(schema.run_tasks.c.run_id == run["id"])
     tasks = tx.execute(mine.order_by(schema.tasks.c.id)).all()
@@ -158,10 +146,7 @@ def _load_all_tasks(tx: Connection, run: Mapping[Any, Any]) -> tuple[list[int], 
 def _pick_in_turn(
     run: Mapping[Any, Any], number: int, ids: Sequence[int], keys: Sequence[str], difficulties: Sequence[float | None] = ()
 ) -> tuple[int, list[int]]:
-    """Return the epoch of an iteration, and the ids that the iteration uses.
-
-    The epoch and the iteration's `number` are counted from 0.
-    """
+    """Return the epoch of an iteration, and the ids that the iteration uses."""
     size = run["config"]["rollout"]["tasks_per_iteration"]
     epoch, position = divmod(number, iterations_per_epoch(len(ids), size))
     order = task_order(run["seed"], epoch, keys, difficulties)

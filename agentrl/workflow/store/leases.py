@@ -35,9 +35,7 @@ MAX_DEVICE_LOSSES = 5
 
 @transaction
 def take_service_lease(tx: Connection, name: str, holder: str, seconds: float) -> bool:
-    """Acquire or renew the lease of a service of which only one process may run. Return False if another process holds the
-    lease.
-    """
+    """Acquire or renew the lease of a service with one process. Return False if another process holds it."""
     leases = schema.service_leases
     until = now_ms() + int(seconds * 1000)
     acquired = tx.execute(
@@ -99,10 +97,7 @@ def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
     """Record that the worker `host:pid` ended, and end the worker's leases.
 
     An event is written to every running run, with the work that the worker held. If a worker dies repeatedly at its start,
-    equal consecutive events are written once.
-
-    Args:
-        how: how the worker ended, as a verb phrase.
+    equal consecutive events are written once. `how` says how the worker ended, as a verb phrase.
     """
     for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK)).scalars().all():
         detail = f"the worker {role} {how}, and is started again; it held {describe_held_work(tx, run, worker, role)}"
@@ -115,9 +110,7 @@ def record_loss(tx: Connection, worker: str, role: str, how: str) -> None:
 
 
 def _end_leases(tx: Connection, worker: str) -> None:
-    """End the leases of a worker whose process has ended, so other workers can claim the work at once. Each claim then counts
-    as lost.
-    """
+    """End the leases of an ended worker: others can claim its work at once, which then counts as lost."""
     for table in (schema.groups, schema.iterations):
         now = now_ms()
         tx.execute(update(table).where(*is_held_by(table, worker), table.c.lease_until > now).values(lease_until=now - 1))
@@ -188,10 +181,7 @@ def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> Non
     """Release all claims of the worker `host:pid` because its device failed. This counts neither as a loss nor as an attempt.
 
     Other workers may claim the work after `EXIT_MS`. A run fails if its devices fail `MAX_DEVICE_LOSSES` times without
-    progress; otherwise it would repeat forever.
-
-    Args:
-        reason: the device's error.
+    progress; otherwise it would repeat forever. `reason` is the device's error.
     """
     holds = union(*(select(table.c.run_id).where(*is_held_by(table, worker)) for table in (schema.groups, schema.iterations)))
     for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK, schema.runs.c.id.in_(holds))).scalars().all():
@@ -206,10 +196,7 @@ def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> Non
 
 @transaction
 def record_cpu_after_loss(tx: Connection, run: int, worker: str) -> str:
-    """Write an event that the worker uses the CPU, if a device failed in this run before.
-
-    Return the text of the event, or an empty string if no event was written.
-    """
+    """If a device failed in this run, write an event that the worker uses the CPU. Return its text, or ""."""
     events = schema.events.c
     losses = select(func.count()).select_from(schema.events).where(events.run_id == run, events.kind == "device_lost")
     if not tx.execute(losses).scalar_one():
@@ -220,9 +207,7 @@ def record_cpu_after_loss(tx: Connection, run: int, worker: str) -> str:
 
 
 def _count_losses(tx: Connection, run: int) -> int:
-    """Return the number of device failures in the run since it was last resumed and since a group or an iteration of it last
-    ended.
-    """
+    """Return the run's device failures since it was resumed, or a group or iteration ended."""
     events, count = schema.events.c, select(func.count()).select_from(schema.events)
     count = count.where(events.run_id == run, events.kind == "device_lost")
     resumed = select(func.max(events.id)).where(events.run_id == run, events.kind == "resumed").scalar_subquery()

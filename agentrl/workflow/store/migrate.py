@@ -61,11 +61,8 @@ def _is_foreign(tx: Connection) -> bool:
 
 
 def open_database(url: str) -> Database:
-    """Open the database, ready to use. A SQLite database is upgraded at once.
-
-    Raises:
-        ServiceError: the database does not answer, a newer agentrl or another program wrote it, or it is a Postgres database of
-            another revision.
+    """Open the database, ready to use. A SQLite database is upgraded at once. Raise ServiceError if the database does not
+    answer, a newer agentrl or another program wrote it, or it is a Postgres database of another revision.
     """
     database = Database(url)
     with database.read() as tx:
@@ -93,11 +90,7 @@ def open_database(url: str) -> Database:
 
 
 def check_revision(revision: str | None) -> None:
-    """Check that this code can upgrade a database of this revision.
-
-    Raises:
-        ServiceError: the database is older than the first migration.
-    """
+    """Raise ServiceError if this code cannot upgrade a database of this revision."""
     if revision is not None and revision < FIRST:
         raise ServiceError(
             f"The database is at revision {revision}, and this agentrl upgrades from {FIRST} on.",
@@ -106,11 +99,7 @@ def check_revision(revision: str | None) -> None:
 
 
 def upgrade(database: Database, revision: str = "head") -> None:
-    """Upgrade the database to `revision`, and recreate its views and triggers.
-
-    Raises:
-        ServiceError: the database is older than the first migration.
-    """
+    """Upgrade to `revision`, and recreate views and triggers. Raise ServiceError if the database is too old."""
     from alembic import command
 
     check_revision(current(database))
@@ -142,9 +131,7 @@ def _migrate(database: Database, run) -> None:  # type: ignore[no-untyped-def]
 
 @contextmanager
 def _connect_without_foreign_keys(database: Database) -> Iterator[Connection]:
-    """Open a connection that does not check foreign keys on SQLite. To alter a table, SQLite drops it while other tables refer
-    to it.
-    """
+    """Open a connection without foreign key checks on SQLite, which drops a table to alter it."""
     with database.engine.connect() as connection:
         if not database.is_sqlite:
             yield connection
@@ -199,10 +186,7 @@ def _has_role(tx: Connection, role: str, purpose: str) -> bool:
 
 
 def weak_passwords(database: Database, where: Settings) -> list[str]:
-    """Return the names of the configured passwords that are easy to guess.
-
-    A password is easy to guess if it is shorter than 12 characters or contains `agentrl`.
-    """
+    """Return the names of passwords that are shorter than 12 characters or contain `agentrl`."""
     if database.is_sqlite:
         return []
     with database.engine.connect() as connection:

@@ -104,10 +104,7 @@ class Submission:
 
     @property
     def episodes(self) -> int:
-        """The number of new episodes that are planned, without those that dynamic sampling adds.
-
-        It is 0 for a run on stored groups and for the kinds in GROWING.
-        """
+        """The number of new episodes, without those that dynamic sampling adds. It is 0 for a run on stored groups."""
         if self.kind in GROWING:
             return 0
         whole, rest = divmod(self.iterations, self._per_epoch) if self.tasks else (0, 0)
@@ -140,14 +137,9 @@ def submit(tx: Connection, submission: Submission, failed: str = "") -> Submitte
     run.
 
     If a generated name is taken, the next free name is used. If the reply of an earlier commit of this submission was lost, the
-    committed run is returned, even if it has another name.
-
-    Args:
-        failed: the reason why the run cannot start. If given, the run is stored as failed, and its evaluation as paused.
-
-    Raises:
-        ConflictError: a run of that name exists, with another config or other starting weights.
-        CheckpointError: the run's starting weights have just been removed.
+    committed run is returned, even if it has another name. `failed` is the reason why the run cannot start. If given, the run
+    is stored as failed, and its evaluation as paused. Raise ConflictError if a run of that name exists, with another config or
+    other starting weights. Raise CheckpointError if the run's starting weights have just been removed.
     """
     return insert_submission(tx, submission, failed)
 
@@ -179,11 +171,7 @@ def _insert_evaluation(tx: Connection, run_id: int, run: str, evaluation: Submis
 
 
 def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str, Any] = MappingProxyType({})) -> int | None:
-    """Insert the run and its rows; return the run's id, or None if the name is taken.
-
-    Args:
-        more: additional columns of the run's row.
-    """
+    """Insert the run and its rows; return the run's id, or None if the name is taken."""
     run_id = insert_run(tx, _row_of(submission) | dict(more))
     if run_id is None:
         return None
@@ -244,9 +232,7 @@ def insert_run(tx: Connection, values: Mapping[str, Any]) -> int | None:
 
 
 def _find_own(tx: Connection, submission: Submission) -> SubmittedRun | None:
-    """Return the run that an earlier attempt of this submission committed before its reply was lost; None if there is no such
-    run.
-    """
+    """Return the run that an earlier attempt of this submission committed before its reply was lost, or None."""
     runs = schema.runs.c
     mine = runs.manifest["id"].as_string() == submission.manifest.get("id", "")
     row = tx.execute(select(runs.id, runs.name, runs.iterations, runs.status).where(mine)).first()
@@ -410,14 +396,7 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 
 
 def check_resumable(row: Mapping[str, Any]) -> None:
-    """Check that the run can be resumed.
-
-    Args:
-        row: the run's row.
-
-    Raises:
-        StateError: the run is done or cancelled, has another format, or is of the kind `serve`.
-    """
+    """Raise StateError if the run is done or cancelled, has another format, or is of the kind `serve`."""
     if row["kind"] == "serve":
         raise StateError(f"Run {row['name']!r} was served by a process, and only that process could continue it.", _SERVE_HINT)
     if row["status"] not in RESUMABLE:
@@ -432,9 +411,7 @@ def resume(tx: Connection, run: str) -> Mapping[str, Any]:
     """Resume a paused or failed run and its paused evaluations. Work without a live lease is sent again at once.
 
     If the run was paused because too few episodes of an iteration were done, the iteration trains with those that are done.
-
-    Raises:
-        StateError: the run cannot be resumed. See `check_resumable`.
+    Raise StateError if the run cannot be resumed. See `check_resumable`.
     """
     row = find_run(tx, run)
     check_resumable(row)
@@ -482,15 +459,12 @@ def _resume(tx: Connection, row: Mapping[str, Any]) -> None:
 
 
 def _load_own_evals(tx: Connection, run_id: int, statuses: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of the run's own evaluations whose status is in `statuses`."""
     mine = select(schema.runs).where(schema.runs.c.measures_id == run_id, schema.runs.c.status.in_(statuses))
     return [dict(row) for row in tx.execute(mine.order_by(schema.runs.c.id)).mappings()]
 
 
 def newest_version(run_id: Any) -> ScalarSelect[int]:
-    """Return the SQL for the run's newest published version. If the version is k, the update of the iteration with number k
-    (counted from 0) starts from it.
-    """
+    """Return the SQL for the run's newest version k, from which the update of iteration k (from 0) starts."""
     return select(func.max(schema.policies.c.version)).where(schema.policies.c.run_id == run_id).scalar_subquery()
 
 
@@ -522,10 +496,8 @@ def _is_unheld(table: Any) -> Any:
 def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str, Any]:
     """Pause, cancel or fail a run. Workers finish or drop their current work, and no more messages are sent. Idempotent.
 
-    If the run is paused or cancelled, its own evaluations are too.
-
-    Raises:
-        StateError: the run has already ended, or it is a `serve` run, which cannot be paused.
+    If the run is paused or cancelled, its own evaluations are too. Raise StateError if the run has already ended, or it is a
+    `serve` run, which cannot be paused.
     """
     row = find_run(tx, run)
     if row["status"] == status:

@@ -31,11 +31,7 @@ def _dialect(name: str) -> Dialect:
 
 @dataclass(frozen=True, slots=True)
 class _CompiledStatement:
-    """A statement that is compiled for one driver.
-
-    `text` is the SQL text. `own` has the values that are part of the statement. `convert` has the functions that convert a
-    caller's values for the driver, by name.
-    """
+    """A statement that is compiled for one driver."""
 
     text: str
     own: Values
@@ -50,9 +46,7 @@ class _CompiledStatement:
 
 @dataclass(frozen=True)
 class PreparedStatement:
-    """A statement that is compiled once. Each call must pass values for the same names, which are the bind parameters and the
-    columns that the statement sets.
-    """
+    """A statement that is compiled once. Each call passes values for the same bind parameters and columns."""
 
     statement: Select[Any] | Insert | Update
     _compiled: dict[str, _CompiledStatement] = field(default_factory=dict)
@@ -65,9 +59,7 @@ class PreparedStatement:
         return rows
 
     def run(self, tx: Connection, *rows: Values) -> int:
-        """Run the statement once for each element of `rows`; return the number of changed rows. On Postgres the statements are
-        pipelined.
-        """
+        """Run the statement for each element of `rows`; return the number of changed rows. Postgres pipelines them."""
         compiled = self._compiled_for(tx, rows[0])
         with driver_cursor(tx, compiled.text) as cursor:
             if len(rows) == 1:

@@ -27,11 +27,9 @@ class Rebuild:
     """The inputs of the update that made a broken checkpoint.
 
     Args:
-        broken: the policy with the broken checkpoint.
         start: the policy with which the update started.
         groups: the groups on which the update trained; empty if the checkpoint came from another run.
         advantages: the advantages that the update recorded, by episode id.
-        max_groups: see `IterationWork`.
     """
 
     broken: PolicyRef
@@ -84,18 +82,14 @@ def _mark(tx: Connection, run_id: int, path: str, fault: str) -> int | None:
 
 
 def _select_needed_path(run_id: int, path: str) -> Select[tuple[str]]:
-    """Select the path if the training run still needs the checkpoint: it is the newest version, or open groups sample with
-    it.
-    """
+    """Select the path if it is the newest version's, or open groups of the training run sample with it."""
     policies = schema.policies.c
     used = (policies.version == newest_version(run_id)) | policies.id.in_(select_sampled_policies(run_id))
     return select(policies.path).where(policies.run_id == run_id, policies.path == path, used)
 
 
 def _find_maker(tx: Connection, path: str) -> Mapping[str, Any] | None:
-    """Return the row of the run that first published the checkpoint; None if the checkpoint has meanwhile been rebuilt in
-    another folder.
-    """
+    """Return the run that first published the checkpoint; None if it was rebuilt elsewhere meanwhile."""
     publishers = (
         select(schema.runs)
         .join(schema.policies, schema.policies.c.run_id == schema.runs.c.id)
@@ -152,10 +146,8 @@ def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tupl
 
 @transaction
 def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path: str, sha256: str) -> None:
-    """Store the path and hash of the rebuilt checkpoint in every row that has the broken one, and release the iteration.
-
-    Raises:
-        Fenced: another trainer holds the iteration.
+    """Store the path and hash of the rebuilt checkpoint in every row that has the broken one, and release the iteration. Raise
+    Fenced if another trainer holds the iteration.
     """
     handed_back = tx.execute(
         update(schema.iterations)

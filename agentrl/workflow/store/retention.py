@@ -39,11 +39,7 @@ class Checkpoints:
 
 @read_transaction
 def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Checkpoints]:
-    """Return the checkpoint folders of these runs, or of all runs if `runs` is empty.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the checkpoint folders of these runs (none: all). Raise NotFoundError for an unknown run."""
     if runs:
         rows: Sequence[Any] = [find_run(tx, run) for run in runs]
     else:
@@ -59,12 +55,9 @@ def find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last:
 
 @transaction
 def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
-    """Mark the run's unneeded policies as collected. Return which checkpoints are still needed, and why.
-
-    Args:
-        present: the names of the checkpoint folders on this disk. Only these are marked.
-        keep_last: the number of newest adapters to keep of an ended run, even if stored episodes refer to more; None to keep
-            all to which episodes refer.
+    """Mark the run's unneeded policies as collected. Return which checkpoints are still needed, and why. `present` is the names
+    of the checkpoint folders on this disk. Only these are marked. `keep_last` is the number of newest adapters to keep of an
+    ended run, even if stored episodes refer to more; None to keep all to which episodes refer.
     """
     needs, unneeded = _find_needs(tx, run_id, present, keep_last)
     if unneeded:
@@ -110,9 +103,7 @@ def _save_every(run: Mapping[Any, Any]) -> int | None:
 
 
 def _saved_paths(tx: Connection, run: Mapping[Any, Any], rows: Sequence[Any]) -> set[str]:
-    """Return the paths that the run keeps permanently: every `save_every`th version, the last of each epoch, the best, and the
-    final version.
-    """
+    """Return the paths that stay: each `save_every`th version, the last of each epoch, the best, the final one."""
     every, of_an_epoch = _save_every(run) or 1, epoch_length(tx, run) or run["iterations"]
     ends = (find_best_version(tx, run["id"]), run["iterations"])
     return {row.path for row in rows if not row.version % every or not row.version % of_an_epoch or row.version in ends}
@@ -149,9 +140,7 @@ def _find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last
 
 
 def _load_policies(tx: Connection, run_id: int) -> Sequence[Any]:
-    """Return all rows of `policies`, from any run, that have the path of one of the run's checkpoints; the newest version
-    first.
-    """
+    """Return the rows of `policies`, of any run, whose path is that of one of the run's checkpoints; newest version first."""
     policies, runs, iterations = schema.policies, schema.runs, schema.iterations
     mine = select(policies.c.path).where(policies.c.run_id == run_id, policies.c.path != "")
     others = policies.alias()
@@ -174,11 +163,8 @@ def _load_policies(tx: Connection, run_id: int) -> Sequence[Any]:
 def _kept_paths(
     rows: Sequence[Any], run: Mapping[Any, Any], mine: Sequence[str], keep_last: int | None, saved: set[str] | None
 ) -> set[str]:
-    """Return the paths of the checkpoints that are kept.
-
-    Args:
-        mine: the paths of the run's own checkpoints, newest first.
-        saved: the paths that the run keeps permanently; None if it keeps all to which episodes refer.
+    """Return the paths of the checkpoints that are kept. `mine` is the paths of the run's own checkpoints, newest first.
+    `saved` is the paths that the run keeps permanently; None if it keeps all to which episodes refer.
     """
     by_name = {row.path for row in rows if row.sampled} if saved is None else saved
     if keep_last is not None and run["status"] not in ALIVE_STATUSES:

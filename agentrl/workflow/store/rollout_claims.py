@@ -42,9 +42,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class HeldEpisodes:
-    """The episodes of a claimed group. `attempts` and `steps` have each episode's attempt number and number of steps, by
-    episode id. `run` is the run's name.
-    """
+    """The episodes of a claimed group: their attempt numbers and numbers of steps, by id, and the run's name."""
 
     run: str
     attempts: Mapping[int, int]
@@ -121,17 +119,13 @@ _GROUPS, _EPISODES = schema.groups.c, schema.episodes.c
 
 
 def _is_open(status: Column[str]) -> ColumnElement[bool]:
-    """Return the SQL condition that a status is not final. It avoids IN, because the length of an IN list is only known when
-    the statement runs.
-    """
+    """Return the SQL condition that a status is not final, without an IN of variable length."""
     return or_(*(status == value for value in OPEN))
 
 
 @cache
 def _free_group(lease_seconds: float) -> Select[Any]:
-    """Return the query for the group `:wanted`. It finds the group if it is open and no worker except `:claimant` holds a live
-    lease on it.
-    """
+    """Select the group `:wanted` if it is open and no other worker than `:claimant` holds a live lease on it."""
     return (
         select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, _GROUPS.lease_until, schema.runs.c.status)
         .join(schema.runs, schema.runs.c.id == _GROUPS.run_id)
@@ -161,12 +155,8 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     """Claim the group and load its work.
 
     Return None if the group has ended or another worker holds a live lease on it. Also return None if the run is not running or
-    waits for a broken checkpoint.
-
-    Args:
-        worker: a name that is unique to this claim. If the reply of the commit was lost and the claim is repeated, this name
-            identifies it.
-        lease_seconds: the length of the lease, in seconds.
+    waits for a broken checkpoint. `worker` is a name that is unique to this claim. If the reply of the commit was lost and the
+    claim is repeated, this name identifies it. `lease_seconds` is the length of the lease, in seconds.
     """
     before = tx.execute(_free_group(lease_seconds), {"wanted": group, "claimant": worker}).one_or_none()
     if before is None or before.status != "running":
@@ -378,11 +368,7 @@ _OPEN_GROUP = PreparedStatement(
 def finish_episodes(
     tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
 ) -> CompletedWork:
-    """End episodes with their rewards. The group ends with its last episode.
-
-    Raises:
-        Fenced: another worker holds the group.
-    """
+    """End episodes with their rewards. The group ends with its last episode. Raise Fenced if another worker holds the group."""
     return end_episodes(tx, fence, outcomes, reward_set, weights)
 
 
@@ -413,9 +399,7 @@ def end_episodes(
 
 
 def _leave_unobserved(tx: Connection, episodes: Sequence[int]) -> None:
-    """Mark open calls that external agents ran themselves as unobserved, because no later request of these episodes can show
-    their results.
-    """
+    """Mark open calls of external agents as unobserved: no later request can show their results."""
     calls = schema.tool_calls.c
     if episodes:
         open_calls = update(schema.tool_calls).where(calls.episode_id.in_(episodes), calls.kind == "agent")
@@ -470,11 +454,7 @@ _HELD_EPISODES = PreparedStatement(
 
 
 def check_claim(tx: Connection, fence: Fence) -> HeldEpisodes:
-    """Return the run's name and the episodes of the claimed group.
-
-    Raises:
-        Fenced: another worker holds the group.
-    """
+    """Return the run's name and the episodes of the claimed group. Raise Fenced if another worker holds the group."""
     rows = _HELD_EPISODES.rows(tx, {"group": fence.group, "attempt": fence.attempt})
     if not rows:
         raise Fenced(f"Group {fence.group} is no longer held by attempt {fence.attempt}.")

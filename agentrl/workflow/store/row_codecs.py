@@ -66,12 +66,9 @@ steps before it.
 
 
 def step_row(record: StepRecord, run: str, attempt: int, options: int | None = None) -> dict[str, Any]:
-    """Return the row of a step for the table `steps`. `step_value` is the inverse.
-
-    Args:
-        run: the name of the step's run.
-        attempt: the attempt number of the step's episode.
-        options: the id of the row in `request_options` with the request's tools and template options; None without them.
+    """Return the row of a step for the table `steps`. `step_value` is the inverse. `attempt` is the attempt number of the
+    step's episode. `options` is the id of the row in `request_options` with the request's tools and template options; None
+    without them.
     """
     step, request, now = record.step, record.request, datetime.now(UTC)
     answered = request is not None and bool(record.calls) and all(item.result for item in record.calls)
@@ -114,11 +111,8 @@ def token_row(step: Step) -> dict[str, bytes]:
 
 
 def call_row(item: CallRecord, number: int, kind: str) -> dict[str, Any]:
-    """Return the row of a tool call for the table `tool_calls`. A call of the kind `agent` is never sent to a worker.
-
-    Args:
-        number: the position of the call in its step, counted from 0.
-        kind: the kind of the call.
+    """Return the row of a tool call for the table `tool_calls`. A call of the kind `agent` is never sent to a worker. `number`
+    is the position of the call in its step, counted from 0. `kind` is the kind of the call.
     """
     now = datetime.now(UTC)
     return {
@@ -138,10 +132,8 @@ def call_row(item: CallRecord, number: int, kind: str) -> dict[str, Any]:
 
 
 def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], before: Sequence[Step] = ()) -> Step:
-    """Build a step from its row in `steps` with its tokens, the version that sampled it, and the rows of its calls.
-
-    Args:
-        before: the earlier steps of the same attempt, in order. The step's prompt may share their messages.
+    """Build a step from its row in `steps` with its tokens, the version that sampled it, and the rows of its calls. `before` is
+    the earlier steps of the same attempt, in order. The step's prompt may share their messages.
     """
     tool_calls = tuple(
         ToolCall(
@@ -172,9 +164,7 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
 
 
 def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ...]:
-    """Return the messages of a step's prompt. Messages that the prompt shares with the parent step are taken from the steps in
-    `before`.
-    """
+    """Return the messages of a step's prompt. Those shared with the parent are in the steps `before`."""
     messages = row["prompt"]
     if not messages or SHARED not in messages[0]:
         return tuple(message_value(message) for message in messages)
@@ -183,9 +173,7 @@ def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ..
 
 
 def _prompt_rows(step: Step, shared: int = 0) -> list[dict[str, Any]]:
-    """Return a step's prompt for its JSON column. The first `shared` messages are replaced by their number, because the parent
-    step has them.
-    """
+    """Return a step's prompt for its JSON column: the number of `shared` messages, then the others."""
     head: list[dict[str, Any]] = [{SHARED: shared}] if shared else []
     return head + [message_row(message) for message in step.prompt[shared:]]
 
@@ -225,9 +213,7 @@ def annotation_value(row: Mapping[Any, Any]) -> Annotation:
 
 
 def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:
-    """Return the rows that store the reward parts, each with part, step and value. A part with one value has one row, a part
-    with a value per step has a row per step.
-    """
+    """Return a row (part, step, value) for each value of the reward parts."""
     return [
         {"part": name, "step": step, "value": value}
         for name, part in parts.items()

@@ -9,7 +9,6 @@ from agentrl.workflow.store.connect import insert, transaction
 from agentrl.workflow.tables import schema
 
 RUN_ENDS = ("done", "failed", "cancelled")
-"""Kinds of events with which a run ends."""
 WAITING = ("waiting", "paused")
 LAST_SENT = "last notified event"
 """The name of a row in `service_leases`. The row's holder is the id of the last event that was sent."""

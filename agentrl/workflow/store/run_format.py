@@ -14,15 +14,9 @@ LAST_COMMITS = {1: "1db31d1", 2: "1db31d1", 3: "e1be674", 4: "2287f9b", 5: "d799
 
 
 def check_format(run: str, number: int, verb: str) -> None:
-    """Check that this agentrl supports the run's format.
-
-    Args:
-        run: the run's name.
-        number: the number of the run's format.
-        verb: what the caller wants to do with the run, for the error message.
-
-    Raises:
-        StateError: the run has another format. The message names the commit of agentrl that supports it.
+    """Check that this agentrl supports the run's format. `number` is the number of the run's format. `verb` says what the
+    caller wants to do with the run, for the error message. Raise StateError if the run has another format. The message names
+    the commit of agentrl that supports it.
     """
     if number == RUN_FORMAT:
         return

@@ -3,6 +3,7 @@
 """
 
 from collections.abc import Mapping
+from datetime import datetime
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -15,16 +16,11 @@ from agentrl.workflow.trajectory import PolicyRef
 Version = int | Literal["best"] | Epoch | None
 """A reference to a version of a run's policy. None is the newest version."""
 MAX_NAME_CHARS = 64
-"""The maximum length of a run's name, in characters."""
 
 
 @sql_read_transaction
 def find_run(tx: Any, run: str, columns: str = "*") -> Row:
-    """Return these columns of the run's row. `run` is the run's name or number.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return these columns of the run's row. `run` is the run's name or number. Raise NotFoundError if there is no such run."""
     rows = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", name=run)
     if not rows and run.isascii() and run.isdigit() and len(run) < 19:
         rows = select_rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", id=int(run))
@@ -40,7 +36,6 @@ def is_run(tx: Any, name: str) -> bool:
 
 
 def _similar_name_hint(tx: Any, run: str) -> str:
-    """Return a hint that suggests a similar name among the newest 200 runs; empty if no name is similar."""
     names = (
         [row["name"] for row in select_rows(tx, "SELECT name FROM runs ORDER BY id DESC LIMIT 200")]
         if len(run) <= MAX_NAME_CHARS
@@ -51,11 +46,7 @@ def _similar_name_hint(tx: Any, run: str) -> str:
 
 
 def parse_version(word: str) -> Version:
-    """Parse the text of a version, such as `3`, `v3`, `best` or `epoch3`.
-
-    Raises:
-        ConfigError: the text is not a version.
-    """
+    """Parse the text of a version, such as `3`, `v3`, `best` or `epoch3`. Raise ConfigError if the text is not a version."""
     if word == "best":
         return "best"
     digits = word.removeprefix("epoch").removeprefix("v")
@@ -66,11 +57,8 @@ def parse_version(word: str) -> Version:
 
 def find_stored_policy(db: Queryable, run: str, version: Version) -> PolicyRef:
     """Return a policy that the run published: the version with that number, the best version by the evaluations, or (None) the
-    newest.
-
-    Raises:
-        NotFoundError: there is no such run or version.
-        CheckpointError: `agentrl gc` or `--save-every` has removed the version's weights.
+    newest. Raise NotFoundError if there is no such run or version. Raise CheckpointError if `agentrl gc` or `--save-every` has
+    removed the version's weights.
     """
     row = find_policy(db, run, version)
     return PolicyRef(row["base"], row["base_hash"], row["path"], row["sha256"], row["version"])
@@ -78,11 +66,9 @@ def find_stored_policy(db: Queryable, run: str, version: Version) -> PolicyRef:
 
 @sql_read_transaction
 def find_policy(tx: Any, run: str, version: Version) -> Row:
-    """Return the row of the run's policy with that version, together with the run's `base`, `base_hash` and `config`.
-
-    Raises:
-        NotFoundError: there is no such run or version.
-        CheckpointError: `agentrl gc` or `--save-every` has removed the version's weights.
+    """Return the row of the run's policy with that version, together with the run's `base`, `base_hash` and `config`. Raise
+    NotFoundError if there is no such run or version. Raise CheckpointError if `agentrl gc` or `--save-every` has removed the
+    version's weights.
     """
     row = find_run(tx, run)
     version = _require_best_version(tx, row) if version == "best" else version
@@ -98,19 +84,25 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
         message = f"Run {row['name']!r} has no policy version {version}; {newest} is the newest."
         raise NotFoundError(message, f"agentrl watch {row['name']}")
     policy = rows[0]
-    if policy["collected_at"] is not None:
-        raise CheckpointError(
-            f"Policy version {policy['version']} of {row['name']!r} was collected on {policy['collected_at']:%Y-%m-%d}.",
-            f"Its episodes are still stored. Use {row['name']}@N for another version, {row['name']} for the newest.",
-        )
+    require_weights(row["name"], policy["version"], policy["collected_at"])
     return {**policy, "base": row["base"], "base_hash": row["base_hash"], "config": row["config"]}
+
+
+def require_weights(run: str, version: int, collected_at: datetime | None, purpose: str = "") -> None:
+    """Check that the weights of a run's policy version were not removed. `collected_at` is the time at which they were removed;
+    None if they were not. `purpose` says what needs the weights, for the error message; empty if the user named the version.
+    Raise CheckpointError if they were removed.
+    """
+    if collected_at is not None:
+        raise CheckpointError(
+            f"The weights of {run}@{version} were removed on {collected_at:%Y-%m-%d}{purpose and f'; {purpose} needs them'}.",
+            f"The episodes are still stored. Use {run}@N for another version, {run} for the newest.",
+        )
 
 
 @sql_read_transaction
 def find_policy_at(tx: Any, path: str) -> str:
-    """Return the name `RUN@VERSION` of the policy that was first published with this checkpoint path; empty if there is no such
-    policy.
-    """
+    """Return `RUN@VERSION` of the policy first published with this checkpoint path; empty without one."""
     query = "SELECT r.name, p.version FROM policies p JOIN runs r ON r.id = p.run_id WHERE p.path = :path ORDER BY p.id LIMIT 1"
     rows = select_rows(tx, query, path=path)
     return f"{rows[0]['name']}@{rows[0]['version']}" if rows else ""
@@ -126,14 +118,6 @@ def find_best_version(tx: Any, run_id: int) -> int | None:
 
 
 def _require_best_version(tx: Any, run: Mapping[str, Any]) -> int:
-    """Return the best version of a run. See `find_best_version`.
-
-    Args:
-        run: the run's row.
-
-    Raises:
-        NotFoundError: no version was evaluated yet.
-    """
     version = find_best_version(tx, run["id"])
     if version is None:
         measured = run["config"].get("eval", {}).get("every")

@@ -29,12 +29,11 @@ _REPORTS = schema.reports.c
 
 @dataclass(frozen=True, slots=True)
 class TrackerReport:
-    """The report of a run to a tracker.
+    """The report of a run to a tracker: what was last written.
 
     Args:
         handle: the run's id in the tracker; empty before the run is created there.
-        iteration: the number of the last iteration that was written.
-        status: the last status of the run that was written to the tracker; empty if no status was written.
+        iteration, status: the last iteration and status that were written.
         error: the error of the last write; empty if the write succeeded.
     """
 
@@ -50,11 +49,7 @@ class TrackerReport:
 
 @transaction
 def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int) -> int:
-    """Add trackers to a run; return the run's id. If the run already has a tracker, the tracker's report becomes due again.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Add trackers to a run, or make their reports due; return its id. Raise NotFoundError if there is no such run."""
     number = int(find_run(tx, run, "id")["id"])
     again = {"samples": samples, "status": "", "error": ""}
     for tracker in dict.fromkeys(trackers):
@@ -76,11 +71,7 @@ def list_due_reports(tx: Connection) -> list[TrackerReport]:
 
 @read_transaction
 def list_reports(tx: Connection, run: str) -> list[TrackerReport]:
-    """Return the reports of a run.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the reports of a run. Raise NotFoundError if there is no such run."""
     query = select(schema.reports).where(_REPORTS.run_id == find_run(tx, run, "id")["id"]).order_by(_REPORTS.tracker)
     return [_report(row) for row in tx.execute(query).mappings()]
 
@@ -124,9 +115,7 @@ def _change(tx: Connection, report: TrackerReport, **values: Any) -> None:
 
 
 def lease_name(run_id: int, tracker: str) -> str:
-    """Return the name of the lease of this report. Only the process that holds it (`leases.take_service_lease`) writes the
-    report.
-    """
+    """Return the name of the lease whose holder alone writes this report (`leases.take_service_lease`)."""
     return f"report {run_id} {tracker}"[:64]
 
 

@@ -37,9 +37,7 @@ class SearchTasks:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group to be rolled out: the id of its task, the texts that its episodes use (by name), and the origin of these
-    texts.
-    """
+    """A group to be rolled out: id of its task, texts by name, origin of these texts."""
 
     task: int
     candidate: Mapping[str, str]
@@ -87,10 +85,7 @@ def load_answers(tx: Connection, run_id: int) -> dict[str, str]:
 def record_answer(
     tx: Connection, run_id: int, model: str, key: str, messages: Sequence[Mapping[str, Any]], answer: str, seconds: float
 ) -> str:
-    """Store a critic's answer, and return the stored answer.
-
-    If another process has already stored an answer to the same request, that answer is kept and returned.
-    """
+    """Store a critic's answer unless the request has one. Return the stored answer."""
     cleaned = [{name: storable(str(text)) for name, text in message.items()} for message in messages]
     values = {"run_id": run_id, "key": key, "model": model, "messages": cleaned, "answer": storable(answer), "seconds": seconds}
     tx.execute(insert(tx, schema.critic_calls).values(values).on_conflict_do_nothing(index_elements=["run_id", "key"]))
@@ -99,10 +94,8 @@ def record_answer(
 
 @transaction
 def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGroup]) -> None:
-    """Add groups to the search's iteration, and release the claim on the iteration.
-
-    Raises:
-        Fenced: another process holds the iteration, or the iteration has ended.
+    """Add groups to the search's iteration, and release the claim on the iteration. Raise Fenced if another process holds the
+    iteration, or the iteration has ended.
     """
     mine = (_ITERATIONS.id == work.id) & (_ITERATIONS.train_token == work.token) & _ITERATIONS.status.in_(OPEN)
     if tx.execute(select(_ITERATIONS.id).where(mine).with_for_update()).first() is None:
@@ -124,11 +117,7 @@ def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGrou
 
 @transaction
 def finish_search(tx: Connection, work: IterationWork, chosen: Mapping[str, str] | None) -> None:
-    """End the search run, and mark the texts that the search chose.
-
-    Raises:
-        Fenced: another process holds the iteration, or the iteration has ended.
-    """
+    """End the search and mark the chosen texts. Raise Fenced if another process holds the iteration, or it has ended."""
     close_iteration(tx, work, UpdateRecord((), {}))
     ids = [
         version_of(tx, work.run_id, name, text, VersionOrigin("chosen without a trial"))

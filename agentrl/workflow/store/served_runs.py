@@ -35,9 +35,7 @@ _FORKS = schema.episodes.alias("forks")
 
 @dataclass(frozen=True, slots=True)
 class ServedRun:
-    """A run that this process serves. `worker` is the name of the process's claim on the `iteration`, and `token` is the fence
-    of that claim.
-    """
+    """A run that this process serves: its iteration, claimed by `worker` with the fence `token`."""
 
     id: int
     name: str
@@ -57,11 +55,8 @@ class ServedEpisode:
 
 @transaction
 def open_run(tx: Connection, submission: Submission, worker: str, lease_seconds: float) -> ServedRun:
-    """Insert the run and claim its iteration for this process.
-
-    Raises:
-        ConflictError: a run of that name exists.
-        CheckpointError: the run's weights have just been removed.
+    """Insert the run and claim its iteration for this process. Raise ConflictError if a run of that name exists. Raise
+    CheckpointError if the run's weights have just been removed.
     """
     submitted = insert_submission(tx, submission)
     if not submitted.created:
@@ -76,15 +71,12 @@ def open_run(tx: Connection, submission: Submission, worker: str, lease_seconds:
 
 @transaction
 def open_episode(tx: Connection, run: ServedRun, client: str, key_hash: str, lease_seconds: float) -> ServedEpisode:
-    """Add an episode for a client.
+    """Add an episode for a client. Raise Fenced if this process no longer serves the run.
 
     Args:
         client: the client's name for the episode; it becomes the key of the task.
         key_hash: the sha256 of the key with which the client's requests are forwarded.
         lease_seconds: the length of the lease in `agent_attempts`, in seconds.
-
-    Raises:
-        Fenced: this process no longer serves the run.
     """
     _check_served(tx, run)
     agents = schema.agent_attempts.c
@@ -145,11 +137,7 @@ def _lost_runs(lease_seconds: float) -> Select[Any]:
 
 @transaction
 def end_lost_runs(tx: Connection, lease_seconds: float, only: Collection[int] | None = None) -> list[str]:
-    """End the `serve` runs whose process died; return their names. Their open episodes end as infra_error.
-
-    Args:
-        only: the ids of the runs that may be ended; None for all.
-    """
+    """End the `serve` runs whose process died, and their episodes. Return their names. `only` restricts it to these ids."""
     lost = _lost_runs(lease_seconds)
     lost = lost if only is None else lost.where(_RUNS.id.in_(only))
     rows = tx.execute(lost.order_by(_RUNS.id).with_for_update(of=schema.runs)).all()

@@ -24,9 +24,7 @@ from agentrl.workflow.trajectory import CallRecord, Step, StepRecord, ToolCall, 
 
 @dataclass(frozen=True, slots=True)
 class JudgeQuestions:
-    """The calls to the judges of an ended episode. `step` is the episode's last step, and `questions` has the arguments of each
-    judge by the judge's name.
-    """
+    """The calls to the judges after an episode's last step. `questions` has the arguments by judge."""
 
     episode: int
     step: int
@@ -70,10 +68,7 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[StepRecord]) 
     """Commit T1: insert the sampled steps, at most one per episode, and a pending row per tool call.
 
     Return the ids of each step's calls. A step that is already stored (because the reply of its commit was lost) is not written
-    again.
-
-    Raises:
-        Fenced: another worker holds the group.
+    again. Raise Fenced if another worker holds the group.
     """
     held = check_claim(tx, fence)
     fresh = [record for record in records if record.step.index >= held.steps[record.episode]]
@@ -83,11 +78,8 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[StepRecord]) 
 
 
 def insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisodes, options: int | None = None) -> None:
-    """Write the rows of sampled steps, their tokens and their calls, and update the counts in their episodes.
-
-    Args:
-        options: the id of the row in `request_options` with the tools and template options of the steps' requests; None without
-            them.
+    """Write the rows of sampled steps, their tokens and their calls, and update the counts in their episodes. `options` is the
+    id of the row in `request_options` with the tools and template options of the steps' requests; None without them.
     """
     _NEW_STEP.run(tx, *(step_row(record, held.run, held.attempts[record.episode], options) for record in records))
     _NEW_TOKENS.run(tx, *(step_key(record.episode, record.step.index, held) | token_row(record.step) for record in records))
@@ -112,7 +104,6 @@ def _call_row(item: CallRecord, episode: int, step: int, number: int, held: Held
 
 
 def _step_counts(record: StepRecord) -> dict[str, Any]:
-    """Return the numbers that a sampled step adds to the counts of its episode."""
     return {
         "episode": record.episode,
         "prompted": len(record.step.prompt_ids),
@@ -139,9 +130,7 @@ _CALL_RESULTS = select(_CALLS.id, _CALLS.result, _CALLS.error_class, _CALLS.seco
 
 @read_transaction
 def load_results(tx: Connection, calls: Sequence[int]) -> dict[int, ToolResult]:
-    """Return the results of these calls with the annotations of their tools, by call id. Calls without a result are left
-    out.
-    """
+    """Return the results of calls that have one, with the tools' annotations, by call id."""
     rows = tx.execute(_CALL_RESULTS, {"calls": list(calls)})
     return {
         call: ToolResult(result, error_class, seconds, annotations=tools_annotations(annotations))
@@ -169,10 +158,7 @@ _COUNT_RESULTS = PreparedStatement(
 @transaction
 def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, Step]]) -> None:
     """Commit T2: mark each (episode, step) as observed. Each step has all of its results, and the policy may read them after
-    this commit.
-
-    Raises:
-        Fenced: another worker holds the group.
+    this commit. Raise Fenced if another worker holds the group.
     """
     held = check_claim(tx, fence)
     for episode, step in observed:
@@ -198,10 +184,7 @@ def commit_asked(tx: Connection, fence: Fence, questions: Sequence[JudgeQuestion
     """Insert a pending row for each call to a judge, in the last step of the episode. Existing rows are not changed.
 
     Return the ids of each episode's rows, in the order of the episode's questions. The calls may be sent only after this
-    commit.
-
-    Raises:
-        Fenced: another worker holds the group.
+    commit. Raise Fenced if another worker holds the group.
     """
     held = check_claim(tx, fence)
     return [_insert_questions(tx, one, held) for one in questions]
@@ -227,11 +210,7 @@ def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisod
 
 @transaction
 def restart_episode(tx: Connection, fence: Fence, episode: int) -> None:
-    """Start the episode again with the next attempt number. The rows of the old attempt's steps are not deleted.
-
-    Raises:
-        Fenced: another worker holds the group.
-    """
+    """Start the episode again with the next attempt; old steps stay. Raise Fenced if another worker holds the group."""
     check_claim(tx, fence)
     fresh = dict.fromkeys(("steps", "prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors"), 0)
     tx.execute(

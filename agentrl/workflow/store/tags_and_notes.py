@@ -12,24 +12,16 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import storable
 
 MAX_TAG_CHARS = 64
-"""The maximum length of a tag, in characters."""
 MAX_NOTE_CHARS = 10_000
-"""The maximum length of a note, in characters."""
 MAX_TAGS = 100
-"""The maximum number of tags of a run."""
 MAX_NOTES = 1000
-"""The maximum number of notes of a run."""
 _TAGS, _NOTES = schema.run_tags.c, schema.run_notes.c
 
 
 @transaction
 def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[str] = ()) -> list[str]:
-    """Add and remove tags of the run, and return its tags. Idempotent.
-
-    Raises:
-        NotFoundError: there is no such run.
-        ConfigError: a tag is invalid.
-        ConflictError: the run would have too many tags.
+    """Add and remove tags of the run, and return its tags. Idempotent. Raise NotFoundError if there is no such run. Raise
+    ConfigError if a tag is invalid. Raise ConflictError if the run would have too many tags.
     """
     number = find_run(tx, run, "id")["id"]
     added = [check_tag(tag) for tag in add]
@@ -46,12 +38,8 @@ def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[s
 
 @transaction
 def add_note(tx: Connection, run: str, text: str) -> int:
-    """Add a note to the run, and return the note's id.
-
-    Raises:
-        NotFoundError: there is no such run.
-        ConfigError: the text is empty or too long.
-        ConflictError: the run has too many notes.
+    """Add a note to the run, and return the note's id. Raise NotFoundError if there is no such run. Raise ConfigError if the
+    text is empty or too long. Raise ConflictError if the run has too many notes.
     """
     number = find_run(tx, run, "id")["id"]
     note = storable(text.strip())
@@ -66,11 +54,7 @@ def add_note(tx: Connection, run: str, text: str) -> int:
 
 @transaction
 def remove_note(tx: Connection, run: str, note: int) -> None:
-    """Delete a note of the run.
-
-    Raises:
-        NotFoundError: there is no such run, or it has no such note.
-    """
+    """Delete a note of the run. Raise NotFoundError if there is no such run, or it has no such note."""
     number = find_run(tx, run, "id")["id"]
     mine = (_NOTES.run_id == number) & (_NOTES.id == min(note, MAX_ID))
     if not tx.execute(delete(schema.run_notes).where(mine)).rowcount:
@@ -78,11 +62,7 @@ def remove_note(tx: Connection, run: str, note: int) -> None:
 
 
 def check_tag(tag: str) -> str:
-    """Validate a tag, and return it without surrounding space.
-
-    Raises:
-        ConfigError: the tag is empty, too long or not printable.
-    """
+    """Return a tag without space around it. Raise ConfigError if it is empty, too long or not printable."""
     word = tag.strip()
     if not word.isprintable() or not 0 < len(word) <= MAX_TAG_CHARS:
         raise ConfigError(f"{tag[:100]!r} is not a valid tag.", f"A tag has 1 to {MAX_TAG_CHARS} printable characters.")

@@ -21,10 +21,7 @@ UNKNOWN_OUTCOME = ToolResult(
 
 @dataclass(frozen=True, slots=True)
 class CallWork:
-    """The data that a tools worker needs of one call.
-
-    `kind` is `call` for a call of the model, and `grade` for a call to a reward that judges the episode.
-    """
+    """The data that a tools worker needs of a call. `kind` is `grade` for a reward that judges, else `call`."""
 
     id: int
     env: str
@@ -50,9 +47,7 @@ _CALL = (
 
 @read_transaction
 def find_call(tx: Connection, call: int) -> CallWork | None:
-    """Return the call. Return None if the call has a result, its episode is not running, or an external agent runs the call
-    itself.
-    """
+    """Return the call. Return None if it has a result, its episode is not running, or an external agent runs it."""
     row = tx.execute(_CALL, {"wanted": call}).one_or_none()
     return CallWork(*row) if row else None
 
@@ -69,11 +64,8 @@ def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Litera
     """Commit the start of a call that must not run twice.
 
     Return `ours` if this attempt may run the call, `running` if another attempt may still be running it, and `lost` if the time
-    of the other attempt is over.
-
-    Args:
-        worker: a name that is unique to this attempt.
-        seconds: the longest time that the call may take, in seconds.
+    of the other attempt is over. `worker` is a name that is unique to this attempt. `seconds` is the longest time that the call
+    may take, in seconds.
     """
     calls = schema.tool_calls
     started = tx.execute(

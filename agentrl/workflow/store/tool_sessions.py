@@ -30,9 +30,7 @@ class SessionKey:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A call in a session. `result` is None if the call has no result yet. `result.exit` is None if the call did not reach the
-    session.
-    """
+    """A call in a session. `result` is None if the call has none. `result.exit` is None if it did not reach the session."""
 
     id: int
     step: int
@@ -68,9 +66,7 @@ def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> s
 
 @transaction
 def keep(tx: Connection, owner: str, lease_seconds: float) -> set[SessionKey]:
-    """Renew the leases of the owner's sessions, and release the sessions whose episode has ended. Return the sessions that the
-    owner still holds.
-    """
+    """Renew the owner's sessions, and release those of ended episodes. Return those that the owner holds."""
     its = (_EPISODES.id == _SESSIONS.episode_id) & (_EPISODES.attempt == _SESSIONS.attempt)
     goes_on = exists(_EPISODES.id).where(its, _EPISODES.status == "running")
     mine = update(schema.tool_sessions).where(_SESSIONS.owner == owner)
@@ -88,11 +84,7 @@ def leave(tx: Connection, owner: str) -> None:
 
 @transaction
 def taint(tx: Connection, key: SessionKey, what: str) -> None:
-    """Mark the episode as tainted because a repeated cell gave another result. No update trains on a tainted episode.
-
-    Args:
-        what: a text that describes the difference, for the session's row.
-    """
+    """Mark the episode as tainted: a repeated cell gave another result, `what`. It never trains."""
     tx.execute(update(schema.tool_sessions).where(_matches(key)).values(differs=what))
     same = (_EPISODES.id == key.episode) & (_EPISODES.attempt == key.attempt)
     tx.execute(update(schema.episodes).where(same).values(tainted=True))
@@ -107,7 +99,6 @@ def load_cells_until(tx: Connection, key: SessionKey, call: int) -> list[Cell]:
 
 
 def _load_inherited_cells(tx: Connection, episode: int, tool: str) -> list[Cell]:
-    """Return the cells of the steps that a fork inherits from its parent."""
     parent = schema.episodes.alias()
     line = select(parent.c.id, parent.c.attempt, _EPISODES.inherited_steps).join(parent, parent.c.id == _EPISODES.parent_id)
     row = tx.execute(line.where(_EPISODES.id == episode)).one_or_none()

@@ -57,9 +57,7 @@ class IterationWork:
 
 @dataclass(frozen=True, slots=True)
 class MoreGroupsPlanned:
-    """The result of a claim if too few groups had variance. The iteration is not claimed. More groups were planned, and must be
-    sent.
-    """
+    """A refused claim: too few groups had variance. More groups were planned, which must be sent."""
 
     iteration: int
     varied: int
@@ -146,9 +144,6 @@ def _load_group_rewards(tx: Connection, iteration: int) -> list[list[float]] | N
 
 
 def _plan_more_groups(tx: Connection, row: Mapping[str, Any], rewards: Sequence[Sequence[float]]) -> MoreGroupsPlanned | None:
-    """Plan more groups to replace those without variance. Return None if enough groups have variance or the limit is
-    reached.
-    """
     varied, planned = sum(map(varies, rewards)), len(rewards)
     more = groups_to_plan(varied, planned - row["more_groups"], planned, dynamic_sampling_of(row["config"]))
     if not more:
@@ -217,9 +212,7 @@ def _load_newest_policy(tx: Connection, run_id: int, base: str, base_hash: str) 
 
 @transaction
 def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
-    """Renew the trainer's lease. Return False if another trainer holds the iteration, or if the iteration was handed back or
-    has ended.
-    """
+    """Renew the trainer's lease. Return False if it no longer holds the iteration, or that has ended."""
     extended = tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration, schema.iterations.c.train_token == token, schema.iterations.c.worker != "")

@@ -71,10 +71,8 @@ class PublishedUpdate:
 @transaction
 def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> PublishedUpdate:
     """Commit an update: end the iteration, consume its episodes, publish the policy, and plan the iteration that samples with
-    that policy.
-
-    Raises:
-        Fenced: another trainer holds the iteration, or the iteration has ended. The result of the update is discarded.
+    that policy. Raise Fenced if another trainer holds the iteration, or the iteration has ended. The result of the update is
+    discarded.
     """
     committed = _find_own_commit(tx, work)
     if committed is not None:
@@ -128,11 +126,7 @@ def _load_published(tx: Connection, work: IterationWork) -> PublishedUpdate:
 
 
 def close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
-    """End the iteration, and store the sums of its episodes.
-
-    Raises:
-        Fenced: another worker holds the iteration, or the iteration has ended.
-    """
+    """End the iteration, and store its sums. Raise Fenced if another worker holds it, or it has ended."""
     closed = tx.execute(
         update(schema.iterations)
         .where(
@@ -222,11 +216,7 @@ def _plan_next_iteration(
 
 @transaction
 def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
-    """End an eval run, and store its score.
-
-    Raises:
-        Fenced: another worker holds the iteration, or the iteration has ended.
-    """
+    """End an eval run, and store its score. Raise Fenced if another worker holds the iteration, or the iteration has ended."""
     close_iteration(tx, work, UpdateRecord((), {}))
     tx.execute(
         insert(tx, schema.evals)
@@ -251,11 +241,7 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
 
 @transaction
 def finish_fork(tx: Connection, work: IterationWork) -> None:
-    """End a fork run. Other runs can then train on its group.
-
-    Raises:
-        Fenced: another worker holds the iteration, or the iteration has ended.
-    """
+    """End a fork run; its group can then train. Raise Fenced if another worker holds the iteration, or it has ended."""
     close_iteration(tx, work, UpdateRecord((), {}))
     set_run_status(tx, work.run_id, "done", "")
 
@@ -264,16 +250,14 @@ def finish_fork(tx: Connection, work: IterationWork) -> None:
 def confirm_base(
     tx: Connection, run: int, base_hash: str, chat_hashes: Mapping[str, str], facts: Mapping[str, Any] = NO_FACTS
 ) -> None:
-    """Check that this machine has the same base model as the run. At the first load, store the model's hashes instead.
+    """Check that this machine has the same base model as the run. At the first load, store the model's hashes instead. Raise
+    ModelError if the base model, its tokenizer, its template or its code differs on this machine.
 
     Args:
         base_hash: the hash of the base model on this machine.
         chat_hashes: the hashes of the tokenizer, the chat template and the model's own code on this machine; stored in the
             manifest.
         facts: further facts about the base model; stored in the manifest.
-
-    Raises:
-        ModelError: the base model, its tokenizer, its template or its code differs on this machine.
     """
     row = tx.execute(select(schema.runs).where(schema.runs.c.id == run).with_for_update()).mappings().one()
     recorded = {name: row["manifest"].get(name, here) for name, here in chat_hashes.items()}

@@ -1,20 +1,19 @@
-"""The training data of an iteration: its groups with their complete episodes, and the rewards of one reward set."""
+"""Training data: the groups of an iteration with their complete episodes, and the episodes that `sft` and `dpo` learn from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from sqlalchemy import Connection, Select, func, select, union_all
 
+from agentrl.workflow.stats.best_episodes import Candidate
+from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.episode_loader import load_episodes, members_of, split_in_parts, task_value
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import WHOLE, Episode, Group
 
 
 def _load_slots(tx: Connection, iteration: int) -> dict[int, tuple[int, int]]:
-    """Return the slot and the task id of each group on which the iteration trains, by group id.
-
-    These are the groups that the iteration sampled, or the stored groups that it uses.
-    """
+    """Return the slot and the task id of each group on which the iteration trains, by group id."""
     groups, stored = schema.groups.c, schema.iteration_groups.c
     own = select(groups.id, groups.slot, groups.task_id).where(groups.iteration_id == iteration)
     lent = (
@@ -40,11 +39,7 @@ def load_groups(tx: Connection, iteration: int, reward_set: str) -> tuple[Group,
 
 
 def _load_rewards(tx: Connection, iteration: int, episodes: Sequence[Episode], reward_set: str) -> list[Episode]:
-    """Return the episodes with the rewards of their steps and, in a set other than `default`, with their own reward in the set.
-
-    Each episode's rewards come from the reward set of that name in the episode's run. An episode without a reward in the set
-    cannot train.
-    """
+    """Add the rewards of the set to the episodes and their steps. An episode without one cannot train."""
     sets = schema.reward_sets.c
     runs = select(schema.episodes.c.run_id).where(members_of(iteration))
     set_ids = tx.execute(select(sets.id).where(sets.name == reward_set, sets.run_id.in_(runs))).scalars().all()
@@ -71,11 +66,42 @@ def _select_step_rewards(reward_set: str) -> Select[tuple[int, int, float]]:
 
 
 def _with_rewards(episode: Episode, earned: Mapping[int, float], default: bool) -> Episode:
-    """Return the episode with the rewards of its steps.
-
-    In a reward set other than `default`, the episode's reward is the sum of all of its rewards in the set.
-    """
     if earned:
         steps = tuple(replace(step, reward=earned.get(step.index, 0.0)) for step in episode.steps)
         episode = replace(episode, steps=steps)
     return episode if default else replace(episode, reward=sum(earned.values()) if earned else None)
+
+
+@read_transaction
+def load_candidates(tx: Connection, run_id: int, groups: Collection[int], reward_set: str) -> list[Candidate]:
+    """Return the episodes of the run's groups that offline training may use, each with its reward.
+
+    These are the done, untainted episodes that have a reward in the set.
+    """
+    episodes = schema.episodes.c
+    done = (episodes.run_id == run_id) & (episodes.status == "done") & episodes.tainted.is_(False)
+    query = select(episodes.id, episodes.group_id, episodes.task_id, episodes.reward).where(done)
+    if reward_set != "default":
+        rewards, sets = schema.rewards.c, schema.reward_sets.c
+        query = (
+            select(episodes.id, episodes.group_id, episodes.task_id, func.sum(rewards.value * rewards.weight).label("reward"))
+            .join(schema.rewards, rewards.episode_id == episodes.id)
+            .join(schema.reward_sets, sets.id == rewards.reward_set_id)
+            .where(done, sets.run_id == run_id, sets.name == reward_set)
+            .group_by(episodes.id, episodes.group_id, episodes.task_id)
+        )
+    group_ids = set(groups)
+    rows = tx.execute(query.order_by(episodes.id)).all()
+    return [Candidate(row.id, row.group_id, row.task_id, row.reward) for row in rows if row.group_id in group_ids]
+
+
+@read_transaction
+def load_chosen_episodes(tx: Connection, ids: Sequence[int]) -> list[Episode]:
+    """Return the episodes with these ids and all tokens, in the order of `ids`, repeated if an id is."""
+    by_id: dict[int, Episode] = {}
+    for part in split_in_parts(ids):
+        some = schema.episodes.c.id.in_(part)
+        of_some = schema.tasks.c.id.in_(select(schema.episodes.c.task_id).where(some))
+        tasks = {row["id"]: task_value(row) for row in tx.execute(select(schema.tasks).where(of_some)).mappings()}
+        by_id |= {episode.id: episode for episode in load_episodes(tx, some, tasks)}
+    return [by_id[number] for number in ids]

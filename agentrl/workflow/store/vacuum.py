@@ -26,9 +26,7 @@ BUSY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class VacuumResult:
-    """The size of the database before and after, in bytes. `left` is True if a reader prevented SQLite from emptying its
-    log.
-    """
+    """The database's sizes before and after, in bytes. `left`: a reader kept SQLite from emptying its log."""
 
     before: int
     after: int
@@ -36,10 +34,8 @@ class VacuumResult:
 
 
 def vacuum(database: Database) -> VacuumResult:
-    """Compact the database while others use it, and update the planner's statistics on Postgres.
-
-    Raises:
-        ServiceError: another process writes or locks a table for too long, or the disk has not enough space for SQLite's copy.
+    """Compact the database while others use it, and update the planner's statistics on Postgres. Raise ServiceError if another
+    process writes or locks a table for too long, or the disk has not enough space for SQLite's copy.
     """
     return _vacuum_sqlite(Path(str(database.url.database))) if database.is_sqlite else _vacuum_postgres(database)
 
@@ -62,9 +58,6 @@ def _vacuum_sqlite(file: Path) -> VacuumResult:
 
 
 def _check_room(file: Path, connection: sqlite3.Connection) -> None:
-    """Check the free disk space. SQLite copies all used pages to a temporary file, and then to its log in the database's
-    folder.
-    """
     pages, free, size = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )

@@ -43,9 +43,7 @@ class Utc(TypeDecorator[datetime]):
 
 
 class now_ms(FunctionElement[int]):  # noqa: N801 - reads as a SQL function
-    """The SQL for the database's current time, in ms since 1970. Leases are compared with this time, never with a worker's
-    clock.
-    """
+    """The SQL for the database's time in ms since 1970. Leases use this, never a worker's clock."""
 
     type = BigInteger()
     inherit_cache = True
@@ -122,11 +120,8 @@ def is_lease_free(lease_until: Column[int], seconds: float) -> ColumnElement[boo
     """Return the SQL condition that no worker holds a live lease. The condition uses the database's clock.
 
     If that clock was set back, a lease may end too late. So a lease that ends more than CLOCK_JUMP_LEASES lease lengths from
-    now counts as free.
-
-    Args:
-        lease_until: the column with the end of the lease, in ms since 1970.
-        seconds: the length of a lease, in seconds.
+    now counts as free. `lease_until` is the column with the end of the lease, in ms since 1970. `seconds` is the length of a
+    lease, in seconds.
     """
     until = func.coalesce(lease_until, 0)
     return (until < now_ms()) | (until > now_ms() + int(CLOCK_JUMP_LEASES * seconds * 1000))

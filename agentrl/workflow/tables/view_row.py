@@ -16,21 +16,16 @@ class Column(NamedTuple):
 
 
 def column(sql: str, meaning: str = "") -> Any:
-    """Declare a column of a view.
-
-    Args:
-        sql: an SQL expression over the view's source. `{seconds:START,END}` in it is replaced by the seconds between two
-            timestamps.
-        meaning: the meaning of the column; empty to use the meaning of its name in MEANINGS.
+    """Declare a column of a view. `sql` is an SQL expression over the view's source. `{seconds:START,END}` in it is replaced by
+    the seconds between two timestamps. `meaning` is the meaning of the column; empty to use the meaning of its name in
+    MEANINGS.
     """
     return Column(sql, meaning)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(column,))
 class _ViewType(ABCMeta):
-    """The metaclass of views. It creates a slot for each column. This is fast: a starting command loads all views in less than
-    a millisecond.
-    """
+    """The metaclass of views."""
 
     def __new__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], view: str = "", source: str | Sequence[str] = ()
@@ -60,11 +55,7 @@ class ViewRow(Mapping[str, Any], metaclass=_ViewType):
     COLUMNS: ClassVar[Mapping[str, Column]]
 
     def __init__(self, **values: Any) -> None:
-        """Create a row from its values by column name.
-
-        Raises:
-            TypeError: the value of a column is missing, or there is no column for a value.
-        """
+        """Create a row from its values by column name. Raise TypeError if a value is missing, or has no column."""
         if values.keys() != self.COLUMNS.keys():
             raise TypeError(f"{type(self).__name__} has the columns {', '.join(self.COLUMNS)}, not {', '.join(values)}.")
         for name, value in values.items():

@@ -56,12 +56,8 @@ def list_format(name: str, *starts: str, end: str = "", space: str = "", marks: 
 
 def read_call_list(text: str, at: int, how: str) -> tuple[tuple[ToolCall, ...], int]:
     """Parse the JSON list, or the single object, that begins at index `at`. Return its calls and the index at which it ends.
-
-    Args:
-        how: the error message for the model if the value is not a list of calls.
-
-    Raises:
-        Unreadable: the value is not a list of calls. No call is returned then, even if some are valid.
+    `how` is the error message for the model if the value is not a list of calls. Raise Unreadable if the value is not a list of
+    calls. No call is returned then, even if some are valid.
     """
     value, end = scan_json(text, at)
     values = value if isinstance(value, list) else [value]

@@ -16,10 +16,7 @@ from agentrl.workflow.trajectory import ToolCall
 def line_format(name: str, start: str, end: str, marks: tuple[str, ...]) -> ToolFormat:
     """Create the format of a family that writes the calls of a turn as lines of Python between two marks.
 
-    A call may be inside of `print(...)`.
-
-    Args:
-        marks: the marks that identify a template of this family.
+    A call may be inside of `print(...)`. `marks` are the marks that identify a template of this family.
     """
     how = f"between {start} and {end} each line is a call, name(arg=1)"
 

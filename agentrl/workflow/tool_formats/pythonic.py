@@ -52,11 +52,8 @@ def _token(quote: str) -> re.Pattern[str]:
 
 
 class CallReader:
-    """A parser that reads calls token by token. `at` is the index at which the last token ends.
-
-    Args:
-        how: the error message for the model about text that is not a call.
-        quote: the mark before and after a text. If it is set, keys need no quotes.
+    """A parser that reads calls token by token. `at` is the index at which the last token ends. `how` is the error message for
+    the model about text that is not a call. `quote` is the mark before and after a text. If it is set, keys need no quotes.
     """
 
     def __init__(self, text: str, at: int, how: str = _HOW, quote: str = "") -> None:
@@ -237,10 +234,8 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 
 def read_list(text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
-    """Parse the list that begins at index `at`. Return its calls and the index at which it ends.
-
-    Raises:
-        Unreadable: one of the calls cannot be parsed. No call is returned then.
+    """Parse the list that begins at index `at`. Return its calls and the index at which it ends. Raise Unreadable if one of the
+    calls cannot be parsed. No call is returned then.
     """
     reader = CallReader(text, at + 1)
     calls: list[ToolCall] = []
@@ -253,11 +248,7 @@ def read_list(text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
 
 
 def check_length(calls: tuple[ToolCall, ...], at: int, end: int) -> tuple[tuple[ToolCall, ...], int]:
-    """Return the calls and the index at which their text ends.
-
-    Raises:
-        Unreadable: the text is longer than a call may be.
-    """
+    """Return the calls and the index at which their text ends. Raise Unreadable if the text is longer than a call may be."""
     if end - at > MAX_CHARACTERS:
         raise Unreadable(TOO_LONG, end)
     return calls, end

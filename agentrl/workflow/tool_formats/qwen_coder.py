@@ -66,7 +66,6 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 
 def _explain_wrong(text: str, at: int, read: int) -> Unreadable:
-    """Return the error for a call in which the text at index `at` is wrong."""
     if _BEGUN_CALL.match(text, at) or nothing_after(text, at):
         return Unreadable(UNFINISHED, len(text))
     return Unreadable(_HOW, skip_mark(text, read, END_CALL))
@@ -78,11 +77,7 @@ def _stands_alone(text: str) -> bool:
 
 
 def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -> ToolCall:
-    """Return the call whose text is from index `at` to `end`. The format `glm` uses this function too.
-
-    Raises:
-        Unreadable: the text or the arguments exceed the limits.
-    """
+    """Return the call from index `at` to `end` (for `glm` too). Raise Unreadable if it exceeds the limits."""
     try:
         why = TOO_LONG if end - at > MAX_CHARACTERS else describe_json_error(arguments)
     except ValueError as error:
@@ -93,15 +88,13 @@ def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -
 
 
 def read_value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool], end: int) -> Any:
-    """Return the value of a text between tags. The format `glm` uses this function too.
+    """Return the value of a text between tags. The format `glm` uses this function too. Raise Unreadable if the value is JSON
+    that exceeds the limits.
 
     Args:
         kinds: the JSON types that the value may have.
         stands_alone: a function that returns True for a text that needs no quotes between these tags.
         end: the index at which parsing continues if the value is refused.
-
-    Raises:
-        Unreadable: the value is JSON that exceeds the limits.
     """
     value = _value(text, kinds, stands_alone)
     if isinstance(value, Unreadable):
@@ -124,7 +117,6 @@ def _value(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> Any:
 
 
 def _is_plain(text: str, kinds: Kinds, stands_alone: Callable[[str], bool]) -> bool:
-    """Return True if the text can be written between the tags without quotes."""
     return stands_alone(text) and "\0" not in text and _value(text, kinds, stands_alone) == text
 
 

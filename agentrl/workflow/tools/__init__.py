@@ -118,20 +118,15 @@ class Tool:
         return tool
 
     def check_name(self) -> None:
-        """Check that a model can write the tool's name, and that the row of a call can store the name.
-
-        Raises:
-            ConfigError: the name is invalid.
+        """Check that a model can write the tool's name, and that the row of a call can store the name. Raise ConfigError if the
+        name is invalid.
         """
         if not NAMES.fullmatch(self.name):
             raise ConfigError(f"{self.title} has an invalid name.", "Use up to 128 ASCII letters, digits and _ . / -")
 
     def check(self) -> None:
-        """Check that the tool can be offered on this machine.
-
-        Raises:
-            ConfigError: the tool's types have no JSON schema, its description is missing or too long, or this machine lacks
-                something that the tool needs.
+        """Check that the tool can be offered on this machine. Raise ConfigError if the tool's types have no JSON schema, its
+        description is missing or too long, or this machine lacks something that the tool needs.
         """
         self.check_name()
         self._check_size()
@@ -157,11 +152,8 @@ class Tool:
             )
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """Run the tool, and return its text, cut to `max_characters`.
-
-        Raises:
-            ToolFailure: the arguments have wrong names or types, or the tool refused the call.
-            InfraError: the system failed.
+        """Run the tool, and return its text, cut to `max_characters`. Raise ToolFailure if the arguments have wrong names or
+        types, or the tool refused the call. Raise InfraError if the system failed.
         """
         return clip(self.answer(arguments), self.max_characters)
 

@@ -117,7 +117,6 @@ def _print(value: Fraction) -> str:
 
 
 def _decimal_places(denominator: int) -> int | None:
-    """Return the number of digits after the decimal point; None if the decimal does not terminate."""
     places = 0
     for prime in (2, 5):
         power = 0

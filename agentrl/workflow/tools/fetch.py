@@ -1,9 +1,8 @@
 """fetch: the text of a web page on a host in AGENTRL_FETCH_HOSTS. If the variable names no host, the tool is off.
 
 The list has names and addresses, each with `:PORT` unless the port is 80 or 443. `*.example.org` allows every host below it. A
-redirect is followed only to a host on the list. A name that resolves to a private address (loopback, a local network, a cloud's
-metadata service) is refused, unless the address itself is on the list. The request goes to exactly the address that was
-checked. Time and size are limited. Proxies, credentials and cookies of this machine are not used.
+redirect is followed only to a host on the list. A name that resolves to a private address is refused, unless the address itself
+is on the list. The request goes to exactly the address that was checked. No proxies, credentials or cookies are used.
 """
 
 import codecs
@@ -101,7 +100,6 @@ def _fetch_once(url: httpx2.URL, hosts: Sequence[str], end: float) -> str | http
 
 
 async def _request(url: httpx2.URL, address: str) -> tuple[httpx2.Response, bytes]:
-    """Send the request, and return the response and its body. The body of a redirect is empty."""
     headers = {"Host": url.netloc.decode("ascii"), "Accept": "text/*, application/json", "Accept-Encoding": "identity"}
     # The request goes to the address, so that a second lookup of the name cannot lead elsewhere; certificates name the host.
     where, name = url.copy_with(host=address), {"sni_hostname": url.host}

@@ -1,11 +1,8 @@
 """python: runs a program in the sandbox and returns its output. Each call starts a new interpreter.
 
-If the code fails (an exception, too much time, memory or output), the model reads the failure and the output so far. The limit
-on processor time applies to the model's code, and exceeding it is the model's failure. The wall-clock limit protects the
-system. If a program waited too long for a core, or if the sandbox failed, there is no observation, and the call is sent again.
-
-The process has one sandbox, of the kind that the machine's settings name (`AGENTRL_SANDBOX`). If no sandbox works, a run that
-offers this tool is refused, and the message says what to install.
+If the code fails (an exception, too much time, memory or output), the model reads the failure and the output so far. If a
+program waited too long for a core, or if the sandbox failed, there is no observation, and the call is sent again. If no sandbox
+works, a run that offers this tool is refused.
 """
 
 from collections.abc import Mapping

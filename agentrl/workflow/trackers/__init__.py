@@ -1,8 +1,5 @@
 """Trackers: services and files outside of agentrl that plot the metrics of runs. Each file of this folder defines one; see
 `Tracker`.
-
-A separate process reads the rows of a run and writes them to a tracker. The tracker's package is imported when a session is
-opened, so other processes never import it.
 """
 
 import math

@@ -14,9 +14,7 @@ PARAMS_PER_CALL = 100
 
 
 class _Session:
-    """A session in MLflow. A batch of metrics is one transaction. A value that is repeated with the same step and time is
-    stored once.
-    """
+    """A session in MLflow."""
 
     def __init__(self, run: TrackedRun, handle: str) -> None:
         from mlflow import MlflowClient

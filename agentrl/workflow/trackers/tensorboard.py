@@ -8,9 +8,7 @@ from agentrl.workflow.trackers import EVALUATION, ITERATION, SAMPLES, TrackedRun
 
 
 class _Session:
-    """A session that adds a new event file to the run's folder. A step is one event. A reader ignores an event that was not
-    written completely.
-    """
+    """A session that adds a new event file to the run's folder."""
 
     def __init__(self, run: TrackedRun, handle: str) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

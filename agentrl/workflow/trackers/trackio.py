@@ -11,9 +11,7 @@ REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
 class _Session:
-    """A session in Trackio. A thread of Trackio writes the metrics. After a kill, the next session reads from Trackio's
-    database which steps were written.
-    """
+    """A session in Trackio."""
 
     def __init__(self, run: TrackedRun, handle: str) -> None:
         import trackio as package

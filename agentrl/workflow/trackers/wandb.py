@@ -13,9 +13,7 @@ from agentrl.workflow.trackers import EVALUATION, ITERATION, PROJECT, SAMPLES, T
 
 
 class _Session:
-    """A session in W&B. W&B numbers the rows of its history itself, so the iteration is a metric that serves as the x axis.
-    After a kill, the next session reads from the server, or from the offline files, which steps were sent.
-    """
+    """A session in W&B."""
 
     def __init__(self, run: TrackedRun, handle: str) -> None:
         import wandb as package
@@ -59,10 +57,7 @@ def _escape(text: str) -> str:
 
 
 def _read_offline(folder: Path, handle: str) -> dict[str, float]:
-    """Return the last value of each metric in the run's offline files.
-
-    The history is read, because summaries are only written at the end.
-    """
+    """Return the last value of each metric in the offline history; summaries are written only at the end."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     values: dict[str, float] = {}
@@ -78,9 +73,7 @@ def _read_offline(folder: Path, handle: str) -> dict[str, float]:
 
 
 def _read_chunks(content: bytes) -> Iterator[bytes]:
-    """Yield the records of a `.wandb` file, which is a log in LevelDB's format after a header of 7 bytes. A truncated last
-    record is left out.
-    """
+    """Yield the records of a `.wandb` file, which is a log in LevelDB's format after a header of 7 bytes."""
     position, record = 7, b""
     for _ in count():
         block_end = (position // 32768 + 1) * 32768

@@ -32,11 +32,7 @@ class TrainerBackend:
 
 
 def start(backend: TrainerBackend, policy: "Policy", config: RunConfig, iterations: int) -> "Trainer":
-    """Return the trainer of this policy.
-
-    Raises:
-        ConfigError: the trainer cannot be loaded here.
-    """
+    """Return the trainer of this policy. Raise ConfigError if the trainer cannot be loaded here."""
     trainer: Trainer = find("trainer", backend.start)(policy, config, iterations)
     return trainer
 
@@ -48,11 +44,7 @@ def full_float16_error() -> ConfigError:
 
 
 def check(config: RunConfig) -> None:
-    """Refuse options that the run's trainer does not support or read.
-
-    Raises:
-        ConfigError: there is such an option.
-    """
+    """Refuse options that the run's trainer does not support or read. Raise ConfigError if there is such an option."""
     backend: TrainerBackend = find("trainers", config.update.trainer)
     if backend.check:
         find("trainer", backend.check)(config)

@@ -1,13 +1,8 @@
 """Demonstrations to train on: conversations, or questions with answers. `agentrl sft --dataset FILE.jsonl`
 
-The rows come from any file, folder or hub dataset that `dataset_rows` reads. A row has one of two forms:
-
-- a conversation: `messages`, a list in the format of chat APIs (`role`, `content`, an assistant's `tool_calls`, a tool's
-  `name`, `reasoning_content`), and `tools`, if tools were offered
-- a question with an answer: `question` or `prompt`, and `answer`, `response` or `completion`. Each is a text or a list of
-  messages. In a row with a preference pair, the answer is `chosen`.
-
-All turns of the assistant are learned. Other columns are ignored.
+A row is either a conversation (`messages` as in chat APIs, and `tools` if tools were offered), or a question (`question` or
+`prompt`) with an answer (`answer`, `response`, `completion`, or `chosen`). All turns of the assistant are learned. Other
+columns are ignored.
 """
 
 import json
@@ -25,6 +20,8 @@ from agentrl.workflow.trajectory import Message
 
 QUESTIONS = ("question", "prompt")
 ANSWERS = ("answer", "response", "completion")
+COLUMN_KINDS = ((*QUESTIONS, "messages"), (*ANSWERS, "chosen"))
+"""Of each kind, a row has one column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +33,14 @@ class Demonstration:
 
 
 def read_demonstrations(config: DatasetConfig) -> list[Demonstration]:
-    """Read the demonstrations of a dataset, at most `config.max_tasks`, in the order of its rows.
-
-    Raises:
-        DatasetError: the dataset cannot be read, has no demonstrations, or has malformed rows. The message names these rows.
+    """Read the demonstrations of a dataset, at most `config.max_tasks`, in the order of its rows. Raise DatasetError if the
+    dataset cannot be read, has no demonstrations, or has malformed rows. The message names these rows.
     """
     demonstrations: list[Demonstration] = []
     problems: list[str] = []
     for row in islice(read_source(config), config.max_tasks):
         try:
-            kinds = ((*QUESTIONS, "messages"), (*ANSWERS, "chosen"))
-            demonstrations.append(_demonstration(prefer_mapped(row.columns(), tuple(config.map), kinds)))
+            demonstrations.append(_demonstration(prefer_mapped(row.columns(), tuple(config.map), COLUMN_KINDS)))
         except ValueError as error:
             add_problem(problems, f"{row.place}: {error}", config)
     if problems:
@@ -92,10 +86,8 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def line_of(demonstration: Demonstration) -> bytes:
-    """Return the JSON line of a demonstration, in the format that `read_demonstrations` reads.
-
-    Raises:
-        ValueError: `read_demonstrations` could not read the line; the message has the reason.
+    """Return the JSON line of a demonstration, in the format that `read_demonstrations` reads. Raise ValueError if
+    `read_demonstrations` could not read the line; the message has the reason.
     """
     row: dict[str, Any] = {"messages": [message_row(message) for message in demonstration.messages]}
     if demonstration.tools:

@@ -50,7 +50,6 @@ class TokenBatch:
     Args:
         logprobs: logprobs under the policy that trains, at the sampling temperature; they carry the gradient.
         old: the logprobs in the denominator of the ratio (PPO's "old"), without a gradient.
-        advantages: the advantage of each token.
         mask: True if the token trains. Values at other tokens have no effect.
         reference: logprobs under the frozen reference; None if no KL is needed.
         entropy: entropy of the distribution that each token was drawn from; it has a gradient if entropy_coef is not 0.
@@ -70,10 +69,7 @@ class TokenBatch:
         return torch.where(self.mask, self.logprobs - self.old, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def log_ratio_clamped(self) -> Tensor:
-        """Return (B, T), True for tokens that train and whose log ratio was clamped.
-
-        The ratio of such a token has no gradient.
-        """
+        """Return (B, T): True for trained tokens with a clamped log ratio, whose ratio has no gradient."""
         return self.mask & ((self.logprobs - self.old).abs() > MAX_LOG_RATIO)
 
 

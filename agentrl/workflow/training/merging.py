@@ -22,19 +22,16 @@ from agentrl.workflow.trajectory import PolicyRef
 def merge(
     ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], target: Path, device: str, threads: int
 ) -> dict[str, Any]:
-    """Make a model folder from a stored policy. Return the record of the folder's origin.
+    """Make a model folder from a stored policy. Return the record of the folder's origin. Raise ModelError if the base cannot
+    be loaded, the base is not the run's, or the disk has no room for the new model. Raise CheckpointError if the policy's
+    weights differ from the recorded ones.
 
     Args:
-        ref: the policy.
         config: the section `model` of the policy's run.
         manifest: the run's manifest, with its hashes of tokenizer and template.
         target: the model folder to make.
         device: the device that loads the model.
         threads: CPU threads; 0: torch's choice.
-
-    Raises:
-        ModelError: the base cannot be loaded, the base is not the run's, or the disk has no room for the new model.
-        CheckpointError: the policy's weights differ from the recorded ones.
     """
     policy = open_with_weights(ref, config, manifest, device, threads)
     record = {"stage": "merge", **asdict(ref), "kind": policy.kind, "dequantised": config.load_in_4bit or config.load_in_8bit}
@@ -44,11 +41,8 @@ def merge(
 
 
 def write_model(folder: Path, module: Any, tokenizer: Any, record: Mapping[str, Any]) -> None:
-    """Write the model folder atomically, with the record of its origin.
-
-    Raises:
-        ModelError: the disk has no room for it next to the existing folder.
-        CheckpointError: writing failed; an existing folder is unchanged.
+    """Write the model folder atomically, with the record of its origin. Raise ModelError if the disk has no room for it next to
+    the existing folder. Raise CheckpointError if writing failed; an existing folder is unchanged.
     """
     _check_room(folder, module)
     beside = folder.with_name(f".{folder.name}.partial")

@@ -1,8 +1,7 @@
-"""The last checkpoint of an offline training (`sft`, `dpo`). A killed training continues from it when it is started again.
+"""The last checkpoint of an offline training (`sft`, `dpo`), from which a killed training continues.
 
-The checkpoint is in the folder `.NAME.training`, next to the model `NAME` that the training makes. It is written, sealed and
-renamed like a run's checkpoints, and removed when the model is written. The random draws of a step depend only on the step's
-number. So weights, optimizer state and the number of steps are all that a checkpoint needs.
+It is in the folder `.NAME.training`, next to the model `NAME`, and removed when the model is written. The random draws of a
+step depend only on the step's number, so weights, optimizer state and the number of steps suffice.
 """
 
 import fcntl
@@ -35,7 +34,6 @@ MIN_SECONDS_APART = 60.0
 MAX_TIME_SHARE = 20
 """The limit of the time for checkpoints: 1/20 of the training's time, if no number of steps is set."""
 LAST = "last"
-"""The name of the folder of the last checkpoint."""
 MAX_STATE = 1 << 16
 """The largest progress file that is read, in bytes."""
 
@@ -85,10 +83,8 @@ class Resumable:
     def load(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, loss_scale: LossScale) -> int:
         """Restore weights, optimizer and loss scale from the last checkpoint.
 
-        Return the number of steps done; 0 without a checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be read, or has other parameters.
+        Return the number of steps done; 0 without a checkpoint. Raise CheckpointError if the checkpoint cannot be read, or has
+        other parameters.
         """
         if not self._folder.exists():
             return 0
@@ -120,10 +116,8 @@ class Resumable:
         loss_scale: LossScale,
         now: bool = False,
     ) -> None:
-        """Write a checkpoint after step `done` if one is due, or if `now` is True. Write none after the last step.
-
-        Raises:
-            CheckpointError: writing failed; the previous checkpoint is unchanged.
+        """Write a checkpoint after step `done` if one is due, or if `now` is True. Write none after the last step. Raise
+        CheckpointError if writing failed; the previous checkpoint is unchanged.
         """
         if done == steps or not (now or self._is_due(done)):
             return
@@ -156,7 +150,9 @@ def open_resumable(
 ) -> Iterator[Resumable]:
     """Lock the training of the model `target`, and yield its progress.
 
-    Remove its checkpoint if the context ends without an exception.
+    Remove its checkpoint if the context ends without an exception. Raise ConflictError if another process makes that model, or
+    another training of that model was interrupted. Raise CheckpointError if the checkpoint is broken, or the folder cannot be
+    written.
 
     Args:
         key: see `Resumable`.
@@ -164,10 +160,6 @@ def open_resumable(
         overwrite: whether to remove the checkpoint if it is broken or belongs to another training. If False, this raises an
             exception.
         clock: see `Resumable`; `rendering_clock` returns it.
-
-    Raises:
-        ConflictError: another process makes that model, or another training of that model was interrupted.
-        CheckpointError: the checkpoint is broken, or the folder cannot be written.
     """
     place = _place(target)
     with _lock_folder(place, target):
@@ -201,11 +193,7 @@ def _place(target: Path) -> Path:
 
 
 def read_progress(folder: Path) -> tuple[str, int, int]:
-    """Return a checkpoint's key, the number of steps done, and the number of all steps.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-    """
+    """Return a checkpoint's key, steps done, and all steps. Raise CheckpointError if it cannot be read."""
     try:
         state = _read_state(folder)
         key, done, steps = state["key"], state["done"], state["steps"]

@@ -1,8 +1,7 @@
 """Offline training: the loop that `supervised` and `preference` share, and the model folder that it makes.
 
-An example is a demonstration, an episode, or a pair of episodes. Its training rows are learned in the same step. An objective
-defines the loss. The result is a model folder in the hub's format, with LoRA merged. The folder is written under a temporary
-name and renamed, so another process never reads an incomplete one. Its `training.json` records its origin.
+An example is a demonstration, an episode, or a pair of episodes. Its training rows are learned in the same step. The model
+folder has the hub's format, with LoRA merged, is written atomically, and records its origin in `training.json`.
 """
 
 import hashlib
@@ -138,7 +137,6 @@ class TrainedModel:
     """A model that an offline training made.
 
     Args:
-        folder: the model's folder.
         recipe: the recipe that made it.
         examples: the number of examples that it learned from.
         left_out: the number of examples that were left out, by reason.
@@ -190,12 +188,7 @@ def make_learner(policy: Policy) -> Learner:
 
 
 def load_learner(start: Start, device: str, threads: int) -> Learner:
-    """Load the model that learns from stored episodes.
-
-    Raises:
-        ModelError: the model cannot be loaded, or is not the run's.
-        CheckpointError: the policy's weights differ from the recorded ones.
-    """
+    """Load the model that learns. Raise ModelError if that fails, CheckpointError if its weights differ."""
     return make_learner(open_with_weights(start.policy, start.model, start.manifest, device, threads))
 
 
@@ -216,7 +209,6 @@ def training_key(learner: Learner, recipe: Recipe, source: Mapping[str, Any], ex
 
     Args:
         learner: the model that learns.
-        recipe: the recipe.
         source: the record of the origin that `training.json` gets.
         examples: the rows of each example, the held-out ones included.
     """
@@ -407,11 +399,7 @@ def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 def save(learner: Learner, trained_model: TrainedModel, source: Mapping[str, Any]) -> TrainedModel:
-    """Write the model folder atomically, with the record of its origin.
-
-    Raises:
-        CheckpointError: writing failed.
-    """
+    """Write the model folder atomically, with the record of its origin. Raise CheckpointError if writing failed."""
     module = merge_weights(learner.policy) if learner.policy else learner.module
     details = {
         "tool_format": learner.chat.manner.tool_format.name,

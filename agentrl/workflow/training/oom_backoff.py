@@ -40,11 +40,8 @@ class OomBackoff(Generic[T]):
         """Yield attempts to process all items, until memory suffices for one of them.
 
         Each attempt is a context manager that yields the pieces. After a failed attempt the pieces are smaller. The next call
-        of
-        `attempts` starts with the size that succeeded.
-
-        Raises:
-            InfraError: memory does not suffice even for one item at a time. The context manager of the attempt raises this.
+        of `attempts` starts with the size that succeeded. Raise InfraError if memory does not suffice even for one item at a
+        time. The context manager of the attempt raises this.
         """
         self._ran_out = True
         while self._ran_out:

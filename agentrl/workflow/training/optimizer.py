@@ -50,11 +50,7 @@ def make_optimizer(
 
 
 def check_optimizer(name: str, device: str) -> None:
-    """Refuse an optimizer that does not work on this machine, after one step with it on a small tensor.
-
-    Raises:
-        ConfigError: the optimizer does not work here; the message has the reason.
-    """
+    """Raise ConfigError, with the reason, if the optimizer fails on a small tensor on this machine."""
     if name == "adamw":
         return
     try:
@@ -83,13 +79,8 @@ def take_step(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Para
     torch's AdamW allocates a complete parameter group before it updates it, bitsandbytes allocates and updates parameter by
     parameter. So until all moments exist, the weights and moments from before the step are copied to the CPU. If memory runs
     out, they are restored, and the step is tried once more. Later steps allocate no moments; if memory runs out in such a step,
-    the exception is raised at once.
-
-    Args:
-        parameters: all parameters that the optimizer trains, by name.
-
-    Raises:
-        InfraError: memory does not suffice for the moments; weights and moments are unchanged.
+    the exception is raised at once. `parameters` are all parameters that the optimizer trains, by name. Raise InfraError if
+    memory does not suffice for the moments; weights and moments are unchanged.
     """
     allocates = any(p.grad is not None and not optimizer.state.get(p) for p in parameters.values())
     if not allocates:
@@ -137,11 +128,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
 def set_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Copy a state that `optimizer_state` returned into the optimizer.
-
-    Raises:
-        CheckpointError: the state belongs to other parameters or to another optimizer.
-    """
+    """Copy a state of `optimizer_state` into the optimizer. Raise CheckpointError if it does not fit."""
     states: dict[str, dict[str, Tensor]] = {}  # of no parameter that was left alone so far
     for key, tensor in tensors.items():
         name, _, moment = key.rpartition(":")
@@ -226,11 +213,7 @@ class LossScale:
     def must_repeat(self, loss: float, norm: float) -> bool:
         """Adapt the factor to the result of a backward pass.
 
-        Return True if the pass must be repeated, with a smaller factor.
-
-        Args:
-            loss: the loss.
-            norm: the norm of the gradient.
+        Return True if the pass must be repeated, with a smaller factor. `loss` is the loss. `norm` is the norm of the gradient.
         """
         if not self.is_used:
             return False

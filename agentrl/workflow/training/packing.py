@@ -1,7 +1,4 @@
-"""Packing of several rows on one line, without attention between them. Rows of unequal length then need less padding.
-
-In each row, positions begin at 0. From these the model sees where a row begins (`models.logprobs.keeps_apart`).
-"""
+"""Packing of several rows on one line, without attention between them. Rows of unequal length then need less padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +18,6 @@ class PackedLines:
         positions: the position of each token in its row; 0 for padding.
         score_mask: True if the token trains.
         owner: the number of the row that each token belongs to.
-        rows: the number of rows.
     """
 
     input_ids: Tensor
@@ -31,11 +27,7 @@ class PackedLines:
     rows: int
 
     def sums(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the scored tokens of each row, (rows,).
-
-        Args:
-            values: (B, T - 1), a value for each token except the first of each line.
-        """
+        """Return the sum of `values` (B, T - 1), one per token but each line's first, over each row's scored tokens."""
         score_mask = self.score_mask[:, 1:]
         return values.new_zeros(self.rows).index_add(0, self.owner[:, 1:][score_mask], values[score_mask])
 

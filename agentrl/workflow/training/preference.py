@@ -1,13 +1,10 @@
 """Direct preference optimisation on pairs of episodes of a group. The better episode becomes more likely than the worse one.
 
 Rafailov et al. 2023, arXiv 2305.18290. The implicit reward of an episode is beta x (its logprob under the policy - its logprob
-under the reference). A logprob is summed over the tokens that the episode sampled itself, without text of tools, templates or
-the parent of a fork. There are two references:
+under the reference). A logprob is summed over the tokens that the episode sampled itself. There are two references:
 
-- "start": the weights that the training starts from. They score all pairs once before the training, and the margin begins at
-  0.
-- "sampler": the logprobs that are stored with the tokens, so nothing is computed. The two episodes of a pair may then have
-  different references. The margin begins at 0 only if the start weights sampled both.
+- "start": the weights that the training starts from. They score all pairs once, and the margin begins at 0.
+- "sampler": the logprobs that are stored with the tokens. The two episodes of a pair may then have different references.
 
 The metric `margin` is the mean difference between the two implicit rewards of a pair. `accuracy` is the share of pairs with a
 margin above 0.
@@ -193,9 +190,7 @@ def _recorded_logprob(rows: Sequence[Row]) -> float:
 
 @torch.no_grad()
 def model_differences(module: nn.Module, pairs: Sequence[PreferencePair], objective: Objective[PreferencePair]) -> list[float]:
-    """Compute (N,): for each pair, the chosen logprob minus the rejected one, in nats, under the module's present weights,
-    without dropout.
-    """
+    """Compute (N,): for each pair, chosen minus rejected logprob in nats, without dropout."""
     module.eval()
     backoff: OomBackoff[int] = backoff_over_rows(lambda number: pairs[number].rows, apart=keeps_apart(module))
     for attempt in backoff.attempts(range(len(pairs))):

@@ -81,7 +81,6 @@ class PreparedUpdate:
     Args:
         tokens: the layout of the tokens of all used episodes.
         minibatches: one per optimizer step of a pass, at least one.
-        constants: the constants of the tokens.
         beside: metrics that are the same for all steps.
         whole: metrics of the update that its steps do not have.
         advantages, dropped: see `Update`.
@@ -125,10 +124,8 @@ def episode_advantages(credited: Advantages, tokens: TokenLayout) -> dict[int, f
 
 
 class UpdatePreparation:
-    """The preparation of an update: it selects the rows, computes the constants, and assigns advantages.
-
-    Args:
-        corrects: whether the update uses importance weights.
+    """The preparation of an update: it selects the rows, computes the constants, and assigns advantages. `corrects` says
+    whether the update uses importance weights.
     """
 
     def __init__(self, policy: Policy, config: RunConfig, scorer: RowScorer, corrects: bool = False) -> None:

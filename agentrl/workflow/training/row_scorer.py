@@ -58,11 +58,7 @@ class RowScorer:
     def score(
         self, model: nn.Module, rows: Sequence[Row], critic: nn.Linear | None, trains: bool = False
     ) -> tuple[Microbatch, Scores]:
-        """Lay out the rows as a microbatch and score it. Return both.
-
-        Args:
-            trains: whether the scores need all gradients that the loss needs.
-        """
+        """Lay out the rows as a microbatch, score it, and return both. `trains`: keep the gradients that the loss needs."""
         batch = collate(rows, self._policy.device, self._share)
         self.cost.add(rows, batch.prefixes is not None, torch.is_grad_enabled())
         return batch, token_scores(
@@ -102,10 +98,8 @@ class RowScorer:
 
     @torch.no_grad()
     def kl_from_start(self, tokens: TokenLayout, rows: Sequence[Row], start: Tensor) -> float:
-        """Return the KL to the policy before the update, in nats: the mean of k3 over the rows' trained tokens.
-
-        Args:
-            start: (tokens,), the logprobs before the update.
+        """Return the KL to the policy before the update, in nats: the mean of k3 over the rows' trained tokens. `start` is
+        (tokens,), the logprobs before the update.
         """
         now, _ = self.read_constants(tokens, rows, self._policy.training)
         return float(k3(start, now)[tokens.places(rows)].mean())

@@ -70,10 +70,8 @@ UNSOLVED, TOO_LONG, EMPTY = "no demonstration", "longer than the model reads", "
 def default_recipe(model: str, full: bool) -> Recipe:
     """Return the default recipe of a model.
 
-    For `tiny` it was measured on arithmetic; for other models the values are customary ones.
-
-    Args:
-        full: whether all weights train.
+    For `tiny` it was measured on arithmetic; for other models the values are customary ones. `full` says whether all weights
+    train.
     """
     if model == TINY:
         return Recipe(steps=400, batch_size=32, learning_rate=3e-3)
@@ -237,10 +235,8 @@ def _load_existing(model: str, config: ModelConfig | None, device: str, threads:
 def demonstrations(dataset: Dataset | Sequence[Demonstration], limit: int | None, seed: int) -> Iterator[Demonstration | None]:
     """Yield a demonstration, or None, for each of the first `limit` tasks.
 
-    A demonstration has the form of an episode of the dataset's env. None stands for a task without a demonstration.
-
-    Raises:
-        DatasetError: the dataset has no demonstrations.
+    A demonstration has the form of an episode of the dataset's env. None stands for a task without a demonstration. Raise
+    DatasetError if the dataset has no demonstrations.
     """
     if isinstance(dataset, Dataset):
         return _demonstrate_in_env(dataset, list(islice(dataset.load(dataset.sft_split), limit)), seed)
@@ -266,11 +262,7 @@ def texts_of(samples: Iterable[Demonstration | None]) -> list[str]:
 
 
 def segments_of(chat: Chat, demonstration: Demonstration) -> Segments:
-    """Return the token ids of the demonstration, in the layout that an episode would have.
-
-    Raises:
-        DatasetError: the chat template cannot continue its turns.
-    """
+    """Return the demonstration's ids, laid out like an episode's. Raise DatasetError if the template cannot continue it."""
     segments: Segments = []
     pending: list[Message] = []
     for message in demonstration.messages:

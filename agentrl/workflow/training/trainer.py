@@ -81,7 +81,6 @@ def _combine_metrics(steps: Sequence[Metrics]) -> dict[str, float]:
 
 
 def _undone(prepared: PreparedUpdate, error: Unusable) -> Update:
-    """Return the report of an update that was undone."""
     bad = isinstance(error, NotFinite)
     return Update(advantages=prepared.advantages, dropped=prepared.dropped, skipped=str(error), bad=bad)
 
@@ -93,7 +92,6 @@ class Trainer:
 
     Args:
         policy: the policy whose trainable weights are updated; its lock is held during an update.
-        config: the run's config.
         iterations: the run's number of iterations; only needed if the learning rate falls to 0 at their end.
 
     Raises:
@@ -120,11 +118,8 @@ class Trainer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
-        """Update the policy on the groups' trainable episodes.
-
-        Raises:
-            InfraError: memory does not suffice even for one row at a time, or for the optimizer's moments.
-            RewardError: an episode's reward is not a finite number.
+        """Update the policy on the groups' trainable episodes. Raise InfraError if memory does not suffice even for one row at
+        a time, or for the optimizer's moments. Raise RewardError if an episode's reward is not a finite number.
         """
         started = time.perf_counter()
         with self._policy.lock, return_freed_memory(self._policy.device, self._config.lean):
@@ -181,10 +176,7 @@ class Trainer:
     def _take_steps(self, prepared: PreparedUpdate, iteration: int) -> list[Metrics]:
         """Take all optimizer steps of the update. If one fails, restore the weights and states from before the first step.
 
-        Stop after a pass if the policy has moved too far from its start.
-
-        Raises:
-            Unusable: an optimizer step is impossible.
+        Stop after a pass if the policy has moved too far from its start. Raise Unusable if an optimizer step is impossible.
         """
         epochs = self._config.update.epochs
         before = self._snapshot() if len(prepared.minibatches) * epochs > 1 else None
@@ -301,10 +293,7 @@ class Trainer:
     # checkpoints
 
     def save(self, folder: Path) -> Collection[str]:
-        """Write everything that the next update reads, and the files of a model, into the folder.
-
-        `checkpoints.write` calls this method.
-        """
+        """Write what the next update reads, and the files of a model. `checkpoints.write` calls this."""
         with self._policy.lock:
             self._policy.save_weights(folder / self._policy.weights_name)
             save_file(optimizer_state(self._optimizer, self._parameters), folder / checkpoints.OPTIMIZER)
@@ -318,14 +307,9 @@ class Trainer:
         return self._plain.keys()
 
     def load(self, folder: Path | None, fresh: bool = False) -> None:
-        """Restore the state that `save` wrote, bit for bit.
-
-        Args:
-            folder: the checkpoint; None: start from the untrained base.
-            fresh: whether to load only the weights; the optimizer and all other state are then new.
-
-        Raises:
-            CheckpointError: a file is missing, was changed, or belongs to another model.
+        """Restore the state that `save` wrote, bit for bit. `folder` is the checkpoint; None: start from the untrained base.
+        `fresh` says whether to load only the weights; the optimizer and all other state are then new. Raise CheckpointError if
+        a file is missing, was changed, or belongs to another model.
         """
         if folder is not None:
             checkpoints.verify(folder, without=(checkpoints.OPTIMIZER,) if fresh else (), shared=False)

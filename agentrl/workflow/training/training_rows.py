@@ -1,21 +1,18 @@
 """The conversion of episodes to tensors. Each chain of an episode is one training row.
 
-An episode usually is one chain. It has several if its template could not be continued, or if an agent began another
-conversation (`workflow.token_chains`). The row of a later chain begins with the tokens that it shares with another chain. These
-tokens train only in that other row. Every row has the advantage of its episode. Rows are padded on the right and grouped by
-length, or by a common beginning.
+The row of a later chain begins with the tokens that it shares with another chain; these train only in that other row. Every row
+has the advantage of its episode. Rows are padded on the right and grouped by length, or by a common beginning.
 
 All tensors have the positions of `input_ids`. A logprob of token t is predicted from the tokens before t. So a logprob tensor
 of shape (B, T - 1) belongs to columns `[:, 1:]` of the other tensors.
 
-The rows of a group begin with the same prompt. If that saves work, a microbatch contains the prompt once. Then each line begins
-with the last token before the first trained one.
+If that saves work, a microbatch contains a group's prompt once. Then each line begins with the last token before the first
+trained one.
 
 Values of trained tokens are stored flat, (tokens,), row after row (`TokenLayout`). There are two views of them:
 
 - by episode, (N, T), for advantages: the trained tokens of each episode, one after another
-- on the lines of a microbatch, (B, T - 1), for the model: between other tokens, such as prompts, tool results and the tokens
-  of a fork's parent
+- on the lines of a microbatch, (B, T - 1), for the model: between other tokens
 
 Each view has a mask: `pad(values, mask)` lays flat values out, and `padded[mask]` is flat again.
 """
@@ -87,11 +84,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The rows of one forward and backward pass, one per line; all (B, T) if no other shape is given.
-
-    Args:
-        prefixes: the common beginnings of the lines; None if every line is complete.
-        weights: (B,), the rows' weights.
+    """The rows of one forward and backward pass, one per line; all (B, T) if no other shape is given. `prefixes` are the common
+    beginnings of the lines; None if every line is complete. `weights` is (B,), the rows' weights.
     """
 
     prefixes: Prefixes | None
@@ -305,25 +299,19 @@ class TokenLayout:
         return torch.cat([self.by_row[row.key] for row in rows])
 
     def flatten(self, rows: Sequence[Row], values: Tensor) -> Tensor:
-        """Return flat values (tokens,) for all tokens of the layout; 0 for tokens that are not in `rows`.
-
-        Args:
-            rows: the rows that have values.
-            values: the values of their trained tokens, in the order of the rows.
+        """Return flat values (tokens,) for all tokens of the layout; 0 for tokens that are not in `rows`. `rows` are the rows
+        that have values. `values` are the values of their trained tokens, in the order of the rows.
         """
         return values.new_zeros(int(self.lengths.sum())).index_copy(0, self.places(rows).to(values.device), values)
 
     def make_earned(self, groups: Sequence[Group], penalty: Tensor | None = None, values: Tensor | None = None) -> TokenRewards:
-        """Return the rewards of each token.
+        """Return the rewards of each token. Raise RewardError if an episode's reward is missing, or not a finite number. Raise
+        StateError if an episode has no step.
 
         Args:
             groups: the groups of the episodes, in the order of the episodes.
             penalty: (N, T), subtracted from the rewards.
             values: (N, T), the critic's values.
-
-        Raises:
-            RewardError: an episode's reward is missing, or not a finite number.
-            StateError: an episode has no step.
         """
         rewards = torch.zeros(self.mask.shape, dtype=torch.float64)
         turns, chains = (torch.zeros(self.mask.shape, dtype=torch.long) for _ in range(2))
@@ -338,12 +326,7 @@ class TokenLayout:
 
 
 def _check(episode: Episode) -> None:
-    """Refuse an episode whose tokens cannot get advantages.
-
-    Raises:
-        RewardError: the reward of the episode or of a step is missing or not a finite number.
-        StateError: the episode has no step.
-    """
+    """Raise RewardError if a reward of the episode is missing or not finite, StateError if it has no step."""
     if not episode.steps:
         raise StateError(f"Episode {episode.id} is done and has no step.")
     rewards = [episode.reward, *(step.reward for step in episode.steps)]

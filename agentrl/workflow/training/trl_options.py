@@ -39,10 +39,7 @@ def check_run(config: RunConfig) -> None:
     """Refuse a run that TRL cannot train.
 
     If the run has a `broker_url`, the installation of TRL is not checked: its workers may have packages that this machine
-    lacks.
-
-    Raises:
-        ConfigError: TRL cannot train the run; the message has the reason.
+    lacks. Raise ConfigError if TRL cannot train the run; the message has the reason.
     """
     check_trl(config)
     if not settings().broker_url:
@@ -50,11 +47,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def require_trl() -> None:
-    """Check that the supported version of TRL is installed.
-
-    Raises:
-        ConfigError: TRL is missing, or has another version.
-    """
+    """Check that the supported version of TRL is installed. Raise ConfigError if TRL is missing, or has another version."""
     try:
         version = metadata.version("trl")
     except metadata.PackageNotFoundError as error:
@@ -66,14 +59,7 @@ def require_trl() -> None:
 
 
 def check_trl(config: RunConfig) -> None:
-    """Refuse options that TRL's trainer does not support.
-
-    Args:
-        config: the config of a training run.
-
-    Raises:
-        ConfigError: an option is not supported; the message has the option and the reason.
-    """
+    """Raise ConfigError, with the reason, if TRL's trainer does not support an option of the config."""
     refusal = next(_refusals(config), None)
     if refusal is not None:
         raise ConfigError(f"The trainer trl cannot do this: {refusal}.", "Leave that out, or take --trainer agentrl.")
@@ -145,7 +131,6 @@ def _episode_refusals(config: RunConfig) -> Iterator[str]:
 
 
 def _is_sequence_level(options: AlgorithmConfig) -> bool:
-    """Return True if the loss has one ratio per row."""
     return find_gradient(options.name).surrogate_of(options).endswith(":clipped_sequence_mean")
 
 

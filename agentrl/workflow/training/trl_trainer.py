@@ -1,19 +1,15 @@
 """TRL as a second trainer (`--trainer trl`): TRL's own `GRPOTrainer` makes the update; episodes and checkpoints stay agentrl's.
 
-TRL receives the samples through its `rollout_func`: the exact prompt and completion ids, the sampler's logprobs, and the
-rewards. `env_mask` marks the tokens that the policy sampled, so text of tools never trains. Advantages, loss, gradient and step
-are TRL's. For one update, TRL gets the policy's weights and agentrl's optimizer. So saving, resuming and fencing work as with
-agentrl's trainer, and the two trainers can be compared on the same run. Both have the same gradient in TRL's convention
-(`tests/training/test_trl.py`).
+TRL receives the samples through its `rollout_func`: exact ids, the sampler's logprobs, and rewards. `env_mask` marks the tokens
+that the policy sampled. TRL gets the policy's weights and agentrl's optimizer, so saving, resuming and fencing work as with
+agentrl's trainer. Both have the same gradient in TRL's convention (`tests/training/test_trl.py`).
 
 TRL differs in these points:
 
-- A group trains completely or not at all.
-- An episode of several rows does not train.
+- A group trains completely or not at all, and an episode of several rows does not train.
 - The model reads all rows, also those without an advantage.
 - The entropy bonus is a mean over the tokens of each microbatch.
-- A value that is not finite is detected only after TRL's step. Such an update is bad, and its caller loads the last
-  checkpoint.
+- A value that is not finite is detected only after TRL's step. The caller then loads the last checkpoint.
 """
 
 import hashlib
@@ -74,12 +70,7 @@ class TrlTrainer(Trainer):
         self._credit: Credit = find("credits", self._algorithm.credit)
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
-        """Update the policy on the groups in which every episode can train.
-
-        Raises:
-            InfraError: memory does not suffice.
-            RewardError: an episode's reward is not a finite number.
-        """
+        """Train on groups whose episodes all can train. Raise InfraError without memory, RewardError for bad rewards."""
         started = time.perf_counter()
         usable_groups, dropped = select_whole_groups(groups, self._config.rollout.group_size)
         episodes = [episode for group in usable_groups for episode in group.episodes]
@@ -190,9 +181,7 @@ class TrlTrainer(Trainer):
 
 
 def select_whole_groups(groups: Sequence[Group], size: int) -> tuple[list[Group], dict[int, str]]:
-    """Return the groups in which every episode can train and has one row and, by slot, the reason why each remaining group is
-    dropped.
-    """
+    """Return the groups whose episodes all train in one row, and why others are dropped, by slot."""
     chosen, dropped = select_groups(groups, needs_group=True)
     whole_groups = []
     for group in chosen:
@@ -215,11 +204,9 @@ def _why_not(group: Group, size: int) -> str | None:
 def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
     """Return the number of rows in one forward and backward pass. The number of all rows is a multiple of it.
 
-    TRL pads every row to the longest prompt plus the longest completion.
-
-    Args:
-        tokens: the most tokens of a microbatch, padding included; the result is at least one row.
-        at_least: the least number of microbatches; with fewer rows, each row is a microbatch.
+    TRL pads every row to the longest prompt plus the longest completion. `tokens` are the most tokens of a microbatch, padding
+    included; the result is at least one row. `at_least` is the least number of microbatches; with fewer rows, each row is a
+    microbatch.
     """
     width = max(row.prefix + 1 for row in rows) + max(len(row.input_ids) - row.prefix - 1 for row in rows)
     max_rows = max(1, min(tokens // width, len(rows) // at_least))
@@ -227,10 +214,7 @@ def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
 
 
 class _RecordedRollouts:
-    """The `rollout_func` for TRL, which returns recorded rows.
-
-    A prompt is a group's number; its n-th occurrence gets the group's n-th row.
-    """
+    """TRL's `rollout_func`: a prompt is a group's number; its n-th occurrence gets its n-th row."""
 
     def __init__(self, rows: Sequence[Row], rewards: Sequence[float], size: int) -> None:
         numbered = list(zip(rows, rewards, strict=True))
@@ -256,10 +240,7 @@ def _rewards(reward: list[float], **_: Any) -> list[float]:
 
 
 def _set_kl_anchor(trl: Any, coef: float, reference: nn.Module | None) -> None:
-    """Pass the weight of the KL and the reference model to TRL.
-
-    TRL itself would load the base again for each update, and supports only one adapter.
-    """
+    """Pass the KL's weight and reference to TRL, which would load the base again for each update."""
     from trl.trainer.utils import add_fused_lm_head
 
     trl.beta = coef
@@ -269,10 +250,7 @@ def _set_kl_anchor(trl: Any, coef: float, reference: nn.Module | None) -> None:
 
 
 def _silence_trl() -> None:
-    """Turn off TRL's telemetry to the hub, and its warning that `rollout_func` may change.
-
-    agentrl supports only one version of TRL, so the warning is of no use.
-    """
+    """Turn off TRL's telemetry, and its warning that `rollout_func` may change: we support one version."""
     constants.HF_HUB_DISABLE_TELEMETRY = True
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
@@ -296,9 +274,7 @@ def _isolate_rng(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _restore_model(*models: nn.Module | None) -> Iterator[None]:
-    """Undo TRL's changes to the models when the context ends: a different forward function, different special tokens, new
-    attributes.
-    """
+    """Undo TRL's changes to the models at the end: forward function, special tokens, new attributes."""
     mine = [thing for model in models if model is not None for thing in _objects_trl_changes(model)]
     before: list[tuple[Any, Mapping[str, Any]]] = [(thing, dict(vars(thing))) for thing in mine]
     try:

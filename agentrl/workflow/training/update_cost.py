@@ -1,7 +1,4 @@
-"""The cost of an update: peak GPU memory, and the model's floating-point operations per second and relative to the GPU's peak.
-
-Only the model's own operations are counted, not padding, and not recomputation under gradient checkpointing.
-"""
+"""The cost of an update: peak GPU memory, and the model's operations per second, also relative to the GPU's peak."""
 
 import re
 from collections.abc import Sequence
@@ -25,12 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class UpdateCost:
-    """A meter of an update's cost. Call `begin`, then `add` for every input of the model, then `metrics`.
-
-    Args:
-        module: the trained model.
-        device: the module's device.
-    """
+    """A meter of an update's cost. Call `begin`, then `add` for every input of the model, then `metrics`."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -64,11 +56,8 @@ class UpdateCost:
         each weight that the gradient passes through, and 2 for each weight that trains (Kaplan et al. 2020, arXiv 2001.08361,
         table 1). For each layer, channel and token that it attends to, attention takes 4 operations in the forward and 8 in the
         backward pass (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Unlike there, a token attends only to itself and
-        earlier tokens.
-
-        Args:
-            shares: whether common beginnings of rows are read once.
-            learns: whether there is a backward pass.
+        earlier tokens. `shares` says whether common beginnings of rows are read once. `learns` says whether there is a backward
+        pass.
         """
         starts = [row.prefix if shares else 0 for row in rows]
         beginnings = {row.input_ids[: row.prefix] for row in rows} if shares else set()
@@ -107,10 +96,7 @@ def find_peak(card: str) -> float | None:
 
 
 def _is_used(name: str, layer: nn.Module, head: nn.Module) -> bool:
-    """Return True if an update computes with the layer.
-
-    The sampler's adapter is not used, and the head is counted separately.
-    """
+    """Return True if an update computes with the layer: not the sampler's adapter, not the head."""
     return layer is not head and "sampler" not in name.split(".")
 
 

@@ -48,12 +48,7 @@ class UpdateLoss:
     def terms(
         self, batch: Microbatch, scores: Scores, constants: TokenConstants, counts: Normaliser, kl_coef: float
     ) -> LossTerms:
-        """Return the microbatch's share of its minibatch's loss.
-
-        Args:
-            constants: the constants of the microbatch's tokens, laid out on its lines.
-            counts: the counts of the minibatch.
-        """
+        """Return the microbatch's share of its minibatch's loss, by the `counts` of the minibatch."""
         mask, behavior = batch.loss_mask[:, 1:], batch.behavior_logprobs[:, 1:]  # (B, T-1)
         logprobs, credit = scores.logprobs, constants.advantages
         start = logprobs.detach() if constants.start is None else constants.start

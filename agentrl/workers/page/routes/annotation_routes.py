@@ -11,8 +11,8 @@ from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import SHOWN_CHARS, cut_rows
 from agentrl.workflow.stats.paired_test import compare_paired
 from agentrl.workflow.store.driver_reader import DriverTransaction
-from agentrl.workflow.store.reads import annotation_rows, resource_rows, run_rows
-from agentrl.workflow.store.reads.annotation_rows import AnnotationFilter
+from agentrl.workflow.store.reads import event_rows, resource_rows, run_rows
+from agentrl.workflow.store.reads.event_rows import AnnotationFilter
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.resource_rows import CriticCallFilter
 
@@ -25,9 +25,7 @@ GAIN = ("first", "second", "difference", "low", "high", "interval_by", "p_value"
 
 
 class EpisodeAnnotation(BaseModel):
-    """An annotation of an episode by an agent, a tool or a hook. `cut` has the full lengths of shortened values, in
-    characters.
-    """
+    """An annotation by an agent, a tool or a hook. `cut` has the full lengths of shortened values, in characters."""
 
     id: int
     run: str
@@ -88,9 +86,7 @@ class PromptVersion(BaseModel):
 
 
 class PromptsAnswer(BaseModel):
-    """A page of prompt versions. `held_out` is null without an evaluation; `left_out` counts the versions with too many groups
-    to read.
-    """
+    """A page of prompt versions. `held_out` is null without an evaluation. `left_out` counts versions without numbers."""
 
     rows: list[PromptVersion]
     next: str
@@ -133,7 +129,7 @@ def list_annotations(
 
     def page(tx: DriverTransaction, run_name: str) -> Any:
         chosen = AnnotationFilter(run=run_name, kind=kind, name=name, source=source)
-        return annotation_rows.list_annotations(tx, chosen, Paging(size=size, cursor=cursor, sort=sort))
+        return event_rows.list_annotations(tx, chosen, Paging(size=size, cursor=cursor, sort=sort))
 
     result = store.ask_about_run(run, page)
     return answer({"rows": cut_rows(result.rows), "next": result.next})

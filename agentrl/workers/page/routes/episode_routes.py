@@ -1,17 +1,263 @@
 """Routes for one episode: its data, its long texts, its tokens."""
 
-from typing import Annotated, Any
+from datetime import datetime
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
-from agentrl.workers.page.routes.episode_answers import TextPart, Tokens, WholeEpisode
 from agentrl.workers.page.shown.episode_tokens import EpisodeTokens, check_namesake
 from agentrl.workers.page.shown.token_texts import find_texts
 from agentrl.workers.page.shown.whole_episode import load_episode_answer
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads.turn_rows import MAX_PATH, load_text
+
+CUT = "The characters, in all, of those of its texts that are cut, by name"
+OF = "The path of each cut text, for /api/episodes/{id}/text"
+
+
+class ShownRow(BaseModel):
+    """A row whose long texts are shortened."""
+
+    model_config = ConfigDict(extra="allow")
+    cut: dict[str, int] | None = Field(None, description=CUT)
+    of: dict[str, str] | None = Field(None, description=OF)
+
+
+class ShownMessage(ShownRow):
+    """A message. `edited`: a tool message that differs from the results of the calls of the turn before it."""
+
+    role: str
+    content: str
+    name: str | None = None
+    thought: str | None = None
+    tool_calls: Any = None
+    edited: bool = False
+
+
+class ShownTask(ShownRow):
+    """The task of an episode or group."""
+
+    id: int
+    key: str
+    reference: str
+    messages: list[ShownMessage]
+    messages_left_out: int
+
+
+class ShownCall(ShownRow):
+    """A tool call. `queue_seconds` is its waiting time; `loose`: the model wrote it as bare JSON."""
+
+    id: int
+    call: int
+    tool: str
+    loose: bool
+    kind: str
+    arguments: Any
+    status: str
+    result: str | None
+    error_class: str | None
+    starts: int
+    attempts: int
+    seconds: float | None
+    queue_seconds: float | None
+    cpu_seconds: float | None
+    sandbox: str | None
+    exit_status: str | None
+    exit_code: int | None
+    worker: str
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+
+
+class ShownAnnotation(ShownRow):
+    """An annotation by an agent, a tool or a hook."""
+
+    id: int
+    step: int | None
+    source: str
+    kind: str
+    name: str
+    data: Any
+    seconds: float | None
+    created_at: datetime
+
+
+class StepReward(BaseModel):
+    """A part of a step's reward."""
+
+    reward_set: str
+    part: str
+    value: float | None
+    weight: float | None
+
+
+class TurnAnswer(ShownRow):
+    """A turn of the policy.
+
+    `messages`: the messages that are new in its prompt, without those that repeat the result of a call. `shared_messages`: for
+    the first turn of a chain that begins inside another chain, the number of messages that it shares. `equal`: the number of
+    turns with the same tokens, if there are several. `inherited`: the turn was taken from the parent of a fork. `trains`:
+    an update of this episode also trains on this turn.
+    """
+
+    step: int
+    chain: int
+    parent_step: int | None
+    shared_tokens: int | None
+    policy_version: int
+    thought: str | None
+    content: str | None
+    text: str | None
+    new_row: str | None
+    finish_reason: str
+    prompt_tokens: int
+    sampled_tokens: int
+    mean_logprob: float | None
+    generate_seconds: float | None
+    delivered: bool
+    trains: bool
+    why_not: str | None
+    inherited: bool
+    equal: int | None
+    request_id: str | None
+    sampled_at: datetime
+    observed_at: datetime | None
+    messages: list[ShownMessage]
+    messages_left_out: int
+    shared_messages: int
+    calls: list[ShownCall]
+    calls_left_out: int
+    rewards: list[StepReward]
+    annotations: list[ShownAnnotation]
+
+
+class ShownChain(BaseModel):
+    """A chain: its steps, the step after which it begins, and the range of its tokens in `/tokens`."""
+
+    chain: int
+    steps: list[int]
+    from_step: int | None
+    shared_tokens: int | None
+    start: int
+    end: int
+
+
+class Advantage(BaseModel):
+    """How an episode's advantage follows from `numbers`. `agrees`: it equals the value that the update recorded."""
+
+    value: float | None
+    how: str
+    algorithm: str | None
+    reward: float | None
+    group_mean: float | None
+    group_std: float | None
+    group_size: int
+    numbers: dict[str, float | None]
+    computed: float | None
+    agrees: bool | None
+    run: str | None = None
+    run_id: int | None = None
+
+
+class ForkedEpisode(BaseModel):
+    """An episode that continues from a step of this one."""
+
+    id: int
+    run: str
+    run_id: int
+    step: int | None
+    reward: float | None
+    status: str
+
+
+class Beside(BaseModel):
+    """The previous and the next episode of the group."""
+
+    previous: int | None
+    next: int | None
+
+
+class Parent(BaseModel):
+    """The episode from which this one was forked, and the first step that is not the parent's."""
+
+    id: int
+    step: int | None
+
+
+class WholeEpisode(BaseModel):
+    """An episode. `next_turn` is the first turn that is not included, for the parameter `turn`; null if there is none."""
+
+    episode: ShownRow
+    run_kind: str
+    beside: Beside
+    task: ShownTask
+    agent: ShownRow | None
+    turns: list[TurnAnswer]
+    next_turn: int | None
+    chains: list[ShownChain]
+    rewards: list[dict[str, Any]]
+    rewards_left_out: int
+    grades: list[ShownCall]
+    fate: dict[str, Any]
+    read_by: list[dict[str, Any]]
+    advantage: Advantage
+    parent: Parent | None
+    forks: list[ForkedEpisode]
+    forks_left_out: int
+    annotations: list[ShownAnnotation]
+    annotations_left_out: int
+    resources: list[dict[str, Any]]
+    commands: dict[str, str | None]
+
+
+class TextPart(BaseModel):
+    """A part of a text. `next` is the start of the next part; null at the end."""
+
+    of: str
+    text: str
+    start: int
+    total: int
+    next: int | None
+
+
+class Segment(BaseModel):
+    """Consecutive tokens of one kind and one step, from `start` to before `end`. `why_not`: why sampled tokens do not train."""
+
+    start: int
+    end: int
+    kind: Literal["prompt", "sampled"]
+    step: int
+    chain: int
+    trains: bool
+    why_not: str | None
+    advantage: float | None
+
+
+class Metric(BaseModel):
+    """A number for each token, and its source."""
+
+    name: str
+    source: Literal["stored", "computed", "missing"]
+    how: str
+
+
+class Tokens(BaseModel):
+    """Tokens of an episode, chain after chain. `advantages` is null if the segments have the values."""
+
+    total: int
+    start: int
+    ids: list[int]
+    texts: list[str] | None
+    why_no_texts: str | None
+    logprobs: list[float | None]
+    segments: list[Segment]
+    advantages: list[float | None] | None
+    metrics: list[Metric]
+
 
 router = APIRouter(prefix="/api", tags=["episodes"])
 
@@ -26,9 +272,7 @@ Start = Annotated[int, Query(ge=0, le=2**53)]
 def read_episode(
     store: Store, episode: int, turn: Start = 0, size: Annotated[int, Query(ge=1, le=MAX_TURNS)] = 200
 ) -> Response:
-    """Return an episode with its turns from `turn` on. Texts of more than 20,000 characters are shortened; `/text` returns them
-    completely.
-    """
+    """Return an episode with its turns from `turn` on. Long texts are shortened; `/text` returns them completely."""
     return answer(store.ask(lambda tx: load_episode_answer(tx, episode, turn, size)))
 
 

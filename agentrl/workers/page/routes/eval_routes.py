@@ -70,9 +70,7 @@ class ComparedTask(BaseModel):
 
 
 class Comparison(BaseModel):
-    """A comparison of two evaluations. `measures` is null if their rewards differ; `right` is null if no common rule decides
-    what is right.
-    """
+    """A comparison of two evaluations. `measures` is null if rewards differ, `right` if no rule decides what is right."""
 
     a: Side
     b: Side
@@ -94,9 +92,7 @@ def list_evals(
     size: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: str = "",
 ) -> Response:
-    """Return evaluations, ordered by the measured version. `measures` selects those of the policies of a run, by its name or
-    number.
-    """
+    """Return evaluations by measured version. `measures` selects those of a run's policies, by name or number."""
     chosen = EvalFilter(of_policies=measures or None, dataset=dataset, split=split, status=status)
     page = eval_results.list_evals(store, chosen, Paging(size=size, cursor=cursor, sort=sort))
     return answer({"rows": cut_rows(page.rows), "next": page.next})
@@ -104,9 +100,7 @@ def list_evals(
 
 @router.get("/compare", response_model=Comparison)
 def compare(store: Store, a: int, b: int) -> Response:
-    """Compare two evaluations, given by the numbers of their runs, on their common tasks: B - A, with interval and p-value,
-    task by task.
-    """
+    """Compare two evaluations, given by the numbers of their runs, task by task: B - A, interval, p-value."""
 
     def both(tx: DriverTransaction) -> dict[str, Any]:
         sides = load_sides(tx, _find_eval(tx, a), _find_eval(tx, b))

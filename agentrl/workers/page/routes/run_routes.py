@@ -1,38 +1,167 @@
 """Routes for runs: a list, and one run with its config, curves, events, ledger, lanes, iterations and episodes."""
 
+from datetime import datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
-from agentrl.workers.page.routes.run_answers import (
-    ConfigRows,
-    CurvesAnswer,
-    EpisodesPage,
-    EventsPage,
-    IterationAnswer,
-    LanesAnswer,
-    LedgerPage,
-    RunsPage,
-    WholeRun,
-)
 from agentrl.workers.page.shown.shown_texts import cut_rows, cut_texts
 from agentrl.workers.page.shown.whole_run import compare_configs, list_shown_runs, load_run
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import curves, episode_rows, event_rows, iteration_rows, lanes, ledger, run_details, run_rows
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
-from agentrl.workflow.store.reads.event_rows import EventFilter
+from agentrl.workflow.store.reads.event_rows import EventFilter, EventRow
 from agentrl.workflow.store.reads.paging import Page, Paging
 from agentrl.workflow.store.reads.run_rows import RunFilter
-from agentrl.workflow.tables.views import EpisodeRow
+from agentrl.workflow.tables.views import EpisodeRow, IterationRow, UpdateRow
+
+
+class ListedRun(BaseModel):
+    """A run in a list: the columns of v_runs, and a summary."""
+
+    model_config = ConfigDict(extra="allow")
+    id: int
+    run: str
+    algorithm: str | None
+    tags: list[str]
+    spark: list[list[float]]
+    tokens: int | None
+    waits_for: str
+    active_at: datetime | None
+
+
+class RunsPage(BaseModel):
+    """A page of runs. `next` is the cursor of the next page; empty on the last page."""
+
+    rows: list[ListedRun]
+    next: str
+
+
+class ConfigRow(BaseModel):
+    """A value of the config. `cut` is the full length of a shortened value, in characters."""
+
+    key: str
+    value: Any
+    cut: int | None
+    origin: str
+
+
+class ComparedRow(ConfigRow):
+    """A value of the config, and the value of another run."""
+
+    other: Any
+    other_origin: str | None
+    differs: bool
+
+
+class ConfigRows(BaseModel):
+    """The complete config."""
+
+    rows: list[ComparedRow]
+
+
+class Note(BaseModel):
+    """A note of a user."""
+
+    id: int
+    text: str
+    created_at: datetime
+
+
+class SourceRun(BaseModel):
+    """A run from which this run comes."""
+
+    id: int
+    run: str
+    what: str
+
+
+class ChildRun(SourceRun):
+    """A run that comes from this run."""
+
+    kind: str
+
+
+class WholeRun(BaseModel):
+    """A run. `typed` is its name on a command line. `progress` is empty without an open iteration."""
+
+    run: ListedRun
+    typed: str
+    config: list[ConfigRow]
+    manifest: dict[str, Any]
+    progress: dict[str, Any]
+    waits_for: str
+    sampled_on: str
+    tags: list[str]
+    notes: list[Note]
+    sources: list[SourceRun]
+    children: list[ChildRun]
+    children_cut: bool
+    has: dict[str, bool]
+    reward_parts: list[str]
+    open_work: list[dict[str, Any]]
+    evaluations: int
+
+
+class CurvesAnswer(BaseModel):
+    """Curves: a row per iteration, a value per column. `more`: ask again with `after` = the last row's iteration."""
+
+    columns: list[str]
+    meanings: dict[str, str]
+    rows: list[list[Any]]
+    evals: list[dict[str, Any]]
+    cursor: int
+    more: bool
+
+
+class EventsPage(BaseModel):
+    """A page of events, oldest first."""
+
+    rows: list[EventRow]
+    next: str
+
+
+class EpisodesPage(BaseModel):
+    """A page of episodes."""
+
+    rows: list[EpisodeRow]
+    next: str
+
+
+class LedgerPage(BaseModel):
+    """The outcomes of the episodes of some iterations. `next` is the last iteration's number; empty at the end."""
+
+    rows: list[dict[str, Any]]
+    next: int | str
+
+
+class LanesAnswer(BaseModel):
+    """The work of each worker over time; between spans it is idle. `left_out` counts spans beyond the limit."""
+
+    lanes: list[dict[str, str]]
+    spans: list[dict[str, Any]]
+    left_out: int
+    first: int = Field(alias="from")
+    last: int = Field(alias="to")
+
+
+class IterationAnswer(BaseModel):
+    """An iteration with its optimizer steps, groups and episodes. `left_out` is the number of groups beyond the limit."""
+
+    iteration: IterationRow
+    updates: list[UpdateRow]
+    groups: list[dict[str, Any]]
+    left_out: int
+
 
 router = APIRouter(prefix="/api", tags=["runs"])
 
 Size = Annotated[int, Query(ge=1, le=1000)]
 """The most rows of a page."""
 LEDGER_ITERATIONS = 50
-"""The most iterations in a response of the ledger."""
 
 
 @router.get("/runs", response_model=RunsPage)

@@ -96,11 +96,7 @@ def _run(store: ReadOnlyStore, query: str) -> dict[str, Any]:
 
 @contextmanager
 def _entered(room: BoundedSemaphore, seconds: float) -> Iterator[None]:
-    """Hold one of the semaphore's places during the `with` block. Wait for it at most this many seconds.
-
-    Raises:
-        Busy: no place became free.
-    """
+    """Hold one of the semaphore's places during the `with` block."""
     if not room.acquire(timeout=seconds):
         raise Busy("Other queries are still running.", "Try again when they have ended.")
     try:

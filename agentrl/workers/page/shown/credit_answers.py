@@ -28,9 +28,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CreditReader:
-    """The update that trained on an episode, and the run of this update. If no update trained on the episode, `update` is None
-    and `run` is the episode's own run.
-    """
+    """The update that trained on an episode, and the run of that update. `update` is None if no update did."""
 
     run: Row
     update: Row | None
@@ -71,14 +69,7 @@ def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> t
 
 
 def explain_members(tx: Any, reader: CreditReader, members: Sequence[Member], recorded: Mapping[int, float]) -> dict[int, Any]:
-    """Return the explanation of the advantage of each member of a group, by the id of the episode.
-
-    Args:
-        tx: the read transaction.
-        reader: the update and its run.
-        members: the episodes of the group.
-        recorded: the advantages that the update recorded, by the id of the episode.
-    """
+    """Return the explanation of each member's advantage, by the id of the episode. `recorded` has those of the update."""
     name, options = load_algorithm(reader.run["config"])
     group = [_scored(member) for member in members if member.trainable]
     update = _Update(tx, reader)

@@ -32,15 +32,7 @@ class EpisodeTokens:
     """The tokens of an episode, which are read range by range. The chains of the episode follow one another."""
 
     def __init__(self, tx: Any, episode: int) -> None:
-        """Load the structure of the episode: its chains and the lengths of its steps.
-
-        Args:
-            tx: an open read transaction.
-            episode: the id of the episode.
-
-        Raises:
-            NotFoundError: the episode does not exist.
-        """
+        """Load the episode's chains and steps in the transaction. Raise NotFoundError if there is no such episode."""
         self.shape: EpisodeShape = load_shape(tx, episode)
         self.run = load_run_of(tx, self.shape.run_id)
         self._tx = tx
@@ -101,9 +93,7 @@ def _lay_out(
 
 
 def _within(piece: TokenPiece, start: int, end: int) -> tuple[int, int]:
-    """Return the part of the piece that is inside the range, as two positions in the piece: the first, and the one after the
-    last.
-    """
+    """Return the first position in the piece that is inside the range, and the one after the last."""
     return max(0, start - piece.start), min(piece.end, end) - piece.start
 
 
@@ -119,11 +109,7 @@ def _unpack(kind: str, packed: bytes, first: int, last: int) -> list[Any]:
 
 
 def _piece_texts(texts: TokenTexts, piece: TokenPiece, tokens: StepTokens | None, start: int, end: int) -> list[str]:
-    """Return the texts of those tokens of the piece that are inside the range.
-
-    A character may consist of several tokens. Such a character may extend over an end of the range, but not over an end of the
-    piece.
-    """
+    """Return the texts of those tokens of the piece that are inside the range."""
     first, last = _within(piece, start, end)
     before = max(0, first - AROUND)
     length = piece.end - piece.start
@@ -170,9 +156,6 @@ def _segment_advantage(piece: TokenPiece, credit: TokenCredit) -> float | None:
 def _advantages(
     shape: EpisodeShape, pieces: Sequence[TokenPiece], credit: TokenCredit, start: int, end: int
 ) -> list[float | None] | None:
-    """Return an advantage for each token in the range. Return None if all tokens of each segment have the same advantage,
-    because `segments` then has all values.
-    """
     if credit.of_steps is None or all(values[0] == values[-1] for values in credit.of_steps.values() if values):
         return None
     idle = reasons_not_to_train(shape.value)

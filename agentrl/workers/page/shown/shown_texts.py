@@ -1,7 +1,5 @@
-"""Shortens texts and values to a size that a page can show, and records the full length of each. It also converts a model's
-messages to such texts.
-
-`ShownTexts` limits the total length of all texts in a response. If many texts are long, the later ones are shortened more.
+"""Shortens texts and values to a size that a page can show, and records the full length of each. `ShownTexts` limits the length
+of all texts in a response together.
 """
 
 import json
@@ -11,24 +9,18 @@ from typing import Any
 from agentrl.workflow.store.row_codecs import SHARED
 
 SHOWN_CHARS = 20_000
-"""The most characters of a text in a response."""
 LISTED_CHARS = 2000
-"""The most characters of a text in a row of a list."""
 MAX_DEPTH = 40
 """The deepest nesting of a value that is returned as JSON. A value that is nested more deeply is returned as text."""
 
 
 def cut_rows(rows: Iterable[Mapping[str, Any]], max_chars: int = LISTED_CHARS) -> list[Mapping[str, Any]]:
-    """Return the rows with long values shortened. In each changed row, `cut` has the full length of each shortened column, in
-    characters.
-    """
+    """Return the rows with long values shortened. `cut` has the full length of each such column, in characters."""
     return [_cut_row(row, max_chars) for row in rows]
 
 
 def cut_texts(row: Mapping[str, Any], max_chars: int = LISTED_CHARS) -> dict[str, Any]:
-    """Return the row with long texts shortened; other values are unchanged. `cut` has the full lengths, in characters, as in
-    `cut_rows`.
-    """
+    """Return the row with long texts shortened. `cut` has the full lengths in characters, as in `cut_rows`."""
     cut = {name: len(value) for name, value in row.items() if isinstance(value, str) and len(value) > max_chars}
     return {**row, **{name: row[name][:max_chars] for name in cut}, **({"cut": cut} if cut else {})}
 
@@ -40,9 +32,7 @@ def _cut_row(row: Mapping[str, Any], max_chars: int) -> Mapping[str, Any]:
 
 
 def cut_value(value: Any, max_chars: int = SHOWN_CHARS) -> tuple[Any, int | None]:
-    """Return the JSON value and None. For a value that is too large, return the beginning of its text, and the full length of
-    the text in characters.
-    """
+    """Return the JSON value and None; for one that is too large, the beginning of its text and its full length."""
     if isinstance(value, str):
         return value[:max_chars], len(value) if len(value) > max_chars else None
     if not isinstance(value, dict | list):
@@ -56,9 +46,6 @@ def cut_value(value: Any, max_chars: int = SHOWN_CHARS) -> tuple[Any, int | None
 
 
 def _depth(text: str) -> int:
-    """Return approximately how deeply the JSON text is nested. The number may be too high, because brackets inside strings
-    count too.
-    """
     deepest = depth = 0
     for letter in text:
         depth += (letter in "[{") - (letter in "]}")
@@ -67,34 +54,20 @@ def _depth(text: str) -> int:
 
 
 ANSWER_CHARS = 2_000_000
-"""The approximate limit on the characters of all texts in a response."""
 LEAST_CHARS = 200
 """The number of characters of each text that are shown even if the response is full."""
 
 
 class ShownTexts:
-    """A writer of texts into a response. For each shortened text, `cut` has the full length in characters and `of` the path of
-    the full text, by the text's key.
-    """
+    """A writer of texts into a response. `cut` has the full length of a shortened text, `of` the path of all of it."""
 
     def __init__(self, max_chars: int = SHOWN_CHARS, max_total_chars: int = ANSWER_CHARS) -> None:
-        """Set the limits.
-
-        Args:
-            max_chars: the most characters of one text.
-            max_total_chars: the most characters of all texts together.
-        """
+        """Set the limits: the most characters of one text, and of all texts together."""
         self._max_chars, self._left = max_chars, max_total_chars
 
     def put(self, target: dict[str, Any], name: str, text: str | None, chars: int | None = None, path: str = "") -> None:
-        """Write a text to `target[name]`, shortened if necessary.
-
-        Args:
-            target: the object of the response.
-            name: the key.
-            text: the text or its beginning; None is written as null.
-            chars: the length of the full text in characters, if `text` is only its beginning.
-            path: the path under which `/api/episodes/{id}/text` returns the full text.
+        """Write a text to `target[name]`, shortened if necessary; None as null. If `text` is only the beginning, `chars` is the
+        length of the full text. `path` is where `/api/episodes/{id}/text` returns it.
         """
         if text is None:
             target[name] = None
@@ -134,12 +107,8 @@ MAX_KEY = 10_000
 
 def new_messages(prompt: Any, results: Sequence[Row]) -> tuple[int, list[tuple[int, Any]]]:
     """Return two values: the number of messages that a step's prompt shares with another chain, and its other messages, each
-    with its position.
-
-    Args:
-        prompt: the messages of the prompt.
-        results: the calls of the turn before, with `result` and `result_chars`. Messages that repeat such a result are left
-            out.
+    with its position. `prompt` is the messages of the prompt. `results` are the calls of the turn before, with `result` and
+    `result_chars`. Messages that repeat such a result are left out.
     """
     messages = prompt if isinstance(prompt, list) else []
     head = messages[0].get(SHARED, 0) if messages and isinstance(messages[0], Mapping) else 0
@@ -157,12 +126,8 @@ def _is_told(message: Any, result_keys: set[tuple[str, int]]) -> bool:
 
 
 def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
-    """Convert a message from a JSON column to an object of the response.
-
-    Args:
-        message: the message.
-        path: the path under which `/api/episodes/{id}/text` returns the message's texts.
-        texts: the writer that shortens the message's texts.
+    """Convert a message from a JSON column to an object of the response. `path` is the path under which
+    `/api/episodes/{id}/text` returns the message's texts. `texts` is the writer that shortens the message's texts.
     """
     row = message if isinstance(message, Mapping) else {"role": "", "content": str(message)}
     document: dict[str, Any] = {"role": str(row.get("role", ""))[:100]}

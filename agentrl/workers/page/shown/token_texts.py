@@ -65,9 +65,7 @@ class TokenTexts:
 
 
 def join_pieces(pieces: Sequence[bytes]) -> list[str]:
-    """Decode pieces of UTF-8 to one text per piece. If a character extends over several pieces, it belongs to the first of
-    them. Invalid bytes become U+FFFD.
-    """
+    """Decode pieces of UTF-8, one text per piece. A split character belongs to its first piece. Invalid: U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts: list[str] = []
     held: int | None = None  # whose letter is not whole yet
@@ -86,18 +84,14 @@ def join_pieces(pieces: Sequence[bytes]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class FoundTexts:
-    """The texts of the tokens of a base model. If there are none, `texts` is None and `why_none` is the reason. `sure` is False
-    if the tokenizer may be that of another model of the same name.
-    """
+    """The texts of a base's tokens, or `why_none`. `sure` is False if the tokenizer may be another model's."""
 
     texts: TokenTexts | None
     why_none: str = ""
     sure: bool = True
 
     def checked(self, ids: Sequence[int], text: str) -> "FoundTexts":
-        """Return this object if its tokenizer decodes `ids` to the recorded `text`, or if the tokenizer is surely the right
-        one. Otherwise return an object without texts.
-        """
+        """Return this object if its tokenizer surely decodes `ids` to the recorded `text`, else one without texts."""
         if self.texts is None or self.sure or self.texts.whole(ids).replace("\0", "\ufffd").startswith(text[: len(ids)]):
             return self
         return FoundTexts(None, "The model with this name on this machine has another tokenizer.")
@@ -119,11 +113,7 @@ def find_texts(where: Settings, base: str) -> FoundTexts:
 
 
 def _find_file(where: Settings, base: str) -> tuple[Path | None, bool]:
-    """Return the tokenizer's file, and whether it is surely that of the base model.
-
-    A file in the base's folder or in the hub's cache is surely the right one. Otherwise a model of the same name in agentrl's
-    models folder is used, which may be another model.
-    """
+    """Return the tokenizer's file, and whether it is surely that of the base model."""
     if not base or "\0" in base:
         return None, False
     with suppress(OSError, ValueError):
@@ -164,9 +154,7 @@ def _is_byte_level(decoder: Any) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of GPT-2's byte-level alphabet stands for. Printable bytes have the letter with the same
-    code. The 68 other bytes have letters from U+0100 on.
-    """
+    """Return the byte that each letter of GPT-2's byte-level alphabet stands for."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in seen)
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(others)}

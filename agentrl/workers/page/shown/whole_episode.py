@@ -51,11 +51,7 @@ _STEP_FIELDS = (
 
 
 def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[str, Any]:
-    """Return the response about the episode, with at most `size` turns, from step `start` on.
-
-    Raises:
-        NotFoundError: the episode does not exist.
-    """
+    """Return the response about the episode: at most `size` turns from `start` on. Raise NotFoundError without the episode."""
     shape = load_shape(tx, episode)
     row, run = load_row(tx, episode), load_run_of(tx, shape.run_id)
     texts = ShownTexts()
@@ -149,9 +145,7 @@ def load_turns(tx: Any, shape: EpisodeShape, steps: Sequence[int], texts: ShownT
 
 
 def _shown_prompt(row: Row, results: Sequence[Row], texts: ShownTexts) -> dict[str, Any]:
-    """Return the new messages of a turn's prompt, and the number of messages that the prompt shares with another chain.
-    Messages that repeat the result of a call are left out.
-    """
+    """Return the new messages of a turn's prompt, and the number of messages that the prompt shares with another chain."""
     shared, messages = new_messages(row["prompt"], results)
     documents = []
     for place, message in messages[:MAX_MESSAGES]:

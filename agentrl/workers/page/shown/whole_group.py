@@ -26,7 +26,6 @@ from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, unpack_ids
 
 Row = Mapping[str, Any]
 TEXT_CHARS = 4000
-"""The most characters of a single text of an episode."""
 MAX_SEGMENTS = 400
 """The most texts of an episode in the response."""
 ALIGNED_TOKENS = 65_536
@@ -49,11 +48,7 @@ class GroupAnswer:
 
 
 def load_group_answer(tx: Any, group: int) -> GroupAnswer:
-    """Return the response about the group, with its episodes.
-
-    Raises:
-        NotFoundError: the group does not exist.
-    """
+    """Return the response about the group, with its episodes. Raise NotFoundError if the group does not exist."""
     loaded = load_group(tx, group)
     run = load_run_of(tx, loaded.run_id)
     shapes = load_sibling_shapes(tx, loaded)
@@ -73,9 +68,7 @@ def load_group_answer(tx: Any, group: int) -> GroupAnswer:
 
 
 def _explain(tx: Any, group: GroupOf, run: Row) -> tuple[dict[str, Any], dict[int, Any]]:
-    """Return two values: how the group's advantages were computed, and by which run; and the explanation of each episode's
-    advantage, by the id of the episode.
-    """
+    """Return how and by which run the advantages were computed, and each advantage's explanation by episode id."""
     readers = load_sibling_readers(tx, [episode.id for episode in group.episodes], group.run_id)
     trained = load_run_of(tx, readers[0]["run_id"]) if readers and readers[0]["run_id"] != group.run_id else run
     reader = CreditReader(trained, readers[0] if readers else None)
@@ -113,9 +106,7 @@ def _siblings(
 def _segments(
     shape: EpisodeShape, steps: Mapping[int, Row], results: Mapping[int, Sequence[Row]], texts: ShownTexts
 ) -> Iterator[dict[str, Any]]:
-    """Yield the texts of the episode, turn by turn: first the new messages, then the sampled text, then the results of its
-    calls.
-    """
+    """Yield the episode's texts turn by turn: new messages, sampled text, results of calls."""
     for row in shape.rows[:MAX_SEGMENTS]:
         step, number = steps.get(row["id"]), row["step"]
         if step is None:

@@ -1,9 +1,7 @@
-"""Builds the responses about runs: the list of runs, the first response about one run, and the config of a run, alone or
-compared with that of another run.
+"""Builds the responses about runs: the list, one run, and its config, alone or compared with another run's.
 
-A run that `agentrl submit` made records the origin of each config value that a user set: an option, a variable or a file.
-Another value that differs from its default has the origin `settled`: the algorithm, the model or the continued run decided it.
-Older runs and runs of other commands do not record origins. Their values that differ from the default have the origin `given`.
+The origin of a config value is the option, variable or file that set it. Other values that differ from the default have the
+origin `settled`, or `given` in runs that recorded no origins.
 """
 
 import re
@@ -23,7 +21,6 @@ from agentrl.workflow.store.reads.run_details import StoredConfig, load_summarie
 from agentrl.workflow.tables.views import RunRow
 
 CHILDREN_SHOWN = 100
-"""The most children of a run that are listed."""
 OPEN_WORK_SHOWN = 200
 """The most entries in the list of a run's claims and waiting messages."""
 
@@ -42,11 +39,7 @@ def typed_run(number: int, name: str) -> str:
 
 
 def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
-    """Return the response of `/api/runs/{run}` about the run with this number.
-
-    Raises:
-        NotFoundError: the run does not exist.
-    """
+    """Return the response of `/api/runs/{run}` about this run. Raise NotFoundError if the run does not exist."""
     name = run_rows.run_name(tx, run)
     (shown_run,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
     children = find_children(tx, run, CHILDREN_SHOWN + 1)
@@ -72,17 +65,13 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
 
 
 def list_config(config: StoredConfig) -> list[dict[str, Any]]:
-    """Return a row for each config value, with its key, value and origin. If the value is shortened, `cut` has its full length
-    in characters.
-    """
+    """Return a row with key, value and origin for each config value. `cut` has the full length of a shortened one."""
     values, origin = _flat(config.values), _origins(config)
     return [{"key": key, **_shown(value), "origin": origin(key, value)} for key, value in values.items()]
 
 
 def compare_configs(config: StoredConfig, other: StoredConfig | None) -> list[dict[str, Any]]:
-    """Return the rows of `list_config`, each with the value of the `other` run, the origin of that value, and whether the two
-    values differ. If `other` is None, these are None and False.
-    """
+    """Return the rows of `list_config` with the `other` run's value and origin, and whether the two values differ."""
     values, origin = _flat(config.values), _origins(config)
     if other is None:
         unknown = {"other": None, "other_origin": None, "differs": False}

@@ -26,11 +26,7 @@ greater id, and would otherwise be missed.
 
 @sql_read_transaction
 def mark_changes(tx: Any, run: str) -> str:
-    """Return a cursor for the run's current state.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return a cursor for the run's current state. Raise NotFoundError if there is no such run."""
     run_id = run_id_and_name(tx, run)["id"]
     query = """
         SELECT coalesce(min(CASE WHEN status IN ('planned', 'running') THEN number END), max(number) + 1, 0) AS first_open
@@ -45,10 +41,7 @@ def since_values(since: str, run_id: int) -> dict[str, int]:
     """Return the two parts of a cursor.
 
     `first_open` is the number, counted from 0, of the first iteration that may have changed. `last_event` is an event's id;
-    only events with a greater id are returned.
-
-    Raises:
-        ConfigError: the cursor is invalid or belongs to another run.
+    only events with a greater id are returned. Raise ConfigError if the cursor is invalid or belongs to another run.
     """
     match decode_cursor(since, KIND):
         case [of, first_open, last_event] if of == run_id and is_id(first_open) and is_id(last_event):

@@ -58,10 +58,7 @@ def _members(tx: Any, rows: Sequence[Row], reward_set: str) -> list[Member]:
 
 
 def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
-    """Return the number of trainable tokens that each episode sampled itself, by episode id.
-
-    The tokens of a step are trainable if its response was delivered or another step continues it.
-    """
+    """Return the number of trainable tokens that each episode sampled itself, by episode id."""
     counts: dict[int, int] = {}
     for some in in_parts([row["id"] for row in rows]):
         query = f"""
@@ -110,10 +107,7 @@ def _find_sets(tx: Any, runs: set[int], reward_set: str) -> list[int]:
 
 
 def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None:
-    """Return the shape of each episode without its inherited steps, by episode id.
-
-    Return None if the episodes together have more than MAX_STEPS steps.
-    """
+    """Return each episode's shape without inherited steps, by id. Return None if there are more than MAX_STEPS steps in all."""
     steps: dict[int, list[Row]] = {member.row["id"]: [] for member in members}
     left = MAX_STEPS
     for some in in_parts([*steps]):
@@ -130,8 +124,6 @@ def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None
 
 
 def load_algorithm(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the name of the algorithm in a run's config, and the algorithm's options. The name is None if the config has no
-    algorithm.
-    """
+    """Return the algorithm's name in a run's config (None without one) and its options."""
     options = config.get("algorithm")
     return (str(options["name"]), options) if isinstance(options, Mapping) and options.get("name") else (None, {})

@@ -67,7 +67,6 @@ COLUMNS: Mapping[str, str] = {
     "tflops": "10**12 operations that the model needs, per second of the update",
     "mfu": "share of the GPU's peak rate that its update computed at",
 }
-"""The columns of a curve in order, each with its meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +88,11 @@ class Curves:
 
 @sql_read_transaction
 def load_curves(tx: Any, run: str, after: int = 0, limit: int = MAX_ITERATIONS) -> Curves:
-    """Return the curves of a run.
+    """Return the curves of a run. Raise NotFoundError if there is no such run.
 
     Args:
         after: return only iterations with a greater number, counted from 1.
         limit: the maximum number of iterations.
-
-    Raises:
-        NotFoundError: there is no such run.
     """
     run_id = run_id_and_name(tx, run)["id"]
     after = max(0, storable_value(after))
@@ -168,10 +164,6 @@ def _curve_row(row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
 
 
 def _deviation(groups: Row) -> float | None:
-    """Return the standard deviation of the groups' mean rewards; None without groups.
-
-    It is computed from the moments of these means about the iteration's mean.
-    """
     if groups.get("distance") is None:
         return None
     return math.sqrt(max(0.0, groups["square"] - groups["distance"] * groups["distance"]))

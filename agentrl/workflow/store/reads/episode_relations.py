@@ -20,9 +20,7 @@ def load_row(tx: Any, episode: int) -> EpisodeRow:
 
 
 def load_run_of(tx: Any, run_id: int) -> Row:
-    """Return the columns of an episode's run that explain the episode: id, name, kind, base, base hash, reward set, config and
-    manifest.
-    """
+    """Return the columns of an episode's run that explain the episode."""
     query = "SELECT id, name, kind, base, base_hash, reward_set, config, manifest FROM runs WHERE id = :id"
     return select_rows(tx, query, id=run_id)[0]
 
@@ -44,9 +42,7 @@ def load_whole_rewards(tx: Any, episode: int) -> tuple[list[RewardRow], int]:
 
 
 def load_beside(tx: Any, episode: int, group: int) -> Row:
-    """Return the ids of the `previous` and the `next` episode in the group, in the order of sample numbers; None if there is no
-    such episode.
-    """
+    """Return the ids of the `previous` and `next` episode of the group by sample number, or None."""
     query = """
         SELECT
           (SELECT b.id FROM episodes b WHERE b.group_id = :group AND b.sample < e.sample
@@ -85,10 +81,7 @@ def load_resources_of(tx: Any, group: int) -> list[Row]:
 
 
 def load_fate(tx: Any, row: EpisodeRow) -> dict[str, Any]:
-    """Return the episode's outcome in its own run, with the reason.
-
-    `elsewhere` has the episode's outcomes in other runs that trained on it.
-    """
+    """Return the episode's outcome in its own run, with the reason. `elsewhere` has its outcomes in other runs."""
     fates = select_values(tx, FateRow, "WHERE episode_id = :id ORDER BY run LIMIT 100", id=row.id)
     own = next((fate for fate in fates if fate.run == row.run), None)
     names = ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")
@@ -102,10 +95,7 @@ def load_fate(tx: Any, row: EpisodeRow) -> dict[str, Any]:
 
 
 def load_readers(tx: Any, episode: int) -> list[Mapping[str, Any]]:
-    """Return the updates that trained on the episode: run, iteration, advantage, and the reason if the update was skipped.
-
-    The updates of the episode's own run come first.
-    """
+    """Return the updates that used the episode, those of its own run first, each with the reason if it was skipped."""
     query = """
         SELECT c.run_id, r.name AS run, c.iteration_id, i.number + 1 AS iteration, c.advantage, i.skipped
         FROM consumptions c JOIN runs r ON r.id = c.run_id JOIN iterations i ON i.id = c.iteration_id

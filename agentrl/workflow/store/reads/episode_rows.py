@@ -25,7 +25,6 @@ class EpisodeFilter:
     Args:
         iteration: the iteration's number, counted from 1.
         since: a cursor of `mark_changes`, to select only episodes that may have changed since then.
-        group: the group's id.
         task: the task's key.
         tool_errors: the minimum number of failed tool calls.
         text: a text that the final answer, the error or the result of a failed tool call contains.
@@ -72,9 +71,7 @@ def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) 
 
 @sql_read_transaction
 def list_newest_episodes(tx: Any, begin: str, limit: int) -> list[Row]:
-    """Return the newest started episodes whose id begins with the digits `begin`: id, the run's name (`name`), status and
-    reward.
-    """
+    """Return id, run, status and reward of the newest episodes whose id begins with the digits `begin`."""
     query = """
         SELECT e.id, r.name, e.status, e.reward FROM episodes e JOIN runs r ON r.id = e.run_id
         WHERE e.status <> 'planned' AND CAST(e.id AS TEXT) LIKE :begin ORDER BY e.id DESC LIMIT :limit"""
@@ -113,11 +110,7 @@ class EpisodeRecord:
 
 @sql_read_transaction
 def find_episode(tx: Any, episode: int) -> EpisodeRecord:
-    """Return the episode with all of its steps.
-
-    Raises:
-        NotFoundError: there is no such episode.
-    """
+    """Return the episode with all of its steps. Raise NotFoundError if there is no such episode."""
     row = _find_row(tx, episode) if abs(episode) <= MAX_ID else None
     if row is None:
         raise no_episode_error(episode)
@@ -146,9 +139,7 @@ def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
 
 
 def load_episode(tx: Any, episode: int) -> Episode:
-    """Return the episode with its annotations and with the steps of its current attempt. The first steps of a fork are read
-    from its parent.
-    """
+    """Return the episode with annotations and the steps of its current attempt; a fork's first are its parent's."""
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", id=row["task_id"])
     before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
@@ -178,9 +169,7 @@ def _load_steps(tx: Any, episode: Row) -> list[Step]:
 
 
 def _select_with_inherited(tx: Any, kind: type[T], rest: str, episode: EpisodeRow) -> list[T]:
-    """Return the rows of the steps that the episode inherits from its parent, followed by the rows of the episode's own
-    steps.
-    """
+    """Return the rows of the steps inherited from the parent, then those of the episode's own steps."""
     own = select_values(tx, kind, rest, id=episode.id)
     parent = None if episode.parent_id is None else _find_row(tx, episode.parent_id)
     if parent is None:

@@ -18,12 +18,9 @@ IDS_AT_ONCE = 500
 
 @dataclass(frozen=True, slots=True)
 class EpisodeShape:
-    """An episode without its texts and tokens.
-
-    Args:
-        id, run_id, task_id, group_id: the ids of the episode, its run, its task and its group.
-        value: the episode as a value. Every token id is 0; the task and the messages are empty.
-        rows: the rows of the episode's steps: id, episode_id, step, chain, parent_step, prompt_tokens, sampled_tokens.
+    """An episode without its texts and tokens. `value` is the episode as a value. Every token id is 0; the task and the
+    messages are empty. `rows` are the rows of the episode's steps: id, episode_id, step, chain, parent_step, prompt_tokens,
+    sampled_tokens.
     """
 
     id: int
@@ -41,11 +38,7 @@ class EpisodeShape:
 
 @sql_read_transaction
 def load_shape(tx: Any, episode: int) -> EpisodeShape:
-    """Return the shape of an episode.
-
-    Raises:
-        NotFoundError: there is no such episode.
-    """
+    """Return the shape of an episode. Raise NotFoundError if there is no such episode."""
     episodes = select_rows(tx, _EPISODE, id=episode) if abs(episode) <= MAX_ID else []
     if not episodes:
         raise no_episode_error(episode)
@@ -77,9 +70,7 @@ STEP_COLUMNS = """
 
 
 def shape_value(row: Row, steps: Sequence[Row]) -> Episode:
-    """Build an episode without texts from its row and the rows of its steps. The steps have the right numbers of tokens, but
-    each token id is 0.
-    """
+    """Build an episode without texts. Its steps have the right numbers of tokens; each id is 0."""
     return Episode(
         task=Task("", (), ""),
         sample=row["sample"],

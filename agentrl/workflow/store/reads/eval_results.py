@@ -28,11 +28,9 @@ EVAL_ORDERS = {"id": "id", "version": "policy_version", "reward": "mean_reward"}
 
 @dataclass(frozen=True, slots=True)
 class EvalFilter:
-    """A filter of evaluations. Without arguments it selects all evaluations.
-
-    Args:
-        measures: the name or number of a run, to select only the evaluations that this run planned itself.
-        of_policies: the name or number of a run, to select only evaluations of its policies, no matter who started them.
+    """A filter of evaluations. Without arguments it selects all evaluations. `measures` is the name or number of a run, to
+    select only the evaluations that this run planned itself. `of_policies` is the name or number of a run, to select only
+    evaluations of its policies, no matter who started them.
     """
 
     measures: str | None = None
@@ -68,11 +66,7 @@ def count_evals(tx: Any, run_id: int) -> int:
 
 @sql_read_transaction
 def find_result(tx: Any, run: str) -> Row:
-    """Return the result of an eval run.
-
-    Raises:
-        NotFoundError: there is no such run, or it is not a finished evaluation.
-    """
+    """Return the result of an eval run. Raise NotFoundError if there is no such run, or it is not a finished evaluation."""
     evals = select_rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
     if not evals:
         raise NotFoundError(f"Run {run!r} has no evaluation result.", f"agentrl watch {run}")
@@ -81,11 +75,8 @@ def find_result(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_evals(tx: Any, run: str) -> list[Row]:
-    """Return a list with the evaluation of that name or number. The list is empty if the run is not an evaluation.
-
-    Raises:
-        NotFoundError: there is no such run.
-        StateError: the evaluation is not done.
+    """Return a list with the evaluation of that name or number. The list is empty if the run is not an evaluation. Raise
+    NotFoundError if there is no such run. Raise StateError if the evaluation is not done.
     """
     row = find_run(tx, run)
     evals = _load_evals(tx, "r.id = :id", id=row["id"])
@@ -126,9 +117,7 @@ def load_measured_tasks(tx: Any, run: int) -> frozenset[int]:
 
 @sql_read_transaction
 def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
-    """Return the mean reward of each task's done, untainted episodes in an evaluation, by task id; None for a task without such
-    episodes.
-    """
+    """Return the mean reward of each task's done, untainted episodes in an evaluation, or None, by task id."""
     query = """
         SELECT t.task_id, avg(e.reward) FILTER (WHERE e.status = 'done' AND NOT e.tainted) AS mean
         FROM run_tasks t LEFT JOIN episodes e ON e.run_id = t.run_id AND e.task_id = t.task_id
@@ -138,9 +127,7 @@ def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
 
 @sql_read_transaction
 def load_done_episodes(tx: Any, run: int) -> dict[int, list[int]]:
-    """Return the ids of each task's done, untainted episodes in an evaluation, by task id. Tasks without such episodes are left
-    out.
-    """
+    """Return the ids of each task's done, untainted episodes in an evaluation, by task id."""
     query = "SELECT task_id, id FROM episodes WHERE run_id = :run AND status = 'done' AND NOT tainted ORDER BY id"
     episodes: dict[int, list[int]] = {}
     for row in select_rows(tx, query, run=run):
@@ -158,10 +145,7 @@ def list_measured_datasets(tx: Any) -> list[str]:
 def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
     """Return the ids of the correct episodes of an evaluation, judged by their final rewards.
 
-    Return None if no reward decides whether an episode is correct.
-
-    Args:
-        iteration: the id of the evaluation's iteration.
+    Return None if no reward decides whether an episode is correct. `iteration` is the id of the evaluation's iteration.
     """
     query = """
         SELECT s.id, s.weights, r.manifest FROM iterations i JOIN runs r ON r.id = i.run_id
@@ -173,11 +157,11 @@ def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
     parts: dict[int, dict[str, float]] = {}
     for row in select_rows(tx, query, reward_set=scored_by["id"], iteration=iteration):
         parts.setdefault(row["episode_id"], {})[row["part"]] = row["value"]
-    told_by: Mapping[str, Any] = scored_by["manifest"].get("right_by", {})
-    weights, correct = told_by.get("weights", scored_by["weights"]), told_by.get("correct", ())
+    right_by: Mapping[str, Any] = scored_by["manifest"].get("right_by", {})
+    weights, correct = right_by.get("weights", scored_by["weights"]), right_by.get("correct", ())
     verdicts = {}
     for episode, its in parts.items():
-        env_parts = its.keys() - scored_by["weights"].keys() if told_by.get("gives") else ()
+        env_parts = its.keys() - scored_by["weights"].keys() if right_by.get("gives") else ()
         verdicts[episode] = is_right(its, weights, correct, env_parts)
     judged = {episode for episode, right in verdicts.items() if right is not None}
     return {episode for episode in judged if verdicts[episode]} if judged else None
@@ -189,11 +173,7 @@ KEY_CHARS = 200
 
 @sql_read_transaction
 def list_first_episodes(tx: Any, first: int, second: int) -> list[Mapping[str, Any]]:
-    """Return the tasks that both evaluations tried: the task's key, and the id of the task's first episode in each evaluation.
-
-    Args:
-        first, second: the run ids of the evaluations.
-    """
+    """Return the tasks that both evaluations (run ids) tried: the key, and the first episode's id in each evaluation."""
     query = f"""
         SELECT t.id AS task_id, substr(t.key, 1, {KEY_CHARS}) AS task, a.episode AS a_episode, b.episode AS b_episode
         FROM (SELECT task_id, min(id) AS episode FROM episodes WHERE run_id = :first GROUP BY task_id) a

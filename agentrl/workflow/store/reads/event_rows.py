@@ -1,4 +1,4 @@
-"""Events of runs."""
+"""Lists of the events of runs, and of the annotations that agents, tools and hooks wrote to episodes."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -6,9 +6,10 @@ from typing import Any
 
 from agentrl.workflow.store.driver_reader import sql_read_transaction
 from agentrl.workflow.store.reads.changes import since_values
-from agentrl.workflow.store.reads.paging import BY_NUMBER, Page, Paging, choose_conditions, select_page
+from agentrl.workflow.store.reads.paging import BY_NUMBER, FEW_BY_NUMBER, Page, Paging, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.tables.view_row import ViewRow
+from agentrl.workflow.tables.views import AnnotationRow
 
 
 class EventRow(ViewRow, view="events"):
@@ -24,11 +25,7 @@ class EventRow(ViewRow, view="events"):
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """A filter of a run's events. `run` is the run's name or number.
-
-    Args:
-        since: a cursor of `mark_changes`, to select only events that may be new since then.
-    """
+    """A filter of a run's events. The cursor `since` selects the events that may be new since then."""
 
     run: str
     kind: str | None = None
@@ -44,3 +41,27 @@ def list_events(tx: Any, chosen: EventFilter, paging: Paging | None = None) -> P
     if chosen.since is not None:
         conditions, values["last_event"] = [*conditions, "id > :last_event"], since_values(chosen.since, run_id)["last_event"]
     return select_page(tx, EventRow, conditions, values, paging or Paging(), BY_NUMBER, "id")
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotationFilter:
+    """A filter of annotations by run (its name or number), episode, source, kind and name."""
+
+    run: str | None = None
+    episode: int | None = None
+    source: str | None = None
+    kind: str | None = None
+    name: str | None = None
+
+
+_CONDITIONS = {"episode": "episode_id = :episode", "source": "source = :source", "kind": "kind = :kind", "name": "name = :name"}
+
+
+@sql_read_transaction
+def list_annotations(tx: Any, chosen: AnnotationFilter, paging: Paging | None = None) -> Page[AnnotationRow]:
+    """Return annotations in the order of writing."""
+    conditions, values = choose_conditions(chosen, _CONDITIONS)
+    if chosen.run is not None:
+        conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
+    orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER
+    return select_page(tx, AnnotationRow, conditions, values, paging or Paging(), orders, "id")

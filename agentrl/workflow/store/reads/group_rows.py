@@ -60,9 +60,7 @@ MAX_PARTS = 5000
 
 @dataclass(frozen=True, slots=True)
 class GroupOf:
-    """A group: its row, the ids of its run and task, and the rows of its first MAX_SIBLINGS episodes. `left_out` is the number
-    of further episodes.
-    """
+    """A group: row, ids of run and task, its first MAX_SIBLINGS episodes. `left_out` counts the others."""
 
     row: GroupRow
     run_id: int
@@ -72,11 +70,7 @@ class GroupOf:
 
 
 def load_group(tx: Any, group: int) -> GroupOf:
-    """Return a group with its first MAX_SIBLINGS episodes.
-
-    Raises:
-        NotFoundError: there is no such group.
-    """
+    """Return a group with its first MAX_SIBLINGS episodes. Raise NotFoundError if there is no such group."""
     number = storable_value(group)
     groups = select_rows(tx, "SELECT run_id, task_id FROM groups WHERE id = :id", id=number)
     if not groups:

@@ -60,9 +60,7 @@ def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = No
 
 @dataclass(frozen=True, slots=True)
 class UpdateFilter:
-    """A filter of a run's optimizer steps. `iteration` selects those of one iteration by its number, counted from 1; None
-    selects all.
-    """
+    """A filter of optimizer steps: of all iterations (None), or of one, counted from 1."""
 
     run: str
     iteration: int | None = None
@@ -84,9 +82,7 @@ returned.
 
 @dataclass(frozen=True, slots=True)
 class IterationDetails:
-    """An iteration with its optimizer steps and groups. `left_out` is the number of groups that are missing because of the
-    limit MAX_EPISODES.
-    """
+    """An iteration with optimizer steps and groups. `left_out` counts groups beyond MAX_EPISODES episodes."""
 
     iteration: IterationRow
     updates: Sequence[UpdateRow]
@@ -96,11 +92,7 @@ class IterationDetails:
 
 @sql_read_transaction
 def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
-    """Return an iteration of the run by its number, counted from 1.
-
-    Raises:
-        NotFoundError: there is no such run or iteration.
-    """
+    """Return an iteration by its number, counted from 1. Raise NotFoundError if there is no such run or iteration."""
     run_row = run_id_and_name(tx, run)
     query = """
         SELECT i.id, r.reward_set FROM iterations i JOIN runs r ON r.id = i.run_id
@@ -176,7 +168,6 @@ _ADVANTAGE = """
 
 
 def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
-    """Return the episodes of each group by group id, with their advantages in the run `run_id`."""
     query = f"""
         SELECT e.id, e.group_id, e.sample, e.status, e.stop_reason, e.reward, {_ADVANTAGE} AS advantage, e.steps,
                e.sampled_tokens, e.prompt_tokens, e.tool_calls, e.tool_errors, e.started_at, e.finished_at

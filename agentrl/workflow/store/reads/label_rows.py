@@ -21,22 +21,14 @@ def load_tags(tx: Any, ids: Sequence[int]) -> dict[int, list[str]]:
 
 @sql_read_transaction
 def list_tags(tx: Any, run: str) -> list[str]:
-    """Return the tags of the run of that name or number.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the tags of the run of that name or number. Raise NotFoundError if there is no such run."""
     number = find_run(tx, run, "id")["id"]
     return load_tags(tx, [number]).get(number, [])
 
 
 @sql_read_transaction
 def list_notes(tx: Any, run: str) -> Sequence[Row]:
-    """Return the newest notes on the run of that name or number, newest first.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the newest notes on the run of that name or number, newest first. Raise NotFoundError if there is no such run."""
     return notes_of(tx, find_run(tx, run, "id")["id"])
 
 

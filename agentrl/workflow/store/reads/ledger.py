@@ -28,9 +28,7 @@ WINDOW_EPISODES = 2500
 
 @sql_read_transaction
 def list_fates(tx: Any, run: str, iteration: int) -> list[FateRow]:
-    """Return the outcome of each episode of an iteration, including episodes of stored groups. `iteration` is its number,
-    counted from 1.
-    """
+    """Return the outcome of each episode of an iteration (counted from 1), stored groups included."""
     name = run_id_and_name(tx, run)["name"]
     rest = "WHERE run = :run AND iteration = :iteration ORDER BY slot, sample"
     return select_values(tx, FateRow, rest, run=name, iteration=storable_value(iteration))
@@ -44,11 +42,9 @@ def count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
 
 @sql_read_transaction
 def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = WINDOW_EPISODES) -> list[dict[str, Any]]:
-    """Return the counts of `count_fates` for the iterations with a number above `after`. Iterations are counted from 1.
-
-    Args:
-        size: the maximum number of iterations.
-        episodes: the approximate maximum number of episodes. At least one iteration is returned, even if it has more.
+    """Return the counts of `count_fates` for the iterations with a number above `after`. Iterations are counted from 1. `size`
+    is the maximum number of iterations. `episodes` is the approximate maximum number of episodes. At least one iteration is
+    returned, even if it has more.
     """
     run_row = run_id_and_name(tx, run)
     planned = """
@@ -68,10 +64,8 @@ def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = 
 def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
     """Return the episode's outcome in its own run and in other runs that trained on it.
 
-    The result also has the counts of `count_fates` for the iterations of the episode's run.
-
-    Raises:
-        NotFoundError: there is no such episode.
+    The result also has the counts of `count_fates` for the iterations of the episode's run. Raise NotFoundError if there is no
+    such episode.
     """
     one = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode) if abs(episode) <= MAX_ID else []
     if not one:
@@ -94,7 +88,6 @@ def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
 
 
 def _untrained_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
-    """Return the steps that no update trains on, with the reason."""
     unread = "SELECT count(*) AS n FROM steps WHERE episode_id = :id AND attempt = :attempt AND NOT delivered"
     if not select_rows(tx, unread, id=episode["id"], attempt=episode["attempt"])[0]["n"]:
         return []
@@ -103,7 +96,6 @@ def _untrained_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
-    """Return the steps that started a new chain, with the reason."""
     begun = """
         SELECT number AS step, chain, new_row AS reason FROM steps
         WHERE episode_id = :id AND attempt = :attempt AND new_row IS NOT NULL ORDER BY number"""
@@ -111,9 +103,7 @@ def _begun_chains(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
-    """Return the steps whose history matches several turns, each with the turn that it continues and the number of matching
-    turns.
-    """
+    """Return the steps that could continue several turns: the turn that each continues, and the number of turns."""
     query = f"""
         SELECT number AS step, parent_step AS after, asked FROM steps WHERE episode_id = :id AND attempt = :attempt
         AND parent_step IS NOT NULL AND CAST(asked AS TEXT) LIKE '%"{EQUAL}"%' ORDER BY number"""
@@ -122,12 +112,6 @@ def _ambiguous_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
 
 
 def _count_fates(tx: Any, run: str, among: str = "", numbers: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
-    """Return the counts of `count_fates` for the iterations that a condition selects.
-
-    Args:
-        among: an SQL condition that starts with AND; empty for all iterations.
-        numbers: the values of the condition's parameters.
-    """
     counts = ", ".join(f"count(*) FILTER (WHERE fate = '{fate}') AS of_{fate}" for fate in FATES)  # `tainted` is a flag
     ended = f"SELECT iteration, {counts} FROM v_ledger WHERE run = :run {among} GROUP BY iteration"
     by_iteration = {

@@ -41,9 +41,7 @@ class Child:
 
 @sql_read_transaction
 def load_family(tx: Any, limit: int) -> list[Relative]:
-    """Return the newest `limit` runs and all runs from which they are derived, oldest first. Evaluations that a run planned
-    itself are left out.
-    """
+    """Return the newest `limit` runs and their sources, oldest first, without a run's own evaluations."""
     relatives: dict[int, Relative] = {}
     rows = list(list_runs(tx, RunFilter(), Paging(limit)).rows)
     while rows:
@@ -54,9 +52,7 @@ def load_family(tx: Any, limit: int) -> list[Relative]:
 
 
 def find_sources(tx: Any, run_id: int) -> Iterator[Source]:
-    """Yield the runs from which this run is derived. They are all older, so there is no cycle. Call this inside a
-    transaction.
-    """
+    """Yield the older runs from which this run is derived. Call this inside a transaction."""
     (run,) = select_rows(tx, "SELECT id, config, manifest FROM runs WHERE id = :id", id=run_id)
     seen: set[tuple[int, str]] = set()
     for find in (_fork_sources, _group_sources, _checkpoint_sources, _model_sources):

@@ -19,7 +19,6 @@ from agentrl.workflow.tables.view_row import ViewRow
 from agentrl.workflow.trajectory import storable
 
 MAX_SIZE = 100_000
-"""The maximum number of rows of a page."""
 MAX_CURSOR_CHARS = 1000
 """The maximum length of a cursor, in characters. No valid cursor is longer."""
 BY_NUMBER, FEW_BY_NUMBER = {"id": "id"}, {"id": "id + 0"}
@@ -89,19 +88,16 @@ def select_page(
     own: str,
     table: str = "",
 ) -> Page[R]:
-    """Return a page of the view of the row class `kind`.
+    """Return a page of the view of the row class `kind`. Raise ConfigError if there is no such order, the size is out of
+    bounds, or the cursor does not belong to this list.
 
     Args:
         conditions: SQL conditions on the columns of `table`, or of the view if `table` is empty. Their `parameters` are written
             as `:name`.
-        paging: the page to return.
         orders: the names by which the list can be sorted, each with its column.
         own: the name of the list's default order.
         table: the table in which the ids of the page's rows are looked up, which avoids the view's joins for skipped rows. If
             empty, they are looked up in the view.
-
-    Raises:
-        ConfigError: there is no such order, the size is out of bounds, or the cursor does not belong to this list.
     """
     sort = paging.sort or own
     column, way = _find_order(orders, sort)
@@ -133,12 +129,8 @@ def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], colu
 def choose_conditions(filter_: object, conditions: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
     """Return SQL conditions for the fields that are set in a filter, and the values of the conditions' parameters.
 
-    The values are converted so that every database accepts them.
-
-    Args:
-        filter_: the filter.
-        conditions: the condition of each field, by the field's name. The condition of `text` is a LIKE with `!` as its escape
-            character.
+    The values are converted so that every database accepts them. `conditions` has the condition of each
+    field, by the field's name. The condition of `text` is a LIKE with `!` as its escape character.
     """
     values = {name: storable_value(value) for name in conditions if (value := getattr(filter_, name)) is not None}
     if "text" in values:
@@ -152,9 +144,7 @@ def escape_like(text: str) -> str:
 
 
 def storable_value(value: Any) -> Any:
-    """Convert a value to one that every database accepts: limit the size of an integer, and replace unsupported characters of a
-    text.
-    """
+    """Limit an integer, and replace characters of a text, so that every database accepts the value."""
     if isinstance(value, str):
         return storable(value)
     return max(-MAX_ID, min(MAX_ID, value)) if isinstance(value, int) else value
@@ -168,10 +158,6 @@ def _find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
 
 
 def _after(column: str, way: str, place: Mapping[str, Any]) -> str:
-    """Return the SQL condition for the rows that follow the cursor's row.
-
-    The cursor's row has the sort value `:at` and the id `:last`. Rows without a sort value come last.
-    """
     beyond = "<" if way == "DESC" else ">"
     if column == "id":
         return f"id {beyond} :last"
@@ -186,11 +172,7 @@ def encode_cursor(*parts: Any) -> str:
 
 
 def decode_cursor(cursor: str, of: str) -> list[Any]:
-    """Return the parts of a cursor without the first part, which must equal `of`.
-
-    Raises:
-        ConfigError: the cursor is invalid or belongs to another list.
-    """
+    """Return a cursor's parts after the first. Raise ConfigError if it is invalid, or the first is not `of`."""
     try:
         parts = json.loads(urlsafe_b64decode(cursor.encode("ascii") + b"==")) if len(cursor) <= MAX_CURSOR_CHARS else None
     except (ValueError, RecursionError):
@@ -213,11 +195,7 @@ def is_id(value: Any) -> bool:
 
 
 def _parse_cursor(cursor: str, digest: str, column: str) -> dict[str, Any]:
-    """Return the sort value (`at`) and the id (`last`) of the cursor's row.
-
-    Raises:
-        ConfigError: the cursor is invalid or belongs to another list.
-    """
+    """Return the sort value (`at`) and the id (`last`) of the cursor's row."""
     match decode_cursor(cursor, digest):
         case [at, last] if is_id(last) and (at is None or _may_hold(column, at)):
             return {"at": at, "last": last}

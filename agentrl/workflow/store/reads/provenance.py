@@ -7,14 +7,14 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from agentrl.workflow.errors import CheckpointError, NotFoundError, StateError
+from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.rewards import Part
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.episode_loader import message_value, part_values
 from agentrl.workflow.store.iterations import wanted_groups
 from agentrl.workflow.store.reads.episode_rows import EpisodeRecord, find_episode
 from agentrl.workflow.store.rollout_claims import CLOCK
-from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.store.run_names import find_run, require_weights
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.store.training_groups import load_groups
 from agentrl.workflow.tables import schema
@@ -23,13 +23,9 @@ from agentrl.workflow.trajectory import Group, Message, PolicyRef, SamplingKey
 
 @dataclass(frozen=True, slots=True)
 class RewardSet:
-    """The rewards of an episode in one reward set.
-
-    Args:
-        weights: the weight of each reward, by name.
-        code_hash: the hash of the rewards' code when the set was written.
-        parts: the reward parts, including those that hooks added, in the order of recording; empty if the episode has no
-            rewards in the set.
+    """The rewards of an episode in one reward set. `code_hash` is the hash of the rewards' code when the set was written.
+    `parts` are the reward parts, including those that hooks added, in the order of recording; empty if the episode has no
+    rewards in the set.
     """
 
     weights: Mapping[str, float]
@@ -70,11 +66,7 @@ class Origin:
 
 @read_transaction
 def find_origin(tx: Connection, episode: int) -> Origin:
-    """Return the episode with the inputs that are needed to repeat it.
-
-    Raises:
-        NotFoundError: there is no such episode.
-    """
+    """Return the episode with the inputs that are needed to repeat it. Raise NotFoundError if there is no such episode."""
     record = find_episode(tx, episode)
     query = (
         select(schema.runs, schema.groups.c.kind.label("purpose"), schema.groups.c.opening, schema.iterations.c.number)
@@ -155,9 +147,7 @@ class UpdateInputs:
 
     @property
     def is_borrowed(self) -> bool:
-        """True if the update started with the checkpoint of another run. Such an update did not use the other run's optimizer
-        and critic.
-        """
+        """True if the update started with another run's checkpoint, without its optimizer and critic."""
         return not self.policy.path.endswith(self.run["manifest"].get("id", "")[:8])
 
 
@@ -166,24 +156,15 @@ def load_update_inputs(tx: Connection, run: str, iteration: int | None) -> Updat
     """Return the inputs of the update of an iteration of the run. `iteration` is its number, counted from 1.
 
     If `iteration` is None, use the last iteration whose update took a step. If no update took a step, use the last done
-    iteration.
-
-    Raises:
-        NotFoundError: there is no such run or iteration.
-        StateError: the iteration is not trained yet, or the run does not train.
-        CheckpointError: the weights with which the update started were removed.
+    iteration. Raise NotFoundError if there is no such run or iteration. Raise StateError if the iteration is not trained yet,
+    or the run does not train. Raise CheckpointError if the weights with which the update started were removed.
     """
     row = find_run(tx, run)
     iteration_row = _find_iteration(tx, row, iteration)
     policies, consumptions = schema.policies.c, schema.consumptions.c
     of_run = select(schema.policies).where(policies.run_id == row["id"], policies.version == iteration_row.number)
     start = tx.execute(of_run).one()
-    if start.collected_at is not None:
-        raise CheckpointError(
-            f"Policy version {start.version}, which the update of iteration {iteration_row.number + 1} of {row['name']!r} "
-            f"started from, was collected on {start.collected_at:%Y-%m-%d}.",
-            f"For the last one: agentrl whatif {row['name']}, without --iteration.",
-        )
+    require_weights(row["name"], start.version, start.collected_at, f"the update of iteration {iteration_row.number + 1}")
     recorded = select(consumptions.episode_id, consumptions.advantage).where(consumptions.iteration_id == iteration_row.id)
     return UpdateInputs(
         run=row,

@@ -24,9 +24,7 @@ from agentrl.workflow.tables.views import CriticCallRow, ResourceRow
 
 @dataclass(frozen=True, slots=True)
 class ResourceFilter:
-    """A filter of versions of texts: by run (its name or number), by the text's name, and by whether a search chose the
-    version.
-    """
+    """A filter of texts: by run (name or number), name, and whether a search chose the version."""
 
     run: str | None = None
     name: str | None = None
@@ -70,9 +68,7 @@ def count_critic_calls(tx: Any, run: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The mean reward of each held-out task, by task id: with the first texts of a search (`seed`), and with the texts that it
-    chose (`chosen`).
-    """
+    """Mean rewards by held-out task: with a search's first texts (`seed`), and with those it chose (`chosen`)."""
 
     seed: Mapping[int, float]
     chosen: Mapping[int, float]
@@ -120,11 +116,8 @@ class PromptsPage:
 
 @sql_read_transaction
 def list_prompts(tx: Any, run: str, size: int, cursor: str = "") -> PromptsPage:
-    """Return at most MAX_PROMPTS versions of the run's texts, in the order in which they were first tried.
-
-    Raises:
-        NotFoundError: there is no such run.
-        ConfigError: the cursor does not belong to this list.
+    """Return at most MAX_PROMPTS versions of the run's texts, in the order in which they were first tried. Raise NotFoundError
+    if there is no such run. Raise ConfigError if the cursor does not belong to this list.
     """
     size = min(size, MAX_PROMPTS)
     run_row = run_id_and_name(tx, run)
@@ -143,10 +136,7 @@ _UNREAD: Mapping[str, Any] = {"groups": None, "episodes_done": None, "mean_rewar
 
 
 def _load_sums(tx: Any, run_id: int, versions: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return the numbers of groups and done episodes and the mean rewards of each version, by version id.
-
-    When MAX_GROUPS groups have been read, the remaining versions are left out.
-    """
+    """Return the numbers of groups and done episodes and the mean rewards of each version, by version id."""
     query = f"""
         SELECT resource_id, group_id FROM group_resources WHERE resource_id IN ({among(versions)})
         ORDER BY resource_id LIMIT {MAX_GROUPS + 1}"""
@@ -161,10 +151,7 @@ def _load_sums(tx: Any, run_id: int, versions: Sequence[int]) -> dict[int, dict[
 
 
 def _load_rewards(tx: Any, run_id: int, groups: Collection[int]) -> dict[int, Row]:
-    """Return the role of the task, the number of done episodes and the sum of their rewards for each group, by group id.
-
-    Only groups that the run sampled itself are returned.
-    """
+    """Return the role of the task, the number of done episodes and the sum of their rewards for each group, by group id."""
     done = "FILTER (WHERE status = 'done')"  # as a condition, a Postgres without statistics would look for all that are done
     query = f"""
         SELECT g.id, m.role, e.episodes, e.reward FROM

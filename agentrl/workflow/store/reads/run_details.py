@@ -20,11 +20,8 @@ PARTS_FROM = 1000
 
 @dataclass(frozen=True, slots=True)
 class StoredConfig:
-    """The stored config of a run.
-
-    Args:
-        values: the config's values by section.
-        origins: the source (such as a flag) of each value that was set, by its dotted key; None if the sources were not stored.
+    """The stored config of a run. `origins` has the source (such as a flag) of each
+    value that was set, by its dotted key; None if the sources were not stored.
     """
 
     values: Mapping[str, Any]
@@ -33,20 +30,14 @@ class StoredConfig:
 
 @sql_read_transaction
 def find_config(tx: Any, run_id: int) -> StoredConfig:
-    """Return the stored config of the run with this id.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the stored config of the run with this id. Raise NotFoundError if there is no such run."""
     run_name(tx, run_id)
     (row,) = select_rows(tx, "SELECT config, manifest FROM runs WHERE id = :id", id=run_id)
     return StoredConfig(row["config"], row["manifest"].get("origins"))
 
 
 def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
-    """Return the run's manifest (versions and hashes), reward sets, output folder, and first and newest policy. Call this
-    inside a transaction.
-    """
+    """Return the manifest, reward sets, folder, first and newest policy. Call this inside a transaction."""
     query = "SELECT manifest, base, base_hash, output_dir, seed, format, reward_set FROM runs WHERE id = :id"
     (run,) = select_rows(tx, query, id=run_id)
     query = "SELECT name, code_hash, weights FROM reward_sets WHERE run_id = :id ORDER BY id"
@@ -61,10 +52,7 @@ def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
 
 
 def find_what_it_has(tx: Any, run_id: int, name: str) -> dict[str, bool]:
-    """Return for each of these kinds of rows whether the run has any: annotations, prompts, critic_calls, agents, evals.
-
-    Call this inside a transaction.
-    """
+    """Return for some kinds of rows whether the run has any. Call this inside a transaction."""
     queries = {
         "annotations": "SELECT 1 AS one FROM annotations WHERE run = :name LIMIT 1",
         "prompts": "SELECT 1 AS one FROM resources WHERE run_id = :id LIMIT 1",
@@ -93,9 +81,7 @@ def list_reward_parts(tx: Any, run_id: int, name: str) -> list[str]:
 
 
 SPARK_POINTS = 60
-"""The maximum number of points of a sparkline, not counting the newest point."""
 LEARNING_KINDS = ("train", "search")
-"""The kinds of runs that have an algorithm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +177,6 @@ def _newest_steps(tx: Any, running: Sequence[RunRow]) -> Mapping[int, datetime]:
 
 
 def _waits(tx: Any, running: Sequence[RunRow]) -> dict[int, str]:
-    """Return the reason why each waiting run waits, by run id.
-
-    The reason is that a running run rebuilds the run's checkpoint or, without such a run, the detail of the newest `waiting`
-    event.
-    """
     if not running:
         return {}
     ids, losses = among(run.id for run in running), ", ".join(f"'{kind}'" for kind in LOSS_EVENTS)

@@ -79,20 +79,12 @@ def find_newest_run(tx: Any) -> str | None:
 
 @sql_read_transaction
 def describe_run(tx: Any, run: str) -> RunRow:
-    """Return the row of one run, by its name or number.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the row of one run, by its name or number. Raise NotFoundError if there is no such run."""
     return run_by_id(tx, run_id_and_name(tx, run)["id"])
 
 
 def run_name(tx: Any, run_id: int) -> str:
-    """Return the name of the run with this id. Call this inside a transaction.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the name of the run with this id. Call this inside a transaction. Raise NotFoundError if there is no such run."""
     rows = select_rows(tx, "SELECT name FROM runs WHERE id = :id", id=run_id) if abs(run_id) <= MAX_ID else []
     if not rows:
         raise NotFoundError(f"There is no run {run_id}.", "List them with `agentrl runs`.")
@@ -118,11 +110,7 @@ def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> t
 
     It has this model, the same values of the keys SAME_WORK, and done iterations. Only the last 50 training runs with this
     model are searched. Return the run's name and the durations of its last 20 done iterations, in seconds; None if there is no
-    such run.
-
-    Args:
-        model: the base model's path or name.
-        config: a run's full config, as it is stored.
+    such run. `model` is the base model's path or name. `config` is a run's full config, as it is stored.
     """
     runs = select_rows(
         tx, "SELECT name, config FROM runs WHERE kind = 'train' AND base = :base ORDER BY id DESC LIMIT 50", base=model
@@ -137,7 +125,6 @@ def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> t
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key of the config; None if the key or its section is missing."""
     section, _, leaf = key.rpartition(".")
     parent = config.get(section) if section else config
     return parent.get(leaf) if isinstance(parent, Mapping) else None
@@ -166,9 +153,7 @@ def count_progress(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def why_sampling_on(tx: Any, run: str) -> str:
-    """Return a text that says why an open iteration samples more groups, and how many; empty if dynamic sampling has added no
-    groups.
-    """
+    """Return why an open iteration samples more groups, and how many; empty if it does not."""
     query = """
         SELECT detail FROM events WHERE run_id = :id AND kind = 'sampling_on' AND subject IN (
           SELECT 'iteration ' || (i.number + 1) FROM iterations i JOIN groups g ON g.iteration_id = i.id
@@ -181,10 +166,8 @@ def why_sampling_on(tx: Any, run: str) -> str:
 
 @sql_read_transaction
 def find_most_frequent_failure(tx: Any, run: str) -> Row:
-    """Return the most frequent error of the run's episodes that ended as failed or infra_error; empty if there are no such
-    episodes.
-
-    The row has the `error`, its `status`, the number of `episodes` with it, and the number of all failed episodes (`failed`).
+    """Return the most frequent error of failed and infra_error episodes: `error`, `status`, `episodes`, and the number of all
+    such episodes (`failed`). Empty without one.
     """
     query = """
         SELECT status, error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS failed FROM episodes
@@ -196,11 +179,8 @@ def find_most_frequent_failure(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
-    """Return the most frequent agent error of the run's episodes that ended as agent_error; empty if there are no such
-    episodes.
-
-    The row has the `error`, the number of `episodes` with it, and the number of all episodes that ended as agent_error
-    (`ended`).
+    """Return the most frequent agent error of agent_error episodes: `error`, `episodes`, and the number of all such episodes
+    (`ended`). Empty without one.
     """
     query = """
         SELECT a.error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS ended FROM episodes e
@@ -248,9 +228,5 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
 
 
 def run_id_and_name(tx: Any, run: str) -> Row:
-    """Return the id and the name of a run.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Return the id and the name of a run. Raise NotFoundError if there is no such run."""
     return find_run(tx, run, "id, name")

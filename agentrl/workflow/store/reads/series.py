@@ -16,7 +16,6 @@ from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.tables.views import VIEWS
 
 WINDOW_ROWS = 5000
-"""The maximum number of rows in a window."""
 
 WINDOWS = {
     "v_iterations": "iterations WHERE run_id = :id",
@@ -46,9 +45,7 @@ class Window:
 
 
 def list_views() -> list[dict[str, Any]]:
-    """Return all views with their meanings and columns. Each column has its meaning, and a flag that says whether `read_series`
-    can chart it.
-    """
+    """Return all views with their columns, their meanings, and whether `read_series` can chart a column."""
     return [
         {
             "view": view,
@@ -64,7 +61,6 @@ def list_views() -> list[dict[str, Any]]:
 
 @cache
 def _numbers(view: str) -> tuple[str, ...]:
-    """Return the names of the view's numeric columns, except ids and the iteration."""
     if view not in WINDOWS:
         return ()
     hints = VIEWS[view].types()
@@ -79,11 +75,9 @@ def _is_number(hint: Any) -> bool:
 
 @sql_read_transaction
 def read_series(tx: Any, run: str, view: str, column: str, cursor: str = "") -> Window:
-    """Return partial sums of a view's column by iteration, over the next WINDOW_ROWS rows of a run.
-
-    Raises:
-        NotFoundError: there is no such run.
-        ConfigError: there is no such view or numeric column, or the cursor does not belong to this series.
+    """Return partial sums of a view's column by iteration, over the next WINDOW_ROWS rows of a run. Raise NotFoundError if
+    there is no such run. Raise ConfigError if there is no such view or numeric column, or the cursor does not belong to this
+    series.
     """
     if view not in WINDOWS:
         raise ConfigError(f"{view!r:.60} is not a view of numbers by iteration.", did_you_mean(view[:60], WINDOWS))

@@ -20,11 +20,9 @@ from agentrl.workflow.trajectory import storable
 TASK_ORDERS = {"id": "s.task_id", "task": "t.key", "groups": "groups", "reward": "mean_reward", "last": "last_reward"}
 """The names by which the list can be sorted, each with its column."""
 MAX_TASKS = 40
-"""The maximum number of tasks on a page."""
 MAX_EPISODES = 20_000
 """The maximum number of episodes that are read for a page. If there are more, those of the first groups are read."""
 POINTS = 60
-"""The maximum number of points of a task's curve."""
 MAX_GROUPS = 1000
 """The maximum number of a task's groups in a response. If there are more, the newest are returned."""
 KIND = "tasks"
@@ -48,14 +46,9 @@ class TasksPage:
 
 @sql_read_transaction
 def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25, cursor: str = "") -> TasksPage:
-    """Return at most MAX_TASKS tasks that have groups in the run, ordered by their first group or by one of TASK_ORDERS.
-
-    Args:
-        text: a text that the task's key or reference contains.
-
-    Raises:
-        NotFoundError: there is no such run.
-        ConfigError: there is no such order, or the cursor does not belong to this list.
+    """Return at most MAX_TASKS tasks that have groups in the run, ordered by their first group or by one of TASK_ORDERS. `text`
+    is a text that the task's key or reference contains. Raise NotFoundError if there is no such run. Raise ConfigError if there
+    is no such order, or the cursor does not belong to this list.
     """
     size = min(size, MAX_TASKS)
     run_id = run_id_and_name(tx, run)["id"]
@@ -119,7 +112,6 @@ def _parse_cursor(cursor: str, digest: str) -> int:
 
 
 def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[Row]]:
-    """Return the groups of each task in the order of their iterations, by task id."""
     chosen = among(tasks)
     query = f"SELECT * FROM ({_MEMBERS}) members WHERE task_id IN ({chosen}) ORDER BY iteration, id"
     by_task: dict[int, list[Row]] = {}
@@ -130,10 +122,7 @@ def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[R
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The rule that decides whether an episode is correct. See `stats.evaluation.is_right`.
-
-    `reward_set` is the name of the reward set whose parts the rule uses.
-    """
+    """The rule that decides whether an episode is correct."""
 
     reward_set: str
     weights: Mapping[str, float]
@@ -142,7 +131,6 @@ class _Rule:
     own: Mapping[str, float]
 
     def judge(self, reward: float, parts: Mapping[str, float]) -> bool:
-        """Return whether an episode with this reward and these parts is correct."""
         env_parts = parts.keys() - self.own.keys() if self.gives else ()
         verdict = is_right(parts, self.weights, self.correct, env_parts)
         return reward >= FULL_VALUE if verdict is None else verdict
@@ -190,11 +178,6 @@ def _describe(
 
 
 def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
-    """Return the best and the worst done episode of each group, with their rewards, by group id.
-
-    The values are None for a group without done episodes. Only the first groups are read, until they have MAX_EPISODES
-    episodes.
-    """
     if not groups:
         return {}
     (first,) = select_rows(tx, "SELECT count(*) AS size FROM episodes WHERE group_id = :id", id=groups[0])
@@ -207,7 +190,6 @@ def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
 
 
 def _find_right(tx: Any, rule: _Rule, groups: Sequence[Row]) -> set[int]:
-    """Return the ids of the groups whose best episode is correct."""
     chosen = among(group["best"] for group in groups if group["best"] is not None)
     query = f"""
         SELECT w.episode_id, w.part, sum(w.value) AS value FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id
@@ -236,10 +218,8 @@ def _thin(groups: Sequence[Row]) -> list[list[Any]]:
 
 @sql_read_transaction
 def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
-    """Return a task of a run with its newest MAX_GROUPS groups (oldest first) and the rewards of their episodes.
-
-    Raises:
-        NotFoundError: there is no such run, or the run does not have this task.
+    """Return a task of a run with its newest MAX_GROUPS groups (oldest first) and the rewards of their episodes. Raise
+    NotFoundError if there is no such run, or the run does not have this task.
     """
     run_row = run_id_and_name(tx, run)
     query = "SELECT id AS task_id, key AS task, messages, reference, metadata FROM tasks WHERE id = :task"
@@ -288,9 +268,7 @@ class SolvedCount:
 
 @dataclass(frozen=True, slots=True)
 class SampledGroups:
-    """The number of a run's groups that have done episodes (`groups`), and the number of these groups whose rewards are all
-    equal (`equal`).
-    """
+    """The numbers of a run's groups with done episodes, and of those whose rewards are all equal."""
 
     groups: int
     equal: int
@@ -298,14 +276,9 @@ class SampledGroups:
 
 @sql_read_transaction
 def load_solved(tx: Any, run: str = "") -> dict[str, SolvedCount]:
-    """Return for each task how many of its done episodes are correct, by the task's content hash.
-
-    Args:
-        run: the name or number of the run to count; empty for all runs. Forks are not counted, because their prompts were
-            edited.
-
-    Raises:
-        NotFoundError: there is no such run.
+    """Return for each task how many of its done episodes are correct, by the task's content hash. `run` is the name or number
+    of the run to count; empty for all runs. Forks are not counted, because their prompts were edited. Raise NotFoundError if
+    there is no such run.
     """
     chosen = "AND r.id = :id" if run else ""
     args = {"id": run_id_and_name(tx, run)["id"]} if run else {}
@@ -336,11 +309,7 @@ def _add_run(tx: Any, run_id: int, counts: dict[str, SolvedCount]) -> None:
 
 @sql_read_transaction
 def count_equal_groups(tx: Any, run: str) -> SampledGroups:
-    """Count the run's groups that have done episodes, and those of them whose rewards are all equal.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """Count the run's groups with done episodes, and those with equal rewards. Raise NotFoundError if there is no such run."""
     query = """
         SELECT count(*) AS groups, coalesce(sum(CASE WHEN low = high THEN 1 ELSE 0 END), 0) AS equal FROM
           (SELECT min(reward) AS low, max(reward) AS high FROM episodes

@@ -161,11 +161,7 @@ _OF_MESSAGES = ("content", "thought", "tool_calls")
 
 
 def load_text(tx: Any, episode: int, path: str) -> str:
-    """Return the full text at the path. A value of another type is returned as JSON.
-
-    Raises:
-        NotFoundError: there is no such episode, or it has no such text.
-    """
+    """Return the full text (or JSON) at the path. Raise NotFoundError if the episode or text is missing."""
     shape = load_shape(tx, episode)
     value = _find(tx, shape, path.split("/")) if len(path) <= MAX_PATH else None
     if value is None:
@@ -224,9 +220,7 @@ def _of_message(messages: Any, place: str, name: str) -> Any:
 
 
 def _of_call(tx: Any, shape: EpisodeShape, call: int, name: str) -> Any:
-    """Return the column `name` of a call if the call belongs to the episode or to a step that the episode inherits; else
-    None.
-    """
+    """Return a column of a call; None if the episode neither has nor inherits the call."""
     query = f"SELECT episode_id, step_id, {name} FROM tool_calls WHERE id = :id"
     rows = select_rows(tx, query, id=call)
     if not rows or (rows[0]["episode_id"] != shape.id and rows[0]["step_id"] not in {row["id"] for row in shape.rows}):

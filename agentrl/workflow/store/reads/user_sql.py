@@ -27,7 +27,7 @@ from agentrl.workflow.sql.readonly import (
     read_sqlite,
     translate_sqlite_errors,
 )
-from agentrl.workflow.store.driver_reader import PLANNER_SETTINGS, sqlite_path
+from agentrl.workflow.store.driver_reader import connect_postgres, sqlite_path
 from agentrl.workflow.store.row_codecs import unpack
 from agentrl.workflow.tables.views import VIEWS
 
@@ -176,10 +176,9 @@ def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[t
     import psycopg
 
     url = reader_url(settings)
-    chosen = {"default_transaction_read_only": "on", "statement_timeout": int(seconds * 1000), **PLANNER_SETTINGS}
-    options = " ".join(f"-c {name}={value}" for name, value in chosen.items())
+    limits = {"default_transaction_read_only": "on", "statement_timeout": int(seconds * 1000)}
     try:
-        return psycopg.connect(**connection_parts(url) | {"connect_timeout": 5, "options": options, "client_encoding": "utf8"})
+        return connect_postgres(connection_parts(url) | {"connect_timeout": 5}, limits)
     except psycopg.OperationalError as error:
         message = " ".join(str(error).split())
         address = url.render_as_string(hide_password=True)
@@ -192,9 +191,7 @@ def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[t
 
 
 def connection_parts(url: "URL") -> dict[str, Any]:
-    """Return the arguments of `psycopg.connect` for a URL. The URL itself cannot be passed, because libpq and SQLAlchemy quote
-    a password differently.
-    """
+    """Return the arguments of `psycopg.connect`: libpq and SQLAlchemy quote a URL's password differently."""
     return {**url.translate_connect_args(username="user", database="dbname"), **url.query}
 
 
