@@ -4,8 +4,8 @@ from agentrl.workflow.envs import Env
 
 math = Env(
     system_prompt=(
-        "Write one short line for each computation, like `12 * 3 = 36`, and nothing else. "
-        "Then write the answer after ####, like `#### 36`. You may call the calculator."
+        "Solve the problem step by step. Then write the answer on a line of its own after ####, like `#### 36`. "
+        "You may call the calculator."
     ),
     tools=("calculator",),
     rewards={"numeric_answer": 1.0, "format": 0.1},
