@@ -330,7 +330,9 @@ class Endpoint:
         def take(size: int) -> None:
             nonlocal held_bytes
             if self._held_bytes + size > self.limits.held_bytes:
-                raise api_errors.too_many(f"The bodies of all open calls have {self.limits.held_bytes} bytes")
+                raise api_errors.too_many(
+                    f"With this request, the bodies of all open calls would exceed {self.limits.held_bytes} bytes"
+                )
             self._held_bytes += size
             held_bytes += size
 

@@ -59,7 +59,8 @@ class WorkerConnection:
             raise Broken(type(error).__name__) from None
 
     async def head(self) -> tuple[int, Headers]:
-        """Return the status and the headers of the response. If a call was cancelled, it may be repeated.
+        """Return the status and the headers of the response. If a call of this method was cancelled, the method may be called
+        again.
 
         Raises:
             Broken: the connection failed.
@@ -72,7 +73,8 @@ class WorkerConnection:
                 raise Broken(type(event).__name__)
 
     async def piece(self) -> bytes | None:
-        """Return the next bytes of the response's body; None at its end. If a call was cancelled, it may be repeated.
+        """Return the next bytes of the response's body; None at its end. If a call of this method was cancelled, the method may
+        be called again.
 
         Raises:
             Broken: the connection failed.

@@ -97,7 +97,7 @@ class Replies:
 
 
 class Waker:
-    """The sender of replies from a tools process to the lists of rollout processes."""
+    """The sender of a tools process's replies to the Redis lists on which rollout processes wait."""
 
     def __init__(self, where: Settings) -> None:
         self._where = where
@@ -114,7 +114,7 @@ class Waker:
         too.
         """
         if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
-            raise ConfigError(f"A tool call has an invalid reply list: {address!r:.100}.")
+            raise ConfigError(f"A tool call names {address!r:.100}, which is no Redis list for replies.")
         if address in _local_lists:
             _local_lists[address].answer(call, reason[:MAX_REASON])
             return

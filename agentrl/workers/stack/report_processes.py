@@ -112,7 +112,7 @@ class ReportProcesses:
         return tuple(self._processes.values())
 
     def tend(self, db: Database) -> None:
-        """Reap the processes that have ended, and start those for further due reports, without waiting for any of them."""
+        """Reap the processes that have ended, and start processes for due reports that have none. Wait for no process."""
         for key, process in list(self._processes.items()):
             if (written := process.reap(db)) is None:
                 continue

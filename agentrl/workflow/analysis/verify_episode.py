@@ -51,7 +51,7 @@ class CallDifference:
 
 @dataclass(frozen=True, slots=True)
 class MessageDifference:
-    """A message of a step that differs from the env's message for the recorded results.
+    """A recorded message of a prompt that is not the message that the env makes again from the recorded results.
 
     Args:
         step: the index of the step.

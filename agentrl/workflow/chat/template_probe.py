@@ -91,7 +91,8 @@ def manner_of(render: Render, source: str, format_name: str = AUTO) -> Manner:
     Args:
         source: the template's text.
         format_name: the format that a user chose. With AUTO, use the format that parses the template's own calls; if several
-            do, the one that leaves the least other text. Otherwise use a format whose marks are in the template, else Hermes.
+            do, the one that leaves the least other text. If no format parses them, use one whose marks are in the template; if
+            there is none, Hermes.
     """
     formats: list[ToolFormat] = [
         find("tool_formats", name) for name in (names("tool_formats") if format_name == AUTO else [format_name])

@@ -217,8 +217,9 @@ def changed_files(hashes: Mapping[str, str], split: str) -> list[str]:
 
 
 def env_of(config: DatasetConfig) -> str:
-    """Return the name of the dataset's env; empty if several datasets have different envs. The function reads at most the first
-    task. Raise ConfigError if the dataset does not exist. Raise DatasetError if the dataset cannot be read.
+    """Return the name of the dataset's env. Of a mixture, return the env that all its datasets share; empty if their envs
+    differ. The function reads at most the first task. Raise ConfigError if the dataset does not exist. Raise DatasetError if
+    the dataset cannot be read.
     """
     envs = {_open(config.model_copy(update={"name": name})).env for name in split_mixture(config.name)}
     return envs.pop() if len(envs) == 1 else ""

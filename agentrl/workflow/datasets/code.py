@@ -164,7 +164,7 @@ def _tested_function(test: str, reference: str) -> str:
 
 def _refuse(split: str) -> Iterator[Task]:
     raise DatasetError(
-        "code is a format, not a dataset: the file is missing.",
+        "code is a format, not a dataset: --dataset needs a file.",
         "Pass a file in HumanEval's or MBPP's format: --dataset FILE.jsonl",
     )
 

@@ -193,7 +193,7 @@ def logprobs(values: Sequence[float | None] | None, url: str) -> list[float]:
     above = next((logprob for logprob in values if logprob is not None and logprob > ROUNDING), None)
     if above is not None:
         raise InfraError(f"The server at {url} gave a token the logprob {above:g}, which is above 0.")
-    raise ModelError(f"The model of the server at {url} returned NaN instead of logits: a token's logprob is no number.")
+    raise ModelError(f"The server at {url} gave a token a logprob that is no finite number: its model probably returned NaN.")
 
 
 def likeliest(candidates: Mapping[int, float | None], count: int, vocabulary: int, url: str) -> Likeliest:

@@ -57,7 +57,7 @@ class SlotRows:
         return self._slots.tokens
 
     def read(self, first: int, rows: Sequence[Tokens]) -> None:
-        """Read new rows, shortest first, into the slots from `first` on."""
+        """Run the model over new rows, shortest first, and keep their keys and values in the slots from `first` on."""
         for start, count in _chunks([len(row) for row in rows], padded=self.rewinds):
             chunk = rows[start : start + count]
             width = len(chunk[-1])

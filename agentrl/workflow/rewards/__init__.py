@@ -96,7 +96,7 @@ def judges_of(weights: Mapping[str, float]) -> dict[str, Judge]:
     judges = {name: reward for name, reward in rewards.items() if isinstance(reward, Judge)}
     for name in judges:
         if len(name) > MAX_JUDGE:
-            raise ConfigError(f"The reward {name[:60]!r}... has {len(name)} characters.", f"At most {MAX_JUDGE}.")
+            raise ConfigError(f"The name of the judge {name[:60]!r}... has {len(name)} characters.", f"At most {MAX_JUDGE}.")
     return judges
 
 

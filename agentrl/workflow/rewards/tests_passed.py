@@ -186,8 +186,9 @@ class Calls:
 def share(session: Session, cells: Sequence[str], function: str, cases: Sequence[str], budget: Budget) -> float:
     """Run the cells, and return the share of the cases that the function passes, from 0 to 1.
 
-    The cases are texts, as in the task. If a cell fails, the share is 0.0. A case that would start after the budget is used up
-    has failed. Raise InfraError if the sandbox failed, or the machine was too busy.
+    The cases are texts, as in the task. The cells, the code that the cases need, are run first. If one fails, the share is 0.0.
+    A case that would start after the budget is used up has failed. Raise InfraError if the sandbox failed, or the machine was
+    too busy.
     """
     calls = Calls(session, function, budget)
     if not calls.begun(cells):

@@ -24,7 +24,10 @@ log = getLogger("agentrl.sandbox")
 
 
 class Boxed:
-    """A `Sandbox` of processes on this host. Create one per process: its semaphore limits the running programs."""
+    """A `Sandbox` that runs each program as a process of this host.
+
+    Create one for each worker process: its semaphore limits how many programs run at once.
+    """
 
     def __init__(self, launch: Launch) -> None:
         self.kind = launch.kind

@@ -136,7 +136,7 @@ class FunctionRelay:
         except (Exception, SystemExit) as error:
             raise CannotJudge(f"they pass what cannot be made again: {type(error).__name__}: {error}") from error
         if not same:
-            raise CannotJudge("they pass what the source of the argument does not make again")
+            raise CannotJudge("they pass an argument that its source does not rebuild")
         return exact_json.decode(value)
 
     def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: types.FrameType) -> str:

@@ -92,8 +92,8 @@ class Submission:
     def iterations(self) -> int:
         """The number of iterations.
 
-        It is 1 for a fork and for the kinds in GROWING. Else it is `length` or, without a length, epochs x ceil(n /
-        tasks_per_iteration), with n tasks or n stored groups.
+        It is 1 for a fork and for the kinds in GROWING. Else it is `length`. Without a length it is epochs x ceil(n /
+        tasks_per_iteration); n is the number of stored groups or, without them, of tasks.
         """
         return 1 if self._is_one else self.length or (self.epochs or 1) * self._per_epoch
 

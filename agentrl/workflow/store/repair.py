@@ -45,8 +45,8 @@ def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | Non
 
     A run that does not train (such as an evaluation) waits for the run that made the checkpoint, if that run is running.
 
-    An outdated report changes nothing. A report is outdated if no open group samples with the version and it is not the newest,
-    or if the checkpoint has already been rebuilt in another folder.
+    An outdated report changes nothing. A report is outdated if the checkpoint has already been rebuilt in another folder, or if
+    its policy version is not the run's newest and no open group samples with it.
 
     Args:
         path: the checkpoint's path.
@@ -137,7 +137,9 @@ def load_rebuild(tx: Connection, work: IterationWork) -> Rebuild:
 
 @read_transaction
 def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tuple[int, str, str]]:
-    """Return the run's policies before that version whose files were not removed, as (version, path, sha256), newest first."""
+    """Return the run's policies that are older than `version` and still have their files, as (version, path, sha256), newest
+    first.
+    """
     policies = schema.policies.c
     query = select(policies.version, policies.path, policies.sha256)
     query = query.where(policies.run_id == run_id, policies.version < version, policies.collected_at.is_(None))

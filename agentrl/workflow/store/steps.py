@@ -65,7 +65,7 @@ _CALLS_OF_GROUP = PreparedStatement(
 
 @transaction
 def commit_sampled(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[list[int]]:
-    """Commit T1: insert the sampled steps, at most one per episode, and a pending row per tool call.
+    """Commit sampled turns: insert the steps, at most one per episode, and a pending row per tool call.
 
     Return the ids of each step's calls. A step that is already stored (because the reply of its commit was lost) is not written
     again. Raise Fenced if another worker holds the group.

@@ -147,7 +147,9 @@ def close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -
         )
     )
     if not closed.rowcount:
-        raise Fenced(f"Iteration {work.iteration} of {work.run} is no longer held by train token {work.token}.")
+        raise Fenced(
+            f"Another trainer has claimed iteration {work.iteration} of {work.run}: claim {work.token} is out of date."
+        )
 
 
 def _iteration_sums(tx: Connection, work: IterationWork) -> dict[str, Any]:

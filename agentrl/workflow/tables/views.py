@@ -343,7 +343,7 @@ class AgentAttemptRow(
         agent_attempts a CROSS JOIN episodes e CROSS JOIN iterations i
         WHERE e.id = a.episode_id AND i.id = e.iteration_id""",
 ):
-    """An attempt of an agent from outside at an episode."""
+    """One attempt of an external agent at an episode."""
 
     id: int = column("a.id")
     run: str = column("a.run")

@@ -88,7 +88,7 @@ class Recipe:
         steps: the number of optimizer steps.
         batch_size: the examples per step.
         learning_rate: the highest learning rate.
-        seed: the seed of new weights, the teacher, the order, and the choice of held-out examples.
+        seed: decides the new weights, the demonstrations that a dataset makes, the order, and which examples are held out.
         gradient_accumulation_steps: the least number of pieces that a step's examples are split into. It does not change the
             gradient.
         held_out: the share of the examples that are held out: their loss is measured, and they are not learned.

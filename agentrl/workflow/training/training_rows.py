@@ -84,8 +84,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The rows of one forward and backward pass, one per line; all (B, T) if no other shape is given. `prefixes` are the common
-    beginnings of the lines; None if every line is complete. `weights` is (B,), the rows' weights.
+    """The rows of one forward and backward pass. Tensors have the shape (B, T), a row per line, unless another shape is given.
+    `prefixes` are the common beginnings of the lines; None if every line is complete. `weights` is (B,), the rows' weights.
     """
 
     prefixes: Prefixes | None

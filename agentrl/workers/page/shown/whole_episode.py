@@ -51,7 +51,10 @@ _STEP_FIELDS = (
 
 
 def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[str, Any]:
-    """Return the response about the episode: at most `size` turns from `start` on. Raise NotFoundError without the episode."""
+    """Return the page's response about an episode, with at most `size` of its turns, from turn `start` on.
+
+    Raise NotFoundError if there is no such episode.
+    """
     shape = load_shape(tx, episode)
     row, run = load_row(tx, episode), load_run_of(tx, shape.run_id)
     texts = ShownTexts()

@@ -127,7 +127,11 @@ def load_short_results(tx: Any, ids: Sequence[int]) -> dict[int, list[Row]]:
 
 
 def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]:
-    """Return the reward parts of each episode and of its steps in every reward set, by episode id."""
+    """Return the reward parts of these episodes, by episode id: those of the whole episode and of single steps, of all reward
+    sets.
+
+    At most `MAX_PARTS` in all.
+    """
     query = f"""
         SELECT w.episode_id, s.name AS reward_set, w.part, CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight
         FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id WHERE w.episode_id IN ({among(episodes)})
