@@ -9,8 +9,11 @@ from collections.abc import Mapping, Set
 
 from agentrl.workers.serving.upstream import Headers
 
-HEADERS = b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode"
-"""The headers that a page may send. In addition, it may send those of the OpenAI SDK (`x-stainless-...`)."""
+HEADERS = (
+    b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode, "
+    b"anthropic-version, anthropic-beta, anthropic-dangerous-direct-browser-access"
+)
+"""The headers that a page may send. In addition, it may send those of the SDKs (`x-stainless-...`)."""
 PREFLIGHT_SECONDS = b"600"
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
 _OF_SDK = re.compile(rb"x-stainless-[a-z\-]{1,40}")
