@@ -150,7 +150,7 @@ def turn_of(chat: Chat, ask: Ask, text: str, finish: Any = "stop") -> ResponseTu
 
 
 def stream_of(dialect: Any, ask: Ask, turn: ResponseTurn, chat: Chat) -> bytes:
-    events = dialect.module.StreamEvents(ask, HEAD, chat)
+    events = dialect.module.stream(ask, HEAD, chat)
     written = [events.begin()]
     written += [events.token(0, token) for token in turn.completion.token_ids]
     written += [events.end(0, turn), events.close([turn])]

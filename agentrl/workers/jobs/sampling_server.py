@@ -236,7 +236,7 @@ async def _reply(exchange: "HttpExchange", holder: EpisodeServer, ask: Ask, queu
         exchange.headers.append((b"x-agentrl-not-applied", _UNPRINTABLE.sub(b"?", names)[:MAX_HEADER_BYTES]))
     head = ReplyHead(accepted.prompt_ids, accepted.request_id, accepted.created, holder.fingerprint, accepted.cached_tokens)
     if ask.stream:
-        await _stream(exchange, exchange.dialect.StreamEvents(ask, head, holder.chat), queue)
+        await _stream(exchange, exchange.dialect.stream(ask, head, holder.chat), queue)
         return
     while not isinstance(message := await queue.get(), Answered):
         if isinstance(message, Refused):

@@ -20,7 +20,7 @@ from agentrl.workflow.trajectory import Message
 if TYPE_CHECKING:
     from agentrl.workflow.chat.rendering import Chat
 
-__all__ = ["PATH", "StreamEvents", "error_body", "error_event", "models", "read", "whole"]
+__all__ = ["PATH", "StreamEvents", "error_body", "error_event", "models", "read", "stream", "whole"]
 
 PATH = "/v1/chat/completions"
 Fields = Mapping[str, Any]
@@ -106,6 +106,11 @@ class StreamEvents:
         choice_fields = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         usage = {"usage": None} if self._ask.include_usage else {}
         return _spelled({**self._head, "choices": [choice_fields], **usage, **root})
+
+
+def stream(ask: Ask, head: ReplyHead, chat: "Chat") -> StreamEvents:
+    """Return the builder of a streamed response."""
+    return StreamEvents(ask, head, chat)
 
 
 def error_event(document: Mapping[str, Any]) -> bytes:

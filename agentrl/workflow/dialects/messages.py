@@ -224,8 +224,8 @@ def _message(ask: Ask, head: ReplyHead) -> dict[str, Any]:
         **{"input_tokens": len(head.prompt_ids) - head.cached_tokens, "cache_creation_input_tokens": 0},
         **{"cache_read_input_tokens": head.cached_tokens, "output_tokens": 0},
     }
-    named = {"id": f"msg_{head.request_id}", "type": "message", "role": "assistant", "model": ask.model}
-    return named | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    fields = {"id": f"msg_{head.request_id}", "type": "message", "role": "assistant", "model": ask.model}
+    return fields | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
 
 
 def _content(turn: ResponseTurn, request_id: str) -> list[dict[str, Any]]:
@@ -249,11 +249,11 @@ def _end(ask: Ask, turn: ResponseTurn, chat: "Chat") -> dict[str, Any]:
     if readable_calls(turn.message):
         return {"stop_reason": "tool_use", "stop_sequence": None}
     text = chat.decode(turn.completion.token_ids) if ask.stop else ""
-    found = min((stop for stop in ask.stop if stop in text), key=text.find, default=None)
-    return {"stop_reason": "stop_sequence" if found else "end_turn", "stop_sequence": found}
+    sequence = min((stop for stop in ask.stop if stop in text), key=text.find, default=None)
+    return {"stop_reason": "stop_sequence" if sequence else "end_turn", "stop_sequence": sequence}
 
 
-class StreamEvents:
+class MessageEvents:
     """The builder of the events of a streamed response. The caller calls `begin`, `token` for each token, `end` and `close`."""
 
     def __init__(self, ask: Ask, head: ReplyHead, chat: "Chat") -> None:
@@ -315,6 +315,11 @@ class StreamEvents:
             events = _event("content_block_delta", index=self._blocks, delta=delta)
         self._open, self._blocks = "", self._blocks + 1
         return events + _event("content_block_stop", index=self._blocks - 1)
+
+
+def stream(ask: Ask, head: ReplyHead, chat: "Chat") -> MessageEvents:
+    """Return the builder of a streamed response."""
+    return MessageEvents(ask, head, chat)
 
 
 def _event(kind: str, **values: Any) -> bytes:

@@ -44,7 +44,7 @@ class Dialect(Protocol):
     def whole(self, ask: Ask, turns: Sequence[ResponseTurn], head: ReplyHead, chat: "Chat") -> dict[str, Any]:
         """Return the complete response."""
 
-    def StreamEvents(self, ask: Ask, head: ReplyHead, chat: "Chat") -> Events:  # noqa: N802 - a class
+    def stream(self, ask: Ask, head: ReplyHead, chat: "Chat") -> Events:
         """Return the builder of a streamed response."""
 
     def error_body(self, error: RequestError) -> dict[str, Any]:

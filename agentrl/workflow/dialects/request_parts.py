@@ -30,8 +30,8 @@ def identity_of(values: Mapping[str, Any]) -> str:
     A client may repeat a broken stream as a request without `stream`, so the fields that only change the form of the response
     are left out.
     """
-    asked = {name: value for name, value in values.items() if name not in ("stream", "stream_options")}
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    common = {name: value for name, value in values.items() if name not in ("stream", "stream_options")}
+    return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
 
 
 def read_sampling(fields: Fields, *names: str) -> dict[str, Any]:
@@ -78,8 +78,8 @@ def function_schema(function: Fields, values: Mapping[str, Any]) -> Schema:
         raise function.error("name", "it is missing")
     function.text("description")
     parameters = _with_defaults(Fields(values, function.at).object("parameters").values, NO_PARAMETERS)
-    kept = _with_defaults(values, {"description": "", "parameters": {}}) | {"parameters": parameters}
-    return {"type": "function", "function": clean_tree(function, "parameters", kept)}
+    schema = _with_defaults(values, {"description": "", "parameters": {}}) | {"parameters": parameters}
+    return {"type": "function", "function": clean_tree(function, "parameters", schema)}
 
 
 def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -379,8 +379,8 @@ def _items(ask: Ask, turn: ResponseTurn, request_id: str, chat: "Chat") -> list[
 def _reasoning(ask: Ask, text: str, request_id: str) -> dict[str, Any]:
     encrypted = base64.b64encode(text.encode()).decode() if ask.wire.get("encrypted") else None
     content = [{"type": "reasoning_text", "text": text}]
-    named = {"type": "reasoning", "id": f"rs_{request_id}", "status": None}
-    return named | {"summary": [], "content": content, "encrypted_content": encrypted}
+    fields = {"type": "reasoning", "id": f"rs_{request_id}", "status": None}
+    return fields | {"summary": [], "content": content, "encrypted_content": encrypted}
 
 
 def _message(text: str, request_id: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
@@ -414,7 +414,7 @@ def _logprob(token: int, logprob: float, chat: "Chat") -> dict[str, Any]:
     return {"token": chat.decode([token]), "logprob": logprob, "bytes": [] if spelled is None else list(spelled)}
 
 
-class StreamEvents:
+class ResponseEvents:
     """The builder of the events of a streamed response. The caller calls `begin`, `token` for each token, `end` and `close`."""
 
     def __init__(self, ask: Ask, head: ReplyHead, chat: "Chat") -> None:
@@ -499,6 +499,11 @@ class StreamEvents:
     def _event(self, kind: str, **values: Any) -> bytes:
         self._events += 1
         return _format_event(kind, {"type": kind, "sequence_number": self._events - 1, **values})
+
+
+def stream(ask: Ask, head: ReplyHead, chat: "Chat") -> ResponseEvents:
+    """Return the builder of a streamed response."""
+    return ResponseEvents(ask, head, chat)
 
 
 def _format_event(kind: str, values: Mapping[str, Any]) -> bytes:
