@@ -1,0 +1,86 @@
+"""Codex and Claude Code, unmodified and headless, against the endpoint: a shell command runs, and every call is in the rows."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.trajectory import Message, ToolCall
+from tests.support.agents_stage import Stage, episode_of, group_of, run_agent, staged
+from tests.support.played_runs import values
+from tests.support.served_endpoint import endpoint_over
+from tests.workers.test_agent_endpoint import held
+from tests.workers.test_agent_rollout import CHAT, Policy
+from tests.workers.test_agent_rollout import db as db
+from tests.workers.test_workers import in_memory as in_memory
+
+pytestmark = pytest.mark.slow
+COMMAND = "echo 42 > result.txt; cat result.txt"
+ROOM = 400_000
+"""The window in tokens: the tiny tokenizer needs one for nearly every letter of their long instructions."""
+
+
+def run_client(command: Sequence[str], folder: Path, **environment: str) -> str:
+    """What the client printed, in a home and a folder of its own."""
+    program = shutil.which(command[0])
+    if program is None:
+        pytest.skip(f"{command[0]} is not on the PATH")
+    (folder / "work").mkdir()
+    clean = {"PATH": os.environ["PATH"], "HOME": str(folder), "CODEX_HOME": str(folder), "IS_SANDBOX": "1"}
+    ran = subprocess.run(
+        [program, *command[1:]],
+        cwd=folder / "work",
+        env=clean | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert (folder / "work" / "result.txt").read_text() == "42\n"
+    return ran.stdout
+
+
+def script(tool: str, **arguments: Any) -> Policy:
+    call = CHAT.turn(Message("assistant", "I run it.", tool_calls=(ToolCall(tool, arguments),)))
+    return Policy(call, CHAT.turn(Message("assistant", "It is done.")))
+
+
+def check_rows(db: Database) -> None:
+    """Two calls that are one chain, with the output of the command between them."""
+    first, second = episode_of(db, 1).steps
+    assert (first.delivered, second.delivered) == (True, True)
+    assert (first.chain, second.chain, second.parent, second.shared, second.new_row) == (0, 0, 0, None, None)
+    assert first.results is not None
+    assert "42" in first.results[0].content
+    assert second.message.content == "It is done."
+    assert values(db, "SELECT status FROM tool_calls") == ["done"]
+
+
+def test_codex_runs_command_and_continues_chain(db: Database, tmp_path: Path) -> None:
+    policy = script("exec_command", cmd=COMMAND)
+    with staged(Stage(db, group_of(db), policy.engine, CHAT, ROOM)) as stage, endpoint_over(db) as served:
+        held(stage)
+        provider = f'{{name="agentrl", base_url="{served.url}/v1", env_key="OPENAI_API_KEY", wire_api="responses"}}'
+        options = ["-c", f"model_providers.agentrl={provider}", "-c", 'model_provider="agentrl"', "-m", "any"]
+        words = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *options, "Run it."]
+        said = run_client(words, tmp_path, OPENAI_API_KEY=run_agent(db, 1))
+        assert "It is done." in said
+        check_rows(db)
+
+
+def test_claude_code_runs_command_and_continues_chain(db: Database, tmp_path: Path) -> None:
+    policy = script("Bash", command=COMMAND, description="Writes a file")
+    with staged(Stage(db, group_of(db), policy.engine, CHAT, ROOM)) as stage, endpoint_over(db) as served:
+        held(stage)
+        quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+        words = ["claude", "-p", "Run it.", "--model", "any", "--allowedTools", "Bash"]
+        said = run_client(words, tmp_path, ANTHROPIC_BASE_URL=served.url, ANTHROPIC_API_KEY=run_agent(db, 1), **quiet)
+        assert "It is done." in said
+        check_rows(db)
