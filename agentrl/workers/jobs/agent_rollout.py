@@ -280,6 +280,7 @@ class AgentRollout:
         """Send the prompt of the request, whose tokens the client wants to count."""
         draft = conversation.draft(self.chat, call.ask, self.max_context)
         call.tell(Accepted(draft.context, call.request_id, call.created, 0))
+        call.tell(Answered(()))
 
     def _begin(self, call: AgentCall, conversation: Conversation) -> None:
         """Begin a turn for the request: submit its choices to the engine."""
