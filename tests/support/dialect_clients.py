@@ -197,5 +197,36 @@ class MessagesDialect:
         return str(document["error"]["message"])
 
 
+class CompletionsDialect:
+    """Text completions: the history is the prompt, in pieces."""
+
+    path = "/v1/completions"
+    streams_end = b"data: [DONE]\n\n"
+
+    def body(self, history: Sequence[Any], tools: Sequence[Tool] = (), **more: Any) -> dict[str, Any]:
+        return {"model": "m", "prompt": "".join(history), "max_tokens": 100, **more}  # it has no tools
+
+    def ask(self, url: str, key: str, history: Sequence[Any], stream: bool = False, **more: Any) -> ClientTurn:
+        with openai_client(url, key) as client:
+            made: Any = client.completions.create(**self.body(history, **more), stream=stream)
+            pieces = made if stream else [made]
+            text = "".join(choice.text for piece in pieces for choice in piece.choices)
+        return ClientTurn(text, (), [text])
+
+    def user(self, text: str) -> Any:
+        return text
+
+    def results(self, calls: Sequence[Any], texts: Sequence[str]) -> list[Any]:
+        raise NotImplementedError
+
+    def text_of(self, document: Any) -> str:
+        return str(document["choices"][0]["text"])
+
+    def error_of(self, document: Any) -> str:
+        return _openai_error(document)
+
+
 CHAT_DIALECT, RESPONSES, MESSAGES = ChatDialect(), ResponsesDialect(), MessagesDialect()
+COMPLETIONS = CompletionsDialect()
 CLIENTS: Sequence[DialectClient] = (CHAT_DIALECT, RESPONSES, MESSAGES)
+"""The dialects with messages and tools."""

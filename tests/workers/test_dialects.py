@@ -21,6 +21,7 @@ from tests.support.dialect_clients import (
     CALCULATOR,
     CHAT_DIALECT,
     CLIENTS,
+    COMPLETIONS,
     MESSAGES,
     RESPONSES,
     DialectClient,
@@ -37,7 +38,8 @@ from tests.workers.test_workers import in_memory as in_memory
 QUESTION = "How much is 6*7?"
 TWICE = CHAT.turn(Message("assistant", "Look:", tool_calls=(CALL, ToolCall("calculator", {"expression": "6*8"}))))
 THOUGHT = CHAT.turn(Message("assistant", "#### 42", thought="six sevens"))
-every_dialect = pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.path.rpartition("/")[2])
+chat_dialects = pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.path[4:])
+every_dialect = pytest.mark.parametrize("client", [*CLIENTS, COMPLETIONS], ids=lambda client: client.path[4:])
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def placed(db: Database, engine: Any, window: int = 2048, size: int = 1, **agent
         yield Place(db, stage, served.url, run_agent(db, 1, "key-of-1"))
 
 
-@every_dialect
+@chat_dialects
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_dialect_tool_round_trip_is_one_chain(db: Database, client: DialectClient, stream: bool) -> None:
     with placed(db, Policy(TWICE, THOUGHT, ANSWER).engine) as place:
@@ -168,7 +170,7 @@ def test_dialect_stream_goes_on_after_lost_worker(db: Database, client: DialectC
         gated.let.release(100)
         with staged(Stage(db, group, Policy(THOUGHT).engine, CHAT)) as heir:
             held(heir)
-            assert turn.result(60).text == "#### 42"
+            assert turn.result(60).text.endswith("#### 42")
             assert [step.delivered for step in episode_of(db, 1).steps] == [True]
 
 
@@ -286,7 +288,7 @@ HOSTILE: dict[str, Callable[[DialectClient], Any]] = {
 }
 
 
-@every_dialect
+@chat_dialects
 @pytest.mark.parametrize("name", HOSTILE)
 def test_dialect_refuses_hostile_request_in_its_shape(db: Database, client: DialectClient, name: str) -> None:
     with placed(db, Policy(ANSWER).engine) as place:
@@ -296,7 +298,7 @@ def test_dialect_refuses_hostile_request_in_its_shape(db: Database, client: Dial
         assert client.ask(place.url, place.key, [client.user(QUESTION)]).text == "#### 42"
 
 
-@every_dialect
+@chat_dialects
 def test_dialect_bears_large_requests(db: Database, client: DialectClient) -> None:
     with placed(db, Policy(ANSWER).engine, window=500) as place:
         tools = [(f"tool_{number}", "It does what its name says.", {}) for number in range(200)]
@@ -318,6 +320,57 @@ def test_every_path_of_a_dialect_is_served(db: Database) -> None:
 
 
 # what only one dialect has
+
+
+def test_completions_of_ids_are_one_chain(db: Database) -> None:
+    policy = Policy(ANSWER, OTHER)
+    with placed(db, policy.engine) as place, openai_client(place.url, place.key) as client:
+        prompt = [*CHAT.opening([Message("user", QUESTION)])]
+        asked: Any = {"model": "m", "max_tokens": 50, "extra_body": {"return_token_ids": True}}
+        first: Any = client.completions.create(prompt=prompt, logprobs=0, **asked)
+        assert (first.choices[0].text, first.choices[0].token_ids) == ("#### 42", list(ANSWER))
+        assert first.choices[0].logprobs.text_offset[:2] == [0, len(first.choices[0].logprobs.tokens[0])]
+        more = CHAT.continuation([Message("user", "and?")], turn=ANSWER)[0]
+        assert more
+        longer = [*prompt, *ANSWER, *more]
+        second = client.completions.create(prompt=[longer], stream=True, **asked)  # type: ignore[arg-type]
+        assert "".join(choice.text for piece in second for choice in piece.choices) == "#### 48"
+        two = episode_of(db, 1).steps[1]
+        assert (two.chain, two.parent, two.shared, two.prompt_ids) == (0, 0, None, more)
+        assert policy.requests[1].prompt_ids == tuple(longer)
+        client.completions.create(prompt=CHAT.decode(prompt), **asked)
+        third = episode_of(db, 1).steps[2]
+        assert (third.chain, third.shared, third.new_row) == (
+            1,
+            len(prompt),
+            "the prompt extends the tokens of no earlier turn",
+        )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1], [2]]},
+        {"prompt": [1, "a"]},
+        {"prompt": [True]},
+        {"prompt": [-1]},
+        {"prompt": [2**40]},
+        {"prompt": [999_999]},
+        {"prompt": {}},
+        {"echo": True},
+        {"suffix": "x"},
+        {"n": 100},
+        {"logprobs": 6},
+    ],
+)
+def test_completions_refuse_hostile_prompts(db: Database, more: Any) -> None:
+    with placed(db, Policy(ANSWER).engine) as place:
+        answer = place.post(COMPLETIONS, COMPLETIONS.body(["x"]) | more)
+        assert answer.status_code == 400, answer.text
+        assert COMPLETIONS.error_of(answer.json())
 
 
 def test_messages_count_tokens_samples_nothing(db: Database) -> None:

@@ -29,10 +29,13 @@ from agentrl.workflow.engines import Completion
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.prompt_draft import Draft, Lines, continuing, opening
 from agentrl.workflow.store.row_codecs import pack
-from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, StepRequest, messages_of
+from agentrl.workflow.trajectory import RAW_ROLES, ROOT, Episode, Message, Step, StepRequest, messages_of
 
 CONTINUES_NONE = "no earlier turn has these messages, tools and template options"
 """The stored reason why a request begins a new chain instead of continuing an earlier turn."""
+
+EXTENDS_NONE = "the prompt extends the tokens of no earlier turn"
+"""The stored reason why a request with a prompt of its own begins a new chain."""
 
 TOP = "top"
 """The key of `steps.asked` under which the likeliest tokens of each position are stored, so that a repeated request gets the
@@ -287,6 +290,8 @@ class Conversation:
         Raises:
             RequestError: the template cannot render the messages, or the messages are far too long.
         """
+        if ask.messages[0].role in RAW_ROLES:
+            return self._raw_draft(chat, ask, max_tokens)
         match = self._history.find(ask, self.lines.steps, self._by_id.get(ask.previous, ROOT))
         reason = CONTINUES_NONE if self.lines.steps else None
         try:
@@ -303,6 +308,20 @@ class Conversation:
         except Exception as error:  # a template is a program, and the messages are anybody's
             text = str(error) if isinstance(error, ModelError) else f"The chat template cannot render these messages: {error}."
             raise RequestError(400, text[:1000], code="invalid_messages", param="messages") from error
+
+    def _raw_draft(self, chat: Chat, ask: Ask, max_tokens: int) -> Draft:
+        """Return the draft of a prompt that the client wrote itself. It continues the step whose tokens it extends."""
+        try:
+            ids = chat.opening(ask.messages, max_tokens=max_tokens)
+        except TooLong as error:
+            raise too_long(max_tokens, "more") from error
+        except ModelError as error:
+            raise RequestError(400, error.message, code="invalid_prompt", param="prompt") from error
+        parent = self.lines.longest_line(ids)
+        if parent == ROOT:
+            return opening(self.lines, ask.messages, ids, EXTENDS_NONE if self.lines.steps else None)
+        new = ids[len(self.lines.tokens(parent)) :]
+        return continuing(self.lines, parent, (Message("prompt_ids", json.dumps(new)),), new)
 
     def messages(self, draft: Draft) -> tuple[Message, ...]:
         """Return all messages of the conversation that ends with the draft."""

@@ -20,7 +20,7 @@ from agentrl.workflow.trajectory import Message
 if TYPE_CHECKING:
     from agentrl.workflow.chat.rendering import Chat
 
-__all__ = ["PATH", "StreamEvents", "error_body", "error_event", "models", "read", "stream", "whole"]
+__all__ = ["PATH", "StreamEvents", "error_body", "error_event", "format_event", "models", "read", "stream", "whole"]
 
 PATH = "/v1/chat/completions"
 Fields = Mapping[str, Any]
@@ -95,7 +95,7 @@ class StreamEvents:
         """Return the last events of the stream."""
         if not self._ask.include_usage:
             return DONE
-        return _spelled(self._head | {"choices": [], "usage": _usage(self._reply, turns, self._chat)}) + DONE
+        return format_event(self._head | {"choices": [], "usage": _usage(self._reply, turns, self._chat)}) + DONE
 
     def _text(self, choice: int) -> TurnText:
         if choice not in self._choices:
@@ -105,7 +105,7 @@ class StreamEvents:
     def _event(self, choice: int, delta: Mapping[str, Any], more: Fields = NOTHING, root: Fields = NOTHING) -> bytes:
         choice_fields = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         usage = {"usage": None} if self._ask.include_usage else {}
-        return _spelled({**self._head, "choices": [choice_fields], **usage, **root})
+        return format_event({**self._head, "choices": [choice_fields], **usage, **root})
 
 
 def stream(ask: Ask, head: ReplyHead, chat: "Chat") -> StreamEvents:
@@ -115,10 +115,11 @@ def stream(ask: Ask, head: ReplyHead, chat: "Chat") -> StreamEvents:
 
 def error_event(document: Mapping[str, Any]) -> bytes:
     """Return the event that ends a stream after an error. `document` is the body of the error response."""
-    return _spelled(document)
+    return format_event(document)
 
 
-def _spelled(event: Mapping[str, Any]) -> bytes:
+def format_event(event: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event."""
     return b"data: %b\n\n" % json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 

@@ -13,6 +13,7 @@ from agentrl.workflow.dialects.fields import Fields, clean_tree, load_object
 from agentrl.workflow.dialects.request_fields import CALL, CALL_FUNCTION, FUNCTION, MESSAGE, PART, REQUEST, STREAM_OPTIONS, TOOL
 from agentrl.workflow.dialects.request_parts import (
     MAX_CALLS,
+    MAX_CHOICES,
     MAX_COUNT,
     MAX_MESSAGES,
     MAX_NAME,
@@ -33,7 +34,6 @@ from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message, ToolCall
 
-MAX_CHOICES = 16
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 

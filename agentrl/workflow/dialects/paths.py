@@ -11,6 +11,7 @@ from agentrl.workflow.dialects import (
     RequestError,
     ResponseTurn,
     chat_completions,
+    completions,
     messages,
     responses,
 )
@@ -64,7 +65,12 @@ class Counter(Dialect, Protocol):
 COUNTERS: Mapping[str, Counter] = MappingProxyType({messages.COUNT_PATH: messages, responses.COUNT_PATH: responses})
 """The paths of requests that count the tokens of a prompt and sample nothing."""
 TURNS: Mapping[str, Dialect] = MappingProxyType(
-    {chat_completions.PATH: chat_completions, responses.PATH: responses, messages.PATH: messages}
+    {
+        chat_completions.PATH: chat_completions,
+        responses.PATH: responses,
+        messages.PATH: messages,
+        completions.PATH: completions,
+    }
 )
 """The paths of requests for a turn."""
 DIALECTS: Mapping[str, Dialect] = MappingProxyType({**TURNS, **COUNTERS})

@@ -13,7 +13,7 @@ from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message
 
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 10_000, 512, 1000, 10_000
-MAX_STOPS, MAX_STOP, MAX_NAME = 16, 256, 256
+MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_NAME = 16, 16, 256, 256
 MAX_TOP_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1
 
