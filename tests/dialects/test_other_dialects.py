@@ -239,7 +239,7 @@ def recorded(chat: Chat, text: str, *before: Message, **kept: Any) -> tuple[dict
     """A response whose turn is the text, and the function that finds it by its id."""
     ask = Responses.ask()
     turn = turn_of(chat, ask, text)
-    response = RecordedResponse((*before, Message("user", "x"), turn.message), kept)
+    response = RecordedResponse((*before, Message("user", "x"), turn.message), (), kept)
     return responses.whole(ask, [turn], HEAD, chat), {HEAD.request_id: response}.get
 
 

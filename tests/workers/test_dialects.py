@@ -386,6 +386,25 @@ def test_messages_count_tokens_samples_nothing(db: Database) -> None:
         assert answer.json()["input_tokens"] < counted
 
 
+def test_messages_continue_thread_by_message_id(db: Database) -> None:
+    with placed(db, Policy(ASK, ANSWER, OTHER).engine, size=2) as place, anthropic_client(place.url, place.key) as client:
+        tools: Any = MESSAGES.body([], tools=[CALCULATOR])["tools"]
+        thread = client.beta.messages.thread(max_tokens=100, model="m", tools=tools, system="Be brief.")
+        call: Any = thread.send(MESSAGES.user(QUESTION)).content[0]
+        with thread.stream(*MESSAGES.results([(call.id,)], ["42"])) as events:
+            assert events.get_final_text() == "#### 42"
+        assert thread.previous_message_id
+        thread.send(MESSAGES.user("and 6*8?"))
+        assert [step.chain for step in episode_of(db, 1).steps] == [0, 0, 0]
+        assert [result.content for result in episode_of(db, 1).steps[0].results or ()] == ["42"]
+        body = MESSAGES.body(
+            [MESSAGES.user("x")], thread={"type": "continue", "previous_message_id": thread.previous_message_id}
+        )
+        assert place.post(MESSAGES, body | {"system": "x"}).status_code == 400
+        other = place.post(MESSAGES, body, authorization=f"Bearer {run_agent(db, 2)}")
+        assert (other.status_code, other.json()["error"]["details"]["error_code"]) == (400, "thread_not_found")
+
+
 def test_messages_fields_without_effect_are_named(db: Database) -> None:
     with placed(db, Policy(ANSWER).engine) as place:
         body = MESSAGES.body([MESSAGES.user("x")], thinking={"type": "enabled", "budget_tokens": 31999})

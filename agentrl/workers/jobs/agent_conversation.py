@@ -272,7 +272,8 @@ class Conversation:
         index = self._by_id.get(request_id)
         if index is None or CANCELLED in request_id:
             return None
-        return RecordedResponse(messages_of(self.lines.steps, index), self.requests[index].asked.get(KEPT, {}))
+        request = self.requests[index]
+        return RecordedResponse(messages_of(self.lines.steps, index), request.tools, request.asked.get(KEPT, {}))
 
     def prompt(self, step: Step) -> tuple[int, ...]:
         """Return all input tokens of a step."""

@@ -70,10 +70,12 @@ class RecordedResponse:
 
     Args:
         messages: the complete conversation, ending with the message of the response.
+        tools: the tools that its request offered.
         kept: the `Ask.kept` of its request.
     """
 
     messages: tuple[Message, ...]
+    tools: tuple[Schema, ...]
     kept: Mapping[str, Any]
 
 

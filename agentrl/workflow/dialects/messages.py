@@ -5,19 +5,21 @@ A response depends only on its turn and on its request's id and time. So a repea
 The tools that the client runs are offered. The API's own tools (`web_search_20250305`, ...) cannot run here. They are left out,
 and `Ask.not_applied` names them, like all fields that have no effect. Clients move `cache_control` from block to block between
 their requests, so it is never part of a message.
+
+A request may continue a message by its id (`thread`). The messages and the tools before it come from the rows of the same
+attempt.
 """
 
 import base64
 import binascii
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.chat.turn_stream import TextPiece
-from agentrl.workflow.dialects import Ask, Recorded, ReplyHead, RequestError, ResponseTurn, find_none
+from agentrl.workflow.dialects import Ask, Recorded, RecordedResponse, ReplyHead, RequestError, ResponseTurn, find_none
 from agentrl.workflow.dialects.fields import Fields, clean_tree, load_object
-from agentrl.workflow.dialects.reply_text import TurnText, call_id, is_cut_off, readable_calls
+from agentrl.workflow.dialects.reply_text import TurnText, call_id, is_cut_off, readable_calls, sent_messages
 from agentrl.workflow.dialects.request_parts import (
     MAX_COUNT,
     MAX_MESSAGES,
@@ -44,7 +46,7 @@ PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 HONOURED = frozenset(
     {
         *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "temperature", "top_p"),
-        *("top_k", "stream", "return_token_ids"),
+        *("top_k", "stream", "return_token_ids", "thread"),
     }
 )
 """The fields of a request that have an effect. `tool_choice` has one only with some values."""
@@ -52,6 +54,9 @@ USUAL: Mapping[str, tuple[Any, ...]] = {"metadata": ({},), "thinking": ({"type":
 """For some fields, the values that request nothing."""
 BILLING = "x-anthropic-billing-header:"
 """The beginning of a system block of Claude Code that changes from request to request. The block is left out."""
+MESSAGE_ID = "msg_"
+NOT_FOUND = "thread_not_found"
+"""The error code after which the SDK sends the complete conversation again."""
 KINDS = {
     **{400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"},
     **{413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"},
@@ -64,15 +69,18 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
 
     Args:
         body: the body, as JSON.
-        recorded: not used, because a request contains its complete conversation.
+        recorded: finds the response that the request continues.
 
     Raises:
         RequestError: the request is invalid (status 400). The message names the invalid field.
     """
     fields = Fields(load_object(body))
     tools, left_out = _tools(fields)
+    previous, response = _find_previous(fields, recorded)
+    if response is not None:
+        tools = response.tools
     return Ask(
-        messages=_messages(fields),
+        messages=_messages(fields, previous, response),
         model=fields.text("model", MAX_NAME),
         tools=tools,
         max_tokens=fields.integer("max_tokens", 1, MAX_COUNT),
@@ -82,7 +90,22 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         token_ids=fields.flag("return_token_ids"),
         identity=identity_of(fields.values),
         not_applied=(*left_out, *_not_applied(fields)),
+        previous=previous,
     )
+
+
+def _find_previous(fields: Fields, recorded: Recorded) -> tuple[str, RecordedResponse | None]:
+    """Return the request id of the message that the request continues, and that response; ("", None) without one."""
+    thread = fields.object("thread")
+    if thread.text("type", MAX_NAME) != "continue":
+        return "", None
+    previous = thread.text("previous_message_id", MAX_NAME).removeprefix(MESSAGE_ID)
+    if (response := recorded(previous)) is None:
+        raise thread.error("previous_message_id", "this key has no message with this id", NOT_FOUND)
+    for name in ("system", "tools"):
+        if fields.has(name):
+            raise fields.error(name, "a thread keeps what it was created with; leave it out")
+    return previous, response
 
 
 def _not_applied(fields: Fields) -> Iterator[str]:
@@ -110,10 +133,14 @@ def _tools(fields: Fields) -> tuple[tuple[Schema, ...], list[str]]:
 # messages
 
 
-def _messages(fields: Fields) -> tuple[Message, ...]:
+def _messages(fields: Fields, previous: str, response: RecordedResponse | None) -> tuple[Message, ...]:
+    """Return the complete conversation. It begins with the one of the response that the request continues, if any."""
     system = "\n\n".join(text for text in _texts(fields, "system") if not text.startswith(BILLING))
     messages = [Message("system", system)] if system else []
     calls: dict[str, tuple[int, str]] = {}
+    if response is not None:
+        messages = sent_messages(response)
+        calls = {_call_id(previous, number): (number, call.name) for number, call in enumerate(messages[-1].tool_calls)}
     if not fields.values.get("messages"):
         raise fields.error("messages", "at least one message is needed")
     for message in fields.objects("messages", MAX_MESSAGES):
@@ -224,7 +251,7 @@ def _message(ask: Ask, head: ReplyHead) -> dict[str, Any]:
         **{"input_tokens": len(head.prompt_ids) - head.cached_tokens, "cache_creation_input_tokens": 0},
         **{"cache_read_input_tokens": head.cached_tokens, "output_tokens": 0},
     }
-    fields = {"id": f"msg_{head.request_id}", "type": "message", "role": "assistant", "model": ask.model}
+    fields = {"id": f"{MESSAGE_ID}{head.request_id}", "type": "message", "role": "assistant", "model": ask.model}
     return fields | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
 
 
@@ -237,9 +264,12 @@ def _content(turn: ResponseTurn, request_id: str) -> list[dict[str, Any]]:
     return blocks + [_tool_use(call, request_id, number) for number, call in enumerate(readable_calls(message))]
 
 
+def _call_id(request_id: str, number: int) -> str:
+    return f"toolu_{call_id(request_id, 0, number).removeprefix('call_')}"
+
+
 def _tool_use(call: ToolCall, request_id: str, number: int) -> dict[str, Any]:
-    name = hashlib.sha256(call_id(request_id, 0, number).encode()).hexdigest()[:24]
-    return {"type": "tool_use", "id": f"toolu_{name}", "name": call.name, "input": call.arguments}
+    return {"type": "tool_use", "id": _call_id(request_id, number), "name": call.name, "input": call.arguments}
 
 
 def _end(ask: Ask, turn: ResponseTurn, chat: "Chat") -> dict[str, Any]:
@@ -330,7 +360,8 @@ def _event(kind: str, **values: Any) -> bytes:
 def error_body(error: RequestError) -> dict[str, Any]:
     """Return the body of an error response."""
     kind = KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    details = {"details": {"error_code": error.code}} if error.code == NOT_FOUND else {}
+    return {"type": "error", "error": {"type": kind, "message": str(error), **details}}
 
 
 def error_event(document: Mapping[str, Any]) -> bytes:

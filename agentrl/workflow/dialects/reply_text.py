@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agentrl.workflow.chat.letters import Letters
 from agentrl.workflow.chat.parsing import END_THINK
 from agentrl.workflow.chat.stop_strings import StopCut
 from agentrl.workflow.chat.turn_stream import TextPiece, TurnStream
-from agentrl.workflow.dialects import Ask, ResponseTurn
+from agentrl.workflow.dialects import Ask, RecordedResponse, ResponseTurn
 from agentrl.workflow.trajectory import Message, ToolCall
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ def readable_calls(message: Message) -> list[ToolCall]:
     history.
     """
     return [call for call in message.tool_calls if call.error is None]
+
+
+def sent_messages(response: RecordedResponse) -> list[Message]:
+    """Return the messages of a recorded conversation as a client would send them back: with readable calls only."""
+    return [replace(message, tool_calls=tuple(readable_calls(message))) for message in response.messages]
 
 
 def call_id(request_id: str, choice: int, number: int) -> str:

@@ -30,7 +30,7 @@ from agentrl.workflow.dialects import (
     find_none,
 )
 from agentrl.workflow.dialects.fields import Fields, load_object
-from agentrl.workflow.dialects.reply_text import TurnText, call_id, count_thought, is_cut_off, readable_calls
+from agentrl.workflow.dialects.reply_text import TurnText, call_id, count_thought, is_cut_off, readable_calls, sent_messages
 from agentrl.workflow.dialects.request_parts import (
     MAX_COUNT,
     MAX_MESSAGES,
@@ -197,7 +197,7 @@ class _InputReader:
 
     def continue_from(self, request_id: str, response: RecordedResponse) -> None:
         """Begin with the conversation of an earlier response. The instructions of its request are left out, as in the API."""
-        self._messages += [replace(message, tool_calls=tuple(readable_calls(message))) for message in response.messages]
+        self._messages += sent_messages(response)
         length, first = response.kept.get(INSTRUCTIONS), self._messages[0]
         if length and first.role == "system":
             rest = first.content[int(length) :].removeprefix("\n\n")
