@@ -220,7 +220,7 @@ def test_responses_offer_namespaces_and_name_hosted_tools(chat: Chat) -> None:
         tools=tools, parallel_tool_calls=True, store=False, reasoning={"effort": "low"}, client_metadata={"a": 1}
     )
     assert [tool["function"]["name"] for tool in ask.tools] == ["agents__add"]
-    assert ask.not_applied == ("tools[web_search]", "reasoning", "client_metadata")
+    assert ask.not_applied == ("tools[web_search]", "reasoning")
     turn = turn_of(chat, ask, CALL.replace('"add"', '"agents__add"'))
     (call,) = responses.whole(ask, [turn], HEAD, chat)["output"]
     assert (call["namespace"], call["name"]) == ("agents", "add")

@@ -44,7 +44,7 @@ HONOURED = frozenset(
 """The fields of a request that have an effect."""
 USUAL: Mapping[str, tuple[Any, ...]] = {
     **{"echo": (False,), "suffix": ("",), "best_of": (1,), "logit_bias": ({},), "presence_penalty": (0,)},
-    **{"frequency_penalty": (0,), "user": ("",)},
+    **{"frequency_penalty": (0,)},
 }
 """For some fields, the values that request nothing."""
 REFUSED = ("echo", "suffix", "best_of")

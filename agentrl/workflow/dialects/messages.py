@@ -50,7 +50,7 @@ HONOURED = frozenset(
     }
 )
 """The fields of a request that have an effect. `tool_choice` has one only with some values."""
-USUAL: Mapping[str, tuple[Any, ...]] = {"metadata": ({},), "thinking": ({"type": "disabled"},), "service_tier": ("auto",)}
+USUAL: Mapping[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},)}
 """For some fields, the values that request nothing."""
 BILLING = "x-anthropic-billing-header:"
 """The beginning of a system block of Claude Code that changes from request to request. The block is left out."""

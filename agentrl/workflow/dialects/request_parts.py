@@ -20,6 +20,13 @@ MAX_COUNT = 2**31 - 1
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
 """The parameters of a function without parameters. Chat templates read both keys, so missing keys are added."""
 SAMPLING = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+BOOKKEEPING = frozenset(
+    {
+        *("metadata", "user", "safety_identifier", "service_tier", "store", "client_metadata", "prompt_cache_key"),
+        *("prompt_cache_retention", "prompt_cache_options", "cache_control"),
+    }
+)
+"""The fields that change no sampled token in any API. They are accepted without being named."""
 NAMED_FIELDS = 50
 """The most fields without effect that are named."""
 
@@ -45,7 +52,7 @@ def read_sampling(fields: Fields, *names: str) -> dict[str, Any]:
 
 
 def list_not_applied(fields: Fields, honoured: frozenset[str], usual: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Return the names of the fields that have no effect.
+    """Return the names of the fields that would have an effect in the API, and have none here.
 
     Args:
         honoured: the fields that have an effect.
@@ -54,7 +61,7 @@ def list_not_applied(fields: Fields, honoured: frozenset[str], usual: Mapping[st
     names = [
         name[:MAX_NAME].encode("utf-8", "replace").decode()
         for name, value in fields.values.items()
-        if value is not None and name not in honoured and value not in usual.get(name, ())
+        if value is not None and name not in honoured | BOOKKEEPING and value not in usual.get(name, ())
     ]
     return names[:NAMED_FIELDS]
 

@@ -63,8 +63,7 @@ HONOURED = frozenset(
 )
 """The fields of a request that have an effect. `tool_choice`, `include` and `text` have one only with some values."""
 USUAL: Mapping[str, tuple[Any, ...]] = {
-    **{"store": (False, True), "background": (False,), "parallel_tool_calls": (True,), "truncation": ("disabled", "auto")},
-    **{"metadata": ({},)},
+    **{"background": (False,), "parallel_tool_calls": (True,), "truncation": ("disabled", "auto")},
 }
 """For some fields, the values that request nothing."""
 REFUSED = {"background": (False,), "conversation": (), "prompt": ()}
@@ -99,9 +98,9 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
     tools, names, left_out = _tools(fields)
     previous = fields.text("previous_response_id", MAX_NAME).removeprefix(RESPONSE_ID)
     include = {str(value)[:MAX_NAME] for value in fields.array("include", MAX_PARTS)}
-    instructions = fields.text("instructions")
+    instructions, reader = fields.text("instructions"), _InputReader(names, recorded)
     return Ask(
-        messages=_messages(fields, previous, instructions, _InputReader(names, recorded)),
+        messages=_messages(fields, previous, instructions, reader),
         model=fields.text("model", MAX_NAME),
         tools=tools,
         max_tokens=fields.integer("max_output_tokens", 1, MAX_COUNT),
@@ -112,9 +111,9 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         token_ids=fields.flag("return_token_ids"),
         identity=identity_of(fields.values),
         not_applied=(*left_out, *_not_applied(fields, include)),
-        previous=previous,
+        previous=previous or reader.referenced,
         kept={INSTRUCTIONS: len(instructions)} if instructions else {},
-        wire={"names": names, "encrypted": ENCRYPTED in include},
+        wire={"names": names, "encrypted": ENCRYPTED in include, "previous": fields.text("previous_response_id")},
     )
 
 
@@ -185,10 +184,14 @@ class _InputReader:
     Args:
         names: the names of the functions in namespaces.
         recorded: finds the responses that the request names by their ids.
+
+    Attributes:
+        referenced: the request id of the last response of which an item is named; empty without one.
     """
 
     def __init__(self, names: Names, recorded: Recorded) -> None:
         self.recorded = recorded
+        self.referenced = ""
         self._offered = {name: offered for offered, name in names.items()}
         self._messages: list[Message] = []
         self._turn: Message | None = None
@@ -257,6 +260,7 @@ class _InputReader:
         response = self.recorded(match[2]) if match else None
         if match is None or response is None:
             raise item.error("id", "this key has no item with this id", "item_not_found")
+        self.referenced = match[2]
         message, number = response.messages[-1], int(match[3] or 0)
         calls = readable_calls(message)
         if match[1] == "rs":
@@ -347,7 +351,7 @@ def _response(ask: Ask, head: ReplyHead, status: str) -> dict[str, Any]:
     return {
         **{"id": RESPONSE_ID + head.request_id, "object": "response", "created_at": head.created, "status": status},
         **{"model": ask.model, "output": [], "error": None, "incomplete_details": None, "instructions": None, "metadata": {}},
-        **{"parallel_tool_calls": True, "previous_response_id": RESPONSE_ID + ask.previous if ask.previous else None},
+        **{"parallel_tool_calls": True, "previous_response_id": ask.wire.get("previous") or None},
         **{"reasoning": {"effort": None, "summary": None}, "store": True, "temperature": ask.asked.get("temperature")},
         **{"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": ask.asked.get("top_p")},
         **{"truncation": "disabled", "usage": None},
