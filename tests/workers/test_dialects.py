@@ -130,7 +130,9 @@ def test_dialect_idempotency_key_ignores_stream(db: Database, client: DialectCli
 
 
 @every_dialect
-def test_dialect_repeats_broken_stream_as_same_turn(db: Database, client: DialectClient) -> None:
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_dialect_repeats_broken_stream_as_same_turn(db: Database, client: DialectClient, streams: bool) -> None:
+    """Claude Code asks again without `stream`, Codex as before; neither says that it retries."""
     gated = Gated()
     with placed(db, gated.engine) as place:
         body = client.body([client.user(QUESTION)])
@@ -144,8 +146,9 @@ def test_dialect_repeats_broken_stream_as_same_turn(db: Database, client: Dialec
         connection.close()
         wait_for(lambda: all(turn.stopped for turn in place.stage.driver._conversations[1].open))
         gated.let.release(100)
-        again = place.post(client, body)
-        assert client.text_of(again.json()) == "#### 42"
+        again = place.post(client, {**body, "stream": streams})
+        assert again.status_code == 200
+        assert streams or client.text_of(again.json()) == "#### 42"
         assert len(set(gated.keys)) == 1, "the draws of the call that broke"
         steps = episode_of(db, 1).steps
         assert [step.delivered for step in steps] == [False, True][-len(steps) :]
@@ -306,6 +309,14 @@ def test_dialect_bears_large_requests(db: Database, client: DialectClient) -> No
             answer = place.post(client, client.body([client.user("x")], **more))
             assert answer.status_code == 400, more
             assert "maximum context length" in client.error_of(answer.json())
+        long = "You help. " * 12_000
+        fields: Any = {
+            CHAT_DIALECT: {"messages": [{"role": "system", "content": long}, client.user("x")]},
+            RESPONSES: {"instructions": long},
+            MESSAGES: {"system": long},
+        }
+        answer = place.post(client, client.body([client.user("x")]) | fields[client])
+        assert "maximum context length" in client.error_of(answer.json())
         large = place.post(client, b"x" * (9 * 2**20))
         assert large.status_code == 413
         assert client.error_of(large.json())
