@@ -351,6 +351,8 @@ def test_completions_of_ids_are_one_chain(db: Database) -> None:
         assert policy.requests[1].prompt_ids == tuple(longer)
         client.completions.create(prompt=CHAT.decode(prompt), **asked)
         third = episode_of(db, 1).steps[2]
+        with pytest.raises(openai.BadRequestError, match="no response with this id"):
+            client.responses.create(input="x", previous_response_id=first.id.replace("cmpl-", "resp_"))
         assert (third.chain, third.shared, third.new_row) == (
             1,
             len(prompt),

@@ -268,12 +268,17 @@ class Conversation:
         self.lines.steps[:] = episode.steps
 
     def response(self, request_id: str) -> RecordedResponse | None:
-        """Return the recorded response to the request of that id; None if there is no such response. Thread-safe."""
+        """Return the recorded response to the request of that id; None if there is no such response. Thread-safe.
+
+        A conversation with a prompt that its client wrote itself cannot be continued by messages, so it counts as unknown.
+        """
         index = self._by_id.get(request_id)
         if index is None or CANCELLED in request_id:
             return None
-        request = self.requests[index]
-        return RecordedResponse(messages_of(self.lines.steps, index), request.tools, request.asked.get(KEPT, {}))
+        messages, request = messages_of(self.lines.steps, index), self.requests[index]
+        if any(message.role in RAW_ROLES for message in messages):
+            return None
+        return RecordedResponse(messages, request.tools, request.asked.get(KEPT, {}))
 
     def prompt(self, step: Step) -> tuple[int, ...]:
         """Return all input tokens of a step."""

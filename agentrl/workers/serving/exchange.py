@@ -27,8 +27,8 @@ class ClientGone(Exception):
 class AsgiExchange:
     """One request and its response over ASGI.
 
-    Every response has the headers in `headers`. They have the request's id under the names that the SDKs of OpenAI and Anthropic
-    read.
+    Every response has the headers in `headers`. They have the request's id under the names that the SDKs of OpenAI and
+    Anthropic read.
 
     Attributes:
         path: the path of the request without a key, which determines the format of errors.

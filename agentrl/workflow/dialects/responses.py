@@ -63,7 +63,9 @@ HONOURED = frozenset(
 )
 """The fields of a request that have an effect. `tool_choice`, `include` and `text` have one only with some values."""
 USUAL: Mapping[str, tuple[Any, ...]] = {
-    **{"background": (False,), "parallel_tool_calls": (True,), "truncation": ("disabled", "auto")},
+    "background": (False,),
+    "parallel_tool_calls": (True,),
+    "truncation": ("disabled",),
 }
 """For some fields, the values that request nothing."""
 REFUSED = {"background": (False,), "conversation": (), "prompt": ()}
@@ -97,7 +99,7 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
             raise fields.error(name, "it is not supported; send the input itself", "unsupported_parameter")
     tools, names, left_out = _tools(fields)
     previous = fields.text("previous_response_id", MAX_NAME).removeprefix(RESPONSE_ID)
-    include = {str(value)[:MAX_NAME] for value in fields.array("include", MAX_PARTS)}
+    include = {value for value in fields.array("include", MAX_PARTS) if isinstance(value, str)}
     instructions, reader = fields.text("instructions"), _InputReader(names, recorded)
     return Ask(
         messages=_messages(fields, previous, instructions, reader),
@@ -110,14 +112,14 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         top_logprobs=fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0,
         token_ids=fields.flag("return_token_ids"),
         identity=identity_of(fields.values),
-        not_applied=(*left_out, *_not_applied(fields, include)),
+        not_applied=(*left_out, *_not_applied(fields)),
         previous=previous or reader.referenced,
         kept={INSTRUCTIONS: len(instructions)} if instructions else {},
         wire={"names": names, "encrypted": ENCRYPTED in include, "previous": fields.text("previous_response_id")},
     )
 
 
-def _not_applied(fields: Fields, include: set[str]) -> Iterator[str]:
+def _not_applied(fields: Fields) -> Iterator[str]:
     yield from list_not_applied(fields, HONOURED, USUAL)
     if fields.values.get("tool_choice") not in (None, "auto", "none"):
         yield "tool_choice"
