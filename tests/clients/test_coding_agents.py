@@ -1,6 +1,9 @@
 """Codex and Claude Code, unmodified and headless, against the endpoint: a shell command runs, and every call is in the rows."""
 
+import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -8,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.trajectory import Message, ToolCall
+from tests.project.documents import DOCS
 from tests.support.agents_stage import Stage, episode_of, group_of, run_agent, staged
 from tests.support.played_runs import values
+from tests.support.real_stack import embedded_stack
 from tests.support.served_endpoint import endpoint_over
+from tests.support.small_models import tiny_random
 from tests.workers.test_agent_endpoint import held
 from tests.workers.test_agent_rollout import CHAT, Policy
 from tests.workers.test_agent_rollout import db as db
@@ -25,11 +32,16 @@ ROOM = 400_000
 """The window in tokens: the tiny tokenizer needs one for nearly every letter of their long instructions."""
 
 
+def find_program(name: str) -> str:
+    """The path of the client; without it, the test is skipped: no test installs a program of several hundred megabytes."""
+    if (program := shutil.which(name)) is None:
+        pytest.skip(f"{name} is not on the PATH: npm install @openai/codex @anthropic-ai/claude-code")
+    return program
+
+
 def run_client(command: Sequence[str], folder: Path, **environment: str) -> str:
     """What the client printed, in a home and a folder of its own."""
-    program = shutil.which(command[0])
-    if program is None:
-        pytest.skip(f"{command[0]} is not on the PATH")
+    program = find_program(command[0])
     (folder / "work").mkdir()
     clean = {"PATH": os.environ["PATH"], "HOME": str(folder), "CODEX_HOME": str(folder), "IS_SANDBOX": "1"}
     ran = subprocess.run(
@@ -84,3 +96,33 @@ def test_claude_code_runs_command_and_continues_chain(db: Database, tmp_path: Pa
         said = run_client(words, tmp_path, ANTHROPIC_BASE_URL=served.url, ANTHROPIC_API_KEY=run_agent(db, 1), **quiet)
         assert "It is done." in said
         check_rows(db)
+
+
+def varied(episode: Any) -> float:
+    """A reward that differs between the episodes of a group, because their tokens do."""
+    return hashlib.sha256(repr([step.sampled_ids for step in episode.steps]).encode()).digest()[0] / 256
+
+
+@pytest.mark.parametrize("name", ["codex", "claude"])
+def test_coding_agent_trains_by_script_of_manual(tmp_path: Path, name: str) -> None:
+    """One update of random weights, with the script that the manual shows."""
+    find_program(name)
+    (script,) = re.findall(rf"^```sh\n(# {name}\.sh\n.*?)^```", (DOCS / "agents.md").read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / f"{name}.sh").write_text(script)
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"question": "Say seven.", "answer": "7"}) + "\n")
+    model = tiny_random(tmp_path / "model") / "config.json"
+    model.write_text(json.dumps(json.loads(model.read_text()) | {"max_position_embeddings": ROOM}))
+    with embedded_stack(tmp_path, idle_seconds="3600") as stack:
+        stack.environment["PYTHONPATH"] = str(DOCS.parent)
+        words = ["submit", "--dataset", str(tmp_path / "tasks.jsonl"), "--model", str(model.parent), "--name", name, "--wait"]
+        words += ["--epochs", "1", "--group-size", "2", "--tasks-per-iteration", "1", "--max-new-tokens", "16"]
+        agent = ["--agent", f"cmd:sh {tmp_path}/{name}.sh", "--agent-unsafe", "--reward", f"{__name__}:varied"]
+        stack.agentrl(*words, *agent)
+        with stack.database.read() as tx:
+            row = tx.execute(text("SELECT grad_norm, episodes, sampled_tokens FROM v_iterations")).one()
+            episodes = tx.execute(text("SELECT id FROM episodes")).scalars().all()
+        assert row.grad_norm > 0
+        assert (row.episodes, len(episodes)) == (2, 2)
+        assert row.sampled_tokens >= 32
+        for episode in episodes:
+            stack.agentrl("replay", str(episode), "--verify", "tokens")
