@@ -44,11 +44,7 @@ def answer_headers(headers: Mapping[bytes, bytes], origins: Set[str]) -> Headers
     origin = headers.get(b"origin", b"")
     if origin.decode("latin-1") not in origins:
         return vary
-    return [
-        *vary,
-        (b"access-control-allow-origin", origin),
-        (b"access-control-expose-headers", b"x-request-id, request-id, retry-after, x-agentrl-not-applied"),
-    ]
+    return [*vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", EXPOSED)]
 
 
 def preflight_headers(headers: Mapping[bytes, bytes], method: str) -> Headers:

@@ -170,7 +170,7 @@ def _messages(fields: Fields, previous: str, instructions: str, reader: "_InputR
     if not items:
         raise fields.error("input", "at least one item is needed")
     if previous:
-        if (response := reader.recorded(previous)) is None:
+        if (response := reader.find(previous)) is None:
             message = "this key has no response with this id"
             raise fields.error("previous_response_id", message, "previous_response_not_found")
         reader.continue_from(previous, response)
@@ -192,13 +192,23 @@ class _InputReader:
     """
 
     def __init__(self, names: Names, recorded: Recorded) -> None:
-        self.recorded = recorded
         self.referenced = ""
+        self._recorded = recorded
+        self._responses: dict[str, RecordedResponse | None] = {}
         self._offered = {name: offered for offered, name in names.items()}
         self._messages: list[Message] = []
         self._turn: Message | None = None
         self._results: dict[int, Message] = {}
         self._calls: dict[str, tuple[int, str]] = {}
+
+    def find(self, request_id: str) -> RecordedResponse | None:
+        """Return the earlier response to the request of that id; None if there is no such response.
+
+        It is looked up once, because a request may name many items of a long conversation.
+        """
+        if request_id not in self._responses:
+            self._responses[request_id] = self._recorded(request_id)
+        return self._responses[request_id]
 
     def continue_from(self, request_id: str, response: RecordedResponse) -> None:
         """Begin with the conversation of an earlier response. The instructions of its request are left out, as in the API."""
@@ -259,7 +269,7 @@ class _InputReader:
     def _take_reference(self, item: Fields) -> None:
         """Add an item of an earlier response, which the request names by the item's id."""
         match = _ITEM_ID.fullmatch(item.text("id", MAX_NAME))
-        response = self.recorded(match[2]) if match else None
+        response = self.find(match[2]) if match else None
         if match is None or response is None:
             raise item.error("id", "this key has no item with this id", "item_not_found")
         self.referenced = match[2]
