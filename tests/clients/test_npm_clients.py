@@ -1,4 +1,4 @@
-"""Codex and Claude Code, unmodified and headless, against the endpoint: a shell command runs, and every call is in the rows."""
+"""Clients of npm (`make clients`), unmodified, against the endpoint: they run commands and tools; every call is in the rows."""
 
 import hashlib
 import json
@@ -15,10 +15,12 @@ from sqlalchemy import text
 
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.trajectory import Message, ToolCall
+from tests.clients.scripted import answer
 from tests.project.documents import DOCS
 from tests.support.agents_stage import Stage, episode_of, group_of, run_agent, staged
 from tests.support.played_runs import values
 from tests.support.real_stack import embedded_stack
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.served_endpoint import endpoint_over
 from tests.support.small_models import tiny_random
 from tests.workers.test_agent_endpoint import held
@@ -35,7 +37,7 @@ ROOM = 400_000
 def find_program(name: str) -> str:
     """The path of the client; without it, the test is skipped: no test installs a program of several hundred megabytes."""
     if (program := shutil.which(name)) is None:
-        pytest.skip(f"{name} is not on the PATH: npm install @openai/codex @anthropic-ai/claude-code")
+        pytest.skip(f"{name} is not on the PATH: make clients")
     return program
 
 
@@ -96,6 +98,21 @@ def test_claude_code_runs_command_and_continues_chain(db: Database, tmp_path: Pa
         said = run_client(words, tmp_path, ANTHROPIC_BASE_URL=served.url, ANTHROPIC_API_KEY=run_agent(db, 1), **quiet)
         assert "It is done." in said
         check_rows(db)
+
+
+def test_vercel_sdk_calls_tools_in_each_api(db: Database) -> None:
+    node, packages = find_program("node"), DOCS.parent / "build" / "clients"
+    if not (packages / "node_modules" / "ai").exists():
+        pytest.skip("the packages of npm are missing: make clients")
+    file = shutil.copy(Path(__file__).with_name("vercel.mjs"), packages)
+    engine = ScriptedEngine(lambda request: CHAT.turn(answer(CHAT.decode(request.prompt_ids))))
+    with staged(Stage(db, group_of(db), engine, CHAT, ROOM)) as stage, endpoint_over(db) as served:
+        held(stage)
+        words = [node, str(file), f"{served.url}/v1", run_agent(db, 1)]
+        said = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
+        steps = episode_of(db, 1).steps
+    assert said == [f"{name} 2 漢字 🙂 It is 7." for name in ("responses", "chat", "messages") for _ in range(2)]
+    assert [step.chain for step in steps] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def varied(episode: Any) -> float:
