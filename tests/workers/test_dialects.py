@@ -13,6 +13,7 @@ import httpx2
 import openai
 import pytest
 
+from agentrl.workers.serving.endpoint_app import EndpointLimits
 from agentrl.workflow.dialects.paths import DIALECTS
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.trajectory import Message, ToolCall
@@ -86,6 +87,23 @@ def test_dialect_tool_round_trip_is_one_chain(db: Database, client: DialectClien
         end_agent(place.stage, 1)
         place.stage.over()
     assert episode_of(db, 1).stop_reason == "answered"
+
+
+def test_dialects_render_same_prompt_and_may_take_turns(db: Database) -> None:
+    policy = Policy(TWICE, TWICE, TWICE, ANSWER)
+    with placed(db, policy.engine) as place:
+        for client in CLIENTS:
+            turn = client.ask(place.url, place.key, [client.user(QUESTION)], tools=[CALCULATOR])
+        assert len({request.prompt_ids for request in policy.requests}) == 1
+        calls = [{"type": "tool_use", "id": call[0], "name": call[1], "input": call[2]} for call in turn.calls]
+        history = [
+            MESSAGES.user(QUESTION),
+            {"role": "assistant", "content": [{"type": "text", "text": turn.text}, *calls]},
+            *MESSAGES.results(turn.calls, ["42", "48"]),
+        ]
+        MESSAGES.ask(place.url, place.key, history, tools=[CALCULATOR])
+        last = episode_of(db, 1).steps[-1]
+        assert (last.chain, last.parent) == (0, 0), "it continues the chat completion, which was the first of equal turns"
 
 
 @every_dialect
@@ -175,6 +193,18 @@ def test_dialect_stream_goes_on_after_lost_worker(db: Database, client: DialectC
             held(heir)
             assert turn.result(60).text.endswith("#### 42")
             assert [step.delivered for step in episode_of(db, 1).steps] == [True]
+
+
+@every_dialect
+def test_dialect_client_raises_error_within_stream(db: Database, client: DialectClient) -> None:
+    with (
+        staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)),
+        endpoint_over(db, EndpointLimits(wait_seconds=1.5, quiet_seconds=0.3)) as served,
+    ):
+        write(db, "UPDATE groups SET lease_until = 0")
+        failed: Any = (openai.APIError, anthropic.APIError)
+        with pytest.raises(failed, match="No rollout worker has served this episode"):
+            client.ask(served.url, run_agent(db, 1), [client.user(QUESTION)], stream=True)
 
 
 @every_dialect
