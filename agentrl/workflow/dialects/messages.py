@@ -10,8 +10,6 @@ A request may continue a message by its id (`thread`). The messages and the tool
 attempt.
 """
 
-import base64
-import binascii
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +30,7 @@ from agentrl.workflow.dialects.request_parts import (
     identity_of,
     in_order,
     list_not_applied,
+    read_encoded,
     read_sampling,
     result_place,
     unsupported_part,
@@ -211,7 +210,7 @@ def _turn(message: Fields) -> tuple[Message, list[str]]:
             case "thinking":
                 thoughts.append(block.text("thinking"))
             case "redacted_thinking":
-                thoughts.append(_hidden_thought(block))
+                thoughts.append(read_encoded(block, "data"))
             case "tool_use":
                 if not (name := block.text("name", MAX_NAME)):
                     raise block.error("name", "it is missing")
@@ -220,13 +219,6 @@ def _turn(message: Fields) -> tuple[Message, list[str]]:
             case kind:
                 raise unsupported_part(block, kind)
     return Message("assistant", "".join(texts).strip(), "".join(thoughts).strip(), tuple(calls)), ids
-
-
-def _hidden_thought(block: Fields) -> str:
-    try:
-        return base64.b64decode(block.text("data"), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError) as error:
-        raise block.error("data", "agentrl did not write it") from error
 
 
 # responses

@@ -1,5 +1,6 @@
 """The parts of requests that several dialects read, and the limits of these parts."""
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping
@@ -114,6 +115,19 @@ def read_arguments(function: Fields) -> Mapping[str, Any]:
     if why or not isinstance(value, dict):
         raise function.error("arguments", f"they must be a JSON object as text{f': {why}' if why else ''}")
     return dict(clean_tree(function, "arguments", value))
+
+
+def read_encoded(fields: Fields, name: str) -> str:
+    """Return the text that a response gave the client in base64, as an API's encrypted thought.
+
+    Raises:
+        RequestError: the value is not base64 of a text (status 400).
+    """
+    try:
+        text = base64.b64decode(fields.text(name), validate=True).decode()
+    except ValueError as error:
+        raise fields.error(name, "agentrl did not write it") from error
+    return Fields({name: text}, fields.at).text(name)
 
 
 def result_place(call_number: int, results: int) -> int:

@@ -11,7 +11,6 @@ as `web_search` cannot run here. They are left out, and `Ask.not_applied` names 
 """
 
 import base64
-import binascii
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +42,7 @@ from agentrl.workflow.dialects.request_parts import (
     in_order,
     list_not_applied,
     read_arguments,
+    read_encoded,
     read_sampling,
     result_place,
     unsupported_part,
@@ -339,10 +339,7 @@ def _thought(item: Fields) -> str:
     for name in ("content", "summary"):
         if text := _text(item, name):
             return text
-    try:
-        return base64.b64decode(item.text("encrypted_content"), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError) as error:
-        raise item.error("encrypted_content", "agentrl did not write it") from error
+    return read_encoded(item, "encrypted_content")
 
 
 # responses
