@@ -175,6 +175,25 @@ def test_dialect_repeats_broken_stream_as_same_turn(db: Database, client: Dialec
         assert len(set(gated.keys)) == 2, "the call was repeated once"
 
 
+def test_repeated_samples_keep_their_own_draws(db: Database) -> None:
+    """Two samples of one prompt break; each is repeated as itself, and a third request is another sample."""
+    gated = Gated()
+    with placed(db, gated.engine) as place:
+        body = CHAT_DIALECT.body([CHAT_DIALECT.user(QUESTION)])
+        connections = [HTTPConnection(place.url.removeprefix("http://"), timeout=60) for _ in range(2)]
+        for connection in connections:
+            connection.request("POST", CHAT_DIALECT.path, json.dumps({**body, "stream": True}), {"x-api-key": place.key})
+            assert connection.getresponse().readline()
+            assert gated.begun.acquire(timeout=30)
+        for connection in connections:
+            connection.close()
+        wait_for(lambda: all(turn.stopped for turn in place.stage.driver._conversations[1].open))
+        gated.let.release(300)
+        assert [place.post(CHAT_DIALECT, body).status_code for _ in range(3)] == [200] * 3
+        assert sorted(gated.keys[:2]) == sorted(gated.keys[2:4])
+        assert len(set(gated.keys)) == 3
+
+
 @every_dialect
 def test_dialect_stream_goes_on_after_lost_worker(db: Database, client: DialectClient) -> None:
     group, gated = group_of(db), Gated(THOUGHT)
