@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.trajectory import Message, ToolCall
 from tests.clients.scripted import answer
 from tests.project.documents import DOCS
-from tests.support.agents_stage import Stage, episode_of, group_of, run_agent, staged
+from tests.support.agents_stage import Stage, episode_of, group_of, run_agent, staged, wait_for, write
 from tests.support.played_runs import values
 from tests.support.real_stack import embedded_stack
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.served_endpoint import endpoint_over
 from tests.support.small_models import tiny_random
 from tests.workers.test_agent_endpoint import held
-from tests.workers.test_agent_rollout import CHAT, Policy
+from tests.workers.test_agent_rollout import CHAT, Gated, Policy
 from tests.workers.test_agent_rollout import db as db
 from tests.workers.test_workers import in_memory as in_memory
 
@@ -61,9 +62,12 @@ def run_client(command: Sequence[str], folder: Path, **environment: str) -> str:
     return ran.stdout
 
 
-def script(tool: str, **arguments: Any) -> Policy:
-    call = CHAT.turn(Message("assistant", "I run it.", tool_calls=(ToolCall(tool, arguments),)))
-    return Policy(call, CHAT.turn(Message("assistant", "It is done.")))
+def turn_of(call: ToolCall) -> Sequence[int]:
+    return CHAT.turn(Message("assistant", "I run it.", tool_calls=(call,)))
+
+
+def script(call: ToolCall) -> Policy:
+    return Policy(turn_of(call), CHAT.turn(Message("assistant", "It is done.")))
 
 
 def check_rows(db: Database) -> None:
@@ -77,27 +81,51 @@ def check_rows(db: Database) -> None:
     assert values(db, "SELECT status FROM tool_calls") == ["done"]
 
 
-def test_codex_runs_command_and_continues_chain(db: Database, tmp_path: Path) -> None:
-    policy = script("exec_command", cmd=COMMAND)
-    with staged(Stage(db, group_of(db), policy.engine, CHAT, ROOM)) as stage, endpoint_over(db) as served:
-        held(stage)
-        provider = f'{{name="agentrl", base_url="{served.url}/v1", env_key="OPENAI_API_KEY", wire_api="responses"}}'
+def run_coding_agent(name: str, url: str, key: str, folder: Path) -> str:
+    """What the agent printed, which was told to run a command."""
+    if name == "codex":
+        provider = f'{{name="agentrl", base_url="{url}/v1", env_key="OPENAI_API_KEY", wire_api="responses"}}'
         options = ["-c", f"model_providers.agentrl={provider}", "-c", 'model_provider="agentrl"', "-m", "any"]
         words = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *options, "Run it."]
-        said = run_client(words, tmp_path, OPENAI_API_KEY=run_agent(db, 1))
-        assert "It is done." in said
-        check_rows(db)
+        return run_client(words, folder, OPENAI_API_KEY=key)
+    quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    words = ["claude", "-p", "Run it.", "--model", "any", "--allowedTools", "Bash"]
+    return run_client(words, folder, ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY=key, **quiet)
 
 
-def test_claude_code_runs_command_and_continues_chain(db: Database, tmp_path: Path) -> None:
-    policy = script("Bash", command=COMMAND, description="Writes a file")
-    with staged(Stage(db, group_of(db), policy.engine, CHAT, ROOM)) as stage, endpoint_over(db) as served:
+CALLS = {
+    "codex": ToolCall("exec_command", {"cmd": COMMAND}),
+    "claude": ToolCall("Bash", {"command": COMMAND, "description": "Writes a file"}),
+}
+coding_agents = pytest.mark.parametrize("name", CALLS)
+
+
+@coding_agents
+def test_coding_agent_runs_command_and_continues_chain(db: Database, tmp_path: Path, name: str) -> None:
+    with staged(Stage(db, group_of(db), script(CALLS[name]).engine, CHAT, ROOM)) as stage, endpoint_over(db) as served:
         held(stage)
-        quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-        words = ["claude", "-p", "Run it.", "--model", "any", "--allowedTools", "Bash"]
-        said = run_client(words, tmp_path, ANTHROPIC_BASE_URL=served.url, ANTHROPIC_API_KEY=run_agent(db, 1), **quiet)
-        assert "It is done." in said
+        assert "It is done." in run_coding_agent(name, served.url, run_agent(db, 1), tmp_path)
         check_rows(db)
+
+
+@coding_agents
+def test_coding_agent_does_not_notice_lost_worker(db: Database, tmp_path: Path, name: str) -> None:
+    find_program(name)
+    group, gated = group_of(db), Gated(turn_of(CALLS[name]))
+    stage = Stage(db, group, gated.engine, CHAT, ROOM).enter()
+    held(stage)
+    with endpoint_over(db) as served, ThreadPoolExecutor(1) as pool:
+        said = pool.submit(run_coding_agent, name, served.url, run_agent(db, 1), tmp_path)
+        assert gated.begun.acquire(timeout=120)
+        gated.let.release(4)
+        wait_for(lambda: len(stage.driver._conversations[1].open[0]._heard[0]) >= 4)
+        write(db, "UPDATE groups SET lease_until = 0")
+        stage.leave()
+        gated.let.release(1000)
+        with staged(Stage(db, group, script(CALLS[name]).engine, CHAT, ROOM)) as heir:
+            held(heir)
+            assert "It is done." in said.result(240)
+            check_rows(db)
 
 
 def test_vercel_sdk_calls_tools_in_each_api(db: Database) -> None:
@@ -120,7 +148,7 @@ def varied(episode: Any) -> float:
     return hashlib.sha256(repr([step.sampled_ids for step in episode.steps]).encode()).digest()[0] / 256
 
 
-@pytest.mark.parametrize("name", ["codex", "claude"])
+@coding_agents
 def test_coding_agent_trains_by_script_of_manual(tmp_path: Path, name: str) -> None:
     """One update of random weights, with the script that the manual shows."""
     find_program(name)
