@@ -16,7 +16,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers gpu-check gpu-wheels lint format address wheel-test release compose-test clean
+.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint format address wheel-test release compose-test clean
 
 env: .venv/.stamp
 
@@ -48,6 +48,15 @@ test-explore: env
 # What takes some seconds or more: whole runs; kills, exceptions and stalls, each at most once per fault point.
 test-slow: env .venv/.litellm
 	$(PYTEST) -m slow
+
+# Clients that npm installs, in the versions that docs/agents.md names, and those of the environment, against the endpoint.
+clients: env .venv/.litellm build/clients/.stamp
+	PATH="$(CURDIR)/build/clients/node_modules/.bin:$$PATH" $(BIN)/pytest tests/clients tests/workers/test_dialects.py
+
+build/clients/.stamp: Makefile
+	npm install --prefix build/clients --no-audit --no-fund @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197 \
+		ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/anthropic@3.0.140 zod@4.6.7
+	@touch $@
 
 # An agent whose packages are not ours has an environment of its own.
 .venv/.litellm: .venv/.stamp

@@ -214,8 +214,7 @@ def _agent_task(task: Task, texts: Mapping[str, str]) -> AgentTask:
 
 
 def _agent_variables(llm: LLM, emit_key: str) -> dict[str, str]:
-    model = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
-    return model | {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
+    return llm.variables | {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
 
 
 @Once

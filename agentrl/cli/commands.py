@@ -52,7 +52,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "eval": Entry("agentrl.cli.evaluate:evaluate", "Measure a policy: mean reward, its interval, accuracy, pass@k."),
         "compare": Entry("agentrl.cli.compare:compare", "Compare two policies on the tasks of both."),
         "chat": Entry("agentrl.cli.evaluate:chat", "Chat with a policy that can call its tools."),
-        "serve": Entry("agentrl.cli.serve:serve", "Serve a policy to any client of the OpenAI API."),
+        "serve": Entry("agentrl.cli.serve:serve", "Serve a policy to any client of the OpenAI or the Anthropic API."),
     },
     "Run": {
         "resume": Entry("agentrl.cli.run_control:resume", "Resume a paused, failed or stranded run."),

@@ -1,4 +1,4 @@
-"""`agentrl serve`: serves a policy to any client of the OpenAI API. Turns are recorded; nothing is trained."""
+"""`agentrl serve`: serves a policy to any client of the OpenAI or the Anthropic API. Turns are recorded; nothing is trained."""
 
 import json
 from collections.abc import Iterator
@@ -51,12 +51,13 @@ def serve(
     ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Serve a policy to any client of the OpenAI API, until Ctrl-C.
+    """Serve a policy to any client of the OpenAI or the Anthropic API, until Ctrl-C.
 
-    The routes are POST /v1/chat/completions and GET /v1/models. Each client's requests are an episode of a run of the kind
-    serve, for `agentrl episodes`, `replay` and `sql`. Requests with the same API key, or the same header X-Agentrl-Episode,
-    belong to one client. Its episode ends by POST /v1/episode/end (which may give it rewards), after --idle-seconds without a
-    request, or with this process. The client chooses temperature, top_p, top_k, min_p and seed.
+    The routes are POST /v1/chat/completions, /v1/responses, /v1/messages and /v1/completions, and GET /v1/models. Each client's
+    requests are an episode of a run of the kind serve, for `agentrl episodes`, `replay` and `sql`. Requests with the same API
+    key, or the same header X-Agentrl-Episode, belong to one client. Its episode ends by POST /v1/episode/end (which may give it
+    rewards), after --idle-seconds without a request, or with this process. The client chooses temperature, top_p, top_k, min_p
+    and seed.
     """
     from secrets import randbelow
 

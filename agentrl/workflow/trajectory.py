@@ -12,7 +12,9 @@ from agentrl.workflow.annotations import Annotation
 if TYPE_CHECKING:
     from agentrl.workflow.config import RolloutConfig
 
-Role = Literal["system", "user", "assistant", "tool"]
+Role = Literal["system", "user", "assistant", "tool", "prompt", "prompt_ids"]
+RAW_ROLES = ("prompt", "prompt_ids")
+"""The roles of messages that no chat template renders: the text of a complete prompt, and token ids as JSON."""
 Status = Literal["planned", "running", "done", "failed", "infra_error", "cancelled"]
 StopReason = Literal["answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout", "agent_error"]
 TRUNCATED: tuple[StopReason, ...] = ("max_steps", "max_tokens", "timeout")

@@ -247,3 +247,9 @@ def test_program_task_file_holds_only_allowed_fields(open_folder: Path, endpoint
         "key": "t/1", "messages": [{"role": "user", "content": "Hi"}], "metadata": {"n": 1}, "reference": None,
         "training": True, "resources": {},
     }  # fmt: skip
+
+
+def test_agent_variables_name_model_of_both_apis() -> None:
+    variables = LLM("http://here:1/v1", "key", "run-1").variables
+    assert {variables[f"{api}_API_KEY"] for api in ("OPENAI", "ANTHROPIC")} == {"key"}
+    assert (variables["OPENAI_BASE_URL"], variables["ANTHROPIC_BASE_URL"]) == ("http://here:1/v1", "http://here:1")

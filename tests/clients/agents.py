@@ -1,6 +1,7 @@
 """Small agents on the libraries that people have, each as its own manual writes it. Nothing but `Answer` is agentrl's."""
 
 import asyncio
+import json
 from typing import Any
 
 from agentrl.workflow.agents import Answer
@@ -82,11 +83,34 @@ def smolagents(task: Any, llm: Any) -> Answer:
 
 async def pydantic_ai(task: Any, llm: Any) -> Answer:
     """An Agent with a plain tool."""
-    from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIChatModel(llm.model, provider=OpenAIProvider(base_url=llm.base_url, api_key=llm.api_key))
+    return await _pydantic_ai(model, task)
+
+
+async def pydantic_ai_responses(task: Any, llm: Any) -> Answer:
+    """The same agent on the Responses API."""
+    from pydantic_ai.models.openai import OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIResponsesModel(llm.model, provider=OpenAIProvider(base_url=llm.base_url, api_key=llm.api_key))
+    return await _pydantic_ai(model, task)
+
+
+async def pydantic_ai_messages(task: Any, llm: Any) -> Answer:
+    """The same agent on Anthropic's Messages API."""
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+
+    provider = AnthropicProvider(base_url=llm.base_url.removesuffix("/v1"), api_key=llm.api_key)
+    return await _pydantic_ai(AnthropicModel(llm.model, provider=provider), task)
+
+
+async def _pydantic_ai(model: Any, task: Any) -> Answer:
+    from pydantic_ai import Agent
+
     agent = Agent(model, output_type=str)
 
     @agent.tool_plain
@@ -96,3 +120,68 @@ async def pydantic_ai(task: Any, llm: Any) -> Answer:
 
     made = await agent.run(task.messages[-1]["content"])
     return Answer(made.output)
+
+
+async def openai_agents(task: Any, llm: Any) -> Answer:
+    """The OpenAI Agents SDK with the model class that it takes by default: Responses."""
+    from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+
+    @function_tool
+    def calculator(expression: str) -> str:
+        """Computes an arithmetic expression exactly."""
+        return calculate(expression)
+
+    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as asked:
+        agent = Agent(name="counts", tools=[calculator], model=OpenAIResponsesModel(llm.model, openai_client=asked))
+        made = await Runner.run(agent, task.messages[-1]["content"])
+    return Answer(str(made.final_output))
+
+
+def previous_response(task: Any, llm: Any) -> None:
+    """The openai SDK, which sends the new items alone and names the response before them."""
+    tool = {"type": "function", "strict": False, **CALCULATOR["function"]}
+    said = client(llm).responses.create(model=llm.model, input=task.messages[-1]["content"], tools=[tool])
+    while calls := [item for item in said.output if item.type == "function_call"]:
+        results = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": calculate(**json.loads(call.arguments))}
+            for call in calls
+        ]
+        said = client(llm).responses.create(model=llm.model, input=results, tools=[tool], previous_response_id=said.id)
+
+
+def anthropic_tools(task: Any, llm: Any) -> None:
+    """Anthropic's SDK and its helper, which runs the tools."""
+    from anthropic import Anthropic, beta_tool
+
+    @beta_tool
+    def calculator(expression: str) -> str:
+        """Computes an arithmetic expression exactly.
+
+        Args:
+            expression: for example 12+7
+        """
+        return calculate(expression)
+
+    with Anthropic(base_url=llm.base_url.removesuffix("/v1"), api_key=llm.api_key) as asked:
+        messages = [{"role": "user", "content": task.messages[-1]["content"]}]
+        runner = asked.beta.messages.tool_runner(model=llm.model, max_tokens=1000, messages=messages, tools=[calculator])
+        runner.until_done()
+
+
+def langchain_responses(task: Any, llm: Any) -> Answer:
+    """LangChain's agent on the Responses API."""
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    @tool
+    def calculator(expression: str) -> str:
+        """Computes an arithmetic expression exactly."""
+        return calculate(expression)
+
+    model = ChatOpenAI(model=llm.model, base_url=llm.base_url, api_key=llm.api_key, use_responses_api=True)
+    made = create_react_agent(model, [calculator]).invoke({"messages": task.messages})
+    return Answer(made["messages"][-1].text)

@@ -72,6 +72,12 @@ def parts(stack: Stack, run: str) -> dict[str, float]:
         "tests.clients.agents:streaming_helper",
         "tests.clients.agents:pydantic_ai",
         "bench.learning.langgraph_agent:solve",
+        "tests.clients.agents:openai_agents",
+        "tests.clients.agents:previous_response",
+        "tests.clients.agents:langchain_responses",
+        "tests.clients.agents:pydantic_ai_responses",
+        "tests.clients.agents:pydantic_ai_messages",
+        "tests.clients.agents:anthropic_tools",
     ],
 )
 def test_client_agent_with_own_tools_is_recorded_by_turn(stack: Stack, model: Path, agent: str) -> None:

@@ -14,7 +14,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, ResponseTurn
-from agentrl.workflow.dialects.chat_completions import StreamEvents, error_body, models, parse_turn, read, whole
+from agentrl.workflow.dialects.chat_completions import StreamEvents, error_body, models, read, whole
+from agentrl.workflow.dialects.reply_text import parse_turn
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.tool_formats import AUTO
 from agentrl.workflow.trajectory import Message, ToolCall

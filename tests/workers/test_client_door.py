@@ -12,9 +12,10 @@ from agentrl.workers.serving import client_door
 from agentrl.workers.serving.api_errors import ApiError, too_large
 from agentrl.workers.serving.client_door import END, MAX_CLIENTS, MAX_END_BYTES, ClientDoor
 from agentrl.workers.serving.cors import read_origins
-from agentrl.workers.serving.endpoint_app import ANNOTATIONS, CHAT, Endpoint, Read
+from agentrl.workers.serving.endpoint_app import ANNOTATIONS, Endpoint, Read
 from agentrl.workers.serving.places import Places
 from agentrl.workflow.config import RolloutConfig
+from agentrl.workflow.dialects.chat_completions import PATH as CHAT
 from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.trajectory import SamplingKey

@@ -10,7 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from agentrl.workers.serving.endpoint_app import CHAT, EndpointLimits
+from agentrl.workers.serving.endpoint_app import EndpointLimits
+from agentrl.workflow.dialects.chat_completions import PATH as CHAT
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.endpoint_reads import find_places
 from tests.support.played_runs import EXPIRED
@@ -155,7 +156,7 @@ def test_endpoint_refuses_attempt_key_from_page(made: Attempt, served: Served) -
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/responses", "/v1/completions", "/", "/v1/chat/completions/", "/attempt/secret/v1/messages"]
+    "path", ["/v1/embeddings", "/v1/audio/speech", "/", "/v1/chat/completions/", "/attempt/secret/v1/messages/batches"]
 )
 def test_endpoint_unknown_path_lists_known_paths(made: Attempt, served: Served, path: str) -> None:
     answer = ask(served, path=path)

@@ -13,8 +13,9 @@ import httpx2
 import pytest
 
 from agentrl.workers.serving import guarded_http
-from agentrl.workers.serving.endpoint_app import CHAT, EndpointLimits
+from agentrl.workers.serving.endpoint_app import EndpointLimits
 from agentrl.workers.serving.guarded_http import GuardedProtocol
+from agentrl.workflow.dialects.chat_completions import PATH as CHAT
 from agentrl.workflow.store.connect import Database
 from tests.support.scripted_worker import hang_up, scripted_worker, silence, stream, whole
 from tests.support.served_endpoint import Attempt, Served, attempt, endpoint_over, raw

@@ -15,10 +15,10 @@ import httpx2
 import pytest
 from sqlalchemy import text
 
-from agentrl.workers.serving.endpoint_app import CHAT
 from agentrl.workers.stack import presence
 from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, url_of
 from agentrl.workers.stack.supervisor import Supervisor
+from agentrl.workflow.dialects.chat_completions import PATH as CHAT
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import leases

@@ -17,6 +17,7 @@ from openai import OpenAI
 from sqlalchemy import text
 
 from agentrl.workflow.store.migrate import open_database
+from tests.support.dialect_clients import CALCULATOR, CLIENTS, COMPLETIONS, DialectClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
@@ -126,6 +127,23 @@ def test_serve_client_sampling_choice_is_verified(served: Served) -> None:
     assert verified.returncode == 0, verified.stdout + verified.stderr
     report = json.loads(verified.stdout)["tokens"]
     assert (report["same"], sum(step["mismatches"] + step["ties"] for step in report["steps"])) == (True, 0)
+
+
+@pytest.mark.parametrize("client", [*CLIENTS, COMPLETIONS], ids=lambda client: client.path[4:])
+def test_serve_verifies_episode_of_each_dialect(served: Served, client: DialectClient) -> None:
+    key, history = f"sk-{client.path}", [client.user("What is 15 minus 8?")]
+    for question in ("and 6 minus 2?", "and 3 plus 4?"):
+        turn = client.ask(served.url, key, history, tools=[CALCULATOR], max_tokens=12)
+        results = client.results(turn.calls, ["7"] * len(turn.calls)) if turn.calls else [client.user(question)]
+        history += [*turn.items, *results]
+        client.ask(served.url, key, history, True, tools=[CALCULATOR], max_tokens=12)
+    episode = served.post("/v1/episode/end", {}, authorization=f"Bearer {key}").json()["episode"]
+    assert served.rows(f"SELECT status, steps FROM episodes WHERE id = {episode}") == [("done", 4)]
+    verified = agentrl(served, "replay", str(episode), "--verify", "all", "--json")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    report = json.loads(verified.stdout)["tokens"]
+    assert (report["same"], report["prompts"], report["prompt"]) == (True, 4, None)
+    assert agentrl(served, "replay", str(episode)).returncode == 0
 
 
 def test_serve_refuses_in_openai_shape(served: Served) -> None:

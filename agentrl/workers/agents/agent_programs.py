@@ -107,11 +107,11 @@ def placed(
 
 
 def _model(llm: LLM, emit_key: str) -> dict[str, str]:
-    variables = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
     if not emit_key:
-        return variables
-    variables |= {EMIT_URL: f"{llm.base_url}/annotations", EMIT_KEY: emit_key}
-    return variables | {
+        return llm.variables
+    return llm.variables | {
+        EMIT_URL: f"{llm.base_url}/annotations",
+        EMIT_KEY: emit_key,
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{llm.base_url}/traces",
         "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"x-api-key={emit_key}",
     }

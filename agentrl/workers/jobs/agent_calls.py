@@ -68,7 +68,7 @@ class AgentCall:
         request_id: the id of the request; it stays the same each time the request is forwarded.
         created: the time when the request first arrived, in seconds since 1970.
         retry: the number of earlier tries that the client reports for this request.
-        body_hash: the sha256 of the request's body.
+        body_hash: the hash of the request's body (`Ask.identity`).
         ask: the parsed body.
         tell: the callback that receives the rollout's messages; called from any thread.
         gone: an event that is set when the client has disconnected.

@@ -5,8 +5,9 @@ Messages are compared by a hash of their content. The comparison ignores the ids
 white space at both ends of a text; it includes thoughts. A request costs one hash per message, however many turns the episode
 has.
 
-A recorded response is found by the request's id. If the client says that it retries, the response is also found by the hash of
-the request's body. The sampled tokens depend on the prompt's tokens and on the number of earlier samples of the same prompt
+A recorded response is found by the request's id. If the client repeats the request, the response is also found by the hash of
+the request's body. A request is a repetition if the client says that it retries, or if the earlier response did not reach its
+client. The sampled tokens depend on the prompt's tokens and on the number of earlier samples of the same prompt
 (the `draw`), never on the order of arrival.
 """
 
@@ -23,20 +24,26 @@ from typing import Any
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Drawn
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.text_length import TooLong
-from agentrl.workflow.dialects import Ask, RequestError, ResponseTurn
+from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError, ResponseTurn
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.prompt_draft import Draft, Lines, continuing, opening
 from agentrl.workflow.store.row_codecs import pack
-from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, StepRequest, messages_of
+from agentrl.workflow.trajectory import RAW_ROLES, ROOT, Episode, Message, Step, StepRequest, messages_of
 
 CONTINUES_NONE = "no earlier turn has these messages, tools and template options"
 """The stored reason why a request begins a new chain instead of continuing an earlier turn."""
+
+EXTENDS_NONE = "the prompt extends the tokens of no earlier turn"
+"""The stored reason why a request with a prompt of its own begins a new chain."""
 
 TOP = "top"
 """The key of `steps.asked` under which the likeliest tokens of each position are stored, so that a repeated request gets the
 same response.
 """
+
+KEPT = "kept"
+"""The key of `steps.asked` under which the dialect's `Ask.kept` is stored."""
 
 CANCELLED = "~"
 """The separator between a request's id and a number in the id of a cancelled turn. The request itself may still be answered."""
@@ -87,7 +94,7 @@ class History:
         self._draws.append((*draws, step.draw or 0))
         self._by_digest.setdefault(digest, []).append(index)
 
-    def find(self, ask: Ask, steps: Sequence[Step]) -> Match:
+    def find(self, ask: Ask, steps: Sequence[Step], previous: int = ROOT) -> Match:
         """Return the step whose conversation is the longest prefix of the request's messages.
 
         No step matches if a message after the prefix has the policy's role (`assistant`). If several conversations are equal,
@@ -97,6 +104,7 @@ class History:
         Args:
             ask: the request.
             steps: the added steps in their present state.
+            previous: the step that the request names by the id of its response; `ROOT` if it names none.
         """
         digest, count, candidates = _digest_of(ask.tools, ask.template_options), 0, list[int]()
         for size, message in enumerate(ask.messages[:-1], start=1):
@@ -105,6 +113,8 @@ class History:
                 count, candidates = size, self._by_digest[digest]
         if not candidates or any(message.role == "assistant" for message in ask.messages[count:]):
             return Match()
+        if previous in candidates:
+            return Match(previous, count, equal=1)
         equal = [index for index in candidates if steps[index].delivered] or candidates
         first = min(equal, key=lambda index: (self._draws[index], index))
         return Match(first, count, equal=len(equal))
@@ -221,6 +231,7 @@ class Conversation:
     _history: History = field(default_factory=History)
     _sessions: dict[int, int] = field(default_factory=dict)
     _prompts: dict[str, set[int]] = field(default_factory=dict)
+    _by_id: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, episode: Episode, attempt: int, requests: Mapping[int, StepRequest]) -> "Conversation":
@@ -249,11 +260,25 @@ class Conversation:
         self._history.add(self.lines.steps, step.index, *brought)
         if request is not None:
             self.requests[step.index] = request
+            self._by_id[request.id] = step.index
             self._prompts.setdefault(self._prompt_hash(step), set()).add(int(request.asked.get("draw", 0)))
 
     def refresh(self, episode: Episode) -> None:
         """Replace the steps by those of the newly loaded episode, which have the current results and `delivered` flags."""
         self.lines.steps[:] = episode.steps
+
+    def response(self, request_id: str) -> RecordedResponse | None:
+        """Return the recorded response to the request of that id; None if there is no such response. Thread-safe.
+
+        A conversation with a prompt that its client wrote itself cannot be continued by messages, so it counts as unknown.
+        """
+        index = self._by_id.get(request_id)
+        if index is None or CANCELLED in request_id:
+            return None
+        messages, request = messages_of(self.lines.steps, index), self.requests[index]
+        if any(message.role in RAW_ROLES for message in messages):
+            return None
+        return RecordedResponse(messages, request.tools, request.asked.get(KEPT, {}))
 
     def prompt(self, step: Step) -> tuple[int, ...]:
         """Return all input tokens of a step."""
@@ -271,7 +296,9 @@ class Conversation:
         Raises:
             RequestError: the template cannot render the messages, or the messages are far too long.
         """
-        match = self._history.find(ask, self.lines.steps)
+        if ask.messages[0].role in RAW_ROLES:
+            return self._raw_draft(chat, ask, max_tokens)
+        match = self._history.find(ask, self.lines.steps, self._by_id.get(ask.previous, ROOT))
         reason = CONTINUES_NONE if self.lines.steps else None
         try:
             if match.step != ROOT:
@@ -287,6 +314,20 @@ class Conversation:
         except Exception as error:  # a template is a program, and the messages are anybody's
             text = str(error) if isinstance(error, ModelError) else f"The chat template cannot render these messages: {error}."
             raise RequestError(400, text[:1000], code="invalid_messages", param="messages") from error
+
+    def _raw_draft(self, chat: Chat, ask: Ask, max_tokens: int) -> Draft:
+        """Return the draft of a prompt that the client wrote itself. It continues the step whose tokens it extends."""
+        try:
+            ids = chat.opening(ask.messages, max_tokens=max_tokens)
+        except TooLong as error:
+            raise too_long(max_tokens, "more") from error
+        except ModelError as error:
+            raise RequestError(400, error.message, code="invalid_prompt", param="prompt") from error
+        parent = self.lines.longest_line(ids)
+        if parent == ROOT:
+            return opening(self.lines, ask.messages, ids, EXTENDS_NONE if self.lines.steps else None)
+        new = ids[len(self.lines.tokens(parent)) :]
+        return continuing(self.lines, parent, (Message("prompt_ids", json.dumps(new)),), new)
 
     def messages(self, draft: Draft) -> tuple[Message, ...]:
         """Return all messages of the conversation that ends with the draft."""
@@ -335,10 +376,14 @@ class Conversation:
         return bool(before - {call.body_hash})
 
     def in_flight(self, call: AgentCall) -> AgentTurn | None:
-        """Return the turn in flight whose request this one repeats; None if there is no such turn."""
+        """Return the turn in flight whose request this one repeats; None if there is no such turn.
+
+        A client repeats a broken stream without `stream`, perhaps before the server knows that the stream is broken.
+        """
         same = [turn for turn in self.open if turn.call.request_id == call.request_id]
-        if call.retry and not same:
-            same = [turn for turn in self.open if turn.call.body_hash == call.body_hash]
+        if not same:
+            equal = [turn for turn in self.open if turn.call.body_hash == call.body_hash]
+            same = [turn for turn in equal if call.retry or not turn.is_awaited or (turn.ask.stream and not call.ask.stream)]
             same.sort(key=lambda turn: turn.is_awaited)  # first one that its client has left
         return same[0] if same else None
 
@@ -348,18 +393,22 @@ class Conversation:
         """
         firsts = {step: one for step, one in self.requests.items() if "." not in one.id and CANCELLED not in one.id}
         matches = [step for step, one in firsts.items() if one.id == call.request_id]
-        if call.retry and not matches:
-            matches = [step for step, one in firsts.items() if one.body_hash == call.body_hash]
+        if not matches:
+            matches = [step for step, one in firsts.items() if self._is_again(one, call, self.lines.steps[step].delivered)]
             matches.sort(key=lambda step: (not self.lines.steps[step].delivered, step))
         return self.answers(self.requests[matches[-1]].id, call.ask.count) if matches else []
 
     def draws(self, call: AgentCall, prompt_hash: str) -> tuple[int, ...]:
         """Return a number for each choice: the lowest numbers that no other sample of this prompt uses.
 
-        If the request repeats a cancelled request, its choices first get the numbers of the cancelled request again.
+        If the request repeats a cancelled request, its choices first get the numbers of the cancelled request again, unless
+        another repetition has them already.
         """
-        stopped = [one for one in self.requests.values() if CANCELLED in one.id and self._is_again(one, call)]
-        before = sorted({int(one.asked.get("draw", 0)) for one in stopped})[: call.ask.count]
+        stopped = [one for one in self.requests.values() if CANCELLED in one.id and self._is_again(one, call, delivered=False)]
+        again = [one for one in self.requests.values() if CANCELLED not in one.id and one.body_hash == call.body_hash]
+        taken = {_draw(one) for one in again}
+        taken |= {draw for turn in self.open if turn.call.body_hash == call.body_hash for draw in turn.draws}
+        before = sorted({_draw(one) for one in stopped} - taken)[: call.ask.count]
         used = set(self._prompts.get(prompt_hash, ()))
         for turn in self.open:
             if _hash_ids(turn.draft.context) == prompt_hash:
@@ -369,8 +418,7 @@ class Conversation:
 
     def answers(self, request_id: str, count: int) -> list[int]:
         """Return the steps that answered the request of that id, one step per choice."""
-        by_id = {request.id: step for step, request in self.requests.items()}
-        return [by_id[name] for choice in range(count) if (name := choice_id(request_id, choice)) in by_id]
+        return [self._by_id[name] for choice in range(count) if (name := choice_id(request_id, choice)) in self._by_id]
 
     def stopped_id(self, request_id: str) -> str:
         """Return a new id for the record of a cancelled response."""
@@ -384,11 +432,17 @@ class Conversation:
         done = Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds, top)
         return ResponseTurn(step.message, done)
 
-    def _is_again(self, request: StepRequest, call: AgentCall) -> bool:
-        return _own_id(request) == call.request_id or (call.retry > 0 and request.body_hash == call.body_hash)
+    def _is_again(self, request: StepRequest, call: AgentCall, delivered: bool) -> bool:
+        """Return True if the call repeats the request. `delivered` says whether the request's response reached its client."""
+        same_body = request.body_hash == call.body_hash
+        return _own_id(request) == call.request_id or (same_body and (call.retry > 0 or not delivered))
 
     def _prompt_hash(self, step: Step) -> str:
         return _hash_ids(self.prompt(step))
+
+
+def _draw(request: StepRequest) -> int:
+    return int(request.asked.get("draw", 0))
 
 
 def _own_id(request: StepRequest) -> str:

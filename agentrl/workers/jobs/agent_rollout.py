@@ -15,7 +15,7 @@ from logging import getLogger
 from typing import Any
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Refused
-from agentrl.workers.jobs.agent_conversation import TOP, AgentTurn, Conversation, choice_id, prompt_hash, too_long
+from agentrl.workers.jobs.agent_conversation import KEPT, TOP, AgentTurn, Conversation, choice_id, prompt_hash, too_long
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
 from agentrl.workers.jobs.inbox import Inbox, InboxEvent
 from agentrl.workers.jobs.pending_agents import Agents, PendingAgents
@@ -24,9 +24,9 @@ from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
 from agentrl.workflow import engines
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import CLIENTS, AgentConfig, RolloutConfig
-from agentrl.workflow.dialects import Ask, RequestError
-from agentrl.workflow.dialects.chat_completions import parse_turn
+from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError
 from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
+from agentrl.workflow.dialects.reply_text import parse_turn
 from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.experiment import Experiment
@@ -189,6 +189,14 @@ class AgentRollout:
         call.gone.set()
         self.inbox.put(InboxEvent(self.work.fence.group, call.episode, request=call))
 
+    def recorded(self, episode: int, request_id: str) -> RecordedResponse | None:
+        """Return the response to an earlier request of the episode's current attempt; None if there is no such response.
+
+        Thread-safe.
+        """
+        conversation = self._conversations.get(episode)
+        return None if conversation is None else conversation.response(request_id)
+
     def handle(self, events: Sequence[InboxEvent]) -> None:
         """Commit sampled turns, begin the requested turns, and end the episodes whose agents have ended."""
         self._commit([event.turn for event in events if event.turn is not None])
@@ -244,6 +252,9 @@ class AgentRollout:
         if conversation.is_other(call):
             message = "This Idempotency-Key was used before with another body."
             raise RequestError(422, message, code="idempotency_key_reused")
+        if call.ask.counts_only:
+            self._count(call, conversation)
+            return
         flying = conversation.in_flight(call)
         if flying is not None:
             flying.later.append(call) if flying.stopped else flying.join(call)
@@ -264,6 +275,12 @@ class AgentRollout:
         call.answered = request.id
         call.tell(Accepted(prompt, request.id, created, len(prompt) - len(first.prompt_ids)))
         call.tell(Answered(tuple(map(conversation.turn_of, steps))))
+
+    def _count(self, call: AgentCall, conversation: Conversation) -> None:
+        """Send the prompt of the request, whose tokens the client wants to count."""
+        draft = conversation.draft(self.chat, call.ask, self.max_context)
+        call.tell(Accepted(draft.context, call.request_id, call.created, 0))
+        call.tell(Answered(()))
 
     def _begin(self, call: AgentCall, conversation: Conversation) -> None:
         """Begin a turn for the request: submit its choices to the engine."""
@@ -624,9 +641,11 @@ def _kept(turn: AgentTurn, done: Completion) -> dict[str, Any]:
 
     The client's stop strings explain why the turn ended. The number of equal histories is stored if it is above one. The
     likeliest tokens of each position are stored if the client requested them, because a repeated request must get the same
-    response.
+    response. The names of fields without effect are stored too.
     """
-    fields = {"stop": list(turn.ask.stop), EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
+    ask = turn.ask
+    fields = {"stop": list(ask.stop), EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
+    fields |= {"not_applied": list(ask.not_applied), KEPT: dict(ask.kept)}
     return {name: value for name, value in fields.items() if value}
 
 

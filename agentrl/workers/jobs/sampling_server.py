@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from logging import getLogger
 from typing import Any, Protocol
 
@@ -26,7 +27,8 @@ from agentrl.workers.stack.process import database
 from agentrl.workflow.agents.keys import key_hash, sampling_key
 from agentrl.workflow.annotations import Annotation, read_annotations
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, chat_completions
+from agentrl.workflow.dialects import Ask, RecordedResponse, ReplyHead, RequestError, chat_completions
+from agentrl.workflow.dialects.paths import COUNTERS, DIALECTS, Dialect, Events, dialect_of
 from agentrl.workflow.errors import ConflictError, ServiceError, StateError, locate_error
 from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import settings
@@ -53,6 +55,9 @@ SMALL_BODY = 32 * 1024
 """The largest body that is parsed in the server's own thread, in bytes. Larger bodies are parsed in another thread."""
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _DIGITS = re.compile(r"[0-9]{1,15}")
+_UNPRINTABLE = re.compile(rb"[^ -~]")
+MAX_HEADER_BYTES = 1000
+"""The most bytes of the header that names the fields without effect."""
 
 
 class EpisodeServer(Protocol):
@@ -67,6 +72,9 @@ class EpisodeServer(Protocol):
 
     def left(self, call: AgentCall) -> None:
         """Cancel the request because its client disconnected."""
+
+    def recorded(self, episode: int, request_id: str) -> RecordedResponse | None:
+        """Return the response to an earlier request of the episode's current attempt; None if there is no such response."""
 
 
 @dataclass(eq=False)
@@ -132,7 +140,7 @@ class SamplingServer:
 
     async def _serve(self, exchange: "HttpExchange") -> None:
         match exchange.scope["method"], exchange.scope["path"]:
-            case "POST", "/v1/chat/completions":
+            case "POST", path if path in DIALECTS:
                 await self._sample(exchange)
             case "POST", "/v1/annotations":
                 await self._note(exchange)
@@ -143,11 +151,13 @@ class SamplingServer:
                 raise RequestError(404, "Unknown route.", code="not_found")
 
     async def _sample(self, exchange: "HttpExchange") -> None:
-        """Let the holder sample a turn for the request, and write the response."""
+        """Let the holder sample a turn for the request, or count its tokens, and write the response."""
         episode, attempt, holder = await self.find(exchange.key())
         body = await exchange.body()
-        ask = chat_completions.read(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(chat_completions.read, body)
-        ask = ask if ask.model else replace(ask, model=holder.model)
+        read = partial(exchange.dialect.read, body, partial(holder.recorded, episode))
+        ask = read() if len(body) <= SMALL_BODY else await asyncio.to_thread(read)
+        counts = exchange.path in COUNTERS
+        ask = replace(ask, model=ask.model or holder.model, counts_only=counts, stream=ask.stream and not counts)
         queue: asyncio.Queue[RolloutMessage] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -161,8 +171,7 @@ class SamplingServer:
             with suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(_put_all, queue, batch)
 
-        body_hash = hashlib.sha256(body).hexdigest()
-        call = AgentCall(episode, attempt, *exchange.identity(body_hash), body_hash, ask, tell)
+        call = AgentCall(episode, attempt, *exchange.identity(ask.identity), ask.identity, ask, tell)
         holder.take(call)
         reply = asyncio.ensure_future(_reply(exchange, holder, ask, queue))
         gone = asyncio.ensure_future(exchange.wait_gone())
@@ -219,19 +228,25 @@ async def _reply(exchange: "HttpExchange", holder: EpisodeServer, ask: Ask, queu
         raise accepted.error
     if not isinstance(accepted, Accepted):
         raise _not_here()
+    if ask.counts_only:
+        await exchange.answer(200, COUNTERS[exchange.path].count(len(accepted.prompt_ids)))
+        return
+    if ask.not_applied:
+        names = ", ".join(ask.not_applied).encode("ascii", "replace")
+        exchange.headers.append((b"x-agentrl-not-applied", _UNPRINTABLE.sub(b"?", names)[:MAX_HEADER_BYTES]))
     head = ReplyHead(accepted.prompt_ids, accepted.request_id, accepted.created, holder.fingerprint, accepted.cached_tokens)
     if ask.stream:
-        await _stream(exchange, chat_completions.StreamEvents(ask, head, holder.chat), queue)
+        await _stream(exchange, exchange.dialect.stream(ask, head, holder.chat), queue)
         return
     while not isinstance(message := await queue.get(), Answered):
         if isinstance(message, Refused):
             raise message.error
         if isinstance(message, AttemptGone):
             raise _not_here()
-    await exchange.answer(200, chat_completions.whole(ask, message.turns, head, holder.chat))
+    await exchange.answer(200, exchange.dialect.whole(ask, message.turns, head, holder.chat))
 
 
-async def _stream(exchange: "HttpExchange", events: Any, queue: "asyncio.Queue[RolloutMessage]") -> None:
+async def _stream(exchange: "HttpExchange", events: Events, queue: "asyncio.Queue[RolloutMessage]") -> None:
     """Write the server-sent events, one choice after the other. So the bytes do not depend on the time at which the tokens
     arrive.
     """
@@ -256,12 +271,23 @@ async def _stream(exchange: "HttpExchange", events: Any, queue: "asyncio.Queue[R
 
 @dataclass(eq=False)
 class HttpExchange:
-    """One request and its response."""
+    """One request and its response. `headers` are those of the response, besides the usual ones."""
 
     scope: Scope
     receive: Receive
     send: Send
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     _begun: bool = False
+
+    @property
+    def path(self) -> str:
+        """The path of the request."""
+        return str(self.scope["path"])
+
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect of the request."""
+        return dialect_of(self.path)
 
     def key(self) -> str:
         """Return the API key of the request.
@@ -274,13 +300,13 @@ class HttpExchange:
             raise RequestError(401, "The API key is missing.", code="invalid_api_key")
         return key.strip()
 
-    def identity(self, body_hash: str) -> tuple[str, int, int]:
+    def identity(self, salt: str) -> tuple[str, int, int]:
         """Return three values from the headers that the endpoint sets: the request id, the time of arrival in seconds since
         1970, and the number of earlier tries.
         """
         name, created, retry = (self.header(f"x-agentrl-{what}") for what in ("request", "created", "retry"))
         return (
-            name if _REQUEST_ID.fullmatch(name) else hashlib.sha256(f"{time.time_ns()}|{body_hash}".encode()).hexdigest()[:32],
+            name if _REQUEST_ID.fullmatch(name) else hashlib.sha256(f"{time.time_ns()}|{salt}".encode()).hexdigest()[:32],
             int(created) if _DIGITS.fullmatch(created) else int(time.time()),
             int(retry) if _DIGITS.fullmatch(retry) else 0,
         )
@@ -318,13 +344,13 @@ class HttpExchange:
     async def refuse(self, error: RequestError) -> None:
         """Respond with the error, unless a response has begun."""
         if not self._begun:
-            more = [(b"x-should-retry", b"false")] if error.code == "max_calls" else []
-            await self.answer(error.status, chat_completions.error_body(error), more)
+            self.headers = [(b"x-should-retry", b"false")] if error.code == "max_calls" else []
+            await self.answer(error.status, self.dialect.error_body(error))
 
-    async def answer(self, status: int, document: Any, more: list[tuple[bytes, bytes]] | None = None) -> None:
+    async def answer(self, status: int, document: Any) -> None:
         """Respond with a JSON document."""
-        body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *(more or ())]
+        body = json.dumps(document, ensure_ascii=False, separators=(",", ":"), default=dict).encode("utf-8", "replace")
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *self.headers]
         self._begun = True
         async with asyncio.timeout(WRITE_SECONDS):
             await self.send({"type": "http.response.start", "status": status, "headers": headers})
@@ -334,7 +360,7 @@ class HttpExchange:
         """Begin a response of server-sent events."""
         self._begun = True
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        headers.append((b"x-accel-buffering", b"no"))
+        headers += [(b"x-accel-buffering", b"no"), *self.headers]
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, events: bytes) -> None:

@@ -1,10 +1,13 @@
-"""The endpoint's own error responses, in the format of the OpenAI API."""
+"""The endpoint's own error responses. The dialect of the request's path determines their format."""
 
 import json
 from typing import Any
 
+from agentrl.workflow.dialects import RequestError
+from agentrl.workflow.dialects.paths import dialect_of
 
-class ApiError(Exception):
+
+class ApiError(RequestError):
     """An error response of the endpoint itself.
 
     `retry_after` is the time after which the client should retry, in seconds. `final` tells SDKs not to retry.
@@ -20,14 +23,8 @@ class ApiError(Exception):
         final: bool = False,
         allow: str = "",
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.kind = status, message, code, kind
+        super().__init__(status, message, code, kind=kind)
         self.retry_after, self.final, self.allow = retry_after, final, allow
-
-    @property
-    def body(self) -> bytes:
-        """Return the error as JSON."""
-        return as_json({"error": {"message": self.message, "type": self.kind, "param": None, "code": self.code}})
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -47,9 +44,9 @@ def as_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def event(body: bytes) -> bytes:
-    """Return the body of an error as a server-sent event, for a stream that has begun."""
-    return b"data: " + body + b"\n\n"
+def error_json(error: RequestError, path: str = "") -> bytes:
+    """Return the body of the response to a request for this path."""
+    return as_json(dialect_of(path).error_body(error))
 
 
 def unknown_key() -> ApiError:

@@ -113,6 +113,10 @@ class ClientDoor:
         """See `Authenticator`; empty if the server has no key."""
         return self.allowed_origins if self.key else frozenset()
 
+    async def accepts(self, api_key: str) -> bool:
+        """See `Authenticator`. Without a key of the server, every key is accepted."""
+        return not self.key or self._is_own(api_key)
+
     async def find_run(self, api_key: str, headers: Mapping[bytes, bytes]) -> str:
         """See `Authenticator`."""
         self._identify(api_key, headers)
@@ -211,6 +215,9 @@ class ClientDoor:
         if opened is not None:
             self.episodes.end(opened.id, None, None)
 
+    def _is_own(self, api_key: str) -> bool:
+        return hmac.compare_digest(api_key.encode(errors="surrogateescape"), self.key.encode())
+
     def _identify(self, api_key: str, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
         """Return the (API key, name) that identifies the client. The API key is empty if the server needs a key, which is then
         the same for all.
@@ -219,8 +226,8 @@ class ClientDoor:
             ApiError: the key is wrong, the name is invalid, or the request comes from a web page of another site.
         """
         if self.key:
-            if not hmac.compare_digest(api_key.encode(errors="surrogateescape"), self.key.encode()):
-                message = "Wrong or missing API key. Send it: Authorization: Bearer KEY."
+            if not self._is_own(api_key):
+                message = "Wrong or missing API key. Send it: Authorization: Bearer KEY, or x-api-key: KEY."
                 raise ApiError(401, message, "invalid_api_key", final=True)
             api_key = ""
         else:

@@ -9,8 +9,13 @@ from collections.abc import Mapping, Set
 
 from agentrl.workers.serving.upstream import Headers
 
-HEADERS = b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode"
-"""The headers that a page may send. In addition, it may send those of the OpenAI SDK (`x-stainless-...`)."""
+HEADERS = (
+    b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode, "
+    b"anthropic-version, anthropic-beta, anthropic-dangerous-direct-browser-access"
+)
+"""The headers that a page may send. In addition, it may send those of the SDKs (`x-stainless-...`)."""
+EXPOSED = b"x-request-id, request-id, retry-after, x-agentrl-not-applied"
+"""The headers of a response that a page may read."""
 PREFLIGHT_SECONDS = b"600"
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
 _OF_SDK = re.compile(rb"x-stainless-[a-z\-]{1,40}")
@@ -39,7 +44,7 @@ def answer_headers(headers: Mapping[bytes, bytes], origins: Set[str]) -> Headers
     origin = headers.get(b"origin", b"")
     if origin.decode("latin-1") not in origins:
         return vary
-    return [*vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", b"x-request-id, retry-after")]
+    return [*vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", EXPOSED)]
 
 
 def preflight_headers(headers: Mapping[bytes, bytes], method: str) -> Headers:

@@ -1,9 +1,10 @@
 """The application of the endpoint: its routes, the authentication and the limits. It forwards authenticated requests to a
 worker.
 
-`POST /v1/chat/completions`, `GET /v1/models` and `GET /v1/models/ID` need the attempt's key. The key is sent as `Authorization:
-Bearer KEY`, as `x-api-key: KEY`, or in the path: `/attempt/KEY/v1/...`. `POST /v1/annotations` and `POST /v1/traces` (for
-OpenTelemetry exporters) need the attempt's second key, the one for annotations. `GET /health` needs no key.
+`POST` to the path of a dialect (`dialects.paths`), `GET /v1/models` and `GET /v1/models/ID` need the attempt's key. The key is
+sent as `Authorization: Bearer KEY`, as `x-api-key: KEY`, or in the path: `/attempt/KEY/v1/...`. `POST /v1/annotations` and
+`POST /v1/traces` (for OpenTelemetry exporters) need the attempt's second key, the one for annotations. `GET /health` needs no
+key. A client's base URL may end with `/v1` or not, because some clients add `/v1` themselves.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from agentrl.workers.serving.forwarding import ForwardedCall, Forwarding, requir
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Headers, Upstreams
 from agentrl.workflow.agents.keys import key_hash, sampling_key
+from agentrl.workflow.dialects.paths import DIALECTS
 from agentrl.workflow.errors import ServiceError, locate_error
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.spans import otlp, span_annotations
@@ -46,10 +48,12 @@ BODY_SECONDS = 60.0
 OPEN_PER_ATTEMPT = 64
 MAX_KEY_CHARS = 256
 QUIET_SECONDS = 10.0
-CHAT, MODELS, HEALTH = "/v1/chat/completions", "/v1/models", "/health"
+MODELS, HEALTH = "/v1/models", "/health"
 ANNOTATIONS, TRACES = "/v1/annotations", "/v1/traces"
-ROUTES = {CHAT: "POST", ANNOTATIONS: "POST", TRACES: "POST", MODELS: "GET", HEALTH: "GET"}
-_IN_PATH = re.compile(r"/attempt/([^/]+)(/.*)")
+ROUTES = {**dict.fromkeys((*DIALECTS, ANNOTATIONS, TRACES), "POST"), MODELS: "GET", HEALTH: "GET"}
+BASES = ("/", "/v1", "/v1/")
+"""The paths of base URLs. Claude Code sends a HEAD request to its base URL before its first request."""
+_IN_PATH = re.compile(r"/attempt/([^/]+)(/.*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,13 @@ class Authenticator(Protocol):
     @property
     def origins(self) -> Set[str]:
         """Return the origins of web pages that may read the responses."""
+
+    async def accepts(self, api_key: str) -> bool:
+        """Return True if the key opens an attempt, or if no key is needed.
+
+        Raises:
+            ApiError: the database does not answer.
+        """
 
     async def find_run(self, api_key: str, headers: Mapping[bytes, bytes]) -> str:
         """Return the name of the run to which a request with this key belongs.
@@ -116,6 +127,10 @@ class AttemptDoor:
     def origins(self) -> Set[str]:
         """See `Authenticator`. No web page may read responses to an attempt's key."""
         return frozenset()
+
+    async def accepts(self, api_key: str) -> bool:
+        """See `Authenticator`."""
+        return 0 < len(api_key) <= MAX_KEY_CHARS and await find_place(self.places, api_key) is not None
 
     async def find_run(self, api_key: str, headers: Mapping[bytes, bytes]) -> str:
         """See `Authenticator`."""
@@ -181,13 +196,17 @@ class Endpoint:
     async def _answer(self, scope: dict[str, Any], exchange: AsgiExchange) -> None:
         if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
             raise api_errors.long_head(MAX_HEAD_BYTES)
+        door = self._door
+        routes = {**ROUTES, **door.routes}
         path, key = _split_path(scope["path"])
         path, model = _split_model(path)
-        door = self._door
+        path = exchange.path = _with_version(path, routes)
         headers = _first_of_each(scope["headers"])
         if not key:
             exchange.headers += cors.answer_headers(headers, door.origins)
-        routes = {**ROUTES, **door.routes}
+        if scope["method"] == "HEAD" and path in BASES:
+            await exchange.answer_empty([])
+            return
         method = routes.get(path)
         if method is None:
             raise api_errors.no_route(", ".join(f"{method} {path}" for path, method in routes.items()))
@@ -199,20 +218,35 @@ class Endpoint:
         if path == HEALTH:
             await exchange.answer(200, api_errors.as_json({"status": "ok"}))
             return
-        api_key = key or _key_in_headers(headers)
+        await self._serve(path, model, key or await self._key_in_headers(headers), headers, exchange)
+
+    async def _serve(self, path: str, model: str, api_key: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> None:
+        """Respond to a request that needs a key."""
         if path == TRACES:
             await self._trace(api_key, headers, exchange)
             return
-        if path in (CHAT, ANNOTATIONS):
-            async with door.enter(api_key, headers, path) as key:
+        if path == ANNOTATIONS or path in DIALECTS:
+            async with self._door.enter(api_key, headers, path) as key:
                 await self._call(path, key, headers, exchange)
             return
         with self._slot(key_hash(api_key)):
             if path == MODELS:
                 answer = await self._model(model, api_key, headers)
             else:
-                answer = await door.answer(path, api_key, headers, partial(self._read_own, headers, exchange))
+                answer = await self._door.answer(path, api_key, headers, partial(self._read_own, headers, exchange))
         await exchange.answer(200, api_errors.as_json(answer))
+
+    async def _key_in_headers(self, headers: dict[bytes, bytes]) -> str:
+        """Return the key in the headers; empty if there is none. Of two different keys, return the accepted one.
+
+        Claude Code sends two if both of its environment variables for keys are set.
+        """
+        scheme, _, bearer = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        bearer = bearer.strip() if scheme.lower() == "bearer" else ""
+        api_key = headers.get(b"x-api-key", b"").decode("latin-1").strip()
+        if bearer and api_key and bearer != api_key and await self._door.accepts(api_key):
+            return bearer if await self._door.accepts(bearer) else api_key
+        return bearer or api_key
 
     async def _model(self, name: str, api_key: str, headers: dict[bytes, bytes]) -> Any:
         """Return the model of that name. For an empty name, return the list of models, which has one entry."""
@@ -364,7 +398,13 @@ class Endpoint:
 def _split_path(path: str) -> tuple[str, str]:
     """Return two values: the path without a key, and the key that was in the path (empty if there was none)."""
     match = _IN_PATH.fullmatch(path)
-    return (match[2], match[1]) if match else (path, "")
+    return (match[2] or "/", match[1]) if match else (path, "")
+
+
+def _with_version(path: str, routes: Mapping[str, str]) -> str:
+    """Return the path of the route, if `path` is one without `/v1` or with `/v1` twice."""
+    route = f"/v1{path.removeprefix('/v1').removeprefix('/v1')}"
+    return route if route in routes else path
 
 
 def _split_model(path: str) -> tuple[str, str]:
@@ -378,13 +418,6 @@ def _first_of_each(headers: Headers) -> dict[bytes, bytes]:
     for name, value in headers:
         first.setdefault(name.lower(), value)
     return first
-
-
-def _key_in_headers(headers: dict[bytes, bytes]) -> str:
-    scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-    if scheme.lower() == "bearer" and key.strip():
-        return key.strip()
-    return headers.get(b"x-api-key", b"").decode("latin-1").strip()
 
 
 def _headers_for_worker(key: str, headers: dict[bytes, bytes], request_id: str) -> Headers:

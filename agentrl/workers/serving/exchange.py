@@ -25,12 +25,21 @@ class ClientGone(Exception):
 
 
 class AsgiExchange:
-    """One request and its response over ASGI. Every response has the headers in `headers`, among them `x-request-id`."""
+    """One request and its response over ASGI.
+
+    Every response has the headers in `headers`. They have the request's id under the names that the SDKs of OpenAI and
+    Anthropic read.
+
+    Attributes:
+        path: the path of the request without a key, which determines the format of errors.
+    """
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
         self.request_id = token_hex(16)
-        self.headers: Headers = [(b"x-request-id", f"req_{self.request_id}".encode())]
+        name = f"req_{self.request_id}".encode()
+        self.headers: Headers = [(b"x-request-id", name), (b"request-id", name)]
+        self.path = ""
         self._begun = False
         self._unread = True
 
@@ -59,7 +68,7 @@ class AsgiExchange:
     async def refuse(self, error: ApiError) -> None:
         """Respond with the error. If a response has already begun, send nothing; uvicorn then closes the connection."""
         if not self._begun:
-            await self.answer(error.status, error.body, error.headers)
+            await self.answer(error.status, api_errors.error_json(error, self.path), error.headers)
 
     async def body(self, length: bytes, max_bytes: int, seconds: float, take: Callable[[int], None]) -> bytes:
         """Read the request's body.

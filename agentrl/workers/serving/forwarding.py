@@ -12,12 +12,13 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from logging import getLogger
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agentrl.workers.serving import api_errors
 from agentrl.workers.serving.api_errors import ApiError
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Broken, Headers, Upstreams, WorkerConnection
+from agentrl.workflow.dialects.paths import dialect_of
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.store.endpoint_reads import AttemptLocation
@@ -92,7 +93,7 @@ class Forwarding:
         except ApiError as error:
             if self._status is None:
                 raise
-            await self._break_off(error.body)
+            await self._break_off(error)
 
     async def _forward_until_done(self) -> None:
         waiting_since, pause = time.monotonic(), 0.0
@@ -215,29 +216,31 @@ class Forwarding:
                 raise Broken("the body is too long")
         return bytes(body)
 
-    async def _break_off(self, body: bytes) -> None:
+    async def _break_off(self, error: ApiError) -> None:
         """Send a streaming client the error that ends its response. The caller then closes the connection."""
         if self._is_stream:
-            await self._write_client((b"" if self._at_line_start else b"\n\n") + api_errors.event(body), True)
+            dialect = dialect_of(self.call.path)
+            document = error.document if isinstance(error, _WorkerError) else None
+            event = dialect.error_event(document or dialect.error_body(error))
+            await self._write_client((b"" if self._at_line_start else b"\n\n") + event, True)
 
 
 class _WorkerError(ApiError):
     """The error that a worker returned at a later try, after the response had begun with another status."""
 
     def __init__(self, response: bytes) -> None:
-        super().__init__(500, "", "")
+        differs = api_errors.differs()
+        super().__init__(differs.status, differs.message, differs.code, differs.kind)
         self.response = response
 
     @property
-    def body(self) -> bytes:
-        """Return the worker's error as JSON on one line. If it is not a valid error, return the error that the response cannot
-        be completed.
-        """
+    def document(self) -> dict[str, Any] | None:
+        """The worker's error; None if it is not a valid error. The response then ends with this error itself."""
         try:
             document = json.loads(self.response)
         except (ValueError, RecursionError):
-            document = None
-        return api_errors.as_json(document) if isinstance(document, dict) and "error" in document else api_errors.differs().body
+            return None
+        return document if isinstance(document, dict) and "error" in document else None
 
 
 def require_open(place: AttemptLocation | None) -> AttemptLocation:

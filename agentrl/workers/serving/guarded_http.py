@@ -13,7 +13,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from agentrl.workers.serving.api_errors import ApiError
+from agentrl.workers.serving.api_errors import ApiError, error_json
 
 HEADER_SECONDS = 30.0
 """The longest wait for a complete request head, in seconds. It also limits the pause between two requests."""
@@ -69,13 +69,13 @@ class GuardedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Send an error in the format of the OpenAI API for bytes that are not HTTP, and close the connection."""
-        error = ApiError(400, msg, "invalid_http")
-        length = (b"content-length", str(len(error.body)).encode())
+        body = error_json(ApiError(400, msg, "invalid_http"))
+        length = (b"content-length", str(len(body)).encode())
         head = h11.Response(
             status_code=400, headers=[(b"content-type", b"application/json"), length, (b"connection", b"close")]
         )
         with suppress(h11.LocalProtocolError):  # an answer was begun
-            for part in (head, h11.Data(data=error.body), h11.EndOfMessage()):
+            for part in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(part) or b"")
         self.transport.close()
 

@@ -21,7 +21,7 @@ REWARD = "agent"
 
 @dataclass(frozen=True)
 class LLM:
-    """The address of the agent's model, for any client of the OpenAI API.
+    """The address of the agent's model, for any client of the OpenAI or the Anthropic API.
 
     Args:
         base_url: the base URL, which ends with `/v1`.
@@ -32,6 +32,18 @@ class LLM:
     base_url: str
     api_key: str
     model: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables with which SDKs, Codex and Claude Code find the model.
+
+        The last one stops the requests of Claude Code that are not part of its task, such as that for a title.
+        """
+        return {
+            **{"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model},
+            **{"ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": self.api_key},
+            **{"ANTHROPIC_MODEL": self.model, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+        }
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from agentrl.workflow.runtime.shown_text import Line, cell, format_count, one_li
 from agentrl.workflow.token_chains import UNREAD, chains_of, reasons_not_to_train
 from agentrl.workflow.trajectory import ROOT, Episode, Step, ToolCall, ToolResult
 
-STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue"}
+STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue", "prompt": "green", "prompt_ids": "dim"}
 
 
 def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:

@@ -28,7 +28,7 @@ from agentrl.workflow.chat.templates import render_template, template_error
 from agentrl.workflow.chat.text_length import check_length
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import AUTO, Schema
-from agentrl.workflow.trajectory import Message
+from agentrl.workflow.trajectory import RAW_ROLES, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,6 +126,8 @@ class Chat:
         longer is not tokenized completely. Raise ModelError if the template refuses the messages or the options, drops a system
         message, or does not support the options. Raise TooLong if the prompt has many more than `max_tokens` tokens.
         """
+        if messages and messages[0].role in RAW_ROLES:
+            return self._raw_ids(messages, max_tokens)
         return self._encode(self._render(messages, tools, generate=True, options=options), max_tokens)
 
     def continuation(
@@ -154,6 +156,8 @@ class Chat:
         Raises:
             ModelError, TooLong: see `opening`.
         """
+        if messages and messages[0].role in RAW_ROLES:
+            return self._raw_ids(messages, max_tokens), ""
         before = self._prefix(tools, options)
         conversation = [_PROBE_QUESTION, _PROBE_ANSWER, *messages]
         whole = self._encode(self._render(conversation, tools, generate=True, options=options), max_tokens)
@@ -171,6 +175,21 @@ class Chat:
             ended, follows = self.decode(turn[-1:]), self.decode(rest[:1])
             return None, f"the turn ended with {ended}, and the template continues with {follows}"
         return rest[1:], ""
+
+    def _raw_ids(self, messages: Sequence[Message], max_tokens: int | None) -> tuple[int, ...]:
+        """Return the ids of a prompt that a client wrote itself (`RAW_ROLES`). Special tokens in its text stay special.
+
+        Raises:
+            ModelError: an id is not in the vocabulary.
+            TooLong: see `opening`.
+        """
+        (message,) = messages
+        if message.role == "prompt":
+            return self._encode(message.content, max_tokens)
+        ids = tuple(json.loads(message.content))
+        if not all(0 <= token < len(self.tokenizer) for token in ids):
+            raise ModelError(f"The prompt has an id that is not in the vocabulary of {len(self.tokenizer)} tokens.")
+        return ids
 
     def _shows_probe(self, ids: Sequence[int], messages: Sequence[Message]) -> bool:
         """Return True if the ids contain words of the probe that are not in the messages."""

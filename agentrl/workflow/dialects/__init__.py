@@ -5,7 +5,7 @@ A client's request becomes an `Ask`, and a sampled turn becomes a `ResponseTurn`
 `RequestError`, which the dialect converts to the error format of its API.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,12 @@ class Ask:
         include_usage: True to end a stream with the numbers of tokens.
         logprobs: True to return the logprob of each token, and the logprobs of the `top_logprobs` most likely tokens.
         token_ids: True to return the ids of the prompt and of each turn.
+        counts_only: True to return only the number of the prompt's tokens, without a turn.
+        identity: the sha256 of the request without `stream`. A repeated request has the same one.
+        not_applied: the names of the fields that the request sets and that have no effect here.
+        previous: the id of the request whose response this request continues by its id; empty without such a request.
+        kept: values that are stored with the turn, because a request that continues it by its id needs them.
+        wire: values that only the dialect needs, to build the response.
     """
 
     messages: tuple[Message, ...]
@@ -50,6 +56,35 @@ class Ask:
     logprobs: bool = False
     top_logprobs: int = 0
     token_ids: bool = False
+    counts_only: bool = False
+    identity: str = field(default="", compare=False)
+    not_applied: tuple[str, ...] = ()
+    previous: str = ""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    wire: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedResponse:
+    """An earlier response of the same attempt.
+
+    Args:
+        messages: the complete conversation, ending with the message of the response.
+        tools: the tools that its request offered.
+        kept: the `Ask.kept` of its request.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Schema, ...]
+    kept: Mapping[str, Any]
+
+
+Recorded = Callable[[str], RecordedResponse | None]
+"""A function that returns the response to the request with that id; None if the attempt has no such response."""
+
+
+def find_none(request_id: str) -> None:
+    """Return None: there are no recorded responses."""
 
 
 @dataclass(frozen=True, slots=True)

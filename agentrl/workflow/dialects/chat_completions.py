@@ -6,25 +6,23 @@ several choices, they are streamed one after another. Token ids have vLLM's fiel
 first chunk of a stream) and `token_ids` in a choice.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from agentrl.workflow.chat.letters import Letters
-from agentrl.workflow.chat.parsing import END_THINK
-from agentrl.workflow.chat.stop_strings import StopCut
-from agentrl.workflow.chat.turn_stream import TextPiece, TurnStream
+from agentrl.workflow.chat.turn_stream import TextPiece
 from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, ResponseTurn
 from agentrl.workflow.dialects.chat_requests import read
+from agentrl.workflow.dialects.reply_text import TurnText, call_id, count_thought, is_cut_off, readable_calls
 from agentrl.workflow.trajectory import Message
 
 if TYPE_CHECKING:
     from agentrl.workflow.chat.rendering import Chat
 
-__all__ = ["StreamEvents", "error_body", "models", "parse_turn", "read", "whole"]
+__all__ = ["PATH", "StreamEvents", "error_body", "error_event", "format_event", "models", "read", "stream", "whole"]
 
+PATH = "/v1/chat/completions"
 Fields = Mapping[str, Any]
 NOTHING: Fields = MappingProxyType({})
 DONE = b"data: [DONE]\n\n"
@@ -37,12 +35,6 @@ def whole(ask: Ask, turns: Sequence[ResponseTurn], head: ReplyHead, chat: "Chat"
     choices = [_choice(ask, turn, number, head.request_id, chat) for number, turn in enumerate(turns)]
     reply = _head("chat.completion", ask, head) | {"choices": choices, "usage": _usage(head, turns, chat)}
     return reply | ({"prompt_token_ids": list(head.prompt_ids)} if ask.token_ids else {})
-
-
-def parse_turn(chat: "Chat", ask: Ask, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Message:
-    """Return the message of a turn for the client. It is cut before a stop string, and has only calls of offered tools."""
-    thinking = chat.leaves_thought_open(prompt_ids)
-    return chat.parse(sampled_ids, ask.tools, thinking, stop=ask.stop, offered_only=True)
 
 
 def models(names: Sequence[str] | str, created: int = 0) -> dict[str, Any]:
@@ -71,8 +63,7 @@ class StreamEvents:
     def __init__(self, ask: Ask, head: ReplyHead, chat: "Chat") -> None:
         self._ask, self._reply, self._chat = ask, head, chat
         self._head = _head("chat.completion.chunk", ask, head)
-        self._thinking = chat.leaves_thought_open(head.prompt_ids)
-        self._choices: dict[int, tuple[Letters, StopCut, TurnStream]] = {}
+        self._choices: dict[int, TurnText] = {}
 
     def begin(self) -> bytes:
         """Return the first event of each choice, which has the role."""
@@ -85,17 +76,14 @@ class StreamEvents:
 
         They are empty while the text may still become a part of a stop string, a mark or a longer character.
         """
-        letters, cut, stream = self._stream(choice)
-        events = [self._event(choice, _delta(piece)) for piece in stream.take(cut.take(letters.take(token)))]
+        events = [self._event(choice, _delta(piece)) for piece in self._text(choice).take(token)]
         if self._ask.token_ids:
             events.append(self._event(choice, {}, {"token_ids": [token]}))
         return b"".join(events)
 
     def end(self, choice: int, turn: ResponseTurn) -> bytes:
         """Return the last events of a choice: the remaining text, the calls and the finish reason."""
-        letters, cut, stream = self._stream(choice)
-        pieces = [*stream.take(cut.take(letters.rest()) + cut.rest()), *stream.rest(turn.message)]
-        events = [self._event(choice, _delta(piece)) for piece in pieces]
+        events = [self._event(choice, _delta(piece)) for piece in self._text(choice).rest(turn.message)]
         for number, call in enumerate(_calls(turn.message, self._reply.request_id, choice)):
             events.append(self._event(choice, {"tool_calls": [{"index": number, **call}]}))
         if self._ask.logprobs:
@@ -107,27 +95,31 @@ class StreamEvents:
         """Return the last events of the stream."""
         if not self._ask.include_usage:
             return DONE
-        return _spelled(self._head | {"choices": [], "usage": _usage(self._reply, turns, self._chat)}) + DONE
+        return format_event(self._head | {"choices": [], "usage": _usage(self._reply, turns, self._chat)}) + DONE
 
-    def _stream(self, choice: int) -> tuple[Letters, StopCut, TurnStream]:
+    def _text(self, choice: int) -> TurnText:
         if choice not in self._choices:
-            tool_format = self._chat.manner.tool_format if self._ask.tools else None
-            stream = TurnStream(tool_format, self._thinking, self._chat.strict_calls)
-            self._choices[choice] = Letters(self._chat), StopCut(self._ask.stop), stream
+            self._choices[choice] = TurnText(self._chat, self._ask, self._reply.prompt_ids)
         return self._choices[choice]
 
     def _event(self, choice: int, delta: Mapping[str, Any], more: Fields = NOTHING, root: Fields = NOTHING) -> bytes:
         choice_fields = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         usage = {"usage": None} if self._ask.include_usage else {}
-        return _spelled({**self._head, "choices": [choice_fields], **usage, **root})
+        return format_event({**self._head, "choices": [choice_fields], **usage, **root})
 
 
-def error_event(error: RequestError) -> bytes:
-    """Return the event that ends a stream after an error."""
-    return _spelled(error_body(error))
+def stream(ask: Ask, head: ReplyHead, chat: "Chat") -> StreamEvents:
+    """Return the builder of a streamed response."""
+    return StreamEvents(ask, head, chat)
 
 
-def _spelled(event: Mapping[str, Any]) -> bytes:
+def error_event(document: Mapping[str, Any]) -> bytes:
+    """Return the event that ends a stream after an error. `document` is the body of the error response."""
+    return format_event(document)
+
+
+def format_event(event: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event."""
     return b"data: %b\n\n" % json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
@@ -153,19 +145,15 @@ def _delta(piece: TextPiece) -> dict[str, str]:
 
 
 def _calls(message: Message, request_id: str, choice: int) -> Iterator[dict[str, Any]]:
-    """Yield the calls that could be parsed. The text of other calls is in the content, so the client sends it back with the
-    history.
-    """
-    for number, call in enumerate(call for call in message.tool_calls if call.error is None):
-        name = hashlib.sha256(f"{request_id}/{choice}/{number}".encode()).hexdigest()[:24]
+    for number, call in enumerate(readable_calls(message)):
         function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-        yield {"id": f"call_{name}", "type": "function", "function": function}
+        yield {"id": call_id(request_id, choice, number), "type": "function", "function": function}
 
 
 def _finish_reason(turn: ResponseTurn) -> str:
-    if turn.completion.finish_reason == "length":
+    if is_cut_off(turn):
         return "length"
-    return "tool_calls" if any(call.error is None for call in turn.message.tool_calls) else "stop"
+    return "tool_calls" if readable_calls(turn.message) else "stop"
 
 
 def _usage(head: ReplyHead, turns: Sequence[ResponseTurn], chat: "Chat") -> dict[str, Any]:
@@ -175,22 +163,8 @@ def _usage(head: ReplyHead, turns: Sequence[ResponseTurn], chat: "Chat") -> dict
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": head.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": sum(_count_thought(turn, chat) for turn in turns)},
+        "completion_tokens_details": {"reasoning_tokens": sum(count_thought(turn, chat) for turn in turns)},
     }
-
-
-def _count_thought(turn: ResponseTurn, chat: "Chat") -> int:
-    """Return the number of tokens up to the end of the turn's thought. If the thought has no end, return the number of all
-    tokens.
-    """
-    if not turn.message.thought:
-        return 0
-    letters, text = Letters(chat), ""
-    for number, token in enumerate(turn.completion.token_ids, start=1):
-        text = text[-len(END_THINK) :] + letters.take(token)
-        if END_THINK in text:
-            return number
-    return len(turn.completion.token_ids)
 
 
 def _logprobs(ask: Ask, turn: ResponseTurn, chat: "Chat") -> dict[str, Any]:

@@ -5,31 +5,44 @@ may send fields of earlier responses (`reasoning`, calls, ids) back with the his
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
-from agentrl.workflow.call_json import decode_json
 from agentrl.workflow.chat.template_options import check_options
-from agentrl.workflow.dialects import Ask
+from agentrl.workflow.dialects import Ask, Recorded, find_none
 from agentrl.workflow.dialects.fields import Fields, clean_tree, load_object
 from agentrl.workflow.dialects.request_fields import CALL, CALL_FUNCTION, FUNCTION, MESSAGE, PART, REQUEST, STREAM_OPTIONS, TOOL
+from agentrl.workflow.dialects.request_parts import (
+    MAX_CALLS,
+    MAX_CHOICES,
+    MAX_COUNT,
+    MAX_MESSAGES,
+    MAX_NAME,
+    MAX_PARTS,
+    MAX_STOP,
+    MAX_STOPS,
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    function_schema,
+    identity_of,
+    in_order,
+    read_arguments,
+    read_sampling,
+    result_place,
+    unsupported_part,
+)
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message, ToolCall
 
-MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 10_000, 512, 1000, 10_000
-MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_NAME = 16, 16, 256, 256
-MAX_TOP_LOGPROBS = 20
-MAX_COUNT = 2**31 - 1
-
-NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
-"""The parameters of a function without parameters. Chat templates read both keys, so missing keys are added."""
-SAMPLING = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def read(body: bytes) -> Ask:
+def read(body: bytes, recorded: Recorded = find_none) -> Ask:
     """Parse the request.
+
+    Args:
+        body: the body, as JSON.
+        recorded: not used, because a request contains its complete conversation.
 
     Raises:
         RequestError: the request is invalid (status 400). The message names the invalid field.
@@ -49,19 +62,14 @@ def read(body: bytes) -> Ask:
         max_tokens=_most_tokens(fields),
         stop=fields.texts("stop", MAX_STOPS, MAX_STOP) if fields.values.get("stop") not in (None, [], "") else (),
         count=count,
-        asked=_sampling(fields),
+        asked=read_sampling(fields, "temperature", "top_p", "min_p", "top_k", "seed"),
         stream=stream,
         include_usage=_includes_usage(fields, stream),
         logprobs=logprobs,
         top_logprobs=top,
         token_ids=fields.flag("return_token_ids"),
+        identity=identity_of(fields.values),
     )
-
-
-def _sampling(fields: Fields) -> dict[str, Any]:
-    options: dict[str, Any] = {name: fields.number(name, *bounds) for name, bounds in SAMPLING.items()}
-    options |= {"top_k": fields.integer("top_k", -1, MAX_COUNT), "seed": fields.integer("seed", -(2**63), 2**63 - 1)}
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _template_options(fields: Fields) -> dict[str, Any]:
@@ -109,24 +117,9 @@ def _tool(tool: Fields) -> Schema:
     if not tool.has("function"):
         raise tool.error("function", "it is missing")
     function = tool.object("function")
-    if not function.text("name", MAX_NAME):
-        raise function.error("name", "it is missing")
     FUNCTION.check(function)
-    function.text("description")
-    parameters = _with_defaults(function.object("parameters").values, NO_PARAMETERS)
     # `strict` would bind what is sampled to the schema; what the policy writes is checked by whoever runs the call.
-    fields = {name: value for name, value in function.values.items() if name in FUNCTION.honoured}
-    fields = _with_defaults(fields, {"description": "", "parameters": {}}) | {"parameters": parameters}
-    return {"type": "function", "function": clean_tree(tool, "function", fields)}
-
-
-def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not null, followed by the defaults of missing keys.
-
-    The order of the values stays the same, because a template may write the keys in order.
-    """
-    present = {name: value for name, value in values.items() if value is not None}
-    return present | {name: value for name, value in defaults.items() if name not in present}
+    return function_schema(function, {name: value for name, value in function.values.items() if name in FUNCTION.honoured})
 
 
 # messages
@@ -147,7 +140,7 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
             place, result = _result(message, calls, len(results))
             results[place] = result
             continue
-        messages += _in_order(results)
+        messages += in_order(results)
         results = {}
         if role == "assistant":
             reply, ids = _turn(message)
@@ -155,12 +148,7 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
             calls |= {name: (number, call.name) for number, (name, call) in enumerate(zip(ids, reply.tool_calls, strict=True))}
         else:
             messages.append(Message("user" if role == "user" else "system", _content(message)))
-    return (*messages, *_in_order(results))
-
-
-def _in_order(results: Mapping[int, Message]) -> list[Message]:
-    """Sort the results by the order of their calls. Their order in the request has no meaning."""
-    return [results[place] for place in sorted(results)]
+    return (*messages, *in_order(results))
 
 
 def _result(message: Fields, calls: Mapping[str, tuple[int, str]], answered: int) -> tuple[int, Message]:
@@ -169,7 +157,7 @@ def _result(message: Fields, calls: Mapping[str, tuple[int, str]], answered: int
     if name not in calls:
         raise message.error("tool_call_id", "no earlier assistant message has a call with this id")
     number, tool = calls[name]
-    return number * MAX_MESSAGES + answered, Message("tool", _content(message), name=tool)
+    return result_place(number, answered), Message("tool", _content(message), name=tool)
 
 
 def _turn(message: Fields) -> tuple[Message, list[str]]:
@@ -187,21 +175,8 @@ def _turn(message: Fields) -> tuple[Message, list[str]]:
         if not name:
             raise function.error("name", "it is missing")
         ids.append(call.text("id", MAX_NAME))
-        calls.append(ToolCall(name, _arguments(function)))
+        calls.append(ToolCall(name, read_arguments(function)))
     return Message("assistant", content.strip(), thought.strip(), tuple(calls)), ids
-
-
-def _arguments(function: Fields) -> Mapping[str, Any]:
-    text = function.text("arguments")
-    if not text.strip():
-        return {}
-    try:
-        value, why = decode_json(text)
-    except ValueError as error:
-        raise function.error("arguments", f"they must be a JSON object as text: {str(error)[:200]}") from error
-    if why or not isinstance(value, dict):
-        raise function.error("arguments", f"they must be a JSON object as text{f': {why}' if why else ''}")
-    return dict(clean_tree(function, "arguments", value))
 
 
 def _content(message: Fields) -> str:
@@ -218,6 +193,6 @@ def _parts(message: Fields) -> Iterator[str]:
     for part in message.objects("content", MAX_PARTS):
         kind = part.text("type", MAX_NAME)
         if kind not in ("text", "refusal"):
-            raise part.error("type", f"{kind[:40]!r} is not supported: the policy reads only text", "unsupported_value")
+            raise unsupported_part(part, kind)
         PART.check(part)
         yield part.text("text" if kind == "text" else "refusal")

@@ -190,6 +190,15 @@ class Lines:
         self._begins.append(len(before))
         self.steps.append(step)
 
+    def longest_line(self, ids: Ids) -> int:
+        """Return the step with the longest line that is a beginning of the ids; `ROOT` without such a step.
+
+        Only lines that no other line extends are compared.
+        """
+        id_array = np.asarray(ids, np.int32)
+        ends = {index: len(line) for index, line in self._ends.items() if _common(line, id_array) == len(line) < len(ids)}
+        return max(ends, key=lambda index: (ends[index], -index), default=ROOT)
+
     def replace(self, step: Step) -> None:
         """Replace a step by one with the same tokens."""
         self.steps[step.index] = step
