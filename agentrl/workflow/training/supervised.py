@@ -185,7 +185,7 @@ def sft_on_episodes(
     examples_by_id = [(episode.id, example) for episode, example in zip(episodes, rows, strict=True) if example]
     if not examples_by_id:
         raise StateError(
-            f"None of the {len(episodes)} episodes has tokens that the policy sampled: there is nothing to learn from.",
+            f"None of {len(episodes)} episodes has tokens that the policy sampled: there is nothing to learn from.",
             "agentrl episodes RUN",
         )
     recipe = recipe or recipe_for(len(examples_by_id), PASSES, 1e-4)
