@@ -147,6 +147,24 @@ def test_dialect_idempotency_key_ignores_stream(db: Database, client: DialectCli
         assert len(policy.requests) == 1
 
 
+def test_same_body_in_another_api_is_another_request(db: Database) -> None:
+    """In chat completions, this body asks for two choices; in the Messages API, which has one, for one."""
+    body = {"model": "m", "n": 2, "max_tokens": 50, "messages": [{"role": "user", "content": QUESTION}]}
+    gated = Gated()
+    with placed(db, gated.engine) as place, ThreadPoolExecutor(2) as pool:
+        chat = pool.submit(place.post, CHAT_DIALECT, body, idempotency_key="one")
+        assert gated.begun.acquire(timeout=30)
+        other = pool.submit(place.post, MESSAGES, body, x_stainless_retry_count="1")
+        assert all(gated.begun.acquire(timeout=30) for _ in range(2)), "it joins no turn that is in flight"
+        gated.let.release(100)
+        assert len(chat.result(60).json()["choices"]) == 2
+        assert MESSAGES.text_of(other.result(60).json()) == "#### 42"
+        assert len(set(gated.keys)) == 3
+        reused = place.post(MESSAGES, body, idempotency_key="one")
+        assert reused.status_code == 422
+        assert "Idempotency-Key" in MESSAGES.error_of(reused.json())
+
+
 @every_dialect
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_dialect_repeats_broken_stream_as_same_turn(db: Database, client: DialectClient, streams: bool) -> None:

@@ -87,7 +87,7 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         asked=read_sampling(fields, "temperature", "top_p", "top_k"),
         stream=fields.flag("stream"),
         token_ids=fields.flag("return_token_ids"),
-        identity=identity_of(fields.values),
+        identity=identity_of(PATH, fields.values),
         not_applied=(*left_out, *_not_applied(fields)),
         previous=previous,
     )

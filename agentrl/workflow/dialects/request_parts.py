@@ -32,14 +32,16 @@ NAMED_FIELDS = 50
 """The most fields without effect that are named."""
 
 
-def identity_of(values: Mapping[str, Any]) -> str:
+def identity_of(path: str, values: Mapping[str, Any]) -> str:
     """Return the hash that a request has in common with its repetitions.
+
+    The path of the API is part of it, because the same body may be another request in another API.
 
     A client may repeat a broken stream as a request without `stream`, so the fields that only change the form of the response
     are left out.
     """
     common = {name: value for name, value in values.items() if name not in ("stream", "stream_options")}
-    return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([path, common], sort_keys=True).encode()).hexdigest()
 
 
 def read_sampling(fields: Fields, *names: str) -> dict[str, Any]:
