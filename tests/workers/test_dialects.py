@@ -481,6 +481,8 @@ def test_messages_continue_thread_by_message_id(db: Database) -> None:
             [MESSAGES.user("x")], thread={"type": "continue", "previous_message_id": thread.previous_message_id}
         )
         assert place.post(MESSAGES, body | {"system": "x"}).status_code == 400
+        kept = place.post(MESSAGES, body | {"tool_choice": {"type": "none"}})
+        assert kept.headers["x-agentrl-not-applied"] == "tool_choice", "a thread keeps its tools"
         other = place.post(MESSAGES, body, authorization=f"Bearer {run_agent(db, 2)}")
         assert (other.status_code, other.json()["error"]["details"]["error_code"]) == (400, "thread_not_found")
 
