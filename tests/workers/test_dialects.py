@@ -244,6 +244,19 @@ def test_dialect_client_raises_error_within_stream(db: Database, client: Dialect
             client.ask(served.url, run_agent(db, 1), [client.user(QUESTION)], stream=True)
 
 
+def test_request_that_counts_tokens_is_never_a_stream(db: Database) -> None:
+    with (
+        staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)),
+        endpoint_over(db, EndpointLimits(wait_seconds=1.5, quiet_seconds=0.3)) as served,
+    ):
+        write(db, "UPDATE groups SET lease_until = 0")
+        body = MESSAGES.body([MESSAGES.user(QUESTION)], stream=True)
+        headers = {"x-api-key": run_agent(db, 1)}
+        answer = httpx2.post(f"{served.url}/v1/messages/count_tokens", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 503
+        assert "No rollout worker" in MESSAGES.error_of(answer.json())
+
+
 @every_dialect
 def test_dialect_client_raises_refusals(db: Database, client: DialectClient) -> None:
     with placed(db, Policy(ANSWER).engine, max_calls=1) as place:
