@@ -314,6 +314,12 @@ def test_dialect_accepts_each_place_of_key_and_base_url(db: Database, client: Di
         wrong = httpx2.post(place.url + client.path, json=body, headers={"x-api-key": "nobody"})
         assert wrong.status_code == 401
         assert "Unknown API key" in client.error_of(wrong.json())
+        long = httpx2.post(place.url + client.path, json=body, headers={"x-api-key": "k" * 40_000})
+        assert long.status_code == 431
+        assert client.error_of(long.json())
+        other = httpx2.post(f"{place.url}{client.path}/batches", json=body, headers={"x-api-key": place.key})
+        assert other.status_code == 404
+        assert "Unknown path" in client.error_of(other.json())
 
 
 MOVED: Sequence[tuple[DialectClient, Callable[[Any], Any]]] = (
