@@ -321,6 +321,12 @@ def test_identity_ignores_only_stream(dialect: Any) -> None:
 
 BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: Responses.ask(input="x", tools=[{"type": "function"}]), r"tools\[0\].name: it is missing"),
+    (
+        lambda: Responses.ask(
+            tools=[{"type": "namespace", "name": "n" * 64, "tools": [{"type": "function", "name": "f" * 63}]}]
+        ),
+        r"tools\[0\].tools\[0\].name: a tool's name has 129 characters, at most 128 are accepted",
+    ),
     (lambda: Responses.ask(input=[]), "input: at least one item is needed"),
     (lambda: Responses.ask(input=[{"type": "computer_call"}]), r"input\[0\].type: 'computer_call' is not supported"),
     (

@@ -388,6 +388,25 @@ def test_dialect_refuses_hostile_request_in_its_shape(db: Database, client: Dial
 
 
 @chat_dialects
+def test_dialect_refuses_tool_name_that_no_row_can_hold(db: Database, client: DialectClient) -> None:
+    """A longer name would be cut in the row, and the chain would break once another worker reads it."""
+    name, group, history, key = "t" * 128, group_of(db), [client.user(QUESTION)], ""
+    policy = Policy(CHAT.turn(Message("assistant", "", tool_calls=(ToolCall(name, {}),))))
+    for _ in range(2):
+        with staged(Stage(db, group, policy.engine, CHAT)) as stage, endpoint_over(db) as served:
+            held(stage)
+            key = key or run_agent(db, 1)
+            place = Place(db, stage, served.url, key)
+            said = client.ask(place.url, key, history, tools=[(name, "", {})])
+            history += [*said.items, *client.results([call[:1] for call in said.calls], ["42"])]
+            refused = place.post(client, client.body(history, tools=[(name + "t", "", {})]))
+            assert refused.status_code == 400
+            assert "at most 128" in client.error_of(refused.json())
+    first, second = episode_of(db, 1).steps
+    assert (first.message.tool_calls[0].name, second.chain) == (name, 0)
+
+
+@chat_dialects
 def test_dialect_bears_large_requests(db: Database, client: DialectClient) -> None:
     with placed(db, Policy(ANSWER).engine, window=500) as place:
         tools = [(f"tool_{number}", "It does what its name says.", {}) for number in range(200)]
