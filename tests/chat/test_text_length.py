@@ -33,6 +33,12 @@ def test_check_length_never_refuses_text_that_fits(text: str, times: int) -> Non
     check_length(encode, whole, len(encode(whole)))
 
 
+def test_opening_counts_ids_before_reading_them() -> None:
+    assert CHAT.opening([Message("prompt_ids", "[1, 2, 3]")], max_tokens=3) == (1, 2, 3)
+    with pytest.raises(TooLong, match="The messages have more than 3 tokens"):
+        CHAT.opening([Message("prompt_ids", f"[1, 2, 3, {10**9}]")], max_tokens=3)
+
+
 def test_opening_refuses_long_prompt_before_tokenizing() -> None:
     long = (Message("user", "7 " * PIECE),)
     with pytest.raises(TooLong):

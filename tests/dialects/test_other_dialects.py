@@ -283,6 +283,15 @@ def test_responses_read_items_by_reference(chat: Chat) -> None:
             read_responses(find, input=[{"type": "item_reference", "id": name}])
 
 
+@pytest.mark.parametrize(("name", "again"), [("msg_{}", "msg_{}"), ("msg_{}", "msg_{}_1"), ("fc_{}_1", "fc_{}_01")])
+def test_responses_refuse_item_that_is_referenced_twice(chat: Chat, name: str, again: str) -> None:
+    """Otherwise a request of a few bytes per item would be rendered as a prompt of gigabytes."""
+    _, find = recorded(chat, f"Look: {CALL}{CALL}")
+    items = [{"type": "item_reference", "id": one.format(HEAD.request_id)} for one in (name, again)]
+    with pytest.raises(RequestError, match=r"input\[1\].id: the input has this item twice"):
+        read_responses(find, input=items)
+
+
 def test_later_system_messages_become_user_messages() -> None:
     ask = Responses.ask([{"role": "developer", "content": "now"}])
     assert ask.messages == (Message("user", "x"), Message("user", "now"))
@@ -312,6 +321,12 @@ def test_identity_ignores_only_stream(dialect: Any) -> None:
 
 BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: Responses.ask(input="x", tools=[{"type": "function"}]), r"tools\[0\].name: it is missing"),
+    (
+        lambda: Responses.ask(
+            tools=[{"type": "namespace", "name": "n" * 64, "tools": [{"type": "function", "name": "f" * 63}]}]
+        ),
+        r"tools\[0\].tools\[0\].name: a tool's name has 129 characters, at most 128 are accepted",
+    ),
     (lambda: Responses.ask(input=[]), "input: at least one item is needed"),
     (lambda: Responses.ask(input=[{"type": "computer_call"}]), r"input\[0\].type: 'computer_call' is not supported"),
     (

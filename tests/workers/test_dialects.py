@@ -147,6 +147,24 @@ def test_dialect_idempotency_key_ignores_stream(db: Database, client: DialectCli
         assert len(policy.requests) == 1
 
 
+def test_same_body_in_another_api_is_another_request(db: Database) -> None:
+    """In chat completions, this body asks for two choices; in the Messages API, which has one, for one."""
+    body = {"model": "m", "n": 2, "max_tokens": 50, "messages": [{"role": "user", "content": QUESTION}]}
+    gated = Gated()
+    with placed(db, gated.engine) as place, ThreadPoolExecutor(2) as pool:
+        chat = pool.submit(place.post, CHAT_DIALECT, body, idempotency_key="one")
+        assert gated.begun.acquire(timeout=30)
+        other = pool.submit(place.post, MESSAGES, body, x_stainless_retry_count="1")
+        assert all(gated.begun.acquire(timeout=30) for _ in range(2)), "it joins no turn that is in flight"
+        gated.let.release(100)
+        assert len(chat.result(60).json()["choices"]) == 2
+        assert MESSAGES.text_of(other.result(60).json()) == "#### 42"
+        assert len(set(gated.keys)) == 3
+        reused = place.post(MESSAGES, body, idempotency_key="one")
+        assert reused.status_code == 422
+        assert "Idempotency-Key" in MESSAGES.error_of(reused.json())
+
+
 @every_dialect
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_dialect_repeats_broken_stream_as_same_turn(db: Database, client: DialectClient, streams: bool) -> None:
@@ -226,6 +244,19 @@ def test_dialect_client_raises_error_within_stream(db: Database, client: Dialect
             client.ask(served.url, run_agent(db, 1), [client.user(QUESTION)], stream=True)
 
 
+def test_request_that_counts_tokens_is_never_a_stream(db: Database) -> None:
+    with (
+        staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)),
+        endpoint_over(db, EndpointLimits(wait_seconds=1.5, quiet_seconds=0.3)) as served,
+    ):
+        write(db, "UPDATE groups SET lease_until = 0")
+        body = MESSAGES.body([MESSAGES.user(QUESTION)], stream=True)
+        headers = {"x-api-key": run_agent(db, 1)}
+        answer = httpx2.post(f"{served.url}/v1/messages/count_tokens", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 503
+        assert "No rollout worker" in MESSAGES.error_of(answer.json())
+
+
 @every_dialect
 def test_dialect_client_raises_refusals(db: Database, client: DialectClient) -> None:
     with placed(db, Policy(ANSWER).engine, max_calls=1) as place:
@@ -283,6 +314,12 @@ def test_dialect_accepts_each_place_of_key_and_base_url(db: Database, client: Di
         wrong = httpx2.post(place.url + client.path, json=body, headers={"x-api-key": "nobody"})
         assert wrong.status_code == 401
         assert "Unknown API key" in client.error_of(wrong.json())
+        long = httpx2.post(place.url + client.path, json=body, headers={"x-api-key": "k" * 40_000})
+        assert long.status_code == 431
+        assert client.error_of(long.json())
+        other = httpx2.post(f"{place.url}{client.path}/batches", json=body, headers={"x-api-key": place.key})
+        assert other.status_code == 404
+        assert "Unknown path" in client.error_of(other.json())
 
 
 MOVED: Sequence[tuple[DialectClient, Callable[[Any], Any]]] = (
@@ -348,6 +385,25 @@ def test_dialect_refuses_hostile_request_in_its_shape(db: Database, client: Dial
         assert answer.status_code == 400, answer.text
         assert 0 < len(client.error_of(answer.json())) < 1000
         assert client.ask(place.url, place.key, [client.user(QUESTION)]).text == "#### 42"
+
+
+@chat_dialects
+def test_dialect_refuses_tool_name_that_no_row_can_hold(db: Database, client: DialectClient) -> None:
+    """A longer name would be cut in the row, and the chain would break once another worker reads it."""
+    name, group, history, key = "t" * 128, group_of(db), [client.user(QUESTION)], ""
+    policy = Policy(CHAT.turn(Message("assistant", "", tool_calls=(ToolCall(name, {}),))))
+    for _ in range(2):
+        with staged(Stage(db, group, policy.engine, CHAT)) as stage, endpoint_over(db) as served:
+            held(stage)
+            key = key or run_agent(db, 1)
+            place = Place(db, stage, served.url, key)
+            said = client.ask(place.url, key, history, tools=[(name, "", {})])
+            history += [*said.items, *client.results([call[:1] for call in said.calls], ["42"])]
+            refused = place.post(client, client.body(history, tools=[(name + "t", "", {})]))
+            assert refused.status_code == 400
+            assert "at most 128" in client.error_of(refused.json())
+    first, second = episode_of(db, 1).steps
+    assert (first.message.tool_calls[0].name, second.chain) == (name, 0)
 
 
 @chat_dialects
@@ -463,6 +519,8 @@ def test_messages_continue_thread_by_message_id(db: Database) -> None:
             [MESSAGES.user("x")], thread={"type": "continue", "previous_message_id": thread.previous_message_id}
         )
         assert place.post(MESSAGES, body | {"system": "x"}).status_code == 400
+        kept = place.post(MESSAGES, body | {"tool_choice": {"type": "none"}})
+        assert kept.headers["x-agentrl-not-applied"] == "tool_choice", "a thread keeps its tools"
         other = place.post(MESSAGES, body, authorization=f"Bearer {run_agent(db, 2)}")
         assert (other.status_code, other.json()["error"]["details"]["error_code"]) == (400, "thread_not_found")
 

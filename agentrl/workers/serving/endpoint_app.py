@@ -194,13 +194,13 @@ class Endpoint:
             await exchange.refuse(api_errors.internal())
 
     async def _answer(self, scope: dict[str, Any], exchange: AsgiExchange) -> None:
-        if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
-            raise api_errors.long_head(MAX_HEAD_BYTES)
         door = self._door
         routes = {**ROUTES, **door.routes}
         path, key = _split_path(scope["path"])
         path, model = _split_model(path)
         path = exchange.path = _with_version(path, routes)
+        if len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+            raise api_errors.long_head(MAX_HEAD_BYTES)
         headers = _first_of_each(scope["headers"])
         if not key:
             exchange.headers += cors.answer_headers(headers, door.origins)

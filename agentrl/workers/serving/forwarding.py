@@ -18,7 +18,7 @@ from agentrl.workers.serving import api_errors
 from agentrl.workers.serving.api_errors import ApiError
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Broken, Headers, Upstreams, WorkerConnection
-from agentrl.workflow.dialects.paths import dialect_of
+from agentrl.workflow.dialects.paths import COUNTERS, dialect_of
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.store.endpoint_reads import AttemptLocation
@@ -198,7 +198,7 @@ class Forwarding:
 
     async def _comment(self) -> None:
         self._heard_at = time.monotonic()
-        if self._status is None and await _asks_for_stream(self.call.body):
+        if self._status is None and self.call.path not in COUNTERS and await _asks_for_stream(self.call.body):
             await self._begin(200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")])
         if self._is_stream and self._at_line_start:
             await self._write_client(COMMENT, True)

@@ -25,7 +25,7 @@ from agentrl.workflow.chat.stop_strings import Spelling, Stops, cut_at_stop
 from agentrl.workflow.chat.template_options import check_options
 from agentrl.workflow.chat.template_probe import FAULTS, Manner, find_trouble, manner_of
 from agentrl.workflow.chat.templates import render_template, template_error
-from agentrl.workflow.chat.text_length import check_length
+from agentrl.workflow.chat.text_length import TooLong, check_length
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import AUTO, Schema
 from agentrl.workflow.trajectory import RAW_ROLES, Message
@@ -186,9 +186,11 @@ class Chat:
         (message,) = messages
         if message.role == "prompt":
             return self._encode(message.content, max_tokens)
-        ids = tuple(json.loads(message.content))
-        if not all(0 <= token < len(self.tokenizer) for token in ids):
-            raise ModelError(f"The prompt has an id that is not in the vocabulary of {len(self.tokenizer)} tokens.")
+        if max_tokens is not None and message.content.count(",") >= max_tokens:
+            raise TooLong(f"The messages have more than {max_tokens} tokens.")
+        ids, size = tuple(json.loads(message.content)), len(self.tokenizer)
+        if not all(0 <= token < size for token in ids):
+            raise ModelError(f"The prompt has an id that is not in the vocabulary of {size} tokens.")
         return ids
 
     def _shows_probe(self, ids: Sequence[int], messages: Sequence[Message]) -> bool:

@@ -36,7 +36,7 @@ class Ask:
         logprobs: True to return the logprob of each token, and the logprobs of the `top_logprobs` most likely tokens.
         token_ids: True to return the ids of the prompt and of each turn.
         counts_only: True to return only the number of the prompt's tokens, without a turn.
-        identity: the sha256 of the request without `stream`. A repeated request has the same one.
+        identity: the sha256 of the request's path and body without `stream`. A repeated request has the same one.
         not_applied: the names of the fields that the request sets and that have no effect here.
         previous: the id of the request whose response this request continues by its id; empty without such a request.
         kept: values that are stored with the turn, because a request that continues it by its id needs them.

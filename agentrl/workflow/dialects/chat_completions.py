@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.chat.turn_stream import TextPiece
 from agentrl.workflow.dialects import Ask, ReplyHead, RequestError, ResponseTurn
-from agentrl.workflow.dialects.chat_requests import read
+from agentrl.workflow.dialects.chat_requests import PATH, read
 from agentrl.workflow.dialects.reply_text import TurnText, call_id, count_thought, is_cut_off, readable_calls
 from agentrl.workflow.trajectory import Message
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PATH", "StreamEvents", "error_body", "error_event", "format_event", "models", "read", "stream", "whole"]
 
-PATH = "/v1/chat/completions"
 Fields = Mapping[str, Any]
 NOTHING: Fields = MappingProxyType({})
 DONE = b"data: [DONE]\n\n"

@@ -34,6 +34,7 @@ from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message, ToolCall
 
+PATH = "/v1/chat/completions"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -68,7 +69,7 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         logprobs=logprobs,
         top_logprobs=top,
         token_ids=fields.flag("return_token_ids"),
-        identity=identity_of(fields.values),
+        identity=identity_of(PATH, fields.values),
     )
 
 

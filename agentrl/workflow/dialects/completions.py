@@ -78,7 +78,7 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         logprobs=logprobs is not None,
         top_logprobs=logprobs or 0,
         token_ids=fields.flag("return_token_ids"),
-        identity=identity_of(fields.values),
+        identity=identity_of(PATH, fields.values),
         not_applied=tuple(list_not_applied(fields, HONOURED, USUAL)),
     )
 

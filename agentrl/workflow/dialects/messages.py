@@ -87,8 +87,8 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         asked=read_sampling(fields, "temperature", "top_p", "top_k"),
         stream=fields.flag("stream"),
         token_ids=fields.flag("return_token_ids"),
-        identity=identity_of(fields.values),
-        not_applied=(*left_out, *_not_applied(fields)),
+        identity=identity_of(PATH, fields.values),
+        not_applied=(*left_out, *_not_applied(fields, response)),
         previous=previous,
     )
 
@@ -107,10 +107,10 @@ def _find_previous(fields: Fields, recorded: Recorded) -> tuple[str, RecordedRes
     return previous, response
 
 
-def _not_applied(fields: Fields) -> Iterator[str]:
+def _not_applied(fields: Fields, response: RecordedResponse | None) -> Iterator[str]:
     yield from list_not_applied(fields, HONOURED, USUAL)
     choice = fields.object("tool_choice").values
-    if choice.get("type") not in (None, "auto", "none"):
+    if choice.get("type") not in (None, "auto", *(() if response else ("none",))):  # a thread keeps its tools
         yield "tool_choice"
     if choice.get("disable_parallel_tool_use"):
         yield "tool_choice.disable_parallel_tool_use"

@@ -17,6 +17,8 @@ MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 10_000, 512, 1000, 10_000
 MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_NAME = 16, 16, 256, 256
 MAX_TOP_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1
+MAX_TOOL_NAME = 128
+"""The most characters of an offered tool's name, with its namespace. The row of a call holds no more."""
 
 NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"type": "object", "properties": {}})
 """The parameters of a function without parameters. Chat templates read both keys, so missing keys are added."""
@@ -32,14 +34,16 @@ NAMED_FIELDS = 50
 """The most fields without effect that are named."""
 
 
-def identity_of(values: Mapping[str, Any]) -> str:
+def identity_of(path: str, values: Mapping[str, Any]) -> str:
     """Return the hash that a request has in common with its repetitions.
+
+    The path of the API is part of it, because the same body may be another request in another API.
 
     A client may repeat a broken stream as a request without `stream`, so the fields that only change the form of the response
     are left out.
     """
     common = {name: value for name, value in values.items() if name not in ("stream", "stream_options")}
-    return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([path, common], sort_keys=True).encode()).hexdigest()
 
 
 def read_sampling(fields: Fields, *names: str) -> dict[str, Any]:
@@ -84,6 +88,8 @@ def function_schema(function: Fields, values: Mapping[str, Any]) -> Schema:
     """
     if not function.text("name", MAX_NAME):
         raise function.error("name", "it is missing")
+    if (size := len(values["name"])) > MAX_TOOL_NAME:
+        raise function.error("name", f"a tool's name has {size} characters, at most {MAX_TOOL_NAME} are accepted")
     function.text("description")
     parameters = _with_defaults(Fields(values, function.at).object("parameters").values, NO_PARAMETERS)
     schema = _with_defaults(values, {"description": "", "parameters": {}}) | {"parameters": parameters}

@@ -111,7 +111,7 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         logprobs=LOGPROBS in include,
         top_logprobs=fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0,
         token_ids=fields.flag("return_token_ids"),
-        identity=identity_of(fields.values),
+        identity=identity_of(PATH, fields.values),
         not_applied=(*left_out, *_not_applied(fields)),
         previous=previous or reader.referenced,
         kept={INSTRUCTIONS: len(instructions)} if instructions else {},
@@ -195,6 +195,7 @@ class _InputReader:
         self.referenced = ""
         self._recorded = recorded
         self._responses: dict[str, RecordedResponse | None] = {}
+        self._named: set[tuple[str, str, int]] = set()
         self._offered = {name: offered for offered, name in names.items()}
         self._messages: list[Message] = []
         self._turn: Message | None = None
@@ -274,6 +275,10 @@ class _InputReader:
             raise item.error("id", "this key has no item with this id", "item_not_found")
         self.referenced = match[2]
         message, number = response.messages[-1], int(match[3] or 0)
+        named = (match[1], match[2], number if match[1] == "fc" else 0)
+        if named in self._named:  # a small request could otherwise become a huge prompt
+            raise item.error("id", "the input has this item twice")
+        self._named.add(named)
         calls = readable_calls(message)
         if match[1] == "rs":
             self._add(thought=message.thought)
