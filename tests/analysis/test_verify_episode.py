@@ -328,7 +328,7 @@ def test_verify_reports_missing_checkpoint(stack: Stack, capsys: pytest.CaptureF
     file = weights_file(stack)
     file.rename(file.with_suffix(".away"))
     try:
-        assert "policy v1 is gone" in Asked(capsys, [trained_episode(stack), "--verify", "all"], 0).err
+        assert "the weights of policy v1 are missing in" in Asked(capsys, [trained_episode(stack), "--verify", "all"], 0).err
         Asked(capsys, [trained_episode(stack), "--verify", "tokens"], 9)
     finally:
         file.with_suffix(".away").rename(file)

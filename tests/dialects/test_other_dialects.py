@@ -335,7 +335,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: Responses.ask(conversation="conv_1"), "conversation: it is not supported; send the input itself"),
     (lambda: Responses.ask(background=True), "background: it is not supported"),
-    (lambda: Responses.ask([{"type": "reasoning", "encrypted_content": "?"}]), "agentrl did not write it"),
+    (lambda: Responses.ask([{"type": "reasoning", "encrypted_content": "?"}]), "no response has contained it"),
     (
         lambda: Messages.ask([{"role": "user", "content": [{"type": "image", "source": {}}]}]),
         r"messages\[1\].content\[0\].type",

@@ -710,6 +710,25 @@ def test_submit_refuses_missing_held_out_tasks_before_writing(home: Path, model:
         prepare(None, asked(model, eval__every=1, eval__split="validation"))
 
 
+def test_evaluation_of_rows_is_in_env_of_run(home: Path, model: Path, tmp_path: Path) -> None:
+    """Rows have no env of their own; a dataset that has one is evaluated in it."""
+    rows = str(tmp_path / "rows.jsonl")
+    Path(rows).write_text('{"question": "What is 2 plus 3?", "answer": "5"}\n')
+
+    def env_of_evaluation(trained: str, held_out: str, **keys: Any) -> Any:
+        keys |= {"dataset__name": trained, "eval__every": 1, "eval__tasks": 1}
+        config = asked(model, eval__dataset=held_out, eval__split="train", **keys)
+        evaluation = prepare(None, config).submission.evaluation
+        assert evaluation is not None
+        return evaluation.config["env"]
+
+    other = str(tmp_path / "other.jsonl")
+    Path(other).write_text(Path(rows).read_text().replace("2", "4"))
+    assert env_of_evaluation(rows, other, env="arithmetic") == "arithmetic"
+    assert env_of_evaluation("arithmetic", rows) == "arithmetic"
+    assert env_of_evaluation(rows, "arithmetic", env="plain", rewards={"numeric_answer": 1.0}) == "arithmetic"
+
+
 # whole
 
 

@@ -321,18 +321,17 @@ def _system_messages(env: Env, tasks: Sequence[Task]) -> tuple[bool, bool]:
 
 def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
     """Return the submission of the run that evaluates the policy from which this run starts; None unless `eval.every` is set.
+
+    Another dataset is evaluated in the env that belongs to it. Rows have no env of their own: they get the run's.
     Raise AgentRLError if the held-out tasks or another part of the evaluation is invalid; see `prepare`.
     """
     evaluation = config.eval
     if evaluation.every is None:
         return None
     other = evaluation.dataset is not None and evaluation.dataset != config.dataset.name
-    env = env_of(config.dataset.model_copy(update={"name": evaluation.dataset})) if other else None
-    rows = (
-        {"map": config.dataset.map, "filter": config.dataset.filter}
-        if is_rows(evaluation.dataset or config.dataset.name)
-        else {}
-    )
+    has_rows = is_rows(evaluation.dataset or config.dataset.name)
+    env = env_of(config.dataset.model_copy(update={"name": evaluation.dataset})) if other and not has_rows else None
+    rows = {"map": config.dataset.map, "filter": config.dataset.filter} if has_rows else {}
     rollout = {"group_size": evaluation.group_size}
     measured = eval_config(config, evaluation.dataset, evaluation.split, evaluation.tasks, rollout, env, rows=rows)
     return prepare(db, in_one_iteration(measured), "eval", policy).submission

@@ -132,7 +132,7 @@ def read_encoded(fields: Fields, name: str) -> str:
     try:
         text = base64.b64decode(fields.text(name), validate=True).decode()
     except ValueError as error:
-        raise fields.error(name, "agentrl did not write it") from error
+        raise fields.error(name, "no response has contained it") from error
     return Fields({name: text}, fields.at).text(name)
 
 
