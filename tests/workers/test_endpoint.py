@@ -156,7 +156,7 @@ def test_endpoint_refuses_attempt_key_from_page(made: Attempt, served: Served) -
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/audio/speech", "/", "/v1/chat/completions/", "/attempt/secret/v1/messages/batches"]
+    "path", ["/v1/embeddings", "/v1/audio/speech", "/", "/v1/chat/completions/", "/attempt/secret/v1/files"]
 )
 def test_endpoint_unknown_path_lists_known_paths(made: Attempt, served: Served, path: str) -> None:
     answer = ask(served, path=path)

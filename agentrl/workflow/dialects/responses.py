@@ -275,10 +275,10 @@ class _InputReader:
             raise item.error("id", "this key has no item with this id", "item_not_found")
         self.referenced = match[2]
         message, number = response.messages[-1], int(match[3] or 0)
-        named = (match[1], match[2], number if match[1] == "fc" else 0)
-        if named in self._named:  # a small request could otherwise become a huge prompt
+        place = (match[1], match[2], number if match[1] == "fc" else 0)
+        if place in self._named:  # a small request could otherwise become a huge prompt
             raise item.error("id", "the input has this item twice")
-        self._named.add(named)
+        self._named.add(place)
         calls = readable_calls(message)
         if match[1] == "rs":
             self._add(thought=message.thought)
