@@ -20,6 +20,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 env: .venv/.stamp
 
+# A comma inside the arguments of a call.
+comma := ,
+
 # $(call pip,PYTHON'S FOLDER,ARGUMENTS): one line of progress; what pip says is in build/pip.log, whose end is shown on failure.
 # Not compiled: most of these modules are never imported, and compiling them takes as long as the rest of the installation.
 define pip
@@ -88,7 +91,7 @@ learn: .venv/.learn
 	$(BIN)/python -m bench.learning.learn_algorithms $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds)) $(if $(jobs),--jobs $(jobs))
 
 .venv/.learn: .venv/.stamp
-	$(call pip,.venv,-c constraints.txt -e '.[dev,learn]')
+	$(call pip,.venv,-c constraints.txt -e '.[dev$(comma)learn]')
 	@touch $@
 
 # The built-in loop and the openai SDK's agent on arithmetic with 3 seeds each, agents on other libraries with one: an hour or
@@ -128,7 +131,7 @@ build/trackers/.stamp: .venv/.stamp
 	@$(PYTHON) -m venv build/trackers
 	@purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 		$(BIN)/python -c "$$purelib" >"$$(build/trackers/bin/python -c "$$purelib")/base.pth" # what .venv has is not installed again
-	$(call pip,build/trackers,-e '.[tensorboard,wandb,mlflow,trackio]')
+	$(call pip,build/trackers,-e '.[tensorboard$(comma)wandb$(comma)mlflow$(comma)trackio]')
 	@touch $@
 
 # What is measured, with its spread, into build/bench.json; `make bench only=decode,update` measures those.
@@ -136,7 +139,7 @@ bench: .venv/.bench
 	$(BIN)/python -m bench.performance $(only)
 
 .venv/.bench: .venv/.stamp
-	$(call pip,.venv,-c constraints.txt -e '.[dev,bench]')
+	$(call pip,.venv,-c constraints.txt -e '.[dev$(comma)bench]')
 	@touch $@
 
 # Measure what only a GPU can tell, in three calls of at most eight minutes: `make gpu-check call=1 python=python3.12 out=found`.
