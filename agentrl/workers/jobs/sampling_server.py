@@ -56,6 +56,8 @@ SMALL_BODY = 32 * 1024
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _DIGITS = re.compile(r"[0-9]{1,15}")
 _UNPRINTABLE = re.compile(rb"[^ -~]")
+TRAIN = "x-agentrl-train"
+"""The header with which an agent marks a request as a side call: its value is then 0."""
 MAX_HEADER_BYTES = 1000
 """The most bytes of the header that names the fields without effect."""
 
@@ -66,6 +68,7 @@ class EpisodeServer(Protocol):
     chat: Chat
     model: str
     fingerprint: str
+    allows_side_calls: bool
 
     def take(self, call: AgentCall) -> None:
         """Queue the request. The rollout answers it later through `call.tell`."""
@@ -158,6 +161,12 @@ class SamplingServer:
         ask = read() if len(body) <= SMALL_BODY else await asyncio.to_thread(read)
         counts = exchange.path in COUNTERS
         ask = replace(ask, model=ask.model or holder.model, counts_only=counts, stream=ask.stream and not counts)
+        if exchange.header(TRAIN) == "0":
+            ask = (
+                replace(ask, side_call=True)
+                if holder.allows_side_calls
+                else replace(ask, not_applied=(*ask.not_applied, TRAIN))
+            )
         queue: asyncio.Queue[RolloutMessage] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 

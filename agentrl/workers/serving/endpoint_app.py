@@ -430,4 +430,5 @@ def _headers_for_worker(key: str, headers: dict[bytes, bytes], request_id: str) 
         (b"x-agentrl-request", request.encode()),
         (b"x-agentrl-created", str(int(time.time())).encode()),
         (b"x-agentrl-retry", retry if retry.isdigit() and len(retry) <= 3 else b"0"),
+        (b"x-agentrl-train", b"0" if headers.get(b"x-agentrl-train", b"").strip() == b"0" else b"1"),
     ]
