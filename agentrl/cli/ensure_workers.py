@@ -212,17 +212,21 @@ def _list_unfit(needs: "Requirements") -> Iterator[str]:
 
 
 def _ask_embedded(needs: "Requirements") -> "list[WorkerCheck]":
-    """Return the responses of the embedded stack's workers. Wait up to UP_SECONDS for workers that are still starting."""
+    """Return the responses of the embedded stack's workers. If the run has an agent, start an agents worker first. Wait up to
+    UP_SECONDS for workers that are still starting.
+    """
     from agentrl.workers.requests import requirements
     from agentrl.workers.stack import embedded
     from agentrl.workers.stack.celery_app import AGENTS
     from agentrl.workflow.settings import settings
 
     deadline = time.monotonic() + UP_SECONDS
+    agents = AGENTS in needs.roles
+    if agents:
+        embedded.agents_file(settings()).touch()
     while True:
-        agents = AGENTS in needs.roles  # there may be a worker for them, which comes once a run needs it
         workers = requirements.ask_workers(needs, workers=len(embedded.list_queues(settings())) + agents)
-        silent = set(needs.roles) - {role for worker in workers for role in worker.roles} - {AGENTS}
+        silent = set(needs.roles) - {role for worker in workers for role in worker.roles}
         if not silent:
             return workers
         if time.monotonic() > deadline:
