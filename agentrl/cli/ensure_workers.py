@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cli.console import say, show, show_json
 from agentrl.cli.probe_process import check_model, check_optimizer
 from agentrl.workflow.errors import AgentRLError, ServiceError, WorkerError
+from agentrl.workflow.runtime.shown_text import format_count
 
 if TYPE_CHECKING:
     from agentrl.workers.requests.requirements import Requirements, WorkerCheck
@@ -258,7 +259,7 @@ def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
         show_json({"run": run.name, "id": run.id, "created": run.created, "iterations": run.iterations})
     else:
         show(run.name)
-    counted = "1 iteration" if run.iterations == 1 else f"{run.iterations} iterations"
+    counted = format_count(run.iterations, "iteration")
     before = "already existed" + ("" if run.status == "running" else f" and is {run.status}")
     say(f"{run.name}: {'submitted' if run.created else before}, {counted}.")
     for line in missing:
