@@ -191,7 +191,7 @@ def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
     others = control_reads.list_runs_beside(database(), run)
     if others:
         raise WorkerError(
-            _join_lines(f"Nothing was started: {', '.join(others)} using the embedded stack.", unfit), RESTART_HINT
+            _join_lines(f"Nothing was started. Other runs use the embedded stack: {', '.join(others)}.", unfit), RESTART_HINT
         )
 
 

@@ -362,7 +362,7 @@ def test_stack_is_not_restarted_under_new_run(own_database: Database, tmp_path: 
     monkeypatch.setattr(embedded, "restart", lambda *stack: renewed.append(stack))
     monkeypatch.setattr(ensure_workers, "_list_unfit", lambda question: iter(["It lacks a module."]))
     monkeypatch.setattr(requirements, "list_lacks", lambda *question: (start(own_database, submission("came")), [])[1])
-    with pytest.raises(WorkerError, match="came using the embedded stack"):
+    with pytest.raises(WorkerError, match="Other runs use the embedded stack: came"):
         ensure_workers._renew_embedded(asked(tmp_path), False, "mine")
     assert not renewed
 

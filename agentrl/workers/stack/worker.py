@@ -72,7 +72,10 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
     if unknown or not roles:
         raise ConfigError(f"Unknown worker role: {', '.join(unknown) or 'none given'}.", f"Known: {', '.join(ROLES)}.")
     if len(roles) > 1 and not set(roles) <= SHARED_ROLES:
-        raise ConfigError("Only rollout and train share a process.", "Start one `agentrl worker` for each.")
+        raise ConfigError(
+            f"The roles {', '.join(roles)} cannot run in one process.",
+            "Start an `agentrl worker` for each. Only rollout and train can share one.",
+        )
     set_up_logging()
     where = settings()
     getLogger("agentrl.worker").info("starting %s: version %s, %s", ",".join(roles), __version__, _describe_servers(where))
