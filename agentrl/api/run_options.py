@@ -113,6 +113,7 @@ class RunOptions(TypedDict, total=False):
     skip_bad_rows: bool
     split: str
     stop: str | Sequence[str]
+    strict_api: bool
     strict_calls: bool
     tasks: int | None
     tasks_per_iteration: int

@@ -49,6 +49,9 @@ def serve(
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**31 - 1, help="Seed of all random draws [random].", show_default=False)
     ] = None,
+    strict_api: Annotated[
+        bool, typer.Option("--strict-api", help="Refuse request fields that cannot be applied, instead of naming them.")
+    ] = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Serve a policy to any client of the OpenAI or the Anthropic API, until Ctrl-C.
@@ -71,6 +74,7 @@ def serve(
     options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
     options |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
     chat = chat_values(tool_format, chat_template) | {"seed": randbelow(2**31) if seed is None else seed}
+    chat |= {"agent.strict_api": strict_api}
     with closing(bind(host, port, "Pass another --port, or 0 for any.")) as listening:
         key = settings().serve_key
         if not all("!" <= letter <= "~" for letter in key):

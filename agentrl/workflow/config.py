@@ -547,6 +547,9 @@ class AgentConfig(Section):
     )
     frozen_clock: bool = Field(False, description="A function reads the time at which its first attempt began")
     side_calls: bool = Field(False, description="Let it mark calls as not training: x-agentrl-train: 0")
+    strict_api: bool = option(
+        False, "--strict-api", description="Refuse request fields that cannot be applied, instead of naming them"
+    )
     own_rewards: bool = Field(False, description="Weight 1 for the rewards that it returns; false: weight 0")
     show_reference: bool = Field(False, description="Let it read the task's reference")
 

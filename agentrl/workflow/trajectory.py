@@ -157,6 +157,10 @@ class Task:
         return hashlib.sha256(f"{self.key}\0{text}".encode()).hexdigest()[:32]
 
 
+GRAMMAR = "grammar"
+"""The key in `steps.asked` for the constraint of a turn, the grammar that kept it, and what the grammar chose."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One turn of the policy: the new prompt tokens, the sampled tokens, the tool calls and their results.
@@ -176,6 +180,8 @@ class Step:
         delivered: True if the client received the complete turn.
         draw: the number of earlier samples from the same prompt; None: the number of earlier steps with the same prompt.
         side_call: True if the agent marked its call as one that does not train.
+        grammar: the sha256 of the grammar that limited the draws; empty without one.
+        guided: the indices of the sampled tokens that the grammar chose (`engines.Completion`). They do not train.
     """
 
     index: int
@@ -196,6 +202,8 @@ class Step:
     delivered: bool = True
     draw: int | None = None
     side_call: bool = False
+    grammar: str = ""
+    guided: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.parent is None:

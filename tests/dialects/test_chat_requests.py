@@ -95,9 +95,24 @@ def test_request_offers_no_tools_if_choice_is_none() -> None:
     assert asked(tools=[ADD], tool_choice="none").tools == ()
 
 
-def test_request_schema_drops_only_constrained_sampling() -> None:
+def test_request_reads_what_it_requires_of_the_turn() -> None:
     strict = {"type": "function", "function": ADD["function"] | {"strict": True}}
-    assert asked(tools=[strict]).tools == (ADD,)
+    found = asked(tools=[strict])
+    assert (found.tools, found.constraint.stored) == ((ADD,), {"strict": ("add",)})
+    named = {"type": "function", "function": {"name": "add"}}
+    assert asked(tools=[strict], tool_choice=named).constraint.stored == {"tool": "add"}
+    any_one = asked(tools=[ADD], tool_choice="required", parallel_tool_calls=False).constraint
+    assert any_one.stored == {"tool": "*", "one_call": True}
+    assert any_one.field_names == ("tool_choice", "parallel_tool_calls")
+    assert asked(response_format={"type": "json_object"}).constraint.schema == "{}"
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "integer"}}}
+    assert asked(response_format=schema).constraint.schema == '{"type":"integer"}'
+    for nothing in ({"response_format": {"type": "text"}}, {"parallel_tool_calls": False}, {"tool_choice": "none"}):
+        assert not asked(**nothing).constraint
+
+
+def test_request_names_penalties_as_not_applied() -> None:
+    assert asked(presence_penalty=1, logit_bias={"5": 1}, frequency_penalty=0).not_applied == ("presence_penalty", "logit_bias")
 
 
 @pytest.mark.parametrize("left_out", [{"parameters"}, {"description"}, {"parameters", "description"}], ids=sorted)
@@ -140,7 +155,7 @@ def test_template_renders_a_function_that_has_only_a_name() -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [call("", "{}", "x")]}]}, f"{FIRST}.name"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         ({"messages": [HELLO] * 10_001}, "messages"),
-        ({"n": 0}, "n"), ({"n": 17}, "n"), ({"n": True}, "n"), ({"n": 1.5}, "n"), ({"n": "1"}, "n"),
+        ({"n": 0}, "n"), ({"n": 129}, "n"), ({"n": True}, "n"), ({"n": 1.5}, "n"), ({"n": "1"}, "n"),
         ({"temperature": 3}, "temperature"), ({"temperature": "hot"}, "temperature"), ({"top_p": -1}, "top_p"),
         ({"seed": 2**63}, "seed"), ({"seed": 10**400}, "seed"), ({"max_tokens": 0}, "max_tokens"),
         ({"stop": [""]}, "stop"), ({"stop": ["x"] * 17}, "stop"), ({"stop": "x" * 257}, "stop"), ({"stop": 4}, "stop"),
@@ -148,9 +163,12 @@ def test_template_renders_a_function_that_has_only_a_name() -> None:
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 4}}]}, "tools[0].function.parameters"),
         ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"presence_penalty": 1}, "presence_penalty"), ({"logit_bias": {"50256": -100}}, "logit_bias"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "none"}}}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"), ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 4}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}}},
+         "response_format.json_schema.schema"),
         ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"), ({"stream": "yes"}, "stream"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),

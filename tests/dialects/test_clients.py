@@ -210,5 +210,5 @@ def test_request_assistant_message_may_lack_content(chat: Chat, message: Any) ->
 
 def test_openai_error_names_the_field(chat: Chat) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
-        client_of(Server(chat, "x")).chat.completions.create(model="m", messages=[USER], presence_penalty=1.0)
-    assert (raised.value.param, raised.value.code) == ("presence_penalty", "unsupported_parameter")
+        client_of(Server(chat, "x")).chat.completions.create(model="m", messages=[USER], extra_body={"best_of": 3})
+    assert (raised.value.param, raised.value.code) == ("best_of", "unsupported_parameter")

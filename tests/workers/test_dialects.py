@@ -480,7 +480,7 @@ def test_completions_of_ids_are_one_chain(db: Database) -> None:
         {"prompt": {}},
         {"echo": True},
         {"suffix": "x"},
-        {"n": 100},
+        {"n": 1000},
         {"logprobs": 6},
     ],
 )

@@ -459,7 +459,7 @@ class Conversation:
 def completion_of(step: Step, request: StepRequest) -> Completion:
     """Return the completion that a stored step was made of."""
     top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in request.asked.get(TOP, ()))
-    return Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds, top)
+    return Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds, top, step.guided)
 
 
 def _draw(request: StepRequest) -> int:

@@ -25,13 +25,15 @@ from agentrl.workers.jobs.pending_agents import Agents, PendingAgents
 from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
 from agentrl.workflow import engines
+from agentrl.workflow.chat import grammar
+from agentrl.workflow.chat.grammar import Constraint
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import CLIENTS, AgentConfig, RolloutConfig
 from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError
 from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
 from agentrl.workflow.dialects.reply_text import parse_turn
 from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
-from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.inference.prompt_draft import Draft
@@ -43,7 +45,9 @@ from agentrl.workflow.store.agent_holds import AgentState
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence, GroupWork, Outcome
 from agentrl.workflow.token_chains import EQUAL
+from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import (
+    GRAMMAR,
     UNCLOSED,
     UNFINISHED,
     CallRecord,
@@ -207,6 +211,14 @@ class AgentRollout:
         conversation = self._conversations.get(episode)
         return None if conversation is None else conversation.response(request_id)
 
+    def constrain(self, ask: Ask) -> Ask:
+        """Return the request with its constraint enforced, or taken as a wish if nothing here can enforce it. Thread-safe.
+
+        Raises:
+            RequestError: no text satisfies the constraint, or `agent.strict_api` refuses wishes.
+        """
+        return self.sampling.constrain(ask, self.chat)
+
     def handle(self, events: Sequence[InboxEvent]) -> None:
         """Commit sampled turns, begin the requested turns, and end the episodes whose agents have ended."""
         self._commit([event.turn for event in events if event.turn is not None])
@@ -349,7 +361,7 @@ class AgentRollout:
             if recorded:
                 future.set_result(recorded.completions[choice])
             else:
-                future = self.engine.submit(self.sampling.request(turn, choice, draw, max_tokens, episode))
+                future = self.engine.submit(self.sampling.request(turn, choice, draw, max_tokens, episode, self.chat))
             turn.futures.append(future)
         for future in list(turn.futures):
             future.add_done_callback(partial(self._put_over, turn))
@@ -603,6 +615,40 @@ class AgentSampling:
         except ConfigError as error:
             raise RequestError(400, error.message, code="unsupported_parameter") from error
 
+    def constrain(self, ask: Ask, chat: Chat) -> Ask:
+        """See `AgentRollout.constrain`."""
+        constraint = ask.constraint
+        if not constraint:
+            return self._without_refused(ask)
+        obstacle = self._find_obstacle(constraint, ask.tools, chat)
+        names = ", ".join(constraint.field_names)
+        if not obstacle:
+            try:
+                if constraint.needs_grammar:
+                    chat.grammars.matcher(grammar.turn_grammar(constraint, ask.tools, chat, ()))
+            except ModelError as error:
+                raise RequestError(400, f"{names}: {error.message}", "invalid_constraint", constraint.field_names[0]) from error
+            return self._without_refused(replace(ask, enforced=True))
+        if self.agent.strict_api:
+            message = f"{names}: it cannot be enforced, because {obstacle}."
+            raise RequestError(400, message, "unsupported_parameter", constraint.field_names[0])
+        messages = grammar.with_wish(ask.messages, constraint)
+        return replace(ask, messages=messages, not_applied=(*ask.not_applied, *constraint.field_names))
+
+    def _find_obstacle(self, constraint: Constraint, tools: Sequence[Schema], chat: Chat) -> str:
+        if constraint.needs_grammar and not self.engine.grammars:
+            return f"the engine {self.engine.name!r} takes no grammars"
+        if constraint.one_call and not constraint.needs_grammar and "stop" not in self.engine.options:
+            return f"the engine {self.engine.name!r} takes no stop strings"
+        return grammar.find_obstacle(constraint, tools, chat)
+
+    def _without_refused(self, ask: Ask) -> Ask:
+        """Return the request. Raise RequestError if it has fields without effect and `agent.strict_api` is set."""
+        if ask.not_applied and self.agent.strict_api:
+            message = f"{', '.join(ask.not_applied)}: it has no effect here, and agent.strict_api refuses such fields."
+            raise RequestError(400, message, "unsupported_parameter", ask.not_applied[0])
+        return ask
+
     def draws(self, conversation: Conversation, call: AgentCall, draft: Draft) -> Sequence[int]:
         """Return the number of each choice among the samples of the same prompt. If a served client sent a seed, the numbers
         start at 0.
@@ -611,11 +657,14 @@ class AgentSampling:
             return tuple(range(call.ask.count))
         return conversation.draws(call, prompt_hash(draft))
 
-    def request(self, turn: AgentTurn, choice: int, draw: int, max_tokens: int, episode: Episode) -> GenerateRequest:
+    def request(
+        self, turn: AgentTurn, choice: int, draw: int, max_tokens: int, episode: Episode, chat: Chat
+    ) -> GenerateRequest:
         """Return the request for the engine. If the run serves clients, all sampling options of the client apply. In other
         runs, only its stop strings and its token limit apply.
         """
-        limits, ask = self._limits(turn.ask), turn.ask
+        ask = turn.ask
+        limits = with_stop(self._limits(ask), call_stops(ask, chat))
         keys = self.work.sampling_key(episode)
         keys = key_asked(keys, ask.asked) if self.is_clients else keys
         key = keys.of_turn(turn.draft.context, draw)
@@ -626,6 +675,7 @@ class AgentSampling:
             follows_length=True,
             heard=partial(turn.hear, choice),
             top_logprobs=ask.top_logprobs,
+            grammar=grammar_of(ask, turn.draft.context, chat),
         )
 
     def note_asked(self, ask: Ask) -> None:
@@ -685,7 +735,7 @@ class AgentRecords:
         return StepRequest(
             id=choice_id(conversation.stopped_id(call.request_id) if turn.cut else call.request_id, choice),
             body_hash=call.body_hash,
-            asked={**call.ask.asked, **_kept(turn, done), "created": call.created, "draw": turn.draws[choice]},
+            asked={**call.ask.asked, **self._kept(turn, done), "created": call.created, "draw": turn.draws[choice]},
             tools=call.ask.tools,
             template_options=call.ask.template_options,
         )
@@ -722,18 +772,45 @@ class AgentRecords:
             replayed=REPLAYED in turn.noted,
         )
 
+    def _kept(self, turn: AgentTurn, done: Completion) -> dict[str, Any]:
+        """Return the values that the row stores besides the requested sampling options.
 
-def _kept(turn: AgentTurn, done: Completion) -> dict[str, Any]:
-    """Return the values that the row stores besides the requested sampling options.
+        The stop strings explain why the turn ended. The number of equal histories is stored if it is above one. The likeliest
+        tokens of each position are stored if the client requested them, because a repeated request must get the same response.
+        The constraint and the names of fields without effect are stored too.
+        """
+        ask = turn.ask
+        stops = list(dict.fromkeys((*ask.stop, *call_stops(ask, self.chat))))
+        fields = {"stop": stops, EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
+        fields |= {"not_applied": list(ask.not_applied), KEPT: dict(ask.kept), GRAMMAR: self._constraint_record(turn, done)}
+        return {name: value for name, value in fields.items() if value} | dict(turn.noted)
 
-    The client's stop strings explain why the turn ended. The number of equal histories is stored if it is above one. The
-    likeliest tokens of each position are stored if the client requested them, because a repeated request must get the same
-    response. The names of fields without effect are stored too.
-    """
-    ask = turn.ask
-    fields = {"stop": list(ask.stop), EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
-    fields |= {"not_applied": list(ask.not_applied), KEPT: dict(ask.kept)}
-    return {name: value for name, value in fields.items() if value} | dict(turn.noted)
+    def _constraint_record(self, turn: AgentTurn, done: Completion) -> dict[str, Any]:
+        """Return what the row stores of the turn's constraint: the constraint, and whether the turn keeps it. If a grammar kept
+        it, also the grammar's hash, the library's version, and the indices of the tokens that the grammar chose.
+        """
+        ask = turn.ask
+        if not ask.constraint:
+            return {}
+        message = parse_turn(self.chat, ask, turn.draft.context, done.token_ids)
+        record: dict[str, Any] = {**ask.constraint.stored, "kept": grammar.is_kept(ask.constraint, message, ask.tools)}
+        if text := grammar_of(ask, turn.draft.context, self.chat):
+            record |= {"sha256": grammar.grammar_hash(text), "library": grammar.library(), "guided": list(done.guided)}
+        return record
+
+
+def grammar_of(ask: Ask, prompt_ids: Sequence[int], chat: Chat) -> str:
+    """Return the grammar of the request's turn; empty if no grammar limits it."""
+    if not (ask.enforced and ask.constraint.needs_grammar):
+        return ""
+    return grammar.turn_grammar(ask.constraint, ask.tools, chat, prompt_ids)
+
+
+def call_stops(ask: Ask, chat: Chat) -> tuple[str, ...]:
+    """Return the stop strings that end the turn after its first call, if the request allows only one and has no grammar."""
+    if not (ask.enforced and ask.constraint.one_call) or ask.constraint.needs_grammar:
+        return ()
+    return (grammar.call_end(ask.tools, chat.manner.tool_format),)
 
 
 def _refusal(call: ToolCall) -> ToolResult | None:

@@ -76,6 +76,9 @@ class EpisodeServer(Protocol):
     def left(self, call: AgentCall) -> None:
         """Cancel the request because its client disconnected."""
 
+    def constrain(self, ask: Ask) -> Ask:
+        """Return the request with its constraint enforced or taken as a wish. Raise RequestError if that is impossible."""
+
     def recorded(self, episode: int, request_id: str) -> RecordedResponse | None:
         """Return the response to an earlier request of the episode's current attempt; None if there is no such response."""
 
@@ -167,6 +170,7 @@ class SamplingServer:
                 if holder.allows_side_calls
                 else replace(ask, not_applied=(*ask.not_applied, TRAIN))
             )
+        ask = await asyncio.to_thread(holder.constrain, ask) if ask.constraint else holder.constrain(ask)
         queue: asyncio.Queue[RolloutMessage] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 

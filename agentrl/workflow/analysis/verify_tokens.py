@@ -82,6 +82,9 @@ _Value = tuple[float, int, float, TokenNoise | None]
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
 """By precision, the largest allowed differences from the record: of a logprob, in nats, and of a draw, in probability."""
 
+CONSTRAINED = "constrained: the draws of turns with a grammar are not checked"
+"""What a report says of turns whose draws a grammar limited."""
+
 BLOCK = 1024
 """The number of sampled tokens whose logits are in memory at once: 0.6 GB for 152,000 words in float32."""
 
@@ -175,7 +178,8 @@ def check_tokens(
     chat = policy.chat if clock is None else policy.chat.at(clock)
     off = next((token for token in tokens if not token.off <= tolerances.of(token)[0]), None)
     keyed = _is_keyed(rollout.engine)  # else there is no draw to repeat
-    missed = next((t for t in tokens if keyed and t.drawn != t.id and t.distance > tolerances.of(t)[1]), None)
+    missed = next((t for t in tokens if _repeats(t.step, keyed) and t.drawn != t.id and t.distance > tolerances.of(t)[1]), None)
+    unchecked = {CONSTRAINED} if keyed and any(step.grammar for step in own) else set()
     return TokensReport(
         precision=precision,
         logprob_tolerance=max(limit for limit, _ in limits),
@@ -184,14 +188,19 @@ def check_tokens(
         prompt=next(
             (difference for step in own if (difference := _prompt_difference(episode, step, chat, schemas, requests))), None
         ),
-        steps=tuple(_score(step, list(group), tolerances, keyed) for step, group in _group_by_step(tokens)),
+        steps=tuple(_score(step, list(group), tolerances, _repeats(step, keyed)) for step, group in _group_by_step(tokens)),
         parents=episode.inherited,
-        unverified=tuple(sorted(set(gone.values()))),
+        unverified=tuple(sorted({*gone.values(), *unchecked})),
         logprob=_logprob_difference(off, chat) if off else None,
         draw=_draw_difference(missed, chat) if missed else None,
         ending=next((wrong for step in own if (wrong := _end_difference(step, chat, sampling_of(step.index)[0].stop))), None),
         noise=tolerances.report(tokens),
     )
+
+
+def _repeats(step: Step, keyed: bool) -> bool:
+    """Return True if the step's draws can be repeated. A grammar limited other draws, which is not repeated."""
+    return keyed and not step.grammar
 
 
 def _has_measurable_noise(policy: Policy, engine: str) -> bool:

@@ -20,6 +20,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from agentrl.workflow.chat.grammar import GrammarCompiler
 from agentrl.workflow.chat.parsing import THINK, parse_text
 from agentrl.workflow.chat.stop_strings import Spelling, Stops, cut_at_stop
 from agentrl.workflow.chat.template_options import check_options
@@ -325,6 +326,11 @@ class Chat:
 
     def _ends_of_calls(self) -> tuple[int, ...]:
         return tuple(self._special[token] for token in self.manner.tool_format.ends if token in self._special)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of the grammars that limit turns. Raise ImportError without the package llguidance."""
+        return GrammarCompiler(self)
 
     @cached_property
     def _special(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.workflow.chat.grammar import NO_CONSTRAINT, Constraint
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.errors import AgentRLError
 from agentrl.workflow.tool_formats import Schema
@@ -38,7 +39,9 @@ class Ask:
         side_call: True if the agent marked the request as one that does not train, and the run allows that.
         counts_only: True to return only the number of the prompt's tokens, without a turn.
         identity: the sha256 of the request's path and body without `stream`. A repeated request has the same one.
-        not_applied: the names of the fields that the request sets and that have no effect here.
+        constraint: what the client requires of the turn: a tool call, a JSON schema, at most one call.
+        enforced: True if the sampler keeps the constraint; False if the constraint is a wish.
+        not_applied: the names of the fields that the request sets and that have no effect here, and of wishes.
         previous: the id of the request whose response this request continues by its id; empty without such a request.
         kept: values that are stored with the turn, because a request that continues it by its id needs them.
         wire: values that only the dialect needs, to build the response.
@@ -60,6 +63,8 @@ class Ask:
     side_call: bool = False
     counts_only: bool = False
     identity: str = field(default="", compare=False)
+    constraint: Constraint = NO_CONSTRAINT
+    enforced: bool = False
     not_applied: tuple[str, ...] = ()
     previous: str = ""
     kept: Mapping[str, Any] = field(default_factory=dict)

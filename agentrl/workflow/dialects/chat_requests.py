@@ -5,8 +5,10 @@ may send fields of earlier responses (`reasoning`, calls, ids) back with the his
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from agentrl.workflow.chat.grammar import ANY_TOOL, NO_CONSTRAINT, Constraint
 from agentrl.workflow.chat.template_options import check_options
 from agentrl.workflow.dialects import Ask, Recorded, find_none
 from agentrl.workflow.dialects.fields import Fields, clean_tree, load_object
@@ -22,12 +24,15 @@ from agentrl.workflow.dialects.request_parts import (
     MAX_STOPS,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
+    check_tool,
     function_schema,
     identity_of,
     in_order,
     read_arguments,
+    read_format,
     read_sampling,
     result_place,
+    strict_tools,
     unsupported_part,
 )
 from agentrl.workflow.errors import ModelError
@@ -35,6 +40,13 @@ from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message, ToolCall
 
 PATH = "/v1/chat/completions"
+FIELD_NAMES = (
+    ("tool", "tool_choice"),
+    ("schema", "response_format"),
+    ("strict", "tools[].function.strict"),
+    ("one_call", "parallel_tool_calls"),
+)
+"""The fields of the request for each part of a `Constraint`."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -55,10 +67,11 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
     logprobs, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     if top and not logprobs:
         raise fields.error("top_logprobs", "it needs logprobs: true")
+    tools = _tools(fields)
     return Ask(
         messages=_messages(fields),
         model=fields.text("model", MAX_NAME),
-        tools=_tools(fields),
+        tools=tools,
         template_options=_template_options(fields),
         max_tokens=_most_tokens(fields),
         stop=fields.texts("stop", MAX_STOPS, MAX_STOP) if fields.values.get("stop") not in (None, [], "") else (),
@@ -70,6 +83,8 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         top_logprobs=top,
         token_ids=fields.flag("return_token_ids"),
         identity=identity_of(PATH, fields.values),
+        constraint=_constraint(fields, tools) or NO_CONSTRAINT,
+        not_applied=REQUEST.names_not_applied(fields),
     )
 
 
@@ -103,12 +118,29 @@ def _includes_usage(fields: Fields, stream: bool) -> bool:
 def _tools(fields: Fields) -> tuple[Schema, ...]:
     """Return the offered tools, in the form that chat templates take."""
     tools = tuple(_tool(tool) for tool in fields.objects("tools", MAX_TOOLS))
+    return () if fields.values.get("tool_choice") == "none" else tools
+
+
+def _constraint(fields: Fields, tools: tuple[Schema, ...]) -> Constraint:
+    """Return what the request requires of the turn."""
+    functions = [tool.object("function") for tool in fields.objects("tools", MAX_TOOLS)] if tools else []
+    one_call = fields.values.get("parallel_tool_calls") is False and bool(tools)
+    fields.flag("parallel_tool_calls")
+    constraint = Constraint(
+        _required_tool(fields, tools), read_format(fields, "response_format"), strict_tools(functions), one_call, FIELD_NAMES
+    )
+    return replace(constraint, strict=()) if constraint.tool else constraint
+
+
+def _required_tool(fields: Fields, tools: tuple[Schema, ...]) -> str:
     choice = fields.values.get("tool_choice")
-    if choice == "none":
-        return ()
-    if choice not in (None, "auto"):
-        raise fields.error("tool_choice", "only auto and none are supported", "unsupported_value")
-    return tools
+    if choice in (None, "auto", "none"):
+        return ""
+    if choice == "required":
+        return check_tool(fields, ANY_TOOL, tools)
+    if isinstance(choice, dict) and (name := fields.object("tool_choice").object("function").text("name", MAX_NAME)):
+        return check_tool(fields, name, tools)
+    raise fields.error("tool_choice", "it must be auto, none, required or a function's name", "unsupported_value")
 
 
 def _tool(tool: Fields) -> Schema:
@@ -119,8 +151,8 @@ def _tool(tool: Fields) -> Schema:
         raise tool.error("function", "it is missing")
     function = tool.object("function")
     FUNCTION.check(function)
-    # `strict` would bind what is sampled to the schema; what the policy writes is checked by whoever runs the call.
-    return function_schema(function, {name: value for name, value in function.values.items() if name in FUNCTION.honoured})
+    shown = {name: value for name, value in function.values.items() if name in FUNCTION.honoured and name != "strict"}
+    return function_schema(function, shown)
 
 
 # messages

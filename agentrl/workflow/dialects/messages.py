@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from agentrl.workflow.chat.grammar import ANY_TOOL, NO_CONSTRAINT, Constraint
 from agentrl.workflow.chat.turn_stream import TextPiece
 from agentrl.workflow.dialects import Ask, Recorded, RecordedResponse, ReplyHead, RequestError, ResponseTurn, find_none
 from agentrl.workflow.dialects.fields import Fields, clean_tree, load_object
@@ -26,13 +27,16 @@ from agentrl.workflow.dialects.request_parts import (
     MAX_STOP,
     MAX_STOPS,
     MAX_TOOLS,
+    check_tool,
     function_schema,
     identity_of,
     in_order,
     list_not_applied,
     read_encoded,
+    read_format,
     read_sampling,
     result_place,
+    strict_tools,
     unsupported_part,
 )
 from agentrl.workflow.tool_formats import Schema
@@ -45,12 +49,19 @@ PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 HONOURED = frozenset(
     {
         *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "temperature", "top_p"),
-        *("top_k", "stream", "return_token_ids", "thread"),
+        *("top_k", "stream", "return_token_ids", "thread", "output_config"),
     }
 )
 """The fields of a request that have an effect. `tool_choice` has one only with some values."""
 USUAL: Mapping[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},)}
 """For some fields, the values that request nothing."""
+FIELD_NAMES = (
+    ("tool", "tool_choice"),
+    ("schema", "output_config.format"),
+    ("strict", "tools[].strict"),
+    ("one_call", "tool_choice.disable_parallel_tool_use"),
+)
+"""The fields of the request for each part of a `Constraint`."""
 BILLING = "x-anthropic-billing-header:"
 """The beginning of a system block of Claude Code that changes from request to request. The block is left out."""
 MESSAGE_ID = "msg_"
@@ -88,6 +99,7 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         stream=fields.flag("stream"),
         token_ids=fields.flag("return_token_ids"),
         identity=identity_of(PATH, fields.values),
+        constraint=_constraint(fields, tools, response) or NO_CONSTRAINT,
         not_applied=(*left_out, *_not_applied(fields, response)),
         previous=previous,
     )
@@ -109,11 +121,29 @@ def _find_previous(fields: Fields, recorded: Recorded) -> tuple[str, RecordedRes
 
 def _not_applied(fields: Fields, response: RecordedResponse | None) -> Iterator[str]:
     yield from list_not_applied(fields, HONOURED, USUAL)
-    choice = fields.object("tool_choice").values
-    if choice.get("type") not in (None, "auto", *(() if response else ("none",))):  # a thread keeps its tools
+    if response is not None and fields.object("tool_choice").values.get("type") == "none":  # a thread keeps its tools
         yield "tool_choice"
-    if choice.get("disable_parallel_tool_use"):
-        yield "tool_choice.disable_parallel_tool_use"
+    output = fields.object("output_config")
+    yield from (f"output_config.{name}" for name in list_not_applied(output, frozenset({"format"}), {}))
+
+
+def _constraint(fields: Fields, tools: Sequence[Schema], response: RecordedResponse | None) -> Constraint:
+    """Return what the request requires of the turn."""
+    choice = fields.object("tool_choice")
+    tool = ""
+    match choice.text("type", MAX_NAME):
+        case "any":
+            tool = check_tool(fields, ANY_TOOL, tools)
+        case "tool":
+            tool = check_tool(fields, choice.text("name", MAX_NAME), tools)
+        case "" | "auto" | "none":
+            pass
+        case kind:
+            raise choice.error("type", f"{kind[:40]!r} is not supported: auto, any, tool or none", "unsupported_value")
+    strict = () if tool or not tools or response else strict_tools(fields.objects("tools", MAX_TOOLS))
+    form = fields.object("output_config")
+    schema = read_format(form, "format") if form.has("format") else ""
+    return Constraint(tool, schema, strict, choice.flag("disable_parallel_tool_use") and bool(tools), FIELD_NAMES)
 
 
 def _tools(fields: Fields) -> tuple[tuple[Schema, ...], list[str]]:

@@ -23,12 +23,19 @@ class FieldRules:
         ignored: the fields that are accepted without effect, because they change no sampled token.
         refused: the refused fields, each with the values that are accepted nevertheless.
         hints: for a refused field, the advice what to do instead.
+        recorded: the fields that are recorded and named as not applied, each with the values that request nothing.
     """
 
     honoured: tuple[str, ...]
     ignored: tuple[str, ...] = ()
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
+    recorded: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def names_not_applied(self, fields: Fields) -> tuple[str, ...]:
+        """Return the names of the recorded fields whose values request something."""
+        values = ((name, fields.values.get(name)) for name in self.recorded)
+        return tuple(name for name, value in values if value is not None and value not in self.recorded[name])
 
     def check(self, fields: Fields) -> None:
         """Check that the object has no unknown or refused field. A null is treated as a missing field.
@@ -37,7 +44,7 @@ class FieldRules:
             RequestError: the object has such a field (status 400). The message names the field.
         """
         for name, value in fields.values.items():
-            if value is None or name in self.honoured or name in self.ignored:
+            if value is None or name in self.honoured or name in self.ignored or name in self.recorded:
                 continue
             if name not in self.refused:
                 raise fields.unknown_error(name)
@@ -49,7 +56,7 @@ REQUEST = FieldRules(
     honoured=(
         *("messages", "model", "tools", "tool_choice", "n", "stop", "max_tokens", "max_completion_tokens", "temperature"),
         *("top_p", "top_k", "min_p", "seed", "logprobs", "top_logprobs", "return_token_ids", "stream", "stream_options"),
-        "chat_template_kwargs",
+        *("chat_template_kwargs", "response_format", "parallel_tool_calls"),
     ),
     ignored=(
         *("user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "prompt_cache_key"),
@@ -58,9 +65,7 @@ REQUEST = FieldRules(
         *("cache_prompt", "id_slot", "keep_alive"),
     ),
     refused={
-        **{"parallel_tool_calls": (True,), "response_format": ({"type": "text"},), "functions": ([],)},
-        **{"function_call": ("auto", "none"), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
-        **{"length_penalty": (1,), "typical_p": (1,), "logit_bias": ({},), "min_tokens": (0,), "best_of": (1,)},
+        **{"functions": ([],), "function_call": ("auto", "none"), "min_tokens": (0,), "best_of": (1,)},
         **{"use_beam_search": (False,), "ignore_eos": (False,), "stop_token_ids": ([],), "bad_words": ([],)},
         **{"include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "return_tokens_as_token_ids": (False,)},
         **{"echo": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,), "modalities": (["text"],)},
@@ -68,9 +73,11 @@ REQUEST = FieldRules(
         **{"guided_choice": (), "guided_grammar": (), "thinking": (), "enable_thinking": (), "chat_template": ()},
         **{"documents": ([],), "plugins": ([],), "transforms": ([],)},
     },
+    recorded={
+        **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,)},
+        **{"typical_p": (1,), "logit_bias": ({},)},
+    },
     hints={
-        "parallel_tool_calls": "the number of calls cannot be limited; leave it out",
-        "response_format": "only {'type': 'text'} is supported",
         "functions": "it is not supported; send the functions as tools",
         "thinking": "send the option of the model's template instead, in chat_template_kwargs",
         "enable_thinking": "send it in chat_template_kwargs",
@@ -102,7 +109,7 @@ CALL_FUNCTION = FieldRules(
     honoured=("name", "arguments"), ignored=("parsed_arguments", "provider_specific_fields", "thought_signature")
 )
 TOOL = FieldRules(honoured=("type", "function"), ignored=("cache_control", "strict", "defer_loading"))
-FUNCTION = FieldRules(honoured=("name", "description", "parameters", "return"), ignored=("strict", "cache_control"))
+FUNCTION = FieldRules(honoured=("name", "description", "parameters", "return", "strict"), ignored=("cache_control",))
 
 OBJECTS: Mapping[str, FieldRules] = {
     "the request": REQUEST,
@@ -118,11 +125,12 @@ OBJECTS: Mapping[str, FieldRules] = {
 
 def table() -> str:
     """Return the rules as a Markdown table."""
-    rows = ["| in | honoured | accepted without effect | refused, unless the value is |", "|---|---|---|---|"]
+    heads = ("in", "honoured", "accepted without effect", "named as not applied", "refused, unless the value is")
+    rows = [f"| {' | '.join(heads)} |", "|---|---|---|---|---|"]
     for name, rules in OBJECTS.items():
         refused = [f"`{key}`{_values(values)}" for key, values in rules.refused.items()]
-        cells = [", ".join(f"`{key}`" for key in keys) for keys in (rules.honoured, rules.ignored)]
-        rows.append(f"| {name} | {cells[0]} | {cells[1]} | {', '.join(refused)} |")
+        cells = [", ".join(f"`{key}`" for key in keys) for keys in (rules.honoured, rules.ignored, rules.recorded)]
+        rows.append(f"| {name} | {' | '.join(cells)} | {', '.join(refused)} |")
     return "\n".join(rows)
 
 

@@ -3,18 +3,19 @@
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from agentrl.workflow.call_json import decode_json
+from agentrl.workflow.chat.grammar import ANY_TOOL, MAX_SCHEMA_CHARS
 from agentrl.workflow.dialects import RequestError
 from agentrl.workflow.dialects.fields import Fields, clean_tree
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import Message
 
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 10_000, 512, 1000, 10_000
-MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_NAME = 16, 16, 256, 256
+MAX_CHOICES, MAX_STOPS, MAX_STOP, MAX_NAME = 128, 16, 256, 256
 MAX_TOP_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1
 MAX_TOOL_NAME = 128
@@ -69,6 +70,63 @@ def list_not_applied(fields: Fields, honoured: frozenset[str], usual: Mapping[st
         if value is not None and name not in honoured | BOOKKEEPING and value not in usual.get(name, ())
     ]
     return names[:NAMED_FIELDS]
+
+
+def read_schema(fields: Fields, name: str) -> str:
+    """Return a JSON schema of the request as compact JSON.
+
+    Raises:
+        RequestError: it is not an object, or has more than `MAX_SCHEMA_CHARS` characters (status 400).
+    """
+    schema = dict(clean_tree(fields, name, fields.object(name).values))
+    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise fields.error(name, f"the schema has {len(text)} characters, at most {MAX_SCHEMA_CHARS} are accepted")
+    return text
+
+
+def read_format(fields: Fields, name: str) -> str:
+    """Return the JSON schema that a format object requires: `{}` for any JSON object, empty for text.
+
+    Args:
+        fields: the object in the request that has the format.
+        name: the format's field. Its type is `text`, `json_object` or `json_schema`; the schema stands in it or in its
+            `json_schema`.
+
+    Raises:
+        RequestError: the type is unknown, or the schema is invalid (status 400).
+    """
+    if not fields.has(name):
+        return ""
+    form = fields.object(name)
+    match form.text("type", MAX_NAME):
+        case "text":
+            return ""
+        case "json_object":
+            return "{}"
+        case "json_schema":
+            holder = form.object("json_schema") if form.has("json_schema") else form
+            return read_schema(holder, "schema")
+        case kind:
+            raise form.error("type", f"{kind[:40]!r} is not supported: text, json_object or json_schema", "unsupported_value")
+
+
+def strict_tools(tools: Iterable[Fields]) -> tuple[str, ...]:
+    """Return the names of the functions whose calls must follow their schemas."""
+    return tuple(tool.text("name", MAX_NAME) for tool in tools if tool.flag("strict"))
+
+
+def check_tool(fields: Fields, tool: str, tools: Sequence[Schema]) -> str:
+    """Return the name of a tool that the request requires.
+
+    Raises:
+        RequestError: the request offers no such tool, or none at all (status 400).
+    """
+    names = [offered["function"]["name"] for offered in tools]
+    if (tool != ANY_TOOL and tool not in names) or not names:
+        problem = f"no tool is called {tool[:40]!r}" if tool != ANY_TOOL else "it needs tools"
+        raise fields.error("tool_choice", problem)
+    return tool
 
 
 def unsupported_part(part: Fields, kind: str) -> RequestError:

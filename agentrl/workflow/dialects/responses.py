@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from agentrl.workflow.chat.grammar import ANY_TOOL, NO_CONSTRAINT, Constraint
 from agentrl.workflow.chat.turn_stream import TextPiece
 from agentrl.workflow.dialects import (
     Ask,
@@ -37,14 +38,17 @@ from agentrl.workflow.dialects.request_parts import (
     MAX_PARTS,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
+    check_tool,
     function_schema,
     identity_of,
     in_order,
     list_not_applied,
     read_arguments,
     read_encoded,
+    read_format,
     read_sampling,
     result_place,
+    strict_tools,
     unsupported_part,
 )
 from agentrl.workflow.tool_formats import Schema
@@ -58,13 +62,12 @@ RESPONSE_ID = "resp_"
 HONOURED = frozenset(
     {
         *("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "temperature", "top_p", "stream"),
-        *("previous_response_id", "include", "return_token_ids", "top_logprobs", "text"),
+        *("previous_response_id", "include", "return_token_ids", "top_logprobs", "text", "parallel_tool_calls"),
     }
 )
 """The fields of a request that have an effect. `tool_choice`, `include` and `text` have one only with some values."""
 USUAL: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
-    "parallel_tool_calls": (True,),
     "truncation": ("disabled",),
 }
 """For some fields, the values that request nothing."""
@@ -72,6 +75,13 @@ REFUSED = {"background": (False,), "conversation": (), "prompt": ()}
 """The refused fields, each with the values that are accepted nevertheless. If these fields were ignored, a request would have
 another meaning.
 """
+FIELD_NAMES = (
+    ("tool", "tool_choice"),
+    ("schema", "text.format"),
+    ("strict", "tools[].strict"),
+    ("one_call", "parallel_tool_calls"),
+)
+"""The fields of the request for each part of a `Constraint`."""
 NAMESPACE_MARK = "__"
 INSTRUCTIONS = "instructions"
 """The key in `Ask.kept` for the number of characters of `instructions` at the start of the system message."""
@@ -112,19 +122,35 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         top_logprobs=fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS) or 0,
         token_ids=fields.flag("return_token_ids"),
         identity=identity_of(PATH, fields.values),
-        not_applied=(*left_out, *_not_applied(fields)),
+        constraint=_constraint(fields, tools) or NO_CONSTRAINT,
+        not_applied=(*left_out, *list_not_applied(fields, HONOURED, USUAL)),
         previous=previous or reader.referenced,
         kept={INSTRUCTIONS: len(instructions)} if instructions else {},
         wire={"names": names, "encrypted": ENCRYPTED in include, "previous": fields.text("previous_response_id")},
     )
 
 
-def _not_applied(fields: Fields) -> Iterator[str]:
-    yield from list_not_applied(fields, HONOURED, USUAL)
-    if fields.values.get("tool_choice") not in (None, "auto", "none"):
-        yield "tool_choice"
-    if fields.object("text").values.get("format") not in (None, {"type": "text"}):
-        yield "text.format"
+def _constraint(fields: Fields, tools: Sequence[Schema]) -> Constraint:
+    """Return what the request requires of the turn."""
+    strict = strict_tools(tool for tool in fields.objects("tools", MAX_TOOLS) if tool.values.get("type") == "function")
+    one_call = fields.values.get("parallel_tool_calls") is False and bool(tools)
+    fields.flag("parallel_tool_calls")
+    tool = _required_tool(fields, tools)
+    return Constraint(
+        tool, read_format(fields.object("text"), "format"), () if tool or not tools else strict, one_call, FIELD_NAMES
+    )
+
+
+def _required_tool(fields: Fields, tools: Sequence[Schema]) -> str:
+    choice = fields.values.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return ""
+    if choice == "required":
+        return check_tool(fields, ANY_TOOL, tools)
+    function = fields.object("tool_choice") if isinstance(choice, dict) else None
+    if function is not None and function.text("type", MAX_NAME) == "function":
+        return check_tool(fields, function.text("name", MAX_NAME), tools)
+    raise fields.error("tool_choice", "it must be auto, none, required or a function's name", "unsupported_value")
 
 
 # tools

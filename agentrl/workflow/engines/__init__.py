@@ -56,6 +56,7 @@ class GenerateRequest:
             session, which does not affect the draws. None: nothing is kept.
         top_logprobs: the number of most likely tokens to return for each sampled token, at most `MAX_TOP_LOGPROBS`. It does not
             affect the draws.
+        grammar: the grammar of the turn (`chat.grammar`), which limits the draw of each token; empty: none.
 
     Raises:
         ConfigError: `top_logprobs` is out of range.
@@ -76,6 +77,7 @@ class GenerateRequest:
     heard: Callable[[int], bool] | None = None
     session: int | None = None
     top_logprobs: int = 0
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
@@ -123,6 +125,8 @@ class Completion:
             including the server's queue.
         top: the most likely tokens at the place of each sampled token, with logprobs as in `logprobs`; empty if the request
             asked for none. Tokens of probability 0 are left out.
+        guided: the indices of the tokens that the grammar chose rather than the policy: it left less than `WHOLE_MASS` of the
+            probability. They do not train.
     """
 
     token_ids: tuple[int, ...]
@@ -130,6 +134,7 @@ class Completion:
     finish_reason: FinishReason
     seconds: float
     top: tuple[Likeliest, ...] = ()
+    guided: tuple[int, ...] = ()
 
 
 class Engine(Protocol):
@@ -184,6 +189,7 @@ class Backend:
             loaded to sample.
         at_url: True if the engine samples with the server at the machine's `engine_url`.
         top_logprobs: True if the engine can return the most likely tokens at each position.
+        grammars: True if the engine draws within a grammar.
     """
 
     name: str
@@ -196,6 +202,7 @@ class Backend:
     local: bool
     at_url: bool = False
     top_logprobs: bool = False
+    grammars: bool = False
 
 
 def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:

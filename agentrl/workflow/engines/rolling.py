@@ -12,4 +12,5 @@ rolling = Backend(
     options=frozenset({"temperature", "top_k", "top_p", "min_p", "stop"}),
     local=True,
     top_logprobs=True,
+    grammars=True,
 )

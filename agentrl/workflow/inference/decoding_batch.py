@@ -18,9 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentrl.workflow.chat.grammar import WHOLE_MASS, TurnMatcher
 from agentrl.workflow.engines import Completion, GenerateRequest, Likeliest, nan_error
+from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.model_rows import Kept, ModelRows
-from agentrl.workflow.inference.sampling import draw, likeliest, lowest_logit, scale_logits, uniforms
+from agentrl.workflow.inference.sampling import (
+    allowed_mass,
+    draw,
+    likeliest,
+    lowest_logit,
+    sample,
+    scale_logits,
+    uniforms,
+)
 from agentrl.workflow.models.device_errors import classify
 from agentrl.workflow.models.memory import free_cached_blocks
 from agentrl.workflow.models.policy import Policy
@@ -41,6 +51,7 @@ _STATE = np.dtype(
         ("limit", "i8"),  # the most tokens to sample
         ("watched", "?"),  # whether the turn has stop strings
         ("heard", "?"),  # whether a callback gets each token
+        ("guided", "?"),  # whether a grammar limits the draws
         ("tops", "i8"),  # how many of the likeliest tokens are told
         ("temperature", "f8"),
         ("top_k", "i8"),
@@ -53,7 +64,10 @@ _STATE = np.dtype(
 
 @dataclass(slots=True)
 class ActiveTurn:
-    """A request, with the tokens that were already sampled for it before it was last evicted."""
+    """A request, with the tokens that were already sampled for it before it was last evicted.
+
+    `matcher` is the state of the request's grammar after these tokens, and `guided` the indices of tokens that it chose.
+    """
 
     request: GenerateRequest
     future: Future[Completion]
@@ -62,6 +76,8 @@ class ActiveTurn:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[Likeliest] = field(default_factory=list)
+    matcher: TurnMatcher | None = None
+    guided: list[int] = field(default_factory=list)
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -71,7 +87,8 @@ class ActiveTurn:
     def finish(self, reason: FinishReason) -> None:
         """Set the result of the request."""
         seconds = time.perf_counter() - self.started
-        self.future.set_result(Completion(tuple(self.ids), tuple(self.logprobs), reason, seconds, tuple(self.top)))
+        values = (tuple(self.ids), tuple(self.logprobs), reason, seconds, tuple(self.top), tuple(self.guided))
+        self.future.set_result(Completion(*values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +236,7 @@ class Batch:
         request, count = turn.request, len(turn.ids)
         cuts = (request.temperature, request.top_k, request.top_p, request.min_p)
         context = turn.context
-        flags = (bool(request.stop), request.heard is not None, request.top_logprobs)
+        flags = (bool(request.stop), request.heard is not None, turn.matcher is not None, request.top_logprobs)
         self._state[slot] = (
             request.key, request.position + count, len(context) - 1, context[-1], count, turn.limit, *flags, *cuts
         )  # fmt: skip
@@ -241,6 +258,8 @@ class Batch:
         if rows["top_k"].any() or (rows["top_p"] < 1).any() or rows["min_p"].any():
             on_device = self._draw_limited(rows, logits, numbers)
         drawn = on_device.cpu().numpy()
+        if rows["guided"].any():
+            self._draw_guided(rows, logits, numbers, drawn)
         tops = self._tops(rows, logits, drawn) if rows["tops"].any() else {}
         return drawn[0].astype(np.int64), drawn[1], tops
 
@@ -260,6 +279,38 @@ class Batch:
         cuts = [torch.from_numpy(rows[name].copy()).to(logits.device) for name in ("top_k", "top_p", "min_p")]
         return draw(logits, draws, temperature, lowest_logit(scale_logits(logits, temperature), *cuts))
 
+    def _draw_guided(
+        self, rows: NDArray[np.void], logits: Tensor, numbers: NDArray[np.float64], drawn: NDArray[np.float64]
+    ) -> None:
+        """Draw again for rows with a grammar, write the result into `drawn`, and continue the grammars.
+
+        A row whose grammar allows no token gets NaN as its logprob, which ends its turn with an error.
+        """
+        slots = np.flatnonzero(rows["guided"])
+        masks = [self._allowed(int(slot), logits.shape[-1]) for slot in slots]
+        allowed = torch.from_numpy(np.stack(masks)).to(logits.device)
+        some = logits[torch.from_numpy(slots).to(logits.device)]
+        draws, temperature = torch.from_numpy(numbers[2:, slots]).to(logits.device)
+        cuts = [torch.from_numpy(rows[name][slots]).to(logits.device) for name in ("top_k", "top_p", "min_p")]
+        floor = lowest_logit(scale_logits(some, temperature).masked_fill(~allowed, -torch.inf), *cuts)
+        ids, logprobs = sample(some, draws, temperature, floor, allowed)
+        masses = allowed_mass(some, temperature, allowed).cpu().numpy()
+        drawn[:, slots] = torch.stack([ids.double(), logprobs.double()]).cpu().numpy()
+        for place, slot in enumerate(map(int, slots)):
+            turn, token = self.turns[slot], int(drawn[0, slot])
+            if not masks[place].any():
+                drawn[1, slot] = np.nan
+            elif turn.matcher is not None:
+                if not masses[place] >= WHOLE_MASS:
+                    turn.guided.append(int(rows["count"][slot]))
+                if token not in self._policy.chat.end_ids:
+                    turn.matcher.take(token)
+
+    def _allowed(self, slot: int, vocabulary: int) -> NDArray[np.bool_]:
+        matcher = self.turns[slot].matcher
+        assert matcher is not None
+        return matcher.allowed(vocabulary)
+
     def _tops(self, rows: NDArray[np.void], logits: Tensor, drawn: NDArray[np.float64]) -> dict[int, Likeliest]:
         """Return the likeliest tokens of each row. The sampled token has exactly the logprob with which it was sampled."""
         slots = np.flatnonzero(rows["tops"])
@@ -276,7 +327,8 @@ class Batch:
         turn = self.turns[slot]
         self._write_back(slot, turn)
         if broken:
-            turn.future.set_exception(nan_error())
+            too_complex = turn.matcher is not None and turn.matcher.has_failed
+            turn.future.set_exception(ModelError("The turn's grammar became too complex.") if too_complex else nan_error())
             return
         if turn.request.follows and (stopped or turn.request.follows_length):
             self._keep(slot, turn)

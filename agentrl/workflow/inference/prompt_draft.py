@@ -78,6 +78,7 @@ class Draft:
             delivered=delivered,
             draw=draw,
             side_call=side_call,
+            guided=completion.guided,
         )
 
     def sibling(self, messages: tuple[Message, ...], reason: str) -> "Draft":

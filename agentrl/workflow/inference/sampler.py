@@ -72,8 +72,8 @@ class RollingEngine:
         """Submit a request. If the prompt fills the context, the turn ends at once as `length`, without sampled tokens.
 
         The future raises ModelError (ids outside of the vocabulary, NaN from the model, stop strings with a tokenizer that does
-        not give the bytes of its tokens), CheckpointError (weights that cannot be published), InfraError (the model call
-        failed, or the sampler was closed) or DeviceLost (every later call on this device fails).
+        not give the bytes of its tokens, a grammar that no text satisfies), CheckpointError (weights that cannot be published),
+        InfraError (the model call failed, or the sampler was closed) or DeviceLost (every later call on this device fails).
         """
         room = self._policy.max_context - len(request.prompt_ids)
         turn = ActiveTurn(request, Future(), limit=min(request.max_new_tokens, room))
@@ -85,6 +85,8 @@ class RollingEngine:
             try:
                 if request.stop:
                     self._policy.chat.stops(request.stop)
+                if request.grammar:
+                    turn.matcher = self._policy.chat.grammars.matcher(request.grammar)
             except ModelError as error:
                 turn.future.set_exception(error)
             else:

@@ -26,7 +26,13 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
     return (_mix(keys + _mix(positions)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor | float,
+    floor: Tensor | None = None,
+    allowed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverse CDF over float32 probabilities, in vocabulary order.
 
     The probabilities are first summed by blocks of the vocabulary. Then only the block that contains the draw is searched. So
@@ -37,11 +43,11 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
         uniforms: (N,) float64 in [0, 1).
         temperature: a number, or (N,).
         floor: (N,), the lowest logit that may be drawn, already divided by the temperature (see `lowest_logit`).
+        allowed: (N, V) bool, the tokens that a grammar allows, at least one in each row.
 
     Returns:
-        The ids (N,) int64, never one of probability 0, and their logprobs (N,) float32 over the complete vocabulary. The
-            logprob is
-        NaN in a row with a NaN.
+        The ids (N,) int64, never one of probability 0 unless `allowed` leaves no other, and their logprobs (N,) float32 over
+        the complete vocabulary. The logprob is NaN in a row with a NaN.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     vocabulary = logits.shape[-1]
@@ -54,6 +60,11 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor:
     blocks = weights.view(len(logits), -1, BLOCK)
     sums = blocks.sum(-1).double().cumsum(-1)
     total = sums[:, -1].log()
+    if allowed is not None:  # the allowed tokens may all be so unlikely that their weights are 0
+        drawable = logits.masked_fill(~allowed, -torch.inf)
+        torch.sub(drawable, drawable.amax(-1, keepdim=True), out=weights[:, :vocabulary])
+        weights[:, :vocabulary].div_(scale).exp_()
+        sums = blocks.sum(-1).double().cumsum(-1)
     if floor is not None:
         weights[:, :vocabulary].masked_fill_(scale_logits(logits, temperature) < floor[:, None], 0.0)
         sums = blocks.sum(-1).double().cumsum(-1)
@@ -69,6 +80,18 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor: T
     """
     ids, logprobs = sample(logits, uniforms, temperature, floor)
     return torch.stack([ids.double(), logprobs.double()])
+
+
+def allowed_mass(logits: Tensor, temperature: Tensor | float, allowed: Tensor) -> Tensor:
+    """Return the probability (N,), float64, that all allowed tokens have together.
+
+    Args:
+        logits: (N, V).
+        temperature: a number, or (N,).
+        allowed: (N, V) bool.
+    """
+    scaled = scale_logits(logits, temperature).double()
+    return (scaled.masked_fill(~allowed, -torch.inf).logsumexp(-1) - scaled.logsumexp(-1)).exp()
 
 
 def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.trajectory import (
+    GRAMMAR,
     ROOT,
     WHOLE,
     CallRecord,
@@ -162,6 +163,8 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
         shared=row["shared_tokens"],
         delivered=row["delivered"],
         side_call=row["side_call"],
+        grammar=(row["asked"] or {}).get(GRAMMAR, {}).get("sha256", ""),
+        guided=tuple((row["asked"] or {}).get(GRAMMAR, {}).get("guided", ())),
         draw=(row["asked"] or {}).get("draw"),
     )
 

@@ -107,7 +107,7 @@ def rows_of(episodes: Sequence[Episode]) -> list[Row]:
         rows += (
             _row(number, index, context_of(episode, steps[0]), steps, idle)
             for index, steps in enumerate(chains_of(episode))
-            if any(step.index not in idle and step.sampled_ids for step in steps)
+            if any(step.index not in idle and len(step.guided) < len(step.sampled_ids) for step in steps)
         )
     counts = Counter(row.episode for row in rows)
     return [row if counts[row.episode] == 1 else replace(row, weight=1 / counts[row.episode]) for row in rows]
@@ -180,7 +180,9 @@ def _row(
     for step in steps:
         ids += (*step.prompt_ids, *step.sampled_ids)
         mask += [False] * len(step.prompt_ids) + [True] * len(step.sampled_ids)
-        trains += [False] * len(step.prompt_ids) + [step.index not in idle] * len(step.sampled_ids)
+        guided = frozenset(step.guided)
+        trains += [False] * len(step.prompt_ids)
+        trains += [step.index not in idle and place not in guided for place in range(len(step.sampled_ids))]
         logprobs += (*(0.0,) * len(step.prompt_ids), *step.behavior_logprobs)
     return Row(episode, index, tuple(ids), tuple(mask), tuple(trains), tuple(logprobs))
 

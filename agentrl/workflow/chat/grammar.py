@@ -1,0 +1,383 @@
+"""Grammars of turns: what a client requires of a turn becomes a grammar, and the grammar says which tokens may come next.
+
+The library `llguidance` (an extra: `agentrl[constraints]`) compiles a grammar and computes the mask of each token. Without it,
+a requirement is a wish: the prompt says it (`wish_text`), and `is_kept` checks the turn afterwards.
+
+The grammar of tool calls is derived from `ToolFormat.write`, so it exists for each format whose arguments are one JSON object.
+JSON has `, ` and `: ` as separators and no other white space. Otherwise a model could write white space for ever.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agentrl.workflow.call_json import dump_json
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.tool_formats import Schema, ToolFormat
+from agentrl.workflow.trajectory import Message, ToolCall
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+    from numpy.typing import NDArray
+
+    from agentrl.workflow.chat.rendering import Chat
+
+ANY_TOOL = "*"
+"""The value of `Constraint.tool` that requires a call of any offered tool."""
+MAX_SCHEMA_CHARS = 64 * 1024
+"""The most characters of all JSON schemas of a grammar. Compiling takes about 1 ms for each 1,000 characters."""
+MAX_GRAMMARS = 64
+"""The most compiled grammars that are kept. Clients may send any number of schemas."""
+WHOLE_MASS = 1.0 - 1e-6
+"""A token trains if the grammar left at least this share of its probability. Below it, the grammar chose, not the policy."""
+_PROBE = {"zq": 0}
+_COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_TEXT = r"/(.|\n)*/"
+_TAG = re.compile(r"<[^<>\s]+>")
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a client requires of a turn.
+
+    Args:
+        tool: the name of the tool that must be called; `ANY_TOOL`: one of the offered ones; empty: a call is not required.
+        schema: the JSON schema of the content, as compact JSON; `{}`: any JSON object; empty: any text.
+        strict: the names of the tools whose arguments must follow their schemas, if they are called.
+        one_call: True if the turn may have at most one call.
+        fields: the names of the request's fields, by the names of these arguments.
+    """
+
+    tool: str = ""
+    schema: str = ""
+    strict: tuple[str, ...] = ()
+    one_call: bool = False
+    fields: tuple[tuple[str, str], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.tool or self.schema or self.strict or self.one_call)
+
+    @property
+    def needs_grammar(self) -> bool:
+        """True if only a grammar keeps the constraint. The limit to one call only needs a stop string."""
+        return bool(self.tool or self.schema or self.strict)
+
+    @property
+    def field_names(self) -> tuple[str, ...]:
+        """The names of the request's fields that ask for the constraint."""
+        return tuple(field for name, field in self.fields if getattr(self, name))
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The values from which `of_stored` makes the constraint again, for a JSON column."""
+        return {name: getattr(self, name) for name in ("tool", "schema", "strict", "one_call") if getattr(self, name)}
+
+    @classmethod
+    def of_stored(cls, values: Mapping[str, Any]) -> "Constraint":
+        """Return the constraint with these stored values."""
+        tool, schema = str(values.get("tool", "")), str(values.get("schema", ""))
+        return cls(tool, schema, tuple(values.get("strict", ())), bool(values.get("one_call")))
+
+
+NO_CONSTRAINT = Constraint()
+
+
+def library() -> str:
+    """Return the name and the version of the installed library, such as `llguidance 1.9.1`; empty without it."""
+    try:
+        import llguidance
+    except ImportError:
+        return ""
+    return f"llguidance {llguidance.__version__}"
+
+
+def grammar_hash(grammar: str) -> str:
+    """Return the sha256 of a grammar."""
+    return hashlib.sha256(grammar.encode()).hexdigest()
+
+
+def find_obstacle(constraint: Constraint, tools: Sequence[Schema], chat: "Chat") -> str:
+    """Return why a grammar cannot keep the constraint with this model; empty if it can."""
+    if constraint.needs_grammar and not library():
+        return "the package llguidance is not installed"
+    if constraint.needs_grammar and not getattr(chat.tokenizer, "is_fast", False):
+        return "the model has no fast tokenizer"
+    if (constraint.tool or constraint.strict) and _spell_probe(tools, chat.manner.tool_format) is None:
+        return f"the tool format {chat.manner.tool_format.name} has no JSON arguments"
+    if constraint.one_call and not constraint.needs_grammar and not call_end(tools, chat.manner.tool_format):
+        return f"calls of the tool format {chat.manner.tool_format.name} have no end mark"
+    return ""
+
+
+def call_end(tools: Sequence[Schema], tool_format: ToolFormat) -> str:
+    """Return the mark that ends a call, such as `</tool_call>`, at which a turn can be stopped; empty if there is none."""
+    parts = _spell_probe(tools, tool_format)
+    end = parts[1].split()[-1] if parts and parts[1].split() else ""
+    return end if _TAG.fullmatch(end) else ""
+
+
+def turn_grammar(constraint: Constraint, tools: Sequence[Schema], chat: "Chat", prompt_ids: Sequence[int]) -> str:
+    """Return the grammar of the turn, in llguidance's dialect of Lark.
+
+    Args:
+        constraint: the constraint, which needs a grammar.
+        tools: the offered tools.
+        chat: the chat format of the model.
+        prompt_ids: all tokens before the turn, which may leave a thought open.
+
+    Raises:
+        ModelError: the schemas are too large, or a required tool is not offered.
+    """
+    offered = {tool["function"]["name"]: tool for tool in tools}
+    lines: list[str] = []
+    if constraint.tool:
+        chosen = list(offered) if constraint.tool == ANY_TOOL else [constraint.tool]
+        if not chosen or not set(chosen) <= offered.keys():
+            raise ModelError("The required tool is not offered.")
+        rule = _calls_rule([offered[name] for name in chosen], tools, constraint.one_call, chat, lines)
+    elif constraint.schema:
+        rule = f"%json {json.dumps((json.loads(constraint.schema) or {'type': 'object'}) | _COMPACT)}"
+        if tools:  # the API lets the model call a tool instead of answering
+            lines.append(f"answer: {rule}")
+            rule = f"(answer | {_calls_rule(list(tools), tools, constraint.one_call, chat, lines)})"
+    else:
+        rule = _optional_calls_rule(offered, tools, constraint, chat, lines)
+    thought = _thought_rule(chat, prompt_ids)
+    grammar = "\n".join([f"start: {thought}{rule}", *lines])
+    if len(grammar) > MAX_SCHEMA_CHARS:
+        raise ModelError(f"The schemas have {len(grammar)} characters as a grammar, at most {MAX_SCHEMA_CHARS} are accepted.")
+    return grammar
+
+
+def _thought_rule(chat: "Chat", prompt_ids: Sequence[int]) -> str:
+    """Return the beginning of the rule of a turn that may, or must, have a thought first."""
+    end = _literal("</think>", chat)
+    if chat.leaves_thought_open(prompt_ids):
+        return rf"{_TEXT} {end} /[\n ]*/ "
+    if "<think>" in str(chat.tokenizer.chat_template):  # of other models, a turn has no thought
+        return rf"({_literal('<think>', chat)} {_TEXT} {end} /[\n ]*/)? "
+    return ""
+
+
+def _calls_rule(chosen: Sequence[Schema], tools: Sequence[Schema], one: bool, chat: "Chat", lines: list[str]) -> str:
+    """Add the rules of the chosen tools to `lines`, and return the rule of one call or several."""
+    tool_format = chat.manner.tool_format
+    for number, tool in enumerate(chosen):
+        before, after = _spell_call(tool, tools, tool_format)
+        lines.append(f"call_{number}: {_literal(before, chat)} {_arguments(tool)} {_literal(after, chat)}")
+    lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(chosen)))}")
+    between = None if one or not chat.manner.many else _between_calls(chosen[0], tools, tool_format)
+    return "call" if between is None else f"call ({_literal(between, chat)} call)*"
+
+
+def _optional_calls_rule(
+    offered: Mapping[str, Schema], tools: Sequence[Schema], constraint: Constraint, chat: "Chat", lines: list[str]
+) -> str:
+    """Return the rule of a turn of any text in which the arguments of calls of strict tools follow their schemas."""
+    tool_format = chat.manner.tool_format
+    for number, (name, tool) in enumerate(offered.items()):
+        before, after = _spell_call(tool, tools, tool_format)
+        arguments = _arguments(tool) if name in constraint.strict else f"%json {json.dumps({'type': 'object'} | _COMPACT)}"
+        lines.append(f"call_{number}: {_literal(before, chat)} {arguments} {_literal(after, chat)}")
+    lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(offered)))}")
+    first = _spell_call(next(iter(offered.values())), tools, tool_format)[0]
+    mark = next((mark for mark in (*_added_tokens(chat), *tool_format.opens) if first.startswith(mark)), "")
+    text = _TEXT if mark in _added_tokens(chat) else r"/[^{<\[]*/"  # no text may begin a call outside of the grammar
+    more = "" if constraint.one_call else r" (/[\n ]*/ call)*"
+    return f"{text} (call{more})?"
+
+
+def _arguments(tool: Schema) -> str:
+    parameters = dict(tool["function"].get("parameters") or {}) or {"type": "object"}
+    return f"%json {json.dumps(parameters | _COMPACT)}"
+
+
+def _spell_call(tool: Schema, tools: Sequence[Schema], tool_format: ToolFormat) -> tuple[str, str]:
+    """Return the texts before and after the arguments of a call.
+
+    Raises:
+        ModelError: the format does not write the arguments as one JSON object.
+    """
+    text = tool_format.write("", [ToolCall(tool["function"]["name"], _PROBE)], tools)
+    before, found, after = text.partition(dump_json(_PROBE))
+    if not found:
+        raise ModelError(f"The tool format {tool_format.name} has no JSON arguments.")
+    return before, after
+
+
+def _spell_probe(tools: Sequence[Schema], tool_format: ToolFormat) -> tuple[str, str] | None:
+    with suppress(ModelError):
+        return _spell_call(tools[0], tools, tool_format) if tools else None
+    return None
+
+
+def _between_calls(tool: Schema, tools: Sequence[Schema], tool_format: ToolFormat) -> str | None:
+    """Return the text between two calls; None if several calls are not simply written one after another."""
+    call = ToolCall(tool["function"]["name"], _PROBE)
+    one, two = tool_format.write("", [call], tools), tool_format.write("", [call, call], tools)
+    if two.startswith(one) and two.endswith(one) and len(two) >= 2 * len(one):
+        return two[len(one) : len(two) - len(one)]
+    return None
+
+
+def _literal(text: str, chat: "Chat") -> str:
+    """Return a text as a part of a rule. Added tokens in it are named by their ids, because the library spells them apart."""
+    added = _added_tokens(chat)
+    if not added:
+        return json.dumps(text) if text else '""'
+    pattern = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+    parts = [part for part in re.split(f"({pattern})", text) if part]
+    return " ".join(f"<[{added[part]}]>" if part in added else json.dumps(part) for part in parts) or '""'
+
+
+def _added_tokens(chat: "Chat") -> Mapping[str, int]:
+    """Return the added tokens that the library treats as single symbols, by their texts."""
+    tokens = chat.tokenizer.added_tokens_decoder
+    return {token.content: i for i, token in tokens.items() if token.special or _TAG.fullmatch(token.content)}
+
+
+class TurnMatcher:
+    """The state of a grammar in one turn.
+
+    Args:
+        matcher: the library's matcher at the beginning of the turn.
+    """
+
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self._matcher = matcher
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the grammar became too complex to continue."""
+        return bool(self._matcher.is_error())
+
+    def allowed(self, vocabulary: int) -> "NDArray[np.bool_]":
+        """Return which tokens may come next, (vocabulary,); none if the grammar became too complex."""
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        mask = np.zeros(vocabulary, bool)
+        mask[: len(bits)] = bits[:vocabulary]
+        return np.zeros_like(mask) if self.has_failed else mask
+
+    def take(self, token: int) -> None:
+        """Continue after this token."""
+        self._matcher.consume_token(token)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer.
+
+    Args:
+        chat: the chat format with the tokenizer.
+
+    Raises:
+        ImportError: the package llguidance is missing.
+    """
+
+    def __init__(self, chat: "Chat") -> None:
+        from llguidance.hf import from_tokenizer
+
+        tokenizer: Any = chat.tokenizer
+        self._tokenizer = from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=sorted(chat.end_ids))
+        self._compile = lru_cache(MAX_GRAMMARS)(self._compile_fresh)
+
+    def matcher(self, grammar: str) -> TurnMatcher:
+        """Return the state of the grammar at the beginning of a turn.
+
+        Raises:
+            ModelError: the grammar is invalid, too complex, or no text satisfies it.
+        """
+        compiled = self._compile(grammar)
+        if isinstance(compiled, str):
+            raise ModelError(compiled)
+        return TurnMatcher(compiled.deep_copy())
+
+    def _compile_fresh(self, grammar: str) -> "LLMatcher | str":
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            return f"The constraint cannot be compiled: {_first_line(matcher.get_error())}."
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            return f"The constraint cannot be compiled: {_first_line(matcher.get_error())}."
+        if matcher.is_stopped() and not matcher.is_accepting():
+            return "No text satisfies the constraint."
+        return matcher
+
+
+def _first_line(text: str) -> str:
+    return " ".join(text.partition("\n")[0].split())[:300].rstrip(".")
+
+
+# wishes
+
+
+def wish_text(constraint: Constraint) -> str:
+    """Return the sentences that tell a model what the client requires."""
+    sentences = []
+    if constraint.tool == ANY_TOOL:
+        sentences.append("Call one of the tools.")
+    elif constraint.tool:
+        sentences.append(f"Call the tool {constraint.tool}.")
+    if constraint.one_call:
+        sentences.append("Call at most one tool.")
+    if constraint.schema == "{}":
+        sentences.append("Answer with a JSON object and nothing else.")
+    elif constraint.schema:
+        sentences.append(f"Answer with JSON that follows this schema, and nothing else: {constraint.schema}")
+    return " ".join(sentences)
+
+
+def with_wish(messages: Sequence[Message], constraint: Constraint) -> tuple[Message, ...]:
+    """Return the messages with the client's wish at the end of the system message."""
+    text = wish_text(constraint)
+    if not text:
+        return tuple(messages)
+    if messages and messages[0].role == "system":
+        first = messages[0]
+        return (Message("system", f"{first.content}\n\n{text}"), *messages[1:])
+    return (Message("system", text), *messages)
+
+
+def is_kept(constraint: Constraint, message: Message, tools: Sequence[Schema]) -> bool:
+    """Return True if a turn has what its client required. A schema is checked with the library only, otherwise as JSON."""
+    calls = [call for call in message.tool_calls if call.error is None]
+    names = {call.name for call in calls}
+    if constraint.tool and (not calls or (constraint.tool != ANY_TOOL and names != {constraint.tool})):
+        return False
+    if constraint.one_call and len(calls) > 1:
+        return False
+    if constraint.schema and not calls:
+        try:
+            value = json.loads(message.content)
+        except (ValueError, RecursionError):
+            return False
+        return list(_missing_keys(json.loads(constraint.schema), value)) == []
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    strict_calls = [call for call in calls if call.name in constraint.strict]
+    return not any(list(_missing_keys(schemas[call.name], dict(call.arguments))) for call in strict_calls)
+
+
+def _missing_keys(schema: Mapping[str, Any], value: Any) -> Iterator[str]:
+    """Yield what the top level of a value lacks: `type`, or the names of required keys."""
+    kinds: dict[str, Any] = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "boolean": bool,
+        "integer": int,
+        "number": (int, float),
+    }
+    wanted = schema.get("type", "object" if not schema else None)
+    if isinstance(wanted, str) and wanted in kinds and not isinstance(value, kinds[wanted]):
+        yield "type"
+    elif isinstance(value, dict):
+        required: Iterable[Any] = schema.get("required") or ()
+        yield from (str(name) for name in required if name not in value)
