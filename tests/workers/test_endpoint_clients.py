@@ -12,8 +12,8 @@ from contextlib import suppress
 import httpx2
 import pytest
 
-from agentrl.workers.http import server as http_server
-from agentrl.workers.http.server import GuardedProtocol
+from agentrl.workers.http import http_server
+from agentrl.workers.http.http_server import GuardedProtocol
 from agentrl.workers.serving.endpoint_app import EndpointLimits
 from agentrl.workflow.dialects.chat_completions import PATH as CHAT
 from agentrl.workflow.store.connect import Database

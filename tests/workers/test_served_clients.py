@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.workers.http.api_errors import ApiError, too_large
 from agentrl.workers.http.cors import read_origins
-from agentrl.workers.http.errors import ApiError, too_large
 from agentrl.workers.serving import served_clients
 from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.endpoint_app import Endpoint

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentrl.workers.http import cors, errors
-from agentrl.workers.http.errors import Headers
+from agentrl.workers.http import api_errors, cors
+from agentrl.workers.http.api_errors import Headers
 from agentrl.workflow.dialects import RequestError
 from agentrl.workflow.errors import ServiceError, locate_error
 
@@ -78,18 +78,18 @@ class Call(Request):
         """
         length = self.headers.get("content-length", "")
         if length.isdigit() and int(length[:20]) > max_bytes:
-            raise errors.too_large(max_bytes)
+            raise api_errors.too_large(max_bytes)
         content = bytearray()
         try:
             async with asyncio.timeout(seconds):
                 while self._unread:
                     piece = await self._piece()
                     if len(content) + len(piece) > max_bytes:
-                        raise errors.too_large(max_bytes)
+                        raise api_errors.too_large(max_bytes)
                     take(len(piece))
                     content += piece
         except TimeoutError:
-            raise errors.too_slow(seconds) from None
+            raise api_errors.too_slow(seconds) from None
         return bytes(content)
 
     async def begin(self, status: int, headers: Headers) -> None:
@@ -117,7 +117,7 @@ class Call(Request):
     async def refuse(self, error: RequestError) -> None:
         """Respond with the error. If a response has already begun, send nothing; uvicorn then closes the connection."""
         if not self._begun:
-            await self.answer(error.status, errors.error_json(error, self.route), errors.headers_of(error))
+            await self.answer(error.status, api_errors.error_json(error, self.route), api_errors.headers_of(error))
 
     async def unless_gone(self, work: Awaitable[None]) -> None:
         """Wait until `work` is done. If the client disconnects before that, cancel the work. Read the body before."""
@@ -196,10 +196,10 @@ class Application:
             pass
         except ServiceError as error:
             self._log.warning("%s", error)
-            await call.refuse(errors.broken(30))
+            await call.refuse(api_errors.broken(30))
         except Exception as error:  # noqa: BLE001 - whatever it is: no traceback, which might show a key
             self._log.error("call req_%s failed: %s in %s", call.request_id, type(error).__name__, locate_error(error))
-            await call.refuse(errors.internal(self._name))
+            await call.refuse(api_errors.internal(self._name))
 
     async def _answer_route(self, route: ApiRoute, call: Call) -> None:
         self._check_head(call, route.path)
@@ -207,7 +207,7 @@ class Application:
             await call.answer_empty(cors.preflight_headers(call.headers, route.method))
             return
         if call.method != route.method:
-            raise errors.wrong_method(route.method)
+            raise api_errors.wrong_method(route.method)
         await route.handle(call)
 
     async def _answer_other(self, call: Call) -> None:
@@ -219,13 +219,15 @@ class Application:
             path = "/"
         self._check_head(call, path)
         if call.method != "HEAD" or path.removeprefix("/v1") not in ("", "/"):
-            raise errors.no_route(", ".join(f"{route.method} {route.path}" for route in self._routes if "{" not in route.path))
+            raise api_errors.no_route(
+                ", ".join(f"{route.method} {route.path}" for route in self._routes if "{" not in route.path)
+            )
         await call.answer_empty([])
 
     def _check_head(self, call: Call, route: str) -> None:
         call.route = route
         if len(call.scope["raw_path"]) + sum(len(name) + len(value) for name, value in call.scope["headers"]) > MAX_HEAD_BYTES:
-            raise errors.long_head(MAX_HEAD_BYTES)
+            raise api_errors.long_head(MAX_HEAD_BYTES)
         if self._origins and not call.path_key:
             call.added_headers += cors.answer_headers(call.headers, self._origins)
 

@@ -7,7 +7,7 @@ origin. Origins are compared in the form that browsers send: scheme, host and po
 import re
 from collections.abc import Mapping, Set
 
-from agentrl.workers.http.errors import Headers
+from agentrl.workers.http.api_errors import Headers
 
 HEADERS = (
     b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode, "

@@ -19,7 +19,7 @@ from logging import getLogger
 from typing import Any, Protocol
 
 from agentrl.workers.http.calls import MAX_HEAD_BYTES, ApiRoute, Application, Call
-from agentrl.workers.http.server import make_server, serve
+from agentrl.workers.http.http_server import make_server, serve
 from agentrl.workers.jobs.agent_calls import (
     Accepted,
     AgentCall,

@@ -11,7 +11,7 @@ from types import FrameType
 
 import uvicorn
 
-from agentrl.workers.http.server import make_server, serve
+from agentrl.workers.http.http_server import make_server, serve
 from agentrl.workers.page.door import RequestGuard, Rules, names_of
 from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.service import application

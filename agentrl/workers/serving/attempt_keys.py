@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from logging import getLogger
 
-from agentrl.workers.http import errors
+from agentrl.workers.http import api_errors
 from agentrl.workflow.agents.keys import key_hash
 from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.store.endpoint_reads import AttemptLocation
@@ -98,7 +98,7 @@ class AttemptKeys:
             return await self.find(key_hash(key))
         except ServiceError as error:
             log.warning("%s", error)
-            raise errors.broken(30) from None
+            raise api_errors.broken(30) from None
 
     async def _read_all(self) -> None:
         while self._asked:
@@ -130,13 +130,13 @@ def require_open(place: AttemptLocation | None) -> AttemptLocation:
         ApiError: with status 401, the key is unknown; with status 409, the episode is over.
     """
     if place is None:
-        raise errors.unknown_key()
+        raise api_errors.unknown_key()
     if place.over:
-        raise errors.over(place.episode, place.over)
+        raise api_errors.over(place.episode, place.over)
     return place
 
 
 def _checked(api_key: str) -> str:
     if not 0 < len(api_key) <= MAX_KEY_CHARS:
-        raise errors.unknown_key()
+        raise api_errors.unknown_key()
     return api_key

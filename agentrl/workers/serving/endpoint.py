@@ -19,7 +19,7 @@ from types import FrameType
 
 import uvicorn
 
-from agentrl.workers.http import server as http_server
+from agentrl.workers.http import http_server
 from agentrl.workers.http.calls import MAX_HEAD_BYTES
 from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.endpoint_app import Endpoint, EndpointLimits

@@ -21,9 +21,9 @@ from weakref import WeakValueDictionary
 
 from starlette.types import Receive, Scope, Send
 
-from agentrl.workers.http import errors
+from agentrl.workers.http import api_errors
+from agentrl.workers.http.api_errors import ApiError, Headers
 from agentrl.workers.http.calls import ApiRoute, Application, Call
-from agentrl.workers.http.errors import ApiError, Headers
 from agentrl.workers.jobs.agent_calls import Begin, ForwardedRequest, Write
 from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.forwarding import Forwarding, Samplers
@@ -123,7 +123,7 @@ class Endpoint:
             with self._slot(key_hash(samples)):
                 await self.keys.find_open(samples)
                 if call.headers.get("content-encoding", "identity").lower() != "identity":
-                    raise errors.encoded_body()
+                    raise api_errors.encoded_body()
                 with self._held() as take:
                     body = await call.read(self.limits.body_bytes, self.limits.body_seconds, take)
                     faultpoint("endpoint.in")
@@ -153,9 +153,9 @@ class Endpoint:
         with self._slot(key_hash(api_key)):
             run = await self._authentication.find_run(api_key, call.headers)
         if name not in ("", run):
-            raise errors.no_model(name, run)
+            raise api_errors.no_model(name, run)
         listed = chat_completions.models(run)
-        await call.answer(200, errors.as_json(listed["data"][0] if name else listed))
+        await call.answer(200, api_errors.as_json(listed["data"][0] if name else listed))
 
     async def _end_episode(self, clients: ServedClients, call: Call) -> None:
         api_key = await self._key(call)
@@ -165,7 +165,7 @@ class Endpoint:
 
         with self._slot(key_hash(api_key)):
             ended = await clients.end_episode(api_key, call.headers, read)
-        await call.answer(200, errors.as_json(ended))
+        await call.answer(200, api_errors.as_json(ended))
 
     async def _trace(self, call: Call) -> None:
         """Store an OpenTelemetry export: its spans become annotations of the episode to which the key belongs."""
@@ -176,14 +176,14 @@ class Endpoint:
                 rejected, why = await self._take_spans(key, kind, call)
         except ApiError as error:
             refusal = span_annotations.refusal(kind, error.status, error.message)
-            await call.answer(error.status, refusal, errors.headers_of(error), content_type)
+            await call.answer(error.status, refusal, api_errors.headers_of(error), content_type)
             return
         await call.answer(200, span_annotations.answer(kind, rejected, why), content_type=content_type)
 
     async def _take_spans(self, key: str, kind: str, call: Call) -> tuple[int, str]:
         """Store the spans. Return the number of rejected spans, and the reason why the first one was rejected."""
         if kind.partition(";")[0].strip() not in (otlp.JSON, otlp.PROTOBUF):
-            raise errors.wrong_type(f"{otlp.PROTOBUF} or {otlp.JSON}")
+            raise api_errors.wrong_type(f"{otlp.PROTOBUF} or {otlp.JSON}")
         samples = sampling_key(key)
         with self._slot(key_hash(samples)):
             async with self._turns.setdefault(key_hash(samples), asyncio.Lock()):  # an attempt with many waits for itself alone
@@ -234,7 +234,7 @@ class Endpoint:
         def take(size: int) -> None:
             nonlocal held_bytes
             if self._held_bytes + size > self.limits.held_bytes:
-                raise errors.too_many(
+                raise api_errors.too_many(
                     f"With this request, the bodies of all open calls would exceed {self.limits.held_bytes} bytes"
                 )
             self._held_bytes += size
@@ -253,9 +253,9 @@ class Endpoint:
             ApiError: too many requests are open, in total or for this attempt.
         """
         if self._open.total() >= self.limits.open_calls:
-            raise errors.too_many(f"{self.limits.open_calls} calls are open")
+            raise api_errors.too_many(f"{self.limits.open_calls} calls are open")
         if self._open[attempt] >= self.limits.open_per_attempt:
-            raise errors.too_many(f"{self.limits.open_per_attempt} calls of this attempt are open")
+            raise api_errors.too_many(f"{self.limits.open_per_attempt} calls of this attempt are open")
         self._open[attempt] += 1
         try:
             yield
@@ -266,4 +266,4 @@ class Endpoint:
 
 
 async def _health(call: Call) -> None:
-    await call.answer(200, errors.as_json({"status": "ok"}))
+    await call.answer(200, api_errors.as_json({"status": "ok"}))

@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx2
 
-from agentrl.workers.http import errors
-from agentrl.workers.http.errors import ApiError, Headers
+from agentrl.workers.http import api_errors
+from agentrl.workers.http.api_errors import ApiError, Headers
 from agentrl.workers.jobs.agent_calls import Begin, ForwardedRequest, Write
 from agentrl.workers.serving.attempt_keys import AttemptKeys, require_open
 from agentrl.workflow.dialects import RequestError
@@ -170,7 +170,7 @@ class Forwarding:
                     if time.monotonic() - began > STEADY_SECONDS:
                         waiting_since, pause = time.monotonic(), 0.0
             if time.monotonic() - waiting_since > self._wait:
-                raise errors.no_holder(self._wait)
+                raise api_errors.no_holder(self._wait)
             pause = min(MAX_PAUSE, max(FIRST_PAUSE, 1.5 * pause))
             await asyncio.sleep(min(pause, self._wait))
             if time.monotonic() - self._heard_at > self._quiet:
@@ -217,8 +217,8 @@ class Forwarding:
                 raise _NotHeld from None
             if self._begun:
                 raise Broken(error.code) from None
-            await self._take_head(error.status, [(b"content-type", b"application/json"), *errors.headers_of(error)])
-            await self._take_piece(errors.error_json(error, self._request.path), False)
+            await self._take_head(error.status, [(b"content-type", b"application/json"), *api_errors.headers_of(error)])
+            await self._take_piece(api_errors.error_json(error, self._request.path), False)
 
     async def _send(self, address: str) -> None:
         try:
@@ -258,11 +258,11 @@ class Forwarding:
             self._seen.update(part)
             self._skipping -= len(part)
             if not self._skipping and self._seen.digest() != self._digest.digest():
-                raise _CannotContinue(errors.differs())
+                raise _CannotContinue(api_errors.differs())
         if piece:
             await self._give(piece)
         if self._skipping and not more:
-            raise _CannotContinue(errors.differs())
+            raise _CannotContinue(api_errors.differs())
 
     async def _give(self, piece: bytes) -> None:
         self._digest.update(piece)
@@ -315,7 +315,7 @@ class _WorkerError(ApiError):
     """The error that a worker returned at a later try, after the response had begun with another status."""
 
     def __init__(self, response: bytes) -> None:
-        differs = errors.differs()
+        differs = api_errors.differs()
         super().__init__(differs.status, differs.message, differs.code, differs.kind)
         self.response = response
 

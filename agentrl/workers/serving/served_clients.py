@@ -19,7 +19,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from agentrl.workers.http.errors import ApiError
+from agentrl.workers.http.api_errors import ApiError
 from agentrl.workflow.agents import AgentResult, read_result
 from agentrl.workflow.call_json import parse_digits
 from agentrl.workflow.errors import AgentRLError

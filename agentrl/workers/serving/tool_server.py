@@ -35,10 +35,10 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl import __version__
+from agentrl.workers.http.api_errors import ApiError
 from agentrl.workers.http.calls import MAX_HEAD_BYTES, Call, ClientGone
-from agentrl.workers.http.errors import ApiError
-from agentrl.workers.http.server import make_server
-from agentrl.workers.http.server import serve as serve_http
+from agentrl.workers.http.http_server import make_server
+from agentrl.workers.http.http_server import serve as serve_http
 from agentrl.workers.jobs.tool_call import GRACE_SECONDS, run_cell, run_tool
 from agentrl.workers.requests.tool_selection import Description
 from agentrl.workers.serving.caller_sessions import ServedSessions

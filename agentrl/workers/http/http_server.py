@@ -14,7 +14,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from agentrl.workers.http.errors import ApiError, error_json
+from agentrl.workers.http.api_errors import ApiError, error_json
 
 HEADER_SECONDS = 30.0
 """The longest wait for a complete request head, in seconds. It also limits the pause between two requests."""
