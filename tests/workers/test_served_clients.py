@@ -10,10 +10,11 @@ import pytest
 
 from agentrl.workers.http.api_errors import ApiError, too_large
 from agentrl.workers.http.cors import read_origins
+from agentrl.workers.jobs.agent_calls import ANNOTATIONS
 from agentrl.workers.serving import served_clients
 from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.endpoint_app import Endpoint
-from agentrl.workers.serving.served_clients import ANNOTATIONS, END, MAX_CLIENTS, MAX_END_BYTES, Read, ServedClients
+from agentrl.workers.serving.served_clients import END, MAX_CLIENTS, MAX_END_BYTES, Read, ServedClients
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.dialects.chat_completions import PATH as CHAT
 from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop

@@ -19,6 +19,8 @@ Begin = Callable[[int, list[tuple[bytes, bytes]]], Awaitable[None]]
 """A function that sends the status and the headers of a response."""
 Write = Callable[[bytes, bool], Awaitable[None]]
 """A function that sends bytes of a response; its second argument says whether more bytes follow."""
+ANNOTATIONS = "/v1/annotations"
+"""The path to which an agent sends annotations of its episode."""
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _DIGITS = re.compile(r"[0-9]{1,15}")
 

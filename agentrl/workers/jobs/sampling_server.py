@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from agentrl.workers.http.calls import MAX_HEAD_BYTES, ApiRoute, Application, Call
 from agentrl.workers.http.http_server import make_server, serve
 from agentrl.workers.jobs.agent_calls import (
+    ANNOTATIONS,
     Accepted,
     AgentCall,
     Answered,
@@ -46,7 +47,6 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.episode_annotations import add_annotations
 
 log = getLogger("agentrl.sampling_server")
-ANNOTATIONS = "/v1/annotations"
 MAX_BODY = 8 * 1024 * 1024
 BODY_SECONDS = 60.0
 """The time limit for receiving a request's body, in seconds."""
@@ -79,10 +79,10 @@ class EpisodeServer(Protocol):
 
 @dataclass(eq=False)
 class SamplingServer:
-    """The HTTP server for the episodes of this worker.
+    """The answers to the requests for the episodes of this worker: over HTTP by `application`, in this process by `answer`.
 
     Attributes:
-        address: the `host:port` at which the server listens.
+        address: the `host:port` at which the server listens; in a process that only calls `answer`, any text.
         rows: the function that returns the database with the API keys.
     """
 

@@ -24,10 +24,10 @@ from starlette.types import Receive, Scope, Send
 from agentrl.workers.http import api_errors
 from agentrl.workers.http.api_errors import ApiError, Headers
 from agentrl.workers.http.calls import ApiRoute, Application, Call
-from agentrl.workers.jobs.agent_calls import Begin, ForwardedRequest, Write
+from agentrl.workers.jobs.agent_calls import ANNOTATIONS, Begin, ForwardedRequest, Write
 from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.forwarding import Forwarding, Samplers
-from agentrl.workers.serving.served_clients import ANNOTATIONS, END, ServedClients
+from agentrl.workers.serving.served_clients import END, ServedClients
 from agentrl.workflow.agents.keys import key_hash, sampling_key
 from agentrl.workflow.dialects import chat_completions
 from agentrl.workflow.dialects.paths import DIALECTS

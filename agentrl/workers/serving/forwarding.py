@@ -10,7 +10,8 @@ import hashlib
 import json
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from logging import getLogger
 from typing import Any
 
@@ -26,7 +27,6 @@ from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.runtime.faults import faultpoint
 
 log = getLogger("agentrl.endpoint")
-getLogger("httpx2").setLevel("WARNING")  # it logs each request
 
 COMMENT = b": waiting\n"
 """The comment that is sent while the client waits. It has no blank line, which would end the client's current event."""
@@ -37,10 +37,9 @@ the request. The wait for another worker is then measured from the loss.
 """
 ERROR_BYTES = 64 * 1024
 NOT_HELD = 421
-CONNECT_SECONDS = 5.0
-WRITE_SECONDS = 30.0
-"""The time limit for sending bytes of a request to a worker, in seconds. A worker that does not read them in this time is
-regarded as lost.
+TIMEOUT = {"connect": 5.0, "write": 30.0}
+"""The time limits for connecting to a worker, and for sending it bytes of a request, in seconds. A worker that does not read
+them in this time is regarded as lost.
 """
 IDLE_SECONDS = 20.0
 """The time in seconds after which an idle connection is not reused, because the worker may be closing it."""
@@ -79,24 +78,34 @@ class Samplers:
                 requests are sent over HTTP to the worker's address.
         """
         self.local = local
-        self._client: httpx2.AsyncClient | None = None
+        self._transport: httpx2.AsyncHTTPTransport | None = None
 
-    @property
-    def client(self) -> httpx2.AsyncClient:
-        """Return the HTTP client. It follows no redirects and uses no proxy."""
-        if self._client is None:
-            self._client = httpx2.AsyncClient(
-                verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # of no use: workers are reached over plain HTTP
-                trust_env=False,
-                timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS, write=WRITE_SECONDS),
-                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=MAX_IDLE, keepalive_expiry=IDLE_SECONDS),
-            )
-        return self._client
+    @asynccontextmanager
+    async def send(self, address: str, request: ForwardedRequest) -> AsyncIterator[httpx2.Response]:
+        """Send the request to the worker, and yield the response, whose body is still to be read.
+
+        The transport is used without a client of `httpx2`: there are no redirects, proxies or cookies here.
+
+        Raises:
+            httpx2.TransportError: the connection failed.
+            httpx2.InvalidURL: the address is none.
+        """
+        if self._transport is None:
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=MAX_IDLE, keepalive_expiry=IDLE_SECONDS)
+            no_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # without certificates: workers are reached over plain HTTP
+            self._transport = httpx2.AsyncHTTPTransport(verify=no_tls, trust_env=False, limits=limits)
+        url = f"http://{address}{request.path}"
+        sent = httpx2.Request("POST", url, headers=request.headers, content=request.body, extensions={"timeout": TIMEOUT})
+        response = await self._transport.handle_async_request(sent)
+        try:
+            yield response
+        finally:
+            await response.aclose()
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._client is not None:
-            await self._client.aclose()
+        if self._transport is not None:
+            await self._transport.aclose()
 
 
 class Forwarding:
@@ -222,9 +231,7 @@ class Forwarding:
 
     async def _send(self, address: str) -> None:
         try:
-            async with self._samplers.client.stream(
-                "POST", f"http://{address}{self._request.path}", headers=self._request.headers, content=self._request.body
-            ) as response:
+            async with self._samplers.send(address, self._request) as response:
                 faultpoint("endpoint.forwarded")
                 if response.status_code != NOT_HELD:
                     await self._take_head(response.status_code, response.headers.raw)

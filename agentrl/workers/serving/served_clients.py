@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from agentrl.workers.http.api_errors import ApiError
+from agentrl.workers.jobs.agent_calls import ANNOTATIONS
 from agentrl.workflow.agents import AgentResult, read_result
 from agentrl.workflow.call_json import parse_digits
 from agentrl.workflow.errors import AgentRLError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from agentrl.workers.jobs.served_episodes import OpenEpisode, ServedEpisodes
 
 log = getLogger("agentrl.serve")
-ANNOTATIONS, END = "/v1/annotations", "/v1/episode/end"
+END = "/v1/episode/end"
 Read = Callable[[int], Awaitable[bytes]]
 HEADER = "x-agentrl-episode"
 MAX_NAME = 128
