@@ -18,7 +18,7 @@ from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Atte
 from agentrl.workers.jobs.agent_conversation import KEPT, TOP, AgentTurn, Conversation, choice_id, prompt_hash, too_long
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
 from agentrl.workers.jobs.inbox import Inbox, InboxEvent
-from agentrl.workers.jobs.pending_agents import Agents, PendingAgents
+from agentrl.workers.jobs.pending_agents import Agents, PendingAgents, PolledAgents
 from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
 from agentrl.workflow import engines
@@ -135,7 +135,12 @@ class AgentRollout:
         self.records = AgentRecords(self.work, self.chat, self.limits, self.max_context)
         self.sampling = AgentSampling(self.db, self.work, self.limits, config.agent, self.experiment.engine)
         self.judging = PendingCalls(self.db, self.work.fence.group, self.inbox, self.recorder.report_wait)
-        self.agents: Agents = self.served or PendingAgents(self.db, self.work.fence, self.inbox, self.recorder.report_wait)
+        self.agents: Agents = self.served or self._make_agents(config.agent)
+
+    def _make_agents(self, agent: AgentConfig) -> Agents:
+        if agent.is_external:
+            return PolledAgents(self.db, self.work.fence, self.recorder.report_wait)
+        return PendingAgents(self.db, self.work.fence, self.inbox, self.recorder.report_wait)
 
     @property
     def is_live(self) -> bool:

@@ -19,7 +19,7 @@ from types import FrameType
 
 import uvicorn
 
-from agentrl.workers.serving import guarded_http
+from agentrl.workers.serving import external_tasks, guarded_http
 from agentrl.workers.serving.endpoint_app import MAX_HEAD_BYTES, Endpoint, EndpointLimits
 from agentrl.workers.serving.guarded_http import sweep
 from agentrl.workers.serving.places import Places
@@ -78,12 +78,16 @@ async def serve(app: Endpoint, listening: socket.socket, server: uvicorn.Server)
         sweeping.cancel()
         app.upstreams.close()
         app.places.close()
+        if app.tasks is not None:
+            app.tasks.close()
 
 
 async def _run(database: Database, listening: socket.socket, url: str) -> None:
     where = settings()
     limits = EndpointLimits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds)
-    app = Endpoint(Places(partial(endpoint_reads.find_places, database)), limits)
+    app = Endpoint(
+        Places(partial(endpoint_reads.find_places, database)), limits, tasks=external_tasks.serve_tasks(database, url)
+    )
     publishing = asyncio.create_task(publish(database, url, where.lease_seconds))
     try:
         await serve(app, listening, make_server(app))

@@ -21,9 +21,10 @@ from secrets import token_hex
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from agentrl.workers.serving import api_errors, cors
+from agentrl.workers.serving import api_errors, cors, external_tasks
 from agentrl.workers.serving.api_errors import ApiError
 from agentrl.workers.serving.exchange import AsgiExchange, ClientGone, Receive, Send
+from agentrl.workers.serving.external_tasks import TASKS, ExternalTasks
 from agentrl.workers.serving.forwarding import ForwardedCall, Forwarding, require_open
 from agentrl.workers.serving.places import Places
 from agentrl.workers.serving.upstream import Headers, Upstreams
@@ -172,6 +173,8 @@ class Endpoint:
     limits: EndpointLimits = EndpointLimits()
     door: Authenticator | None = None
     """The authenticator; None for an `AttemptDoor`."""
+    tasks: ExternalTasks | None = None
+    """The handler of the routes for external agents; None to serve no such routes."""
     upstreams: Upstreams = field(default_factory=Upstreams)
     _open: "Counter[str]" = field(default_factory=Counter)
     _held_bytes: int = 0
@@ -204,6 +207,9 @@ class Endpoint:
         headers = _first_of_each(scope["headers"])
         if not key:
             exchange.headers += cors.answer_headers(headers, door.origins)
+        if self.tasks is not None and not key and TASKS.fullmatch(path):
+            await self._answer_task(self.tasks, path, scope["method"], headers, exchange)
+            return
         if scope["method"] == "HEAD" and path in BASES:
             await exchange.answer_empty([])
             return
@@ -219,6 +225,24 @@ class Endpoint:
             await exchange.answer(200, api_errors.as_json({"status": "ok"}))
             return
         await self._serve(path, model, key or await self._key_in_headers(headers), headers, exchange)
+
+    async def _answer_task(
+        self, tasks: ExternalTasks, path: str, method: str, headers: dict[bytes, bytes], exchange: AsgiExchange
+    ) -> None:
+        if method != "POST":
+            raise api_errors.wrong_method("POST")
+        api_key = await self._key_in_headers(headers)
+        tasks.check_key(api_key)
+        body = await self._read_own(headers, exchange, external_tasks.MAX_BODY_BYTES)
+
+        async def answer() -> None:
+            document = await tasks.answer(path, api_key, headers, body)
+            if document is None:
+                await exchange.answer_empty([])
+            else:
+                await exchange.answer(200, api_errors.as_json(document))
+
+        await exchange.unless_gone(answer())
 
     async def _serve(self, path: str, model: str, api_key: str, headers: dict[bytes, bytes], exchange: AsgiExchange) -> None:
         """Respond to a request that needs a key."""
