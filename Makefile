@@ -16,7 +16,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint format address wheel-test release compose-test clean
+.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint format address wheel-test release compose-test docs clean
 
 env: .venv/.stamp
 
@@ -173,6 +173,11 @@ format: env
 # What depends on the repository's address, [tool.agentrl] in pyproject.toml: the badge, the install lines, CITATION.cff.
 address: env
 	$(BIN)/python hatch_build.py
+
+# The docs site with a live demo, into build/site; fails on a broken link.
+docs: env
+	$(BIN)/python .ci/docs_site.py
+	$(BIN)/zensical build --strict
 
 # The wheel in an empty environment, run from a folder that is not this one.
 wheel-test: env

@@ -1,4 +1,4 @@
-"""Write what depends on the repository's address: the package's metadata, README.md, docs/tutorial.md and CITATION.cff.
+"""Write what depends on the repository's address: the package's metadata, README.md, both tutorials and CITATION.cff.
 
 The address and the authors are in `[tool.agentrl]` of pyproject.toml. A build reads them through `RepositoryMetadata`; `make
 address` writes them into the files.
@@ -14,6 +14,8 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 ROOT = Path(__file__).parent
 INSTALL = re.compile(r"(?<=<!-- install -->\n).*?(?=<!-- /install -->)", re.DOTALL)
 BADGE = re.compile(r"(?<=\A# agentrl).*")
+PAGES = {"README.md": BADGE, "README.zh-CN.md": BADGE, "docs/tutorial.md": INSTALL, "docs/tutorial.zh-CN.md": INSTALL}
+"""The pages that depend on the address, each with the place of its text."""
 RELATIVE_LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?://|#)([^)]+)\)")
 
 
@@ -52,7 +54,7 @@ def badge(repository: str) -> str:
 
 
 def install_lines(repository: str) -> str:
-    """Return the commands that install agentrl, for docs/tutorial.md."""
+    """Return the commands that install agentrl, for the tutorials."""
     lines = ["pip install -e .                     # in the checkout; with extras: pip install -e '.[mcp,math,s3,gepa]'"]
     if repository:
         lines.append(f"pip install 'agentrl @ git+{repository}'")
@@ -69,14 +71,12 @@ def citation(repository: str, authors: list[str]) -> str:
 
 
 def write_address(root: Path) -> None:
-    """Write README.md, docs/tutorial.md and CITATION.cff for the settings of this checkout."""
+    """Write README.md, both tutorials and CITATION.cff for the settings of this checkout."""
     repository, authors = read_settings(root)
-    for name, pattern, text in (
-        ("README.md", BADGE, badge(repository)),
-        ("docs/tutorial.md", INSTALL, install_lines(repository)),
-    ):
-        file = root / name
-        file.write_text(pattern.sub(lambda _, text=text: text, file.read_text(), count=1))
+    texts = {BADGE: badge(repository), INSTALL: install_lines(repository)}
+    for name, pattern in PAGES.items():
+        page = root / name
+        page.write_text(pattern.sub(lambda _, text=texts[pattern]: text, page.read_text(), count=1))
     file, text = root / "CITATION.cff", citation(repository, authors)
     if text:
         file.write_text(text)

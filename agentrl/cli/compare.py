@@ -157,7 +157,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
     """Return the pair of evaluations that is most alike.
 
     Pairs with equal tasks come first, then pairs with similar rewards, then pairs with equal sampling options. If several pairs
-    remain, pairs without an evaluation of another run come first, then the newest pair. Raise NotFoundError if a name has no
+    remain, evaluations of the policies' own runs are preferred, then newer evaluations. Raise NotFoundError if a name has no
     evaluation. Raise ConfigError if the two names have no evaluation on the same split of the same dataset, or both name the
     same evaluation.
 
@@ -210,9 +210,10 @@ def _pairs_on_one_split(
     pairs = [(a, b) for a, b in product(*sides) if _dataset_and_split(a.row) == _dataset_and_split(b.row)]
     one, other = sides[0][0].row, sides[1][0].row
     if not pairs:
+        again = _same_tasks_options(one, len(tasks(one["id"])))
         raise ConfigError(
-            f"{first!r} was measured on {_split_name(one)} and {second!r} on {_split_name(other)}.",
-            f"Evaluate it there too: agentrl eval --policy {second}{_same_tasks_options(one, len(tasks(one['id'])))}",
+            f"Cannot compare: {first!r} was measured on {_split_name(one)}, and {second!r} on {_split_name(other)}.",
+            f"Evaluate {second!r} on {_split_name(one)} too: agentrl eval --policy {second}{again}",
         )
     different = [(a, b) for a, b in pairs if a.row["id"] != b.row["id"]]
     if not different:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cli.console import say, show, show_json
 from agentrl.cli.probe_process import check_model, check_optimizer
 from agentrl.workflow.errors import AgentRLError, ServiceError, WorkerError
+from agentrl.workflow.runtime.shown_text import format_count
 
 if TYPE_CHECKING:
     from agentrl.workers.requests.requirements import Requirements, WorkerCheck
@@ -190,7 +191,7 @@ def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
     others = control_reads.list_runs_beside(database(), run)
     if others:
         raise WorkerError(
-            _join_lines(f"Nothing was started: {', '.join(others)} using the embedded stack.", unfit), RESTART_HINT
+            _join_lines(f"Nothing was started. Other runs use the embedded stack: {', '.join(others)}.", unfit), RESTART_HINT
         )
 
 
@@ -212,17 +213,21 @@ def _list_unfit(needs: "Requirements") -> Iterator[str]:
 
 
 def _ask_embedded(needs: "Requirements") -> "list[WorkerCheck]":
-    """Return the responses of the embedded stack's workers. Wait up to UP_SECONDS for workers that are still starting."""
+    """Return the responses of the embedded stack's workers. If the run has an agent, start an agents worker first. Wait up to
+    UP_SECONDS for workers that are still starting.
+    """
     from agentrl.workers.requests import requirements
     from agentrl.workers.stack import embedded
     from agentrl.workers.stack.celery_app import AGENTS
     from agentrl.workflow.settings import settings
 
     deadline = time.monotonic() + UP_SECONDS
+    agents = AGENTS in needs.roles
+    if agents:
+        embedded.agents_file(settings()).touch()
     while True:
-        agents = AGENTS in needs.roles  # there may be a worker for them, which comes once a run needs it
         workers = requirements.ask_workers(needs, workers=len(embedded.list_queues(settings())) + agents)
-        silent = set(needs.roles) - {role for worker in workers for role in worker.roles} - {AGENTS}
+        silent = set(needs.roles) - {role for worker in workers for role in worker.roles}
         if not silent:
             return workers
         if time.monotonic() > deadline:
@@ -254,7 +259,7 @@ def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
         show_json({"run": run.name, "id": run.id, "created": run.created, "iterations": run.iterations})
     else:
         show(run.name)
-    counted = "1 iteration" if run.iterations == 1 else f"{run.iterations} iterations"
+    counted = format_count(run.iterations, "iteration")
     before = "already existed" + ("" if run.status == "running" else f" and is {run.status}")
     say(f"{run.name}: {'submitted' if run.created else before}, {counted}.")
     for line in missing:

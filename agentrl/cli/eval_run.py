@@ -14,6 +14,7 @@ from agentrl.cli.follow import follow
 from agentrl.cli.plan import describe_rewards
 from agentrl.cli.resolve_targets import check_model_is_there, find_policy, find_trusted_policy
 from agentrl.workflow.config import RunConfig
+from agentrl.workflow.runtime.shown_text import format_count
 
 if TYPE_CHECKING:
     from agentrl.workers.requests.submit import PreparedRun
@@ -26,7 +27,7 @@ def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
     from agentrl.workers.stack.process import database
 
     run, missing = start_run(prepared, required=True)
-    counted = f"{run.name}: {len(prepared.submission.tasks)} tasks x {group_size}"
+    counted = f"{run.name}: {format_count(len(prepared.submission.tasks), 'task')} x {group_size}"
     for line in [counted, f"  {_describe_scoring(prepared.experiment)}", *missing]:
         say(line)
     view = follow(database(), run.name, sys.stderr.isatty(), say)

@@ -18,7 +18,7 @@ from agentrl.cli.console import (
 from agentrl.cli.plot import plot
 from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, held_out_line, iteration_seconds
 from agentrl.cli.screen import live_lines
-from agentrl.workflow.runtime.shown_text import Line, cell, one_line
+from agentrl.workflow.runtime.shown_text import Line, cell, format_count, one_line
 
 if TYPE_CHECKING:
     from agentrl.workflow.stats.paired_test import PairedComparison
@@ -298,11 +298,13 @@ def _failure_lines(view: RunView) -> list[Line]:
     failure, agents, name = view.failure, view.agent_error, view.run["run"]
     lines: list[Line] = []
     if failure:
-        text = f"{failure['failed']} episodes failed, {failure['episodes']} of them with: {one_line(failure['error'], 300)}"
+        failed = format_count(failure["failed"], "episode")
+        text = f"{failed} failed, {failure['episodes']} of them with: {one_line(failure['error'], 300)}"
         lines += [(f"  {text}", "red"), (f"    agentrl episodes {name} --status {failure['status']}", "")]
     if agents:
         text = (
-            f"{agents['ended']} episodes ended with an agent error, {agents['episodes']} with: {one_line(agents['error'], 300)}"
+            f"{format_count(agents['ended'], 'episode')} ended with an agent error, {agents['episodes']} with: "
+            f"{one_line(agents['error'], 300)}"
         )
         lines += [(f"  {text}", "red"), (f"    agentrl episodes {name} --stop-reason agent_error", "")]
     return lines

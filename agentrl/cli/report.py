@@ -10,6 +10,7 @@ from agentrl.cli.options import RunName
 from agentrl.cli.resolve_targets import stored_database
 from agentrl.workflow.config import ReportConfig, build
 from agentrl.workflow.errors import ConfigError, ServiceError
+from agentrl.workflow.runtime.shown_text import format_count
 
 _SAMPLES = ReportConfig.model_fields["samples"].description
 
@@ -45,7 +46,7 @@ def report(
         names = ("tracker", "iteration", "url", "samples", "status", "error")
         show_json([{name: getattr(entry, name) for name in names} for entry in rows])
     for entry in () if as_json else rows:
-        show(f"{entry.tracker}: {entry.iteration} iterations{f'; {entry.url}' if entry.url else ''}")
+        show(f"{entry.tracker}: {format_count(entry.iteration, 'iteration')}{f'; {entry.url}' if entry.url else ''}")
     if not rows:
         say(f"{row['name']} has no reports. Write one: agentrl report {row['name']} --to tensorboard")
     if trackers and row["status"] != "running":

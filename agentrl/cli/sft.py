@@ -33,7 +33,7 @@ from agentrl.cli.resolve_targets import Trust, find_trained_policy, is_stored_po
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, DatasetError, StateError
 from agentrl.workflow.runtime.gc_pause import pause_gc
-from agentrl.workflow.runtime.shown_text import cell
+from agentrl.workflow.runtime.shown_text import cell, format_count
 
 if TYPE_CHECKING:
     from agentrl.workflow.config import DatasetConfig, ModelConfig
@@ -232,7 +232,7 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
     )
     if config.load_in_4bit or config.load_in_8bit:
         say(DEQUANTISED_NOTE)
-    show_made(trained_model, f"{trained_model.examples} demonstrations", {}, as_json)
+    show_made(trained_model, format_count(trained_model.examples, "demonstration"), {}, as_json)
     usual = model == "tiny" and not (place.name or place.output_dir)
     if isinstance(demonstrations, list) and not _has_references(rows):
         say(f"Chat with it: agentrl chat --model {model_name(target)}")
@@ -308,5 +308,10 @@ def _train_on_episodes(
     trained_model = train_with_progress(
         target, partial(sft_on_episodes, episodes, stored.start, target, recipe=recipe, **place.writing_options)
     )
-    show_made(trained_model, f"{trained_model.examples} episodes", {"of": len(stored.candidates), "mean_reward": mean}, as_json)
+    show_made(
+        trained_model,
+        format_count(trained_model.examples, "episode"),
+        {"of": len(stored.candidates), "mean_reward": mean},
+        as_json,
+    )
     say_next_steps(stored, target)

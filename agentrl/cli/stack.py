@@ -58,7 +58,7 @@ def down() -> None:
     show("The stack is stopped.")
     db = existing_database()
     if db is not None and (waiting := control_reads.count_running_runs(db)):
-        say(f"{'A run stands' if waiting == 1 else f'{waiting} runs wait'} for `agentrl up`.")
+        say(f"{'A run is' if waiting == 1 else f'{waiting} runs are'} unfinished. To continue, type: agentrl up")
 
 
 def worker(

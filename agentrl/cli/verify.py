@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cli.console import say, show_json, show_lines
 from agentrl.cli.resolve_targets import stored_database
 from agentrl.workflow.errors import CheckpointError, ConfigError, StateError, did_you_mean
-from agentrl.workflow.runtime.shown_text import Line, cell, one_line
+from agentrl.workflow.runtime.shown_text import Line, cell, format_count, one_line
 from agentrl.workflow.trajectory import Episode, Message, SamplingKey, ToolResult
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _verdict_line(origin: "Origin", reports: Mapping[str, Any], same: bool, veri
 def _tool_lines(report: "ToolsReport") -> Iterator[Line]:
     counts = ", ".join(f"{count} {reason}" for reason, count in report.taken.items())
     note = f", from the record: {counts}" if counts else ""
-    yield f"tools    {report.ran} calls run again, {report.differing} differ{note}", line_style(report.same)
+    yield f"tools    {format_count(report.ran, 'call')} run again, {report.differing} differ{note}", line_style(report.same)
     if (first := report.first) is not None:
         yield f"  first: step {first.step}, call {first.call} ({first.tool})", "red"
         yield f"    recorded: {_result_text(first.recorded)}", ""

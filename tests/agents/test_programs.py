@@ -225,14 +225,14 @@ def test_program_needs_working_bubblewrap_before_episodes(open_folder: Path, mon
     ) as refused:
         check_held(AgentConfig(name="cmd:python3 agent.py"))
     assert "--agent-unsafe" in refused.value.hint
-    check_held(AgentConfig(name="cmd:/usr/bin/python3 agent.py", unsafe=True))
+    check_held(AgentConfig(name="cmd:/usr/bin/python3 -c pass", unsafe=True))
 
 
 def test_program_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="bubblewrap"):
         check_held(AgentConfig(name="cmd:python3 agent.py"))
-    check_held(AgentConfig(name="cmd:/usr/bin/python3 agent.py", unsafe=True))
+    check_held(AgentConfig(name="cmd:/usr/bin/python3 -c pass", unsafe=True))
 
 
 def test_program_not_found_is_named(endpoint: str) -> None:

@@ -138,7 +138,7 @@ def test_verify_passes_later_if_prompts_show_time(stack: Stack, capsys: pytest.C
 def test_verify_report_is_short_and_complete(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     said = Asked(capsys, [trained_episode(stack), "--verify", "all"], 0).out
     for part in (
-        "tools    1 calls run again, 0 differ", "messages 2 prompts rebuilt from the results, 0 differ",
+        "tools    1 call run again, 0 differ", "messages 2 prompts rebuilt from the results, 0 differ",
         "prompts  2 rendered again, none differs", "recomputed in exact",
         "policy v1", " 0 ties (within 1e-09), 0 mismatches", "rewards  default: 1 parts recomputed, none differ",
         "from the record: luck (hooks)", "the same",

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.cli.main import main
 from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.models.lookup import HUB_HINT
 from agentrl.workflow.models.parameters import count_in_files
 from agentrl.workflow.runtime import hub
 from tests.cli.test_cli import process
@@ -141,7 +142,7 @@ def test_dry_run_without_hub_reports_faults_of_data_and_model(tmp_path: Path) ->
         "agentrl: The request has 2 errors:",
         "  gsm8k cannot be loaded: There is no folder 'openai/gsm8k' here, and the hub does not answer. Pass a file or folder "
         "with rows. Set AGENTRL_GSM8K_DIR to the folder that holds train.jsonl and test.jsonl.",
-        f"  Cannot reach the hub for {NAME!r}. Pass a local model folder, or tiny.",
+        f"  Cannot reach the hub for {NAME!r}. {HUB_HINT}",
     ]
 
 

@@ -272,7 +272,7 @@ def test_model_not_found_says_what_to_pass(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(ModelError, match="agentrl sft --dataset arithmetic --model tiny"):
         resolve_model("tiny", "arithmetic")
     for name in ("./nowhere", str(tmp_path)):
-        with pytest.raises(ModelError, match="or tiny"):
+        with pytest.raises(ModelError, match="Pass a local model folder"):
             model_folder(name)
     made = tiny_random(settings().models_dir / sft_model_name("tiny", "arithmetic"))
     assert resolve_model("tiny", "arithmetic") == resolve_model("tiny-arithmetic", "gsm8k") == str(made)
@@ -332,3 +332,16 @@ def test_policy_trains_padding_token_that_ends_turns(folder: Path, tmp_path: Pat
         embedding = model.get_input_embeddings()
         (gradient,) = torch.autograd.grad(model.model(input_ids=IDS).last_hidden_state.sum(), embedding.weight)
     assert gradient[IDS.flatten()].abs().amax(-1).gt(0).all()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "advice"), [("missing.jsonl", "Train another's"), ("OWNER/NAME", "Train it on its answers")]
+)
+def test_missing_tiny_model_advises_what_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dataset: str, advice: str
+) -> None:
+    monkeypatch.setenv("AGENTRL_HOME", str(tmp_path))
+    settings.cache_clear()
+    with pytest.raises(ModelError) as refused:
+        resolve_model("tiny", dataset)
+    assert refused.value.hint.startswith(advice)

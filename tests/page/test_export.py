@@ -203,7 +203,7 @@ def test_export_failure_is_one_sentence(trained: Database, tmp_path: Path) -> No
         ("firsd", [], LIMIT, NotFoundError, "There is no run 'firsd'"),
         ("first", [999], LIMIT, NotFoundError, "There is no episode 999"),
         ("first", [2**70], LIMIT, NotFoundError, "There is no episode"),
-        ("first", [of_third], LIMIT, ConfigError, "is of run 3"),
+        ("first", [of_third], LIMIT, ConfigError, "belongs to run 3, not to run 1"),
         ("first", [], 1000, ConfigError, "curves and lists alone need"),
     ):
         with pytest.raises(error, match=said):

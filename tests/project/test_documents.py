@@ -18,7 +18,7 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import TRANSITIONS
 from tests.project.documents import DOCS, PAGES, ROOT, anchors, links, rows, section, shown
 
-LONGEST = 200
+LONGEST = 160
 """Lines of the front page."""
 
 STABILITY, DESIGN = DOCS / "stability.md", DOCS / "design.md"
@@ -35,7 +35,8 @@ def test_readme_is_short() -> None:
 
 
 def test_readme_links_to_every_page() -> None:
-    assert {(ROOT / link.partition("#")[0]).resolve() for link in links(ROOT / "README.md")} >= {*PAGES[1:], ROOT / "LICENSE"}
+    pages = {page for page in PAGES[1:] if not page.stem.endswith(".zh-CN")}  # the original links to its translation
+    assert {(ROOT / link.partition("#")[0]).resolve() for link in links(ROOT / "README.md")} >= {*pages, ROOT / "LICENSE"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -122,14 +122,14 @@ def _checkout(folder: Path, repository: str, authors: list[str]) -> Path:
     settings = re.sub(r"^authors = \[.*?\]", f"authors = {authors!r}", settings, flags=re.MULTILINE)
     (folder / "docs").mkdir(exist_ok=True)
     (folder / "pyproject.toml").write_text(settings)
-    for name in ("README.md", "docs/tutorial.md"):
+    for name in hatch_build.PAGES:
         shutil.copy(ROOT / name, folder / name)
     hatch_build.write_address(folder)
     return folder
 
 
 def _written(folder: Path) -> list[str]:
-    names = ("README.md", "docs/tutorial.md", "CITATION.cff")
+    names = (*hatch_build.PAGES, "CITATION.cff")
     return [(folder / name).read_text() if (folder / name).exists() else "" for name in names]
 
 
@@ -140,13 +140,13 @@ def test_address_files_are_current(tmp_path: Path) -> None:
 def test_address_adds_and_removes_badge_git_line_and_citation(tmp_path: Path) -> None:
     without = _written(_checkout(tmp_path, "", []))
     assert "git+" not in "".join(without)
-    page, tutorial, cff = _written(_checkout(tmp_path, "file:///srv/agentrl.git", ["A. Author"]))
+    page, _, tutorial, _, cff = written = _written(_checkout(tmp_path, "file:///srv/agentrl.git", ["A. Author"]))
     assert page.startswith("# agentrl [![ci](file:///srv/agentrl.git/actions/workflows/ci.yml/badge.svg)](file:///srv/")
     assert "\npip install 'agentrl @ git+file:///srv/agentrl.git'\n" in tutorial
     cited = yaml.safe_load(cff)
     assert (cited["repository-code"], cited["authors"]) == ("file:///srv/agentrl.git", [{"name": "A. Author"}])
     hatch_build.write_address(tmp_path)
-    assert _written(tmp_path) == [page, tutorial, cff]
+    assert _written(tmp_path) == written
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     hatch_build.write_address(tmp_path)
     assert _written(tmp_path) == _written(ROOT)

@@ -218,7 +218,7 @@ def test_searches_accepts_class_with_run() -> None:
     chosen, record = searched(f"{__name__}:OneEdit", ScriptedCritic())
     assert gain(chosen) == 1.0
     assert len(record) == 3 * 2 + 3 * 2
-    with pytest.raises(ConfigError, match="The search has no value for the parameter 'gpu' of `run`"):
+    with pytest.raises(ConfigError, match="The search's method `run` has an unknown parameter 'gpu'"):
         searched(f"{__name__}:Strange", ScriptedCritic())
     with pytest.raises(ConfigError, match="no Algorithm but of type"):
         find("algorithms", f"{__name__}:SMALL")

@@ -116,6 +116,23 @@ def test_worker_check_needs_no_setting_if_env_has_index(home: Path, tmp_path: Pa
     assert requirements.list_lacks(asked(tmp_path, env="search_qa"), QUEUES) == []
 
 
+def test_worker_check_needs_the_same_agent_program(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here", "there", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for folder in ("here", "elsewhere"):
+        (tmp_path / folder / "agent.sh").write_text(f"echo {folder}")
+    question = asked(tmp_path, agent={"name": "cmd:sh agent.sh", "unsafe": True})
+    assert requirements.list_lacks(question, ["agents"], requirements.read_agent) == []
+    assert requirements.list_differences(question, ["agents"], requirements.read_agent) == []
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (other,) = requirements.list_differences(question, ["agents"], requirements.read_agent)
+    assert "cmd:sh agent.sh" in other
+    monkeypatch.chdir(tmp_path / "there")
+    (lack,) = requirements.list_lacks(question, ["agents"], requirements.read_agent)
+    assert "The agent's script 'agent.sh' is not found" in lack
+
+
 @pytest.mark.parametrize(
     ("changes", "role", "said"),
     [
@@ -345,7 +362,7 @@ def test_stack_is_not_restarted_under_new_run(own_database: Database, tmp_path: 
     monkeypatch.setattr(embedded, "restart", lambda *stack: renewed.append(stack))
     monkeypatch.setattr(ensure_workers, "_list_unfit", lambda question: iter(["It lacks a module."]))
     monkeypatch.setattr(requirements, "list_lacks", lambda *question: (start(own_database, submission("came")), [])[1])
-    with pytest.raises(WorkerError, match="came using the embedded stack"):
+    with pytest.raises(WorkerError, match="Other runs use the embedded stack: came"):
         ensure_workers._renew_embedded(asked(tmp_path), False, "mine")
     assert not renewed
 
@@ -387,6 +404,19 @@ def test_idle_stack_lacking_requirement_restarts(stack: Stack, tmp_path: Path) -
     assert "Restarting the embedded stack" in done.stderr
     assert embedded.find_supervisor(stack.settings) not in (None, first)
     assert embedded.stay_file(stack.settings).exists(), "as `agentrl up` wished"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
+def test_idle_stack_lacking_agent_restarts(stack: Stack, tmp_path: Path) -> None:
+    words = about_own(stack, tmp_path)[: -len(("--max-steps", "1", "--env", "own_here:mine"))]
+    (tmp_path / "silent.py").write_text("def solve(task, llm): ...")
+    up(stack)
+    done = command(stack, tmp_path, *words, "--env", "qa", "--agent", "silent:solve")
+    assert done.returncode == 0, done.stderr + stack.logs()
+    assert "The agents worker on" in done.stderr
+    assert "No module named 'silent'" in done.stderr
+    assert "Restarting the embedded stack" in done.stderr
 
 
 @pytest.mark.slow

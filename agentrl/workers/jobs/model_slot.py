@@ -1,7 +1,8 @@
 """The model of a worker process: one base at a time, loaded at first use, kept between jobs, and shared by sampler and trainer.
 
-A job that needs another base waits until no job uses the loaded one. Jobs that arrive later wait behind it, unless they need
-the same base, so two runs take turns. A folder whose files were replaced (`agentrl sft --force`) is another base.
+A job that needs another base waits until no job uses the loaded one. Jobs that arrive later wait behind it, even if they need
+the loaded base. So two runs take turns. When a base has been loaded, all jobs that wait for this base start. A folder whose
+files were replaced (`agentrl sft --force`) is another base.
 """
 
 import threading

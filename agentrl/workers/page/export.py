@@ -252,10 +252,13 @@ async def _take_chosen(recording: _Recording, run: int, chosen: Sequence[int], l
     for episode in chosen:
         answered = await recording.client.get(f"/api/episodes/{episode}")
         if answered.status_code in (404, 422):
-            raise NotFoundError(f"There is no episode {episode}.", f"List the run's: agentrl episodes {run}")
+            raise NotFoundError(f"There is no episode {episode}.", f"List the episodes of run {run}: agentrl episodes {run}")
         of = answered.json().get("episode", {})
         if of.get("run_id", run) != run:
-            raise ConfigError(f"Episode {episode} is of run {of['run_id']}.", f"List the run's: agentrl episodes {run}")
+            raise ConfigError(
+                f"Episode {episode} belongs to run {of['run_id']}, not to run {run}.",
+                f"List the episodes of run {run}: agentrl episodes {run}",
+            )
         if not await recording.whole(_episode(recording, run, episode, beside=True)):
             raise ConfigError(f"Episode {episode} does not fit into {limit_mb:.0f} MB.", "Raise --limit-mb.")
     for order in ("sort=-reward&status=done", "sort=reward&status=done", "sort=-id"):

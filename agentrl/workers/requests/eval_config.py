@@ -1,5 +1,5 @@
-"""Builds the configs of evaluations. An evaluation has one iteration with all tasks and no update; its episodes are sampled as
-in the measured run.
+"""Builds the configs of evaluations. An evaluation has one iteration with all tasks and no update. Its episodes are sampled
+with the options of the run whose policy is measured.
 """
 
 from collections.abc import Mapping

@@ -24,7 +24,7 @@ from agentrl import __version__
 from agentrl.workers.requests.agent_request import check_function
 from agentrl.workers.stack.celery_app import AGENTS, ALL_QUEUES, QUEUES, app
 from agentrl.workers.stack.process import worker_name
-from agentrl.workflow.agents.agent_limits import check_held
+from agentrl.workflow.agents.agent_limits import check_held, read_program
 from agentrl.workflow.config import PROGRAM, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError, ModelError
 from agentrl.workflow.experiment import Experiment
@@ -93,10 +93,13 @@ class Requirements:
 
     @property
     def own(self) -> bool:
-        """True if a plug-in of the run is in a user's own module (`module:name`)."""
+        """True if a plug-in of the run is in a user's own module (`module:name`), or its agent is a program with a file of the
+        working directory.
+        """
         names = (self.config.get("env"), self.config["rollout"]["engine"], *self.config["tools"], *self.config["hooks"])
         names += (self.config["model"].get("tool_format"), (self.config.get("agent") or {}).get("name"))
-        return any(":" in str(name).removeprefix("mcp:").removeprefix(PROGRAM) for name in (*names, *self.weights))
+        imported = any(":" in str(name).removeprefix("mcp:").removeprefix(PROGRAM) for name in (*names, *self.weights))
+        return imported or any(name.startswith(f"{AGENTS} {PROGRAM}") for name in self.code)
 
 
 @dataclass(frozen=True)
@@ -201,12 +204,12 @@ def _find_lacks(answer: "Future[tuple[list[str], list[str]]]", needs: Requiremen
 
 
 def import_agent(experiment: Experiment) -> str:
-    """Import the run's agent if it is a function, and return the source of the agent's module. For a program, return an empty
-    text. Raise ConfigError if the agent cannot be imported or called. Raise OSError or TypeError if the source of the agent's
-    module is not available.
+    """Import the run's agent if it is a function, and return the source of the agent's module. For a program, return the
+    text of its files. Raise ConfigError if the agent cannot be imported or called. Raise OSError or TypeError if the source is
+    not available.
     """
     if experiment.config.agent is None or experiment.agent is None:
-        return ""
+        return read_program(experiment.config.agent)
     name = experiment.config.agent.name
     check_function(name, experiment.agent, experiment.config.resources)
     return code_of(AGENTS, name)
@@ -221,7 +224,7 @@ def read_agent(experiment: Experiment) -> str:
     """
     agent = experiment.config.agent
     if agent is None or agent.command or agent.sandboxed:
-        return ""
+        return read_program(agent)
     processes = sys.modules["agentrl.workers.agents.processes"]  # as in each worker for agents
     try:
         return str(processes.servers.source(agent.name))

@@ -167,6 +167,11 @@ def stay_file(where: Settings) -> Path:
     return where.stack_dir / "stay"
 
 
+def agents_file(where: Settings) -> Path:
+    """Return the path of the file `agents`. If it exists, the stack runs an agents worker before a stored run needs one."""
+    return where.stack_dir / "agents"
+
+
 def was_asked_lately(where: Settings) -> bool:
     """Return whether a command has requested the stack within the last ASKED_SECONDS."""
     try:

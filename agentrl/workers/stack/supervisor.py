@@ -90,6 +90,7 @@ class Supervisor:
             return
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
+        embedded.agents_file(self.where).unlink(missing_ok=True)  # another stack's
         roles = [*([] if self.where.broker_url else ["redis"]), *(SEPARATE if self.separate else WORKERS)]
         try:
             self.children = [SupervisedProcess(role, self._start(role), time.monotonic()) for role in roles]
@@ -114,7 +115,7 @@ class Supervisor:
             self._restart_ended(child)
         if running_roles.issuperset(roles):
             return True
-        if not _some_run_has_agent():
+        if not (embedded.agents_file(self.where).exists() or _some_run_has_agent()):
             return False
         for role in roles:
             self.children.append(SupervisedProcess(role, None, time.monotonic(), restart_at=0.0))

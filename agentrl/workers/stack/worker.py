@@ -72,7 +72,10 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
     if unknown or not roles:
         raise ConfigError(f"Unknown worker role: {', '.join(unknown) or 'none given'}.", f"Known: {', '.join(ROLES)}.")
     if len(roles) > 1 and not set(roles) <= SHARED_ROLES:
-        raise ConfigError("Only rollout and train share a process.", "Start one `agentrl worker` for each.")
+        raise ConfigError(
+            f"The roles {', '.join(roles)} cannot run in one process.",
+            "Start an `agentrl worker` for each. Only rollout and train can share one.",
+        )
     set_up_logging()
     where = settings()
     getLogger("agentrl.worker").info("starting %s: version %s, %s", ",".join(roles), __version__, _describe_servers(where))
@@ -209,8 +212,8 @@ def run_together(idle: Callable[[], bool], tend: Callable[[], bool]) -> None:
     """Run all roles in this process, with a broker in memory, until `idle()` returns True. Only the endpoint is a separate
     process, because it needs no broker.
 
-    Tools have a worker with its own threads: rollouts wait for tools, and could otherwise occupy all threads. Agents have such
-    a worker too. It starts when `tend()`, which is called every second, returns True because a run has an agent.
+    Tools and agents have workers with threads of their own, because rollouts wait for them and could occupy all threads. The
+    worker of agents starts when `tend()` returns True: a run has an agent. `tend()` is called every second.
     """
     from celery.app.trace import setup_worker_optimizations
 

@@ -1,6 +1,7 @@
 """Checks that this machine can run an agent in the sandbox, and finds the agent's command."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,9 @@ TRIAL = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--ro-bind", "/", "
 """The options of bubblewrap that every agent's sandbox needs. A trial with them shows whether bubblewrap works."""
 NOBODY = "65534"
 TRIAL_SECONDS = 20.0
+MAX_READ_BYTES = 2**20
+"""The largest file of a program that is compared with a worker's, in bytes."""
+_INTERPRETERS = re.compile(r"(ba|da|z)?sh|(python|node|perl|ruby)[0-9.]*")
 
 
 def check_held(agent: AgentConfig) -> None:
@@ -73,9 +77,10 @@ def command_of(agent: AgentConfig) -> list[str]:
     if not agent.command:
         args = [sys.executable, "-P", "-m", FUNCTION, agent.name]
     else:
-        here = Path.cwd()
-        args = [str(here / arg) if not arg.startswith("-") and (here / arg).is_file() else arg for arg in agent.command]
+        files = _files_of(agent)
+        args = [str(files.get(arg, arg)) for arg in agent.command]
         args[0] = _find_program(args[0], agent.sandboxed)
+        _check_script(args)
     if agent.sandboxed:
         for folder in sorted(folders_of(args)):
             if not may_read(folder):
@@ -85,6 +90,38 @@ def command_of(agent: AgentConfig) -> list[str]:
                     "or pass --agent-unsafe on a machine where nothing else can be harmed.",
                 )
     return args
+
+
+def _files_of(agent: AgentConfig) -> dict[str, Path]:
+    """Return the words of the agent's command that are files of the working directory, each with its path."""
+    paths = {word: Path.cwd() / word for word in agent.command if not word.startswith("-")}
+    return {word: path for word, path in paths.items() if path.is_file()}
+
+
+def read_program(agent: AgentConfig | None) -> str:
+    """Return the texts of the files of the working directory that the agent's command names; empty for a function.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    if agent is None:
+        return ""
+    small = [
+        path
+        for word, path in _files_of(agent).items()
+        if not Path(word).is_absolute() and path.stat().st_size <= MAX_READ_BYTES
+    ]
+    return "".join(path.read_text(errors="replace") for path in small)
+
+
+def _check_script(args: list[str]) -> None:
+    """Raise ConfigError if an interpreter is to run a script that does not exist."""
+    if len(args) < 2 or args[1].startswith("-") or not _INTERPRETERS.fullmatch(Path(args[0]).name):
+        return
+    if not Path(args[1]).is_file():
+        raise ConfigError(
+            f"The agent's script {args[1]!r} is not found in {str(Path.cwd())!r}.", "Write --agent 'cmd:PROGRAM SCRIPT'."
+        )
 
 
 def _find_program(name: str, sandboxed: bool) -> str:

@@ -1,4 +1,6 @@
-"""The tokens of an episode on one line: its chains one after another, as the episode's model read and sampled them."""
+"""The tokens of an episode on one line. The line has all chains of the episode, one after another. A chain has the tokens that
+the model read and sampled.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -39,7 +39,8 @@ MAX_FILE_BYTES = 1 << 43
 MAX_CONFIG = 1 << 24
 """The largest model config that is read, in bytes."""
 _FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
-HUB_HINT = "Pass a local model folder, or tiny."
+TINY_HINT = "agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic"
+HUB_HINT = f"Pass a local model folder. Or train a small model, without a hub: {TINY_HINT}"
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
@@ -92,15 +93,16 @@ def existing_model(name: str, dataset: str) -> str:
 
 def _no_tiny(dataset: str) -> ModelError:
     problem = f"The tiny model for {dataset!r} does not exist yet"
-    if kind_of_source(dataset) != "plugin" or "," in dataset:
-        own = "" if "," in dataset else f"Train it on its answers: agentrl sft --dataset {dataset} --model tiny. "
-        others = "another's: agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic"
-        return ModelError(f"{problem}.", f"{own}{'Or train' if own else 'Train'} {others}")
+    kind = kind_of_source(dataset)
+    if kind != "plugin" or "," in dataset:
+        train = f"Train it on its answers: agentrl sft --dataset {dataset} --model tiny. "
+        own = train if "," not in dataset and (kind == "hub" or Path(dataset).exists()) else ""
+        return ModelError(f"{problem}.", f"{own}{'Or train' if own else 'Train'} another's: {TINY_HINT}")
     if find("datasets", dataset).demonstrations is not None:
         return ModelError(f"{problem}.", f"Train it: agentrl sft --dataset {dataset} --model tiny")
     return ModelError(
         f"{problem}, and the dataset has no demonstrations to train it on.",
-        "Train another: agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic",
+        f"Train another: {TINY_HINT}",
     )
 
 

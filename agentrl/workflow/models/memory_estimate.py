@@ -235,7 +235,7 @@ def while_sampling(shape: Shape, rows: int, tokens: int) -> Parts:
 
 
 def while_updating(shape: Shape, tokens: int, checkpointing: bool) -> Parts:
-    """Return the bytes needed for an update in microbatches of `tokens` tokens, by part."""
+    """Return the bytes that each part of an update needs, with microbatches of `tokens` tokens."""
     trained = shape.lora if shape.rank else shape.all
     return {
         "gradients": FLOAT * trained,

@@ -31,8 +31,9 @@ def overlong(episode: Episode) -> tuple[float, ...]:
 
 
 def within(max_tokens: int, cache: int) -> Reward:
-    """Return the reward with custom limits, in tokens per turn. `max_tokens` is the limit, in tokens. `cache` is the size of
-    the penalised zone below the limit, in tokens. Raise ValueError if `cache` is not between 1 and `max_tokens`.
+    """Return the reward with your own limits instead of the run's. `max_tokens` is the most tokens of a turn. `cache` is the
+    number of tokens below that limit in which a turn is penalised. Raise ValueError if `cache` is not between 1 and
+    `max_tokens`.
     """
     if not 0 < cache <= max_tokens:
         raise ValueError(f"the zone of {cache} tokens does not lie within the {max_tokens} that a turn may have")

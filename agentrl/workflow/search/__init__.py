@@ -190,7 +190,8 @@ def names_taken(run: Callable[..., Any]) -> list[str]:
     names = list(inspect.signature(run).parameters)
     if strange := [name for name in names if name not in arg_names]:
         raise ConfigError(
-            f"The search has no value for the parameter {strange[0]!r} of `run`.", f"It may have {', '.join(arg_names)}."
+            f"The search's method `run` has an unknown parameter {strange[0]!r}.",
+            f"It may have: {', '.join(arg_names)}.",
         )
     return names
 

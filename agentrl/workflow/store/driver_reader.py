@@ -83,8 +83,11 @@ def _driver_text(query: str, is_sqlite: bool) -> str:
 class Reader:
     """A database that commands and the Python API read through the plain driver.
 
-    In three cases `Database` reads instead: the database has another revision, it is unreachable, or its URL is not plain.
-    `Database` then upgrades it, retries, or raises an error with the cause.
+    In three cases `Database` reads instead, with SQLAlchemy:
+
+    - The database has another revision. `Database` upgrades it or raises an error.
+    - The database is unreachable. `Database` retries, or raises an error with the cause.
+    - The drivers do not all parse the URL in the same way.
     """
 
     def __init__(self, url: str, open_database: "Callable[[], Database]") -> None:

@@ -39,7 +39,10 @@ def _microbatch_tokens(policy: Policy, config: RunConfig) -> int:
 
 
 class RowScorer:
-    """A scorer of rows at the run's temperature. It splits them into microbatches that fit into memory."""
+    """A scorer of training rows: it computes the logprobs and values of their tokens at the run's temperature.
+
+    The rows are split into microbatches that fit into memory.
+    """
 
     def __init__(self, policy: Policy, config: RunConfig) -> None:
         self._policy = policy

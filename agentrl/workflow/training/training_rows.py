@@ -253,7 +253,7 @@ def _tensor(lines: Sequence[Sequence[float] | NDArray[np.float64]], dtype: DType
 
 
 def pad(values: Tensor, mask: Tensor) -> Tensor:
-    """Lay out flat values (tokens,) at the places that are True in the mask; 0 at all other places."""
+    """Return a tensor of the mask's shape with the flat values (tokens,) where the mask is True, in order, and 0 elsewhere."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 

@@ -86,7 +86,9 @@ class PromptVersion(BaseModel):
 
 
 class PromptsAnswer(BaseModel):
-    """A page of prompt versions. `held_out` is null without an evaluation. `left_out` counts versions without numbers."""
+    """A page of prompt versions. `held_out` is null without an evaluation. `left_out` is the number of versions that have too
+    many groups to read their rewards.
+    """
 
     rows: list[PromptVersion]
     next: str

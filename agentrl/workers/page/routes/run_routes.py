@@ -226,7 +226,7 @@ def list_events(
 def read_ledger(
     store: Store, run: int, after: int = 0, size: Annotated[int, Query(ge=1, le=LEDGER_ITERATIONS)] = LEDGER_ITERATIONS
 ) -> Response:
-    """Return the outcomes of the planned episodes of some iterations: the number of episodes for each outcome."""
+    """Return the number of planned episodes per outcome, for at most `size` iterations after iteration `after`."""
 
     def window(tx: DriverTransaction, name: str) -> Any:
         return ledger.count_fates_after(tx, name, max(0, after), size)

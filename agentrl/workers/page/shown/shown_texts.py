@@ -126,8 +126,8 @@ def _is_told(message: Any, result_keys: set[tuple[str, int]]) -> bool:
 
 
 def shown_message(message: Any, path: str, texts: ShownTexts) -> dict[str, Any]:
-    """Convert a message from a JSON column to an object of the response. `path` is the path under which
-    `/api/episodes/{id}/text` returns the message's texts. `texts` is the writer that shortens the message's texts.
+    """Convert a message from a JSON column to an object of the response, with its texts shortened by `texts`. `path` is the
+    address of the message for `/api/episodes/{id}/text`, which returns the full texts.
     """
     row = message if isinstance(message, Mapping) else {"role": "", "content": str(message)}
     document: dict[str, Any] = {"role": str(row.get("role", ""))[:100]}

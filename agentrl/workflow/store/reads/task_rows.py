@@ -1,8 +1,8 @@
 """The tasks of a run over its iterations: their rewards, when each task was first solved, and its best and its worst episode.
 
-A group counts as solved if its best episode is correct. An episode is correct if the reward parts that decide correctness have
-their full value, as in an evaluation (`stats.evaluation.is_right`). If no part decides correctness, an episode is correct if
-its reward is 1 or more. The same rule is used to count how often each task was solved in all runs.
+A group counts as solved if its best episode is correct. An episode is correct if all decisive parts of its reward have their
+full value. `stats.evaluation.is_right`, which evaluations use too, says which parts are decisive. If none is, an episode is
+correct if its reward is 1 or more. The number of times that a task was solved in all runs is counted in the same way.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
