@@ -126,7 +126,7 @@ class AgentRollout:
         config = self.experiment.config
         assert config.agent is not None
         self.limits, self.model = config.rollout, self.work.run
-        self.fingerprint = fingerprint_of(self.work.policy)
+        self.fingerprint, self.policy_version = fingerprint_of(self.work.policy), self.work.policy.version
         env, judges = self.experiment.env, self.experiment.judges
         hooks = load_hooks(config.hooks)
         self.recorder = EpisodeRecorder(self.db, self.work, env, hooks, judges, self.limits, self._release)
@@ -193,6 +193,11 @@ class AgentRollout:
         """Cancel the request because its client disconnected. Thread-safe."""
         call.gone.set()
         self.inbox.put(InboxEvent(self.work.fence.group, call.episode, request=call))
+
+    def step_of(self, episode: int, request_id: str, choice: int) -> int | None:
+        """Return the index of the step that is a choice of an earlier response; None if there is no such step. Thread-safe."""
+        conversation = self._conversations.get(episode)
+        return None if conversation is None else conversation.step_of(request_id, choice)
 
     def recorded(self, episode: int, request_id: str) -> RecordedResponse | None:
         """Return the response to an earlier request of the episode's current attempt; None if there is no such response.
