@@ -160,6 +160,36 @@ def test_serve_refuses_in_openai_shape(served: Served) -> None:
     assert httpx2.get(f"{served.url}/v1/models", headers={"Origin": "http://attacker.example.org"}).status_code == 403
 
 
+def test_prompts_of_clients_become_tasks_of_a_run(world_model: Path, tmp_path: Path) -> None:
+    with serving(world_model, tmp_path / "home") as made:
+        system = {"role": "system", "content": "Be brief."}
+        talk = [system, {"role": "user", "content": "What is 2 plus 3?"}]
+        told = made.post(body={"messages": talk, "max_tokens": 8}).json()["choices"][0]["message"]
+        assert (
+            made.post(body={"messages": [*talk, told, *QUESTION], "max_tokens": 8}).status_code == 200
+        )  # goes on, is no prompt
+        for _ in range(2):
+            made.post(body={"messages": [system, *QUESTION], "max_tokens": 8}, X_Agentrl_Episode="another")
+        history = [*QUESTION, {"role": "assistant", "content": "7"}, {"role": "user", "content": "Sure?"}]
+        made.post(body={"messages": history, "max_tokens": 8}, X_Agentrl_Episode="history")
+        made.end()
+        words = ["submit", "--from-episodes", "serve-1", "--group-size", "2", "--epochs", "1", "--tasks-per-iteration", "2"]
+        no_reward = agentrl(made, *words)
+        assert (no_reward.returncode, "have no reference answers" in no_reward.stderr) == (2, True)
+        done = agentrl(made, *words, "-s", "hooks=[tests.support.parity_hook:Lucky]", "--name", "again", "--detach")
+        assert done.returncode == 0, done.stderr
+        tasks = made.rows("SELECT t.messages FROM tasks t JOIN run_tasks r ON r.task_id = t.id ORDER BY t.id")
+        asked = [[(message["role"], message["content"]) for message in json.loads(task[0])] for task in tasks]
+        assert asked == [
+            [("system", "Be brief."), ("user", "What is 2 plus 3?")],
+            [("system", "Be brief."), ("user", QUESTION[0]["content"])],
+        ]
+        assert "step 0: it does not begin with messages" in done.stdout + done.stderr
+        refused = agentrl(made, *words, "--dataset", "gsm8k")
+        assert (refused.returncode, "exclude each other" in refused.stderr) == (2, True)
+        assert agentrl(made, "submit", "--dataset", "episodes:nothing").returncode == 5
+
+
 def test_serve_ends_episode_by_silence_and_all_at_exit(world_model: Path, tmp_path: Path) -> None:
     with serving(world_model, tmp_path / "home", "--idle-seconds", "0.5") as made:
         made.post(x_agentrl_episode="quick")

@@ -23,6 +23,7 @@ from agentrl.workers.requests.agent_request import remark_on_agent, resolve_agen
 from agentrl.workers.requests.curriculum import ChosenTasks, choose_by_difficulty
 from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 from agentrl.workers.requests.search_request import SearchedTasks, check_resources, divide, resolve_texts
+from agentrl.workers.requests.served_prompts import EPISODES, load_prompts
 from agentrl.workers.stack import broker, embedded
 from agentrl.workflow import checkpoints, engines, trainers
 from agentrl.workflow.algorithms import resolve_run, resolve_search, searches
@@ -155,7 +156,7 @@ def prepare(
 
 
 def _resolve_tasks(db: Database | None, config: RunConfig, policy: PolicyRef | None) -> RunTasks:
-    loaded = _load_tasks(config, policy)
+    loaded = load_prompts(db, config.dataset) if config.dataset.name.startswith(EPISODES) else _load_tasks(config, policy)
     chosen = choose_by_difficulty(db, config.dataset, loaded.tasks)
     return RunTasks(replace(loaded, tasks=chosen.tasks), chosen)
 
