@@ -16,6 +16,8 @@ import pytest
 from openai import OpenAI
 from sqlalchemy import text
 
+from agentrl.workers.requests.eval_config import in_one_iteration
+from agentrl.workflow.config import build
 from agentrl.workflow.store.migrate import open_database
 from tests.support.dialect_clients import CALCULATOR, CLIENTS, COMPLETIONS, DialectClient
 
@@ -185,6 +187,9 @@ def test_prompts_of_clients_become_tasks_of_a_run(world_model: Path, tmp_path: P
             [("system", "Be brief."), ("user", QUESTION[0]["content"])],
         ]
         assert "step 0: it does not begin with messages" in done.stdout + done.stderr
+        with closing(open_database(f"sqlite:///{made.home}/agentrl.db")) as database:
+            measured = in_one_iteration(database, build({"dataset.name": "episodes:serve-1"}))
+        assert measured.rollout.tasks_per_iteration == 2
         refused = agentrl(made, *words, "--dataset", "gsm8k")
         assert (refused.returncode, "exclude each other" in refused.stderr) == (2, True)
         assert agentrl(made, "submit", "--dataset", "episodes:nothing").returncode == 5

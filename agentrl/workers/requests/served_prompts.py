@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.workflow.config import DatasetConfig, RunConfig, build
-from agentrl.workflow.datasets import LoadedTasks
+from agentrl.workflow.datasets import LoadedTasks, load_tasks
 from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError
 from agentrl.workflow.store import served_runs
 from agentrl.workflow.store.connect import Database
@@ -57,6 +57,11 @@ def _served_policy(db: Database, run: Mapping[str, Any]) -> str:
     of = run["manifest"].get("of")
     version = load_stored_run(db, run["id"], (), "default", 1).version
     return f"{of}@{version}" if of else str(run["config"]["model"]["path"])
+
+
+def load_run_tasks(db: Database | None, dataset: DatasetConfig, seed: int = 0) -> LoadedTasks:
+    """Return the tasks of a dataset, which may be the prompts of a served run. See `load_tasks` and `load_prompts`."""
+    return load_prompts(db, dataset) if dataset.name.startswith(EPISODES) else load_tasks(dataset, seed)
 
 
 def load_prompts(db: Database | None, dataset: DatasetConfig) -> LoadedTasks:
