@@ -354,6 +354,9 @@ def test_tasks_key_is_kept_in_the_data_folder(tmp_path: Path) -> None:
     (file,) = (tmp_path / "stack").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert find_tasks_key(Settings(home=tmp_path, tasks_key="own"), create=True) == "own"
+    for name in ("tasks_key", "rewards_key"):
+        with pytest.raises(ConfigError, match="printable ASCII"):
+            find_tasks_key(Settings(home=tmp_path, **{name: "clé"}), create=True)
 
 
 def test_external_agents_take_no_sandbox_and_no_reference() -> None:

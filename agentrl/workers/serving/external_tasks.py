@@ -154,10 +154,10 @@ class ExternalTasks:
         try:
             deadline = asyncio.get_running_loop().time() + request.wait_seconds
             while True:
-                if await self._run(agent_attempts.some_external_waits, request.run):
-                    if work := await self._claim(request.run, pays):
-                        return work
-                elif asyncio.get_running_loop().time() >= deadline:
+                waits = await self._run(agent_attempts.some_external_waits, request.run)
+                if waits and (task := await self._claim(request.run, pays)):
+                    return task
+                if asyncio.get_running_loop().time() >= deadline:
                     return None
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
@@ -277,8 +277,14 @@ def find_tasks_key(where: Settings, create: bool) -> str:
         create: True to write a random key if there is none.
 
     Raises:
-        ConfigError: there is no key, or its file cannot be read or written.
+        ConfigError: there is no key, its file cannot be read or written, or no HTTP header can carry a key.
     """
+    for name in ("tasks_key", "rewards_key"):
+        if not all("!" <= letter <= "~" for letter in getattr(where, name)):
+            message = (
+                f"AGENTRL_{name.upper()} must be printable ASCII without spaces: HTTP headers cannot carry other characters."
+            )
+            raise ConfigError(message, "Set another.")
     if where.tasks_key:
         return where.tasks_key
     path = where.stack_dir / "tasks.key"
