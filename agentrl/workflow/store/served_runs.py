@@ -123,8 +123,8 @@ def _load_some(tx: Connection, run_id: int, after: int) -> list[Episode]:
     rows = tx.execute(mine.order_by(_EPISODES.id).limit(PROMPTS_AT_ONCE)).all()
     tasks = select(schema.tasks).where(schema.tasks.c.id.in_({row.task_id for row in rows}))
     by_id = {row["id"]: task_value(row) for row in tx.execute(tasks).mappings()}
-    found = load_episodes(tx, _EPISODES.id.in_([row.id for row in rows]), by_id) if rows else ()
-    return sorted(found, key=lambda episode: episode.id)
+    episodes = load_episodes(tx, _EPISODES.id.in_([row.id for row in rows]), by_id) if rows else ()
+    return sorted(episodes, key=lambda episode: episode.id)
 
 
 def _check_served(tx: Connection, run: ServedRun) -> None:
