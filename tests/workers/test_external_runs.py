@@ -42,5 +42,6 @@ def test_external_agents_train_a_run(short_folder: Path, tmp_path: Path) -> None
             "agent", "poll", "--parallel", "2", "--tasks", "7", "--run", "elsewhere", "--", sys.executable, str(script)
         )
         stack.agentrl("watch", "elsewhere")
+        assert not (stack.home / "stack" / "agents.log").exists(), "no agents worker was started"
         assert sorted(values(stack.database, "SELECT status FROM episodes")) == ["done"] * 7 + ["failed"]
         assert value(stack.database, "SELECT count(*) FROM iterations WHERE status = 'done'") == 2
