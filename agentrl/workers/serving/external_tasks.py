@@ -11,7 +11,6 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from logging import getLogger
@@ -20,8 +19,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl.workers.serving import api_errors
-from agentrl.workers.serving.api_errors import ApiError
+from agentrl.workers.http import api_errors
+from agentrl.workers.http.api_errors import ApiError
 from agentrl.workflow.agents import LLM, keys, read_result
 from agentrl.workflow.emitters import emit_variables
 from agentrl.workflow.errors import ConfigError, ServiceError
@@ -33,8 +32,10 @@ from agentrl.workflow.store.connect import Database
 
 log = getLogger("agentrl.endpoint")
 
-TASKS = re.compile(r"/v1/tasks/(?:(next)|(?P<id>\d{1,18}-[\w-]{22})/(renew|end|release))", re.ASCII)
-REWARDS_KEY = b"x-agentrl-rewards-key"
+PATHS = ("/v1/tasks/next", "/v1/tasks/{id}/{action}")
+ACTIONS = ("renew", "end", "release")
+_ID = re.compile(r"(\d{1,18})-([\w-]{22})", re.ASCII)
+REWARDS_KEY = "x-agentrl-rewards-key"
 """The header with the key for rewards."""
 MAX_BODY_BYTES = 2**20
 MAX_WAIT_SECONDS = 60.0
@@ -97,26 +98,31 @@ class ExternalTasks:
     _waiting: int = 0
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tasks"))
 
-    async def answer(self, path: str, api_key: str, headers: Mapping[bytes, bytes], body: bytes) -> dict[str, Any] | None:
+    async def answer(self, task: str, action: str, rewards_key: str, body: bytes) -> dict[str, Any] | None:
         """Return the JSON response to a request; None for an empty response, because no task waits.
 
-        Call `check_key` before the body is read. A cancelled request gives back a task that it has claimed.
+        Call `check_key` before the body is read. If the call is cancelled, a task that it has claimed is given back.
+
+        Args:
+            task: the id of the task; empty for `next`.
+            action: `next` or one of `ACTIONS`.
+            rewards_key: the key for rewards in the request; empty if there is none.
+            body: the request's body.
 
         Raises:
             ApiError: the request is refused.
         """
-        match = TASKS.fullmatch(path)
-        assert match is not None
-        self.check_key(api_key)
-        pays = self._may_pay(headers)
-        if match[1]:
+        pays = self._may_pay(rewards_key)
+        if not task:
             return await self._next(_read(NextBody, body), pays)
-        agent, _, token = match["id"].partition("-")
-        claim = int(agent), _worker(token)
-        if match[3] == "renew":
+        match = _ID.fullmatch(task)
+        if match is None or action not in ACTIONS:
+            raise api_errors.no_route(", ".join(f"POST {path}" for path in PATHS))
+        claim = int(match[1]), _worker(match[2])
+        if action == "renew":
             _read(_Body, body)
             held = await self._run(agent_attempts.renew_external, *claim, self.lease_seconds)
-        elif match[3] == "release":
+        elif action == "release":
             error = _clean(_read(ReleaseBody, body).error, MAX_ERROR)
             reason = (error, "lost") if error else ("its poller gave it back", agent_attempts.STOPPED)
             held = await self._run(agent_attempts.give_up_agent, *claim, *reason)
@@ -124,7 +130,7 @@ class ExternalTasks:
             held = await self._run(agent_attempts.finish_agent, *claim, _read_end(body, pays))
         if not held:
             raise ApiError(409, "This task is no longer yours: it has ended, or its lease is over.", "task_over", final=True)
-        return {"id": match["id"], "lease_seconds": self.lease_seconds}
+        return {"id": task, "lease_seconds": self.lease_seconds}
 
     def close(self) -> None:
         """End the thread after its current query."""
@@ -140,8 +146,7 @@ class ExternalTasks:
             message = "Wrong or missing key for tasks. Send AGENTRL_TASKS_KEY of the endpoint: Authorization: Bearer KEY."
             raise ApiError(401, message, "invalid_api_key", final=True)
 
-    def _may_pay(self, headers: Mapping[bytes, bytes]) -> bool:
-        key = headers.get(REWARDS_KEY, b"").decode("latin-1")
+    def _may_pay(self, key: str) -> bool:
         if key and not (self.rewards_key and _equal(key, self.rewards_key)):
             message = "Wrong key for rewards. Send AGENTRL_REWARDS_KEY of the endpoint as X-Agentrl-Rewards-Key."
             raise ApiError(401, message, "invalid_rewards_key", final=True)
