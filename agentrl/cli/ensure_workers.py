@@ -145,7 +145,6 @@ def _check_named_broker(needs: "Requirements", there: bool, fit: bool) -> list[s
 def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[str], list[str]]":
     from agentrl.workers.requests.requirements import ask_workers
     from agentrl.workers.stack import presence
-    from agentrl.workers.stack.celery_app import AGENTS
     from agentrl.workers.stack.process import database
 
     with ThreadPoolExecutor(1) as beside:  # both may wait for the slowest worker
@@ -155,7 +154,8 @@ def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[s
     silent = [queue for queue in needs.roles if not any(queue in worker.roles for worker in workers)]
     missing = presence.missing_worker_hints(queue for queue in silent if not served.get(queue))
     missing += presence.missing_control_hints(database())
-    missing += presence.missing_endpoint_hints(database()) if AGENTS in needs.roles else []
+    needs_endpoint = needs.experiment.config.agent is not None and "rollout" in needs.roles
+    missing += presence.missing_endpoint_hints(database()) if needs_endpoint else []
     mute = f"{_UNDECIDED}: it is busy, or runs another version of agentrl."
     remarks = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served.get(queue)]
     remarks += [f"{worker.label} {_UNDECIDED}: it is still checking." for worker in workers if not worker.found]

@@ -85,6 +85,8 @@ def submit(
         raise ConfigError("--probe requires --dry-run.", "Add --dry-run.")
     if not run_config.source.given and (policy or run_config.source.reward_set != "default"):
         raise ConfigError("--policy and --reward-set require stored episodes.", "Add --from-episodes RUN.")
+    if run_config.source.runs:
+        run_config, origins, policy = _with_served_prompts(run_config, origins, policy)
     prepared = (
         _prepare_from_stored(run_config, origins, policy)
         if run_config.source.given
@@ -154,6 +156,17 @@ def _source_values(groups: list[str], runs: list[str], reward_set: str | None) -
         "source.runs": names or None,
         "source.reward_set": reward_set,
     }
+
+
+def _with_served_prompts(
+    run_config: RunConfig, origins: dict[str, str], policy: str | None
+) -> tuple[RunConfig, dict[str, str], str | None]:
+    """If the stored episodes are those of a served run, return the config of a run on their prompts; else the arguments."""
+    from agentrl.workers.requests.served_prompts import with_served_prompts
+
+    db = existing_database()
+    served = None if db is None else with_served_prompts(db, run_config, origins, policy)
+    return (run_config, origins, policy) if served is None else (*served, None)
 
 
 def _prepare_from_stored(run_config: RunConfig, origins: dict[str, str], policy: str | None) -> Any:

@@ -511,6 +511,9 @@ PROGRAM = "cmd:"
 CLIENTS = "clients"
 """The agent of a run of the kind `serve`: any client that sends requests to the run."""
 
+EXTERNAL = "external"
+"""The agent of a run whose agents run elsewhere and ask the endpoint for tasks."""
+
 LOOP_LIMITS = {
     "max_steps": "use agent.max_calls",
     "max_tool_calls": "it runs its own tools",
@@ -526,7 +529,7 @@ class AgentConfig(Section):
 
     PANEL: ClassVar = "Your own agent"
 
-    name: str = option(..., "--agent", max_length=4096, description="package.module:function or cmd:PROGRAM ARGUMENTS")
+    name: str = option(..., "--agent", max_length=4096, description="module:function, cmd:PROGRAM ARGUMENTS, or external")
     sandbox: bool | None = option(None, "--agent-sandbox", description="Run it in the sandbox; unset: if a program")
     network: Literal["endpoint", "all"] = option(
         "endpoint", "--agent-network", description="What the sandbox reaches: endpoint or all"
@@ -546,6 +549,11 @@ class AgentConfig(Section):
         return tuple(shlex.split(self.name.removeprefix(PROGRAM))) if self.name.startswith(PROGRAM) else ()
 
     @property
+    def is_external(self) -> bool:
+        """True if the agents run elsewhere and ask the endpoint for tasks."""
+        return self.name == EXTERNAL
+
+    @property
     def sandboxed(self) -> bool:
         """True if the agent runs in the sandbox. By default, a program runs there and a function does not."""
         return not self.unsafe and (bool(self.command) if self.sandbox is None else self.sandbox)
@@ -562,12 +570,16 @@ class AgentConfig(Section):
                 raise ValueError(f"the command cannot be read ({error}): quote it as for a shell") from error
             if not args or not args[0]:
                 raise ValueError("missing program after cmd: write cmd:PROGRAM ARGUMENTS")
-        elif name != CLIENTS and not _FUNCTION.fullmatch(name):
-            raise ValueError("write package.module:function, or cmd:PROGRAM ARGUMENTS")
+        elif name not in (CLIENTS, EXTERNAL) and not _FUNCTION.fullmatch(name):
+            raise ValueError("write package.module:function, cmd:PROGRAM ARGUMENTS, or external")
         return name
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
+        if self.is_external and (self.unsafe or self.sandbox or self.network != "endpoint"):
+            raise ValueError("sandbox, unsafe and network have no effect on external agents, which run elsewhere")
+        if self.is_external and self.show_reference:
+            raise ValueError("external agents receive no references: leave show_reference out")
         if self.unsafe and self.sandbox:
             raise ValueError("sandbox and unsafe exclude each other")
         if self.unsafe and not self.command:

@@ -146,8 +146,11 @@ def test_run_has_agent_reads_alike_in_both_databases(database: Database) -> None
     assert not some_run_has_agent(database)
     give_agent(database, None)
     assert not some_run_has_agent(database)
-    give_agent(database)
+    give_agent(database, "external")
     assert some_run_has_agent(database)
+    assert not some_run_has_agent(database, elsewhere=False)
+    give_agent(database)
+    assert some_run_has_agent(database, elsewhere=False)
 
 
 def give_agent(database: Database, agent: str | None = "mine:solve") -> None:

@@ -14,7 +14,7 @@ HEADERS = (
     b"anthropic-version, anthropic-beta, anthropic-dangerous-direct-browser-access"
 )
 """The headers that a page may send. In addition, it may send those of the SDKs (`x-stainless-...`)."""
-EXPOSED = b"x-request-id, request-id, retry-after, x-agentrl-not-applied"
+EXPOSED = b"x-request-id, request-id, retry-after, x-agentrl-not-applied, x-agentrl-policy-version"
 """The headers of a response that a page may read."""
 PREFLIGHT_SECONDS = b"600"
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")

@@ -18,7 +18,7 @@ from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, Atte
 from agentrl.workers.jobs.agent_conversation import KEPT, TOP, AgentTurn, Conversation, choice_id, prompt_hash, too_long
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
 from agentrl.workers.jobs.inbox import Inbox, InboxEvent
-from agentrl.workers.jobs.pending_agents import Agents, PendingAgents
+from agentrl.workers.jobs.pending_agents import Agents, PendingAgents, PolledAgents
 from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
 from agentrl.workflow import engines
@@ -126,7 +126,7 @@ class AgentRollout:
         config = self.experiment.config
         assert config.agent is not None
         self.limits, self.model = config.rollout, self.work.run
-        self.fingerprint = fingerprint_of(self.work.policy)
+        self.fingerprint, self.policy_version = fingerprint_of(self.work.policy), self.work.policy.version
         env, judges = self.experiment.env, self.experiment.judges
         hooks = load_hooks(config.hooks)
         self.recorder = EpisodeRecorder(self.db, self.work, env, hooks, judges, self.limits, self._release)
@@ -135,7 +135,12 @@ class AgentRollout:
         self.records = AgentRecords(self.work, self.chat, self.limits, self.max_context)
         self.sampling = AgentSampling(self.db, self.work, self.limits, config.agent, self.experiment.engine)
         self.judging = PendingCalls(self.db, self.work.fence.group, self.inbox, self.recorder.report_wait)
-        self.agents: Agents = self.served or PendingAgents(self.db, self.work.fence, self.inbox, self.recorder.report_wait)
+        self.agents: Agents = self.served or self._make_agents(config.agent)
+
+    def _make_agents(self, agent: AgentConfig) -> Agents:
+        if agent.is_external:
+            return PolledAgents(self.db, self.work.fence, self.recorder.report_wait)
+        return PendingAgents(self.db, self.work.fence, self.inbox, self.recorder.report_wait)
 
     @property
     def is_live(self) -> bool:
@@ -188,6 +193,11 @@ class AgentRollout:
         """Cancel the request because its client disconnected. Thread-safe."""
         call.gone.set()
         self.inbox.put(InboxEvent(self.work.fence.group, call.episode, request=call))
+
+    def step_of(self, episode: int, request_id: str, choice: int) -> int | None:
+        """Return the index of the step that is a choice of an earlier response; None if there is no such step. Thread-safe."""
+        conversation = self._conversations.get(episode)
+        return None if conversation is None else conversation.step_of(request_id, choice)
 
     def recorded(self, episode: int, request_id: str) -> RecordedResponse | None:
         """Return the response to an earlier request of the episode's current attempt; None if there is no such response.

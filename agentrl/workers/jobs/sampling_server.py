@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import getLogger
+from secrets import token_hex
 from typing import Any, Protocol
 
 from agentrl.workers.http.calls import MAX_HEAD_BYTES, ApiRoute, Application, Call
@@ -35,10 +36,11 @@ from agentrl.workers.jobs.agent_calls import (
 )
 from agentrl.workers.stack.process import database
 from agentrl.workflow.agents.keys import key_hash, sampling_key
-from agentrl.workflow.annotations import Annotation, read_annotations
+from agentrl.workflow.annotations import MAX_AT_ONCE, Annotation, read_annotations
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.dialects import Ask, RecordedResponse, ReplyHead, RequestError
 from agentrl.workflow.dialects.paths import COUNTERS, DIALECTS, Events, dialect_of
+from agentrl.workflow.dialects.request_parts import MAX_CHOICES
 from agentrl.workflow.errors import ConflictError, ServiceError, StateError
 from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import settings
@@ -55,6 +57,8 @@ MAX_ANNOTATIONS = 1024 * 1024
 """The largest body of a request with annotations, in bytes."""
 SMALL_BODY = 32 * 1024
 """The largest body that is parsed in the server's own thread, in bytes. Larger bodies are parsed in another thread."""
+_RESPONSE = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)([0-9a-f]{32})")
+"""The ids of responses, one form for each dialect, with the request id."""
 _UNPRINTABLE = re.compile(rb"[^ -~]")
 MAX_HEADER_BYTES = 1000
 """The most bytes of the header that names the fields without effect."""
@@ -66,6 +70,7 @@ class EpisodeServer(Protocol):
     chat: Chat
     model: str
     fingerprint: str
+    policy_version: int
 
     def take(self, call: AgentCall) -> None:
         """Queue the request. The rollout answers it later through `call.tell`."""
@@ -75,6 +80,9 @@ class EpisodeServer(Protocol):
 
     def recorded(self, episode: int, request_id: str) -> RecordedResponse | None:
         """Return the response to an earlier request of the episode's current attempt; None if there is no such response."""
+
+    def step_of(self, episode: int, request_id: str, choice: int) -> int | None:
+        """Return the index of the step that is a choice of an earlier response; None if there is no such step."""
 
 
 @dataclass(eq=False)
@@ -186,8 +194,9 @@ class SamplingServer:
 
     async def _annotate(self, request: ForwardedRequest, begin: Begin, write: Write) -> None:
         """Store annotations that an agent sent about its episode."""
-        episode, attempt, _ = await self.find(sampling_key(request.key))
-        annotations = await asyncio.to_thread(_read_annotations, request.body)
+        episode, attempt, holder = await self.find(sampling_key(request.key))
+        step_of = partial(holder.step_of, episode)
+        annotations = await asyncio.to_thread(_read_annotations, request.body, step_of)
         try:
             await asyncio.to_thread(add_annotations, self.rows(), episode, attempt, annotations)
         except StateError as error:
@@ -197,13 +206,35 @@ class SamplingServer:
         await _write_json(begin, write, {"annotations": len(annotations)})
 
 
-def _read_annotations(body: bytes) -> Sequence[Annotation]:
+def _read_annotations(body: bytes, step_of: Callable[[str, int], int | None]) -> Sequence[Annotation]:
+    """Return the annotations in a body: those under `annotations`, or one for each reward of an earlier response under
+    `rewards`. `step_of` finds the step of a request id and a choice.
+    """
     try:
-        if len(body) > MAX_ANNOTATIONS or not isinstance(tree := json.loads(body), dict) or tree.keys() != {"annotations"}:
-            raise ValueError(f"the body must be an object with only `annotations`, of at most {MAX_ANNOTATIONS} bytes")
-        return read_annotations(tree["annotations"])
+        tree = json.loads(body) if len(body) <= MAX_ANNOTATIONS else None
+        if not isinstance(tree, dict) or tree.keys() not in ({"annotations"}, {"rewards"}):
+            problem = "the body must be an object with only `annotations`, or only `rewards`"
+            raise ValueError(f"{problem}, of at most {MAX_ANNOTATIONS} bytes")
+        if "annotations" in tree:
+            return read_annotations(tree["annotations"])
+        if not isinstance(tree["rewards"], list):
+            raise ValueError("rewards must be a list")
+        return read_annotations([_reward_annotation(reward, step_of) for reward in tree["rewards"][: MAX_AT_ONCE + 1]])
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"No annotations: {str(error)[:500]}.", code="invalid_annotation") from None
+
+
+def _reward_annotation(reward: Any, step_of: Callable[[str, int], int | None]) -> dict[str, Any]:
+    """Return the annotation of a reward of an earlier response, as decoded JSON."""
+    if not isinstance(reward, dict) or not {"response", "value"} <= reward.keys() <= {"response", "value", "name", "choice"}:
+        raise ValueError("a reward is an object with response, value, and optionally name and choice")
+    match = _RESPONSE.fullmatch(reward["response"]) if isinstance(reward["response"], str) else None
+    choice = reward.get("choice", 0)
+    step = step_of(match[1], choice) if match and type(choice) is int and 0 <= choice < MAX_CHOICES else None
+    if step is None:
+        raise ValueError(f"this episode has no response {str(reward['response'])[:80]!r} with that choice")
+    data = {"value": reward["value"], "step": step}
+    return {"id": token_hex(16), "kind": "reward", "name": reward.get("name", "reward"), "data": data, "step": step}
 
 
 def _put_all(queue: "asyncio.Queue[RolloutMessage]", messages: Iterable[RolloutMessage]) -> None:
@@ -220,10 +251,10 @@ async def _reply(
         raise accepted.error
     if not isinstance(accepted, Accepted):
         raise _not_here()
+    headers = [(b"x-agentrl-policy-version", str(holder.policy_version).encode())]
     if ask.counts_only:
-        await _write_json(begin, write, COUNTERS[path].count(len(accepted.prompt_ids)))
+        await _write_json(begin, write, COUNTERS[path].count(len(accepted.prompt_ids)), headers)
         return
-    headers = []
     if ask.not_applied:
         names = ", ".join(ask.not_applied).encode("ascii", "replace")
         headers.append((b"x-agentrl-not-applied", _UNPRINTABLE.sub(b"?", names)[:MAX_HEADER_BYTES]))

@@ -137,10 +137,10 @@ def requirements_of(
 
 
 def roles_of(config: RunConfig, rolls_out: bool = True) -> tuple[str, ...]:
-    """Return the queues that a run needs. The queue `agents` is included only if the run has an agent."""
+    """Return the queues that a run needs. The queue `agents` is included only if its workers start the run's agent."""
     if not rolls_out:
         return ("train",)
-    return QUEUES if config.agent is None else ALL_QUEUES
+    return QUEUES if config.agent is None or config.agent.is_external else ALL_QUEUES
 
 
 def ask_workers(needs: Requirements, workers: int | None = None) -> list[WorkerCheck]:

@@ -23,6 +23,7 @@ from agentrl.workers.http import http_server
 from agentrl.workers.http.calls import MAX_HEAD_BYTES
 from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.endpoint_app import Endpoint, EndpointLimits
+from agentrl.workers.serving.external_tasks import serve_tasks
 from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, is_loopback, url_of
 from agentrl.workers.stack.readiness import readiness
 from agentrl.workflow.errors import ServiceError
@@ -79,7 +80,8 @@ async def serve(app: Endpoint, listening: socket.socket, server: uvicorn.Server)
 async def _run(database: Database, listening: socket.socket, url: str) -> None:
     where = settings()
     limits = EndpointLimits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds)
-    app = Endpoint(AttemptKeys(partial(endpoint_reads.find_places, database)), limits)
+    keys = AttemptKeys(partial(endpoint_reads.find_places, database))
+    app = Endpoint(keys, limits, tasks=serve_tasks(database, url))
     publishing = asyncio.create_task(publish(database, url, where.lease_seconds))
     try:
         await serve(app, listening, make_server(app))

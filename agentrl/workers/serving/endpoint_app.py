@@ -25,7 +25,9 @@ from agentrl.workers.http import api_errors
 from agentrl.workers.http.api_errors import ApiError, Headers
 from agentrl.workers.http.calls import ApiRoute, Application, Call
 from agentrl.workers.jobs.agent_calls import ANNOTATIONS, Begin, ForwardedRequest, Write
+from agentrl.workers.serving import external_tasks
 from agentrl.workers.serving.attempt_keys import AttemptKeys
+from agentrl.workers.serving.external_tasks import ExternalTasks
 from agentrl.workers.serving.forwarding import Forwarding, Samplers
 from agentrl.workers.serving.served_clients import END, ServedClients
 from agentrl.workflow.agents.keys import key_hash, sampling_key
@@ -70,6 +72,7 @@ class Endpoint:
         limits: EndpointLimits = EndpointLimits(),
         clients: ServedClients | None = None,
         samplers: Samplers | None = None,
+        tasks: ExternalTasks | None = None,
     ) -> None:
         """Prepare the routes.
 
@@ -78,8 +81,10 @@ class Endpoint:
             limits: the limits on open requests.
             clients: the authentication of `agentrl serve`; None: requests have an attempt's key.
             samplers: the way to the workers that sample; None: over HTTP.
+            tasks: the handler of the routes for external agents; None to serve no such routes.
         """
         self.keys, self.limits, self.clients, self.samplers = keys, limits, clients, samplers or Samplers()
+        self.tasks = tasks
         self._open: Counter[str] = Counter()
         self._held_bytes = 0
         self._reading = asyncio.Lock()
@@ -89,6 +94,8 @@ class Endpoint:
         routes += [ApiRoute("GET", MODELS + "/{name:path}", self._models), ApiRoute("GET", HEALTH, _health)]
         if clients is not None:
             routes.append(ApiRoute("POST", END, partial(self._end_episode, clients)))
+        if tasks is not None:
+            routes += [ApiRoute("POST", path, partial(self._task, tasks)) for path in external_tasks.PATHS]
         self._application = Application(routes, "endpoint", log, clients.origins if clients else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,6 +106,25 @@ class Endpoint:
         """Close the connections to workers and the lookup of keys."""
         await self.samplers.close()
         self.keys.close()
+        if self.tasks is not None:
+            self.tasks.close()
+
+    async def _task(self, tasks: ExternalTasks, call: Call) -> None:
+        """Respond to a request of an external agent's client. Its key is never in the path."""
+        api_key = call.bearer() or call.headers.get("x-api-key", "").strip()
+        tasks.check_key("" if call.path_key else api_key)
+        body = await call.read(external_tasks.MAX_BODY_BYTES, self.limits.body_seconds)
+
+        async def answer() -> None:
+            names = call.path_params
+            rewards_key = call.headers.get(external_tasks.REWARDS_KEY, "")
+            document = await tasks.answer(names.get("id", ""), names.get("action", "next"), rewards_key, body)
+            if document is None:
+                await call.answer_empty([])
+            else:
+                await call.answer(200, api_errors.as_json(document))
+
+        await call.unless_gone(answer())
 
     @property
     def _authentication(self) -> AttemptKeys | ServedClients:
