@@ -293,7 +293,11 @@ class AgentRollout:
         if replay is None:
             self._begin(call, conversation)
             return
-        turn = replay.take(call.ask, self.chat, self.max_context)
+        try:
+            turn = replay.take(call.ask, self.chat, self.max_context)
+        except Contradiction:
+            self._draft(replay.rewritten(call.ask), conversation)  # a request that is refused is not recorded
+            raise
         if turn is None:
             call.ask = replay.rewritten(call.ask)
             self._begin(call, conversation)
@@ -330,9 +334,7 @@ class AgentRollout:
         noted: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Begin a turn for the request: submit its choices to the engine, unless they are recorded."""
-        draft = conversation.draft(self.chat, call.ask, self.max_context)
-        if len(draft.context) >= self.max_context:
-            raise too_long(self.max_context, len(draft.context))
+        draft = self._draft(call.ask, conversation)
         if recorded and draft.context != recorded.prompt_ids:
             raise Contradiction("the chat template renders its messages to other tokens than the recorded ones", may_wait=False)
         if not self.recorder.begin_step(self.recorder.episodes[call.episode]):
@@ -354,6 +356,13 @@ class AgentRollout:
         for future in list(turn.futures):
             future.add_done_callback(partial(self._put_over, turn))
         faultpoint("generate.sent")
+
+    def _draft(self, ask: Ask, conversation: Conversation) -> Draft:
+        """Return the prompt for the requested turn. Raise RequestError if it leaves no place for a turn."""
+        draft = conversation.draft(self.chat, ask, self.max_context)
+        if len(draft.context) >= self.max_context:
+            raise too_long(self.max_context, len(draft.context))
+        return draft
 
     def _put_over(self, turn: AgentTurn, future: "Future[Completion]") -> None:
         if turn.is_over:
