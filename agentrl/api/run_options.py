@@ -36,6 +36,7 @@ class RunOptions(TypedDict, total=False):
     eval_every: int | None
     every: int | None
     filter: str | None
+    frozen_clock: bool
     gae_lambda: float | None
     gradient_accumulation_steps: int
     gradient_checkpointing: bool
@@ -90,9 +91,12 @@ class RunOptions(TypedDict, total=False):
     own_rewards: bool
     path: str
     processes: int
+    replay_ignore: str | Sequence[str]
     report_samples: int
     report_to: str | Sequence[str]
     resources: str | Mapping[str, Any]
+    resume: Literal["replay", "restart"]
+    resume_agent: Literal["replay", "restart"]
     reward: str | Mapping[str, Any]
     reward_set: str
     rounds: int | None
@@ -105,6 +109,7 @@ class RunOptions(TypedDict, total=False):
     seed: int
     served_tools: Sequence[Any]
     show_reference: bool
+    side_calls: bool
     skip_bad_rows: bool
     split: str
     stop: str | Sequence[str]

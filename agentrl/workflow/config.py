@@ -29,6 +29,8 @@ MAX_INT = 2**31 - 1
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 ALL_LINEAR = "all-linear"
 """The default target of LoRA: every linear layer of the decoder except the head, routers and convolutions."""
+MAX_PATTERN = 1000
+"""The most characters of a pattern of `agent.replay_ignore`."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The default targets of LoRA in runs of format 4 and older. Targets that the model does not have are skipped."""
 
@@ -540,6 +542,14 @@ class AgentConfig(Section):
     processes: int = Field(256, ge=1, le=65_536, description="Maximum processes at once")
     output_bytes: int = Field(1_000_000, ge=1, le=1 << 30, description="Maximum output; its head and tail are kept")
     max_calls: int = Field(200, ge=1, le=100_000, description="Maximum model calls per episode")
+    resume: Literal["replay", "restart"] = option(
+        "replay", "--resume-agent", description="If it is lost: replay its recorded turns, or restart without them"
+    )
+    replay_ignore: Texts = option(
+        (), "--replay-ignore", metavar="REGEX", max_length=32, description="Text that may differ in replayed requests"
+    )
+    frozen_clock: bool = Field(False, description="A function reads the time at which its first attempt began")
+    side_calls: bool = Field(False, description="Let it mark calls as not training: x-agentrl-train: 0")
     own_rewards: bool = Field(False, description="Weight 1 for the rewards that it returns; false: weight 0")
     show_reference: bool = Field(False, description="Let it read the task's reference")
 
@@ -573,6 +583,20 @@ class AgentConfig(Section):
         elif name not in (CLIENTS, EXTERNAL) and not _FUNCTION.fullmatch(name):
             raise ValueError("write package.module:function, cmd:PROGRAM ARGUMENTS, or external")
         return name
+
+    @field_validator("replay_ignore")
+    @classmethod
+    def _are_patterns(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            import regex  # only if needed: the commands start faster without it
+
+            if len(pattern) > MAX_PATTERN:
+                raise ValueError(f"a pattern may have at most {MAX_PATTERN} characters")
+            try:
+                regex.compile(pattern)
+            except regex.error as error:
+                raise ValueError(f"{pattern!r:.80} is not a regular expression: {error}") from error
+        return patterns
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:

@@ -15,6 +15,9 @@ UNREAD = "whoever asked for it was not sent all of it, and nothing continues it"
 INHERITED = "its parent episode has it"
 """The reason why an inherited step of a fork does not train."""
 
+SIDE_CALL = "the agent marked its call as a side call"
+"""The reason why the step of a side call does not train."""
+
 EQUAL = "equal_histories"
 """The key in `steps.asked` for the number of turns whose messages are equal to those of the step's parent line.
 
@@ -61,8 +64,9 @@ def reasons_not_to_train(episode: Episode) -> Mapping[int, str]:
         for step in episode.steps
         if step.parent is not None and step.parent != ROOT and (step.shared is None or step.shared >= lengths[step.parent])
     }
+    side_calls = {step.index: SIDE_CALL for step in episode.steps if step.side_call}
     unread = {step.index: UNREAD for step in episode.steps if not step.delivered and step.index not in continued}
-    return unread | {step.index: INHERITED for step in episode.steps if step.index < episode.fork_step}
+    return side_calls | unread | {step.index: INHERITED for step in episode.steps if step.index < episode.fork_step}
 
 
 def as_read(episode: Episode) -> tuple[Episode, Sequence[int]]:

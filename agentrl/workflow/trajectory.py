@@ -175,6 +175,7 @@ class Step:
         shared: the number of tokens of the parent's line that this step continues; None: all of them.
         delivered: True if the client received the complete turn.
         draw: the number of earlier samples from the same prompt; None: the number of earlier steps with the same prompt.
+        side_call: True if the agent marked its call as one that does not train.
     """
 
     index: int
@@ -194,6 +195,7 @@ class Step:
     shared: int | None = None
     delivered: bool = True
     draw: int | None = None
+    side_call: bool = False
 
     def __post_init__(self) -> None:
         if self.parent is None:
@@ -247,6 +249,7 @@ class StepRecord:
         beside: the id of a request that is committed together with this step. The step of that request becomes this step's
             parent.
         earlier_results: a mapping from (step, call) to the result of that earlier call, as the request contains it.
+        replayed: True if the step was copied from the record of a lost attempt.
     """
 
     episode: int
@@ -258,6 +261,7 @@ class StepRecord:
     shared_messages: int = 0
     beside: str = ""
     earlier_results: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    replayed: bool = False
 
 
 def messages_of(steps: Sequence[Step], index: int) -> tuple[Message, ...]:

@@ -42,24 +42,21 @@ def find_program(name: str) -> str:
     return program
 
 
-def run_client(command: Sequence[str], folder: Path, **environment: str) -> str:
-    """What the client printed, in a home and a folder of its own."""
+def start_client(command: Sequence[str], folder: Path, **environment: str) -> "subprocess.Popen[str]":
+    """The client, in a home, a folder and a process group of its own."""
     program = find_program(command[0])
-    (folder / "work").mkdir()
+    (folder / "work").mkdir(parents=True)
     clean = {"PATH": os.environ["PATH"], "HOME": str(folder), "CODEX_HOME": str(folder), "IS_SANDBOX": "1"}
-    ran = subprocess.run(
+    return subprocess.Popen(
         [program, *command[1:]],
         cwd=folder / "work",
         env=clean | environment,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
-        check=False,
+        start_new_session=True,
     )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert (folder / "work" / "result.txt").read_text() == "42\n"
-    return ran.stdout
 
 
 def turn_of(call: ToolCall) -> Sequence[int]:
@@ -78,19 +75,29 @@ def check_rows(db: Database) -> None:
     assert first.results is not None
     assert "42" in first.results[0].content
     assert second.message.content == "It is done."
-    assert values(db, "SELECT status FROM tool_calls") == ["done"]
+    current = "JOIN episodes e ON e.id = c.episode_id AND e.attempt = c.attempt"
+    assert values(db, f"SELECT c.status FROM tool_calls c {current}") == ["done"]
 
 
 def run_coding_agent(name: str, url: str, key: str, folder: Path) -> str:
     """What the agent printed, which was told to run a command."""
+    with start_coding_agent(name, url, key, folder) as process:
+        printed, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, printed
+    assert (folder / "work" / "result.txt").read_text() == "42\n"
+    return printed
+
+
+def start_coding_agent(name: str, url: str, key: str, folder: Path) -> "subprocess.Popen[str]":
+    """The agent, which was told to run a command."""
     if name == "codex":
         provider = f'{{name="agentrl", base_url="{url}/v1", env_key="OPENAI_API_KEY", wire_api="responses"}}'
         options = ["-c", f"model_providers.agentrl={provider}", "-c", 'model_provider="agentrl"', "-m", "any"]
         words = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *options, "Run it."]
-        return run_client(words, folder, OPENAI_API_KEY=key)
+        return start_client(words, folder, OPENAI_API_KEY=key)
     quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
     words = ["claude", "-p", "Run it.", "--model", "any", "--allowedTools", "Bash"]
-    return run_client(words, folder, ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY=key, **quiet)
+    return start_client(words, folder, ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY=key, **quiet)
 
 
 CALLS = {

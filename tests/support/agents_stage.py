@@ -144,10 +144,11 @@ def episode_of(db: Database, number: int) -> Episode:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back: the status, and the body."""
+    """What came back: the status, the body, and the names of what was not applied."""
 
     status: int
     body: bytes
+    not_applied: str = field(default="", compare=False)
 
     @property
     def document(self) -> Any:
@@ -166,15 +167,29 @@ class Reply:
         return found
 
 
-def ask(stage: Stage, key: str, messages: Sequence[Mapping[str, Any]], request: str = "", retry: int = 0, **body: Any) -> Reply:
+def ask(
+    stage: Stage,
+    key: str,
+    messages: Sequence[Mapping[str, Any]],
+    request: str = "",
+    retry: int = 0,
+    side_call: bool = False,
+    **body: Any,
+) -> Reply:
     """A call of the model, as the endpoint forwards it."""
-    with calling(stage, key, messages, request, retry, **body) as response:
-        return Reply(response.status, response.read())
+    with calling(stage, key, messages, request, retry, side_call, **body) as response:
+        return Reply(response.status, response.read(), response.headers["x-agentrl-not-applied"] or "")
 
 
 @contextmanager
 def calling(
-    stage: Stage, key: str, messages: Sequence[Mapping[str, Any]], request: str = "", retry: int = 0, **body: Any
+    stage: Stage,
+    key: str,
+    messages: Sequence[Mapping[str, Any]],
+    request: str = "",
+    retry: int = 0,
+    side_call: bool = False,
+    **body: Any,
 ) -> Iterator[HTTPResponse]:
     """The same, while it is being answered; left early it is hung up."""
     host, _, port = stage.driver.server.address.rpartition(":")
@@ -183,6 +198,8 @@ def calling(
     headers = {"Authorization": f"Bearer {key}", "X-Agentrl-Request": name, "X-Agentrl-Created": "1700000000"}
     if retry:
         headers["X-Agentrl-Retry"] = str(retry)
+    if side_call:
+        headers["X-Agentrl-Train"] = "0"
     connection.request("POST", "/v1/chat/completions", json.dumps({"model": "m", "messages": list(messages), **body}), headers)
     response = connection.getresponse()
     try:

@@ -10,9 +10,13 @@ import pytest
 
 from agentrl.workers.jobs import pending_agents
 from agentrl.workers.jobs.sampling_server import sampling_server
+from agentrl.workflow.analysis.transcript import transcript_lines
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import InfraError
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import episode_rows, ledger
+from agentrl.workflow.token_chains import SIDE_CALL, reasons_not_to_train
+from agentrl.workflow.training.training_rows import rows_of
 from agentrl.workflow.trajectory import ROOT, Episode, Message, ToolCall, ToolResult
 from tests.support.agents_stage import (
     AGENT,
@@ -320,7 +324,7 @@ def test_agent_rollout_takes_over_half_written_attempt(db: Database, half: str) 
 
 def test_lost_agent_restarts_with_same_sampling_keys(db: Database) -> None:
     policy = Policy(ANSWER)
-    with staged(Stage(db, group_of(db), policy.engine, CHAT)) as stage:
+    with staged(Stage(db, group_of(db, agent=AGENT | {"resume": "restart"}), policy.engine, CHAT)) as stage:
         key = run_agent(db, 1)
         ask(stage, key, [QUESTION])
         write(db, "UPDATE agent_attempts SET lease_until = 0")
@@ -457,3 +461,39 @@ def test_sampling_server_refuses_in_openai_error_shape(db: Database) -> None:
         assert ask(stage, key, [QUESTION]).status == 200
         more = ask(stage, key, [user("again")])
         assert (more.status, more.code) == (429, "max_calls")
+
+
+def test_side_call_is_step_that_does_not_train(db: Database) -> None:
+    policy = Policy(ANSWER, OTHER)
+    with staged(Stage(db, group_of(db, agent=AGENT | {"side_calls": True, "max_calls": 2}), policy.engine, CHAT)) as stage:
+        key = run_agent(db, 1)
+        assert ask(stage, key, [user("A title?")], side_call=True).not_applied == ""
+        ask(stage, key, [QUESTION])
+        assert ask(stage, key, [QUESTION]).code == "max_calls", "side calls count"
+        end_agent(stage, 1)
+        stage.over()
+    record = episode_of(db, 1)
+    assert [step.side_call for step in record.steps] == [True, False]
+    assert dict(reasons_not_to_train(record)) == {0: SIDE_CALL}
+    (row,) = rows_of([record])
+    assert row.input_ids == record.tokens_of(1)
+    assert (record.status, row.weight) == ("done", 1.0)
+    assert values(db, "SELECT side_call FROM v_steps ORDER BY step") == [1, 0]
+    assert any("1 of 2 steps are side calls" in line for line, _ in transcript_lines(episode_rows.find_episode(db, 1)))
+    assert ledger.explain_fate(db, 1)["untrained"] == [{"step": 0, "reason": SIDE_CALL}]
+
+
+def test_side_call_trains_unless_run_allows_it(db: Database) -> None:
+    with staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)) as stage:
+        assert ask(stage, run_agent(db, 1), [QUESTION], side_call=True).not_applied == "x-agentrl-train"
+        assert [step.side_call for step in episode_of(db, 1).steps] == [False]
+        assert "x-agentrl-train" in value(db, "SELECT CAST(asked AS TEXT) FROM steps")
+
+
+def test_episode_of_side_calls_alone_fails(db: Database) -> None:
+    with staged(Stage(db, group_of(db, agent=AGENT | {"side_calls": True}), Policy(ANSWER).engine, CHAT)) as stage:
+        ask(stage, run_agent(db, 1), [QUESTION], side_call=True)
+        end_agent(stage, 1)
+        stage.over()
+    assert value(db, "SELECT status FROM episodes") == "failed"
+    assert "side calls" in value(db, "SELECT error FROM episodes")

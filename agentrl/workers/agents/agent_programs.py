@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from agentrl.workers.agents import agent_bridge, relay
 from agentrl.workers.agents.guardian import Order
 from agentrl.workers.agents.processes import clean_environment
-from agentrl.workflow.agents import LLM, AgentTask
+from agentrl.workflow.agents import CLOCK, LLM, AgentTask
 from agentrl.workflow.agents.agent_limits import FUNCTION, check_held, command_of, folders_of, may_read
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.datasets import split_mixture
@@ -77,7 +77,7 @@ class AgentLaunch:
 
 @contextmanager
 def placed(
-    agent: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, Any], emit_key: str = ""
+    agent: AgentConfig, task: AgentTask, llm: LLM, config: Mapping[str, Any], emit_key: str = "", clock: float | None = None
 ) -> Iterator[AgentLaunch]:
     """Prepare the folder, socket and command for an agent. At the end of the `with` block, remove the folder and close the
     socket.
@@ -88,39 +88,42 @@ def placed(
         llm: the model's URL and key.
         config: the run's config, which says which files to hide from the agent.
         emit_key: the key with which the agent sends annotations; empty if it may not send any.
+        clock: the time that the agent reads, in seconds since 1970; None for the present time.
 
     Raises:
         ConfigError: this machine cannot run the agent in a sandbox or apply its limits.
     """
     check_held(agent)
     if not agent.command and not agent.sandboxed:
-        yield AgentLaunch([], clean_environment() | _model(llm, emit_key), os.getcwd(), "", "", llm)
+        yield AgentLaunch([], clean_environment() | _model(llm, emit_key, clock), os.getcwd(), "", "", llm)
         return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True)))
         (folder / "files").mkdir()
         (folder / "files" / "task.json").write_text(json.dumps(asdict(task), ensure_ascii=False))
         if agent.sandboxed:
-            yield stack.enter_context(_sandboxed(agent, folder, llm, config, emit_key))
+            yield stack.enter_context(_sandboxed(agent, folder, llm, config, emit_key, clock))
         else:
-            yield _unsafe(agent, folder / "files", llm, emit_key)
+            yield _unsafe(agent, folder / "files", llm, emit_key, clock)
 
 
-def _model(llm: LLM, emit_key: str) -> dict[str, str]:
-    return llm.variables | emit_variables(llm.base_url, emit_key)
+def _model(llm: LLM, emit_key: str, clock: float | None) -> dict[str, str]:
+    return llm.variables | emit_variables(llm.base_url, emit_key) | ({} if clock is None else {CLOCK: repr(clock)})
 
 
 def _file_variables(folder: str) -> dict[str, str]:
     return {"AGENTRL_TASK": f"{folder}/task.json", "AGENTRL_ANSWER": f"{folder}/answer.json"}
 
 
-def _unsafe(agent: AgentConfig, files: Path, llm: LLM, emit_key: str) -> AgentLaunch:
-    environment = clean_environment() | _model(llm, emit_key) | _file_variables(str(files))
+def _unsafe(agent: AgentConfig, files: Path, llm: LLM, emit_key: str, clock: float | None) -> AgentLaunch:
+    environment = clean_environment() | _model(llm, emit_key, clock) | _file_variables(str(files))
     return AgentLaunch(command_of(agent), environment, str(files), str(files / "answer.json"), str(files), llm)
 
 
 @contextmanager
-def _sandboxed(agent: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, Any], emit_key: str) -> Iterator[AgentLaunch]:
+def _sandboxed(
+    agent: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, Any], emit_key: str, clock: float | None
+) -> Iterator[AgentLaunch]:
     lease = uid_pool.lease_uid(uid_pool.uid_range(settings().sandbox_uids))
     with ExitStack() as stack:
         stack.callback(lease.release)
@@ -145,7 +148,7 @@ def _sandboxed(agent: AgentConfig, folder: Path, llm: LLM, config: Mapping[str, 
             args += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf", "--ro-bind-try", "/etc/hosts", "/etc/hosts"]
         environment = {"PATH": os.environ.get("PATH", ""), "HOME": INSIDE, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
         environment |= {"PYTHONPATH": os.pathsep.join(_imported(command))} if _imported(command) else {}
-        for name, value in (environment | _model(llm, emit_key) | _file_variables(INSIDE)).items():
+        for name, value in (environment | _model(llm, emit_key, clock) | _file_variables(INSIDE)).items():
             args += ["--setenv", name, value]
         options = folder / "options"  # not on a command line, which everybody on this host can read
         options.write_bytes(b"".join(os.fsencode(arg) + b"\0" for arg in args))

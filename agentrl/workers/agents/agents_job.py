@@ -115,7 +115,8 @@ def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool
     )
     if threaded.is_set() and not agent.command and not agent.sandboxed:
         return called_agents.run(agent, task, llm, emit_key, is_stopped)
-    with agent_programs.placed(agent, task, llm, work.config, emit_key) as place:
+    clock = work.began.timestamp() if agent.frozen_clock else None
+    with agent_programs.placed(agent, task, llm, work.config, emit_key, clock) as place:
         faultpoint("agent.started")
         return processes.run(place.order(agent, task, [llm.api_key, emit_key]), place.spec(agent), is_stopped)
 

@@ -19,6 +19,7 @@ from agentrl.workflow import emitters
 from agentrl.workflow.agents import LLM, AgentTask, read_result
 from agentrl.workflow.agents.classes import as_function
 from agentrl.workflow.config import AgentConfig
+from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.plugins import find
 
 LOOK_SECONDS = 0.1
@@ -28,8 +29,10 @@ def run(config: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stoppe
     """Call the agent in a thread and wait for its end. Return None if `is_stopped` returned True before.
 
     Raises:
-        ConfigError: the agent's path cannot be imported.
+        ConfigError: the agent's path cannot be imported, or its clock should be frozen.
     """
+    if config.frozen_clock:
+        raise ConfigError("The clock of an agent that shares its process cannot be frozen.", "Leave agent.frozen_clock out.")
     agent, report = find("agents", config.name), AgentReport()
 
     def call() -> None:

@@ -10,13 +10,14 @@ import os
 import sys
 from pathlib import Path
 
-from agentrl.workflow.agents import LLM, AgentTask, read_result
+from agentrl.workflow.agents import LLM, AgentTask, freeze_clock, read_result
 from agentrl.workflow.agents.classes import as_function
 from agentrl.workflow.plugins import find
 
 
 def main(spec: str) -> None:
     """Call the function once and write its result to the answer file."""
+    freeze_clock()
     task = AgentTask(**json.loads(Path(os.environ["AGENTRL_TASK"]).read_text()))
     llm = LLM(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], os.environ["OPENAI_MODEL"])
     value = as_function(find("agents", spec))(task, llm)

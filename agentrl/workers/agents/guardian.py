@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from agentrl.workers.agents import domain
 from agentrl.workers.agents.kept_output import KeptOutput, add_last_lines
-from agentrl.workflow.agents import LLM, AgentTask, read_result
+from agentrl.workflow.agents import LLM, AgentTask, freeze_clock, read_result
 
 LENGTH = struct.Struct("<Q")
 KILLED = "killed"
@@ -328,6 +328,7 @@ def _become_agent(
 def _call(function: Callable[..., Any], order: Order, result: int) -> int:
     """Call a function agent, and write its result or its exception to the pipe. Return the exit code."""
     try:
+        freeze_clock()
         value = function(AgentTask(**order.task), LLM(**order.llm))
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))

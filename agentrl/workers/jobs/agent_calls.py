@@ -21,6 +21,8 @@ Write = Callable[[bytes, bool], Awaitable[None]]
 """A function that sends bytes of a response; its second argument says whether more bytes follow."""
 ANNOTATIONS = "/v1/annotations"
 """The path to which an agent sends annotations of its episode."""
+TRAIN = "x-agentrl-train"
+"""The header with which an agent marks a request as a side call: its value is then 0."""
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _DIGITS = re.compile(r"[0-9]{1,15}")
 
@@ -36,6 +38,7 @@ class ForwardedRequest:
         created: the time of arrival, in seconds since 1970.
         retry: the number of earlier tries that the client reports.
         body: the request's body.
+        side_call: True if the client marks the request as a side call, whose turn does not train.
     """
 
     path: str
@@ -44,6 +47,7 @@ class ForwardedRequest:
     created: int
     retry: int
     body: bytes
+    side_call: bool = False
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -54,6 +58,7 @@ class ForwardedRequest:
             (b"x-agentrl-request", self.request_id.encode()),
             (b"x-agentrl-created", str(self.created).encode()),
             (b"x-agentrl-retry", str(self.retry).encode()),
+            (TRAIN.encode(), str(int(not self.side_call)).encode()),
         ]
 
     @classmethod
@@ -67,7 +72,13 @@ class ForwardedRequest:
             int(created) if _DIGITS.fullmatch(created) else int(time.time()),
             int(retry) if _DIGITS.fullmatch(retry) else 0,
             body,
+            is_side_call(headers),
         )
+
+
+def is_side_call(headers: Mapping[str, str]) -> bool:
+    """Return True if the headers of a request mark it as a side call."""
+    return headers.get(TRAIN, "").strip() == "0"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import hashlib
 import json
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -54,6 +54,12 @@ def choice_id(request_id: str, choice: int) -> str:
     return request_id if choice == 0 else f"{request_id}.{choice}"
 
 
+def choices_of(request_id: str, steps: Mapping[str, int]) -> list[int]:
+    """Return the steps of all choices of a request. `steps` has the index of each step by the request id of its choice."""
+    names = (choice_id(request_id, choice) for choice in range(len(steps)))
+    return [steps[name] for name in takewhile(lambda name: name in steps, names)]
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The step that a request continues. Without such a step, `step` is ROOT.
@@ -87,9 +93,9 @@ class History:
         """
         step = steps[index]
         parent = ROOT if step.parent is None or step.shared is not None else step.parent
-        digest, draws = (self._digests[parent], self._draws[parent]) if parent != ROOT else (_digest_of(tools, options), ())
+        digest, draws = (self._digests[parent], self._draws[parent]) if parent != ROOT else (offer_digest(tools, options), ())
         for message in (*step.prompt, step.message):
-            digest = _next_digest(digest, message)
+            digest = next_digest(digest, message_digest(message))
         self._digests.append(digest)
         self._draws.append((*draws, step.draw or 0))
         self._by_digest.setdefault(digest, []).append(index)
@@ -106,9 +112,9 @@ class History:
             steps: the added steps in their present state.
             previous: the step that the request names by the id of its response; `ROOT` if it names none.
         """
-        digest, count, candidates = _digest_of(ask.tools, ask.template_options), 0, list[int]()
+        digest, count, candidates = offer_digest(ask.tools, ask.template_options), 0, list[int]()
         for size, message in enumerate(ask.messages[:-1], start=1):
-            digest = _next_digest(digest, message)
+            digest = next_digest(digest, message_digest(message))
             if digest in self._by_digest:
                 count, candidates = size, self._by_digest[digest]
         if not candidates or any(message.role == "assistant" for message in ask.messages[count:]):
@@ -120,16 +126,23 @@ class History:
         return Match(first, count, equal=len(equal))
 
 
-def _digest_of(tools: Sequence[Any], options: Mapping[str, Any]) -> bytes:
-    return hashlib.sha256(json.dumps([list(tools), dict(options)]).encode()).digest()
+def offer_digest(tools: Sequence[Any], options: Mapping[str, Any], clean: Callable[[str], str] = str) -> bytes:
+    """Return the digest of a conversation without messages: that of its tools and template options. `clean` changes their JSON
+    text before it is hashed.
+    """
+    return hashlib.sha256(clean(json.dumps([list(tools), dict(options)])).encode()).digest()
 
 
-def _next_digest(digest: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation that is extended by one message."""
+def message_digest(message: Message, clean: Callable[[str], str] = str) -> bytes:
+    """Return the digest of a message. `clean` changes its content and its thought before they are hashed."""
     calls = [[call.name, call.arguments] for call in message.tool_calls if call.error is None]
-    values = [message.role, message.content.strip(), message.thought.strip(), calls]
-    key = hashlib.sha256(json.dumps(values, sort_keys=True, default=dict).encode()).digest()
-    return hashlib.sha256(digest + key).digest()
+    values = [message.role, clean(message.content).strip(), clean(message.thought).strip(), calls]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=dict).encode()).digest()
+
+
+def next_digest(digest: bytes, message: bytes) -> bytes:
+    """Return the digest of a conversation that is extended by the message with this digest."""
+    return hashlib.sha256(digest + message).digest()
 
 
 @dataclass(eq=False)
@@ -141,6 +154,7 @@ class AgentTurn:
         draft: the prompt of the turn.
         draws: for each choice, its number among all samples of the same prompt, from 0.
         session: the engine's cache key for the turn's tokens.
+        noted: other values that the row stores with the request.
 
     Attributes:
         waiting: the requests that wait for the turn.
@@ -153,6 +167,7 @@ class AgentTurn:
     draft: Draft
     draws: tuple[int, ...]
     session: int
+    noted: Mapping[str, Any] = field(default_factory=dict)
     waiting: list[AgentCall] = field(default_factory=list)
     futures: list[Future[Completion]] = field(default_factory=list)
     later: list[AgentCall] = field(default_factory=list)
@@ -219,10 +234,11 @@ class AgentTurn:
 @dataclass
 class Conversation:
     """The requests of an episode: those in flight, those that the stored steps answered, and the latest receiver of each
-    response.
+    response. The first `inherited` steps of a fork are its parent's.
     """
 
     attempt: int
+    inherited: int = 0
     lines: Lines = field(default_factory=Lines)
     requests: dict[int, StepRequest] = field(default_factory=dict)
     open: list[AgentTurn] = field(default_factory=list)
@@ -242,7 +258,7 @@ class Conversation:
             attempt: the episode's attempt number.
             requests: for the index of each step, the request that the step answered.
         """
-        conversation = cls(attempt)
+        conversation = cls(attempt, episode.inherited)
         for step in episode.steps:
             conversation.add(step, requests.get(step.index))
         return conversation
@@ -377,7 +393,8 @@ class Conversation:
 
     def is_other(self, call: AgentCall) -> bool:
         """Return whether an earlier request had the same id but a different body."""
-        before = {request.body_hash for request in self.requests.values() if _own_id(request) == call.request_id}
+        own = [request for step, request in self.requests.items() if step >= self.inherited]
+        before = {request.body_hash for request in own if _own_id(request) == call.request_id}
         before |= {turn.call.body_hash for turn in self.open if turn.call.request_id == call.request_id}
         return bool(before - {call.body_hash})
 
@@ -424,7 +441,7 @@ class Conversation:
 
     def answers(self, request_id: str, count: int) -> list[int]:
         """Return the steps that answered the request of that id, one step per choice."""
-        return [self._by_id[name] for choice in range(count) if (name := choice_id(request_id, choice)) in self._by_id]
+        return choices_of(request_id, self._by_id)[:count]
 
     def stopped_id(self, request_id: str) -> str:
         """Return a new id for the record of a cancelled response."""
@@ -433,10 +450,8 @@ class Conversation:
 
     def turn_of(self, index: int) -> ResponseTurn:
         """Return a stored step as the turn of a response."""
-        step, options = self.lines.steps[index], self.requests[index].asked
-        top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in options.get(TOP, ()))
-        done = Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds, top)
-        return ResponseTurn(step.message, done)
+        step = self.lines.steps[index]
+        return ResponseTurn(step.message, completion_of(step, self.requests[index]))
 
     def _is_again(self, request: StepRequest, call: AgentCall, delivered: bool) -> bool:
         """Return True if the call repeats the request. `delivered` says whether the request's response reached its client."""
@@ -445,6 +460,12 @@ class Conversation:
 
     def _prompt_hash(self, step: Step) -> str:
         return _hash_ids(self.prompt(step))
+
+
+def completion_of(step: Step, request: StepRequest) -> Completion:
+    """Return the completion that a stored step was made of."""
+    top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in request.asked.get(TOP, ()))
+    return Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds, top)
 
 
 def _draw(request: StepRequest) -> int:

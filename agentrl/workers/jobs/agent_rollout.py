@@ -6,16 +6,19 @@ them to this process. A request continues an earlier turn of its episode or begi
 is committed before the response ends. When the agent has ended, this process scores and ends the episode.
 """
 
+import time
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from logging import getLogger
+from types import MappingProxyType
 from typing import Any
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Refused
 from agentrl.workers.jobs.agent_conversation import KEPT, TOP, AgentTurn, Conversation, choice_id, prompt_hash, too_long
+from agentrl.workers.jobs.agent_replay import REPLAYED, WAIT_SECONDS, AgentReplay, Contradiction, RecordedTurn
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
 from agentrl.workers.jobs.inbox import Inbox, InboxEvent
 from agentrl.workers.jobs.pending_agents import Agents, PendingAgents, PolledAgents
@@ -35,6 +38,7 @@ from agentrl.workflow.inference.prompt_draft import Draft
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import agent_holds, agent_steps
+from agentrl.workflow.store.agent_attempts import MISMATCH
 from agentrl.workflow.store.agent_holds import AgentState
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence, GroupWork, Outcome
@@ -51,6 +55,7 @@ from agentrl.workflow.trajectory import (
     StopReason,
     ToolCall,
     ToolResult,
+    messages_of,
 )
 
 log = getLogger("agentrl.agent_rollout")
@@ -84,8 +89,11 @@ class AgentOutcome:
 def judge_end(episode: Episode, end: AgentOutcome) -> StopReason | Outcome:
     """Return the episode's stop reason. If no turn was delivered, return a failed outcome with the agent's error instead."""
     last = episode.last_turn
-    if last is None:
-        message = end.error or "The agent ended without a completed model call."
+    if last is None or not episode.begun:
+        message = end.error or f"The agent ended without a completed model call{' after the forked step' * bool(last)}."
+        return Outcome(episode.id, "failed", error_class="AgentError", error=message)
+    if all(step.side_call for step in episode.steps[episode.inherited :]):
+        message = end.error or "The agent marked all of its model calls as side calls, so the episode has nothing to train."
         return Outcome(episode.id, "failed", error_class="AgentError", error=message)
     if end.error_class:
         return "timeout" if end.error_class == TIMEOUT else "agent_error"
@@ -120,6 +128,8 @@ class AgentRollout:
     _arrived: set[AgentCall] = field(default_factory=set)
     _is_closed: bool = False
     _conversations: dict[int, Conversation] = field(default_factory=dict)
+    _replays: dict[int, AgentReplay] = field(default_factory=dict)
+    _waiting: dict[AgentCall, float] = field(default_factory=dict)
     _ends: dict[int, AgentOutcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -127,6 +137,7 @@ class AgentRollout:
         assert config.agent is not None
         self.limits, self.model = config.rollout, self.work.run
         self.fingerprint, self.policy_version = fingerprint_of(self.work.policy), self.work.policy.version
+        self.allows_side_calls = config.agent.side_calls
         env, judges = self.experiment.env, self.experiment.judges
         hooks = load_hooks(config.hooks)
         self.recorder = EpisodeRecorder(self.db, self.work, env, hooks, judges, self.limits, self._release)
@@ -215,6 +226,7 @@ class AgentRollout:
                 self._take(event.request)
             if event.reason:
                 self.judging.note_refusal(event.episode, event.call, event.reason)
+        self._take_waiting({event.episode for event in events})
         self._observe({event.episode for event in events if event.call and not event.reason})
         if woken := {event.episode for event in events if event.woken}:
             self._judge_agents(self.agents.load(woken))
@@ -226,6 +238,7 @@ class AgentRollout:
             ServiceError: no worker runs agents, or a tools worker reports that it cannot run a judge.
             InfraError: the questions to the judges were sent several times without an answer.
         """
+        self._take_waiting(self._conversations.keys())
         self._observe(self.judging.by_episode.keys())
         self.judging.send_overdue()
         states = self.agents.load()
@@ -242,6 +255,7 @@ class AgentRollout:
         conversation = self._conversations.get(call.episode)
         if call.gone.is_set():
             self._arrived.discard(call)
+            self._waiting.pop(call, None)
             self._leave(call, conversation)
             return
         faultpoint("agent_call.in")
@@ -249,7 +263,19 @@ class AgentRollout:
             self._answer(call, conversation)
         except RequestError as error:
             call.tell(Refused(error))
+        except Contradiction as error:
+            deadline = self._waiting.setdefault(call, time.monotonic() + WAIT_SECONDS)
+            if error.may_wait and time.monotonic() < deadline:
+                return
+            self._end_replay(call.episode, str(error))
+        self._waiting.pop(call, None)
         self._arrived.discard(call)
+
+    def _take_waiting(self, episodes: Set[int]) -> None:
+        """Answer the requests that contradicted the record, if the agent has sent the recorded requests meanwhile."""
+        for call in [call for call in self._waiting if call.episode in episodes]:
+            if call in self._waiting:  # else its attempt has ended meanwhile
+                self._take(call)
 
     def _answer(self, call: AgentCall, conversation: Conversation | None) -> None:
         if (
@@ -273,7 +299,26 @@ class AgentRollout:
             self._answer_again(call, conversation, recorded)
             return
         self.sampling.check_count(conversation)
-        self._begin(call, conversation)
+        self.sampling.check(call.ask)
+        replay = self._replays.get(call.episode)
+        if replay is None:
+            self._begin(call, conversation)
+            return
+        try:
+            turn = replay.take(call.ask, self.chat, self.max_context)
+        except Contradiction:
+            self._draft(replay.rewritten(call.ask), conversation)  # a request that is refused is not recorded
+            raise
+        if turn is None:
+            call.ask = replay.rewritten(call.ask)
+            self._begin(call, conversation)
+            return
+        noted = replay.note_sent(call.ask, turn)
+        call.ask = turn.ask(call.ask)
+        if turn.is_inherited:
+            self._answer_again(call, conversation, [step.index for step in turn.steps])
+        else:
+            self._begin(call, conversation, turn, noted)
 
     def _answer_again(self, call: AgentCall, conversation: Conversation, steps: Sequence[int]) -> None:
         """Send the recorded response, and mark its steps as delivered."""
@@ -292,25 +337,43 @@ class AgentRollout:
         call.tell(Accepted(draft.context, call.request_id, call.created, 0))
         call.tell(Answered(()))
 
-    def _begin(self, call: AgentCall, conversation: Conversation) -> None:
-        """Begin a turn for the request: submit its choices to the engine."""
-        self.sampling.check(call.ask)
-        draft = conversation.draft(self.chat, call.ask, self.max_context)
-        if len(draft.context) >= self.max_context:
-            raise too_long(self.max_context, len(draft.context))
+    def _begin(
+        self,
+        call: AgentCall,
+        conversation: Conversation,
+        recorded: RecordedTurn | None = None,
+        noted: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Begin a turn for the request: submit its choices to the engine, unless they are recorded."""
+        draft = self._draft(call.ask, conversation)
+        if recorded and draft.context != recorded.prompt_ids:
+            raise Contradiction("the chat template renders its messages to other tokens than the recorded ones", may_wait=False)
         if not self.recorder.begin_step(self.recorder.episodes[call.episode]):
             self._drop(call.episode)
             raise RequestError(409, "This episode has ended.", code="episode_over")
-        turn = AgentTurn(call, draft, tuple(self.sampling.draws(conversation, call, draft)), conversation.session(draft))
+        draws = recorded.draws if recorded else tuple(self.sampling.draws(conversation, call, draft))
+        turn = AgentTurn(call, draft, draws, conversation.session(draft), noted)
         conversation.open.append(turn)
         turn.join(call)
         self.sampling.note_asked(call.ask)
         max_tokens, episode = self.records.most_tokens(turn), self.recorder.episodes[call.episode]
         for choice, draw in enumerate(turn.draws):
-            turn.futures.append(self.engine.submit(self.sampling.request(turn, choice, draw, max_tokens, episode)))
+            future: Future[Completion] = Future()
+            if recorded:
+                future.set_result(recorded.completions[choice])
+            else:
+                future = self.engine.submit(self.sampling.request(turn, choice, draw, max_tokens, episode))
+            turn.futures.append(future)
         for future in list(turn.futures):
             future.add_done_callback(partial(self._put_over, turn))
         faultpoint("generate.sent")
+
+    def _draft(self, ask: Ask, conversation: Conversation) -> Draft:
+        """Return the prompt for the requested turn. Raise RequestError if it leaves no place for a turn."""
+        draft = conversation.draft(self.chat, ask, self.max_context)
+        if len(draft.context) >= self.max_context:
+            raise too_long(self.max_context, len(draft.context))
+        return draft
 
     def _put_over(self, turn: AgentTurn, future: "Future[Completion]") -> None:
         if turn.is_over:
@@ -329,7 +392,8 @@ class AgentRollout:
                 turn.stop()
 
     def _mark(self, call: AgentCall, conversation: Conversation, steps: Sequence[int], delivered: bool) -> None:
-        for index in steps:
+        own = [index for index in steps if index >= conversation.inherited]
+        for index in own:
             if call.episode in self.recorder.episodes and conversation.lines.steps[index].delivered != delivered:
                 self.recorder.mark_delivered(call.episode, index, delivered)
                 conversation.refresh(self.recorder.episodes[call.episode])
@@ -362,6 +426,8 @@ class AgentRollout:
         for record, step in zip(records, stored, strict=True):
             conversation.add(step, record.request)
             conversation.keep_session(step, turn.session)
+            if number in self._replays:
+                self._replays[number].add(messages_of(conversation.lines.steps, step.index))
         if number in self.recorder.episodes:  # a hook may have failed it
             conversation.refresh(self.recorder.episodes[number])
         if turn.cut:
@@ -403,17 +469,28 @@ class AgentRollout:
         """Start the episode's next attempt with a new agent. If `MAX_LOSSES` agents were lost, fail the episode instead."""
         if state.is_overdue and not agent_holds.lose_agent(self.db, self.work.fence, state, settings().lease_seconds):
             return
-        number, conversation = state.episode, self._conversations[state.episode]
-        for turn in conversation.open:
-            turn.stop()
-            turn.leave()
         if state.losses + state.is_overdue >= MAX_LOSSES:
             message = f"its agent was lost {MAX_LOSSES} times{f': {state.error}' if state.error else ''}"
-            self._finish([Outcome(number, "infra_error", error_class="lost", error=message)])
+            self._finish([Outcome(state.episode, "infra_error", error_class="lost", error=message)])
             return
-        self._free(conversation)
+        self._restart(state.episode)
+
+    def _end_replay(self, number: int, reason: str) -> None:
+        """End an attempt that contradicts its record. The next attempt has no record; without one, a fork cannot go on."""
+        reason = f"the agent did not repeat its requests: {reason}"
+        agent_holds.end_replay(self.db, self.work.fence, number, self._conversations[number].attempt, reason)
+        if self.recorder.episodes[number].inherited:
+            self._finish([Outcome(number, "failed", error_class=MISMATCH, error=reason)])
+        else:
+            self._restart(number)
+
+    def _restart(self, number: int) -> None:
+        """Start the episode's next attempt with a new agent."""
+        attempt = self._conversations[number].attempt + 1
+        self._drop(number)
         self.recorder.restart(number)
-        self._hold(number, Conversation(conversation.attempt + 1))
+        requests = agent_steps.load_requests(self.db, [number]) if self.recorder.episodes[number].inherited else {}
+        self._hold(number, Conversation.of(self.recorder.episodes[number], attempt, requests.get(number, {})))
         self.agents.give([number])
 
     def _end(self, ended: Mapping[int, AgentOutcome]) -> None:
@@ -453,13 +530,31 @@ class AgentRollout:
 
     def _hold(self, number: int, conversation: Conversation) -> None:
         self._conversations[number] = conversation
+        self._load_replay(number, conversation)
         self.server.hold(number, conversation.attempt, self)
+
+    def _load_replay(self, number: int, conversation: Conversation) -> None:
+        """Load the record from which the agent's requests are answered, if there is one."""
+        agent, episode = self.sampling.agent, self.recorder.episodes[number]
+        is_again = conversation.attempt > 0 and agent.resume == "replay"
+        if not is_again and not episode.inherited:
+            return
+        earlier = agent_steps.load_earlier(self.db, episode, conversation.attempt) if is_again else []
+        try:
+            self._replays[number] = AgentReplay.of(agent.replay_ignore, conversation, episode.inherited, earlier)
+        except Contradiction as error:
+            agent_holds.end_replay(self.db, self.work.fence, number, conversation.attempt, str(error))
 
     def _drop(self, number: int) -> None:
         conversation = self._conversations.pop(number, None)
         if conversation is None:
             return
         self.server.drop(number, self)
+        self._replays.pop(number, None)
+        for call in [call for call in self._waiting if call.episode == number]:
+            del self._waiting[call]
+            self._arrived.discard(call)
+            call.tell(AttemptGone())
         for turn in conversation.open:
             turn.stop()
             turn.leave()
@@ -632,6 +727,7 @@ class AgentRecords:
             self.work.policy.version,
             delivered=not turn.cut and turn.is_awaited,
             draw=request.asked["draw"],
+            side_call=turn.ask.side_call,
         )
         return StepRecord(
             episode=turn.call.episode,
@@ -643,6 +739,7 @@ class AgentRecords:
             shared_messages=draft.shared_messages,
             beside=first,
             earlier_results={} if first else conversation.shown(turn.ask),
+            replayed=REPLAYED in turn.noted,
         )
 
 
@@ -656,7 +753,7 @@ def _kept(turn: AgentTurn, done: Completion) -> dict[str, Any]:
     ask = turn.ask
     fields = {"stop": list(ask.stop), EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
     fields |= {"not_applied": list(ask.not_applied), KEPT: dict(ask.kept)}
-    return {name: value for name, value in fields.items() if value}
+    return {name: value for name, value in fields.items() if value} | dict(turn.noted)
 
 
 def _refusal(call: ToolCall) -> ToolResult | None:

@@ -73,9 +73,11 @@ class EpisodeRecorder:
             self._call_hooks("on_rollout_start", episode)
 
     def restart(self, number: int) -> None:
-        """Restart the episode under its next attempt number. The rows of its old steps stay."""
+        """Restart the episode under its next attempt number. The rows of old steps stay. A fork keeps its inherited steps."""
         steps.restart_episode(self.db, self.work.fence, number)
-        self.episodes[number] = replace(self.episodes[number], steps=(), status="running")
+        episode = self.episodes[number]
+        self.episodes[number] = replace(episode, steps=episode.steps[: episode.inherited], status="running")
+        self._shown.pop(number, None)
 
     def begin_step(self, episode: Episode) -> bool:
         """Call the hooks before a step is sampled. Return False if a hook has failed the episode."""

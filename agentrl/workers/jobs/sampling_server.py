@@ -23,6 +23,7 @@ from agentrl.workers.http.calls import MAX_HEAD_BYTES, ApiRoute, Application, Ca
 from agentrl.workers.http.http_server import make_server, serve
 from agentrl.workers.jobs.agent_calls import (
     ANNOTATIONS,
+    TRAIN,
     Accepted,
     AgentCall,
     Answered,
@@ -71,6 +72,7 @@ class EpisodeServer(Protocol):
     model: str
     fingerprint: str
     policy_version: int
+    allows_side_calls: bool
 
     def take(self, call: AgentCall) -> None:
         """Queue the request. The rollout answers it later through `call.tell`."""
@@ -169,6 +171,12 @@ class SamplingServer:
         ask = read() if len(request.body) <= SMALL_BODY else await asyncio.to_thread(read)
         counts = request.path in COUNTERS
         ask = replace(ask, model=ask.model or holder.model, counts_only=counts, stream=ask.stream and not counts)
+        if request.side_call:
+            ask = (
+                replace(ask, side_call=True)
+                if holder.allows_side_calls
+                else replace(ask, not_applied=(*ask.not_applied, TRAIN))
+            )
         queue: asyncio.Queue[RolloutMessage] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 

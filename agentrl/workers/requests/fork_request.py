@@ -8,9 +8,10 @@ from typing import Any
 from agentrl.workers.requests.eval_config import SINGLE_PASS, sampling_values
 from agentrl.workers.requests.submit import PreparedRun, manifest, submission_of
 from agentrl.workflow.agent import QUESTION
-from agentrl.workflow.config import build
+from agentrl.workflow.config import CLIENTS, build
 from agentrl.workflow.errors import ConfigError, ModelError, StateError
 from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.store.agent_steps import load_requests
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork, ForkPoint, load_fork_point
 from agentrl.workflow.store.run_format import check_format
@@ -56,9 +57,8 @@ def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
     check_format(point.run["name"], point.run["format"], "fork")
     parent = Experiment.load(point.run["config"])
     if parent.config.agent is not None:
-        message = f"Episode {request.episode} cannot be forked: the agent {parent.config.agent.name!r:.100} made it."
-        raise StateError(message, "Continue training with its policy: --model RUN@N.")
-    if parent.env.resumability == "restart" and request.step:
+        _check_agents_episode(db, request, parent.config.agent.name)
+    elif parent.env.resumability == "restart" and request.step:
         raise ConfigError(
             f"The env {parent.config.env!r} cannot be rebuilt in the middle of an episode.", "Fork its first step: --step 0."
         )
@@ -78,6 +78,25 @@ def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
     )
     unlike = request.with_parent and submission.code_hash != point.code_hash
     return PreparedRun(submission, experiment, remarks=(OTHER_CODE,) if unlike else ())
+
+
+def _check_agents_episode(db: Database, request: ForkRequest, agent: str) -> None:
+    """Check that the forks' agents can be answered from the episode up to the step. Raise StateError, ConfigError if not."""
+    if agent == CLIENTS:
+        message = f"Episode {request.episode} cannot be forked: a client from outside made it, which agentrl cannot start."
+        raise StateError(message, "Continue training with its policy: --model RUN@N.")
+    if request.edit is not None:
+        raise ConfigError("--edit-message does not apply to an agent, which writes its messages itself.", "Leave it out.")
+    requests = load_requests(db, [request.episode]).get(request.episode, {})
+    if any(step not in requests for step in range(request.step + 1)):
+        message = f"Episode {request.episode} cannot be forked: the requests of its agent are not recorded."
+        raise StateError(message, "Continue training with its policy: --model RUN@N.")
+    first = max(step for step in range(request.step + 1) if "." not in requests[step].id)
+    if first != request.step:
+        raise StateError(
+            f"Step {request.step} is another choice of the request that step {first} answers.",
+            f"Fork the whole request: agentrl fork {request.episode} --step {first}",
+        )
 
 
 def _fork_origin(request: ForkRequest) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from agentrl.workers.http import api_errors
 from agentrl.workers.http.api_errors import ApiError, Headers
 from agentrl.workers.http.calls import ApiRoute, Application, Call
-from agentrl.workers.jobs.agent_calls import ANNOTATIONS, Begin, ForwardedRequest, Write
+from agentrl.workers.jobs.agent_calls import ANNOTATIONS, Begin, ForwardedRequest, Write, is_side_call
 from agentrl.workers.serving import external_tasks
 from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.external_tasks import ExternalTasks
@@ -168,6 +168,7 @@ class Endpoint:
             int(time.time()),
             int(retry) if retry.isascii() and retry.isdigit() and len(retry) <= 3 else 0,
             body,
+            is_side_call(call.headers),
         )
         limits = self.limits
         how = (self.keys, self.samplers, begin, write, limits.wait_seconds, limits.quiet_seconds)

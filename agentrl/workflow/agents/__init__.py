@@ -5,6 +5,7 @@ named rewards, or an `Answer`. The output of an agent program is read by the sam
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,10 @@ from typing import Any
 from agentrl.workflow.resources import Prompt
 from agentrl.workflow.trajectory import Rollout
 
+CLOCK = "AGENTRL_CLOCK"
+"""The environment variable with the time at which the first attempt at the episode began, in seconds since 1970. It is set if
+the run has `agent.frozen_clock`.
+"""
 MAX_REWARDS = 64
 MAX_NAME = 64
 MAX_ANSWER = 100_000
@@ -91,6 +96,19 @@ class AgentResult:
 
     answer: str | None = None
     rewards: Mapping[str, float] | None = None
+
+
+def freeze_clock() -> None:
+    """Stop the clock of this process at the time in CLOCK; without that variable, do nothing.
+
+    The date and time of Python stand still: `time.time`, `time.time_ns`, `time.localtime`, `time.gmtime`, `time.strftime`, and
+    the present time of `datetime` and `date`. Clocks that measure durations go on (`time.monotonic`, `time.perf_counter`), and
+    so do sleeps, time limits, other programs and the times of files.
+    """
+    if moment := os.environ.get(CLOCK):
+        import time_machine  # only if needed: it changes functions of the interpreter
+
+        time_machine.travel(float(moment), tick=False).start()
 
 
 def read_result(value: Any) -> AgentResult:

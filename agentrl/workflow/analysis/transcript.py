@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.runtime.shown_text import Line, cell, format_count, one_line
-from agentrl.workflow.token_chains import UNREAD, chains_of, reasons_not_to_train
+from agentrl.workflow.token_chains import SIDE_CALL, UNREAD, chains_of, reasons_not_to_train
 from agentrl.workflow.trajectory import ROOT, Episode, Step, ToolCall, ToolResult
 
 STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue", "prompt": "green", "prompt_ids": "dim"}
@@ -18,6 +18,12 @@ STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue", "pr
 def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
     """Yield the lines of an episode's transcript. `only` is the index of the step to yield; None: all steps."""
     yield from _head_lines(record.row)
+    for name, meaning in (
+        ("replayed", "copied from the record of a lost attempt"),
+        ("side_call", "side calls, which do not train"),
+    ):
+        if number := sum(bool(step[name]) for step in record.steps):
+            yield f"  {number} of {len(record.steps)} steps are {meaning}", "yellow"
     yield from _tree_lines(record.episode)
     if only is None:
         yield from said_lines([annotation for annotation in record.episode.annotations if annotation.step is None])
@@ -27,8 +33,8 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
             calls = [call for call in record.calls if call["step"] == step.index]
             before = record.episode.steps[step.parent].results if step.parent not in (None, ROOT) else None
             yield from _step_lines(step, record.steps[step.index], calls, {result.content for result in before or ()})
-            if idle.get(step.index) == UNREAD:
-                yield f"  does not train: {UNREAD}", "yellow"
+            if (why := idle.get(step.index)) in (UNREAD, SIDE_CALL):
+                yield f"  does not train: {why}", "yellow"
             yield from said_lines([annotation for annotation in record.episode.annotations if annotation.step == step.index])
             for part in record.rewards:
                 if part["step"] == step.index and part["reward_set"] == "default":

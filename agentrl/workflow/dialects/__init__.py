@@ -35,6 +35,7 @@ class Ask:
         include_usage: True to end a stream with the numbers of tokens.
         logprobs: True to return the logprob of each token, and the logprobs of the `top_logprobs` most likely tokens.
         token_ids: True to return the ids of the prompt and of each turn.
+        side_call: True if the agent marked the request as one that does not train, and the run allows that.
         counts_only: True to return only the number of the prompt's tokens, without a turn.
         identity: the sha256 of the request's path and body without `stream`. A repeated request has the same one.
         not_applied: the names of the fields that the request sets and that have no effect here.
@@ -56,6 +57,7 @@ class Ask:
     logprobs: bool = False
     top_logprobs: int = 0
     token_ids: bool = False
+    side_call: bool = False
     counts_only: bool = False
     identity: str = field(default="", compare=False)
     not_applied: tuple[str, ...] = ()

@@ -55,6 +55,7 @@ class Draft:
         policy_version: int,
         delivered: bool = True,
         draw: int | None = None,
+        side_call: bool = False,
     ) -> Step:
         """Return the step that a completion of this prompt is.
 
@@ -76,6 +77,7 @@ class Draft:
             shared=self.shared,
             delivered=delivered,
             draw=draw,
+            side_call=side_call,
         )
 
     def sibling(self, messages: tuple[Message, ...], reason: str) -> "Draft":

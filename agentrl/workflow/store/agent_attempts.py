@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, select, update
+from sqlalchemy import ColumnElement, Connection, func, select, update
 
 from agentrl.workflow.config import EXTERNAL, AgentConfig
 from agentrl.workflow.store.connect import read_transaction, transaction
@@ -32,6 +32,7 @@ class AgentWork:
         run: the run's name, which the agent passes as the model's name.
         reference: the task's reference if the run's config shows it to agents; else None.
         resources: the run's texts that the agent uses, by name.
+        began: the time at which the first attempt at the episode began, or at that of the parent of a fork.
     """
 
     id: int
@@ -45,6 +46,7 @@ class AgentWork:
     reference: str | None
     training: bool = True
     resources: Mapping[str, str] = field(default_factory=dict)
+    began: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
     def agent(self) -> AgentConfig:
@@ -140,8 +142,16 @@ def _claim(
         reference = str(tx.execute(select(_TASKS.reference).where(_TASKS.id == row.task_id)).scalar_one())
     messages = tuple(message_value(message) for message in task.messages)
     resources = resources_of_group(tx, row.group_id) if row.config.get("resources") else {}
-    details = (task.key, messages, task.metadata, reference, row.kind == "train", resources)
+    details = (task.key, messages, task.metadata, reference, row.kind == "train", resources, _began(tx, row.episode_id))
     return AgentWork(row.id, row.name, row.config, row.episode_id, row.attempt, *details)
+
+
+def _began(tx: Connection, episode: int) -> datetime:
+    """Return the time at which the first attempt at the episode began. A fork has the time of its parent."""
+    while parent := tx.execute(select(_EPISODES.parent_id).where(_EPISODES.id == episode)).scalar_one():
+        episode = parent
+    began: datetime = tx.execute(select(func.min(_AGENTS.started_at)).where(_AGENTS.episode_id == episode)).scalar_one()
+    return began
 
 
 def _claimed(agent: int, worker: str) -> Any:
@@ -213,6 +223,11 @@ def _finish(tx: Connection, agent: int, worker: str, end: AgentEnd) -> bool:
 
 STOPPED = "stopped"
 """The error class of an agent whose worker stopped before the agent ended. Such an agent does not count as a loss."""
+
+MISMATCH = "mismatch"
+"""The error class of an agent that was replayed and sent a request which contradicts the record. It does not count as a loss,
+because the attempt after it begins without a record.
+"""
 
 
 @transaction

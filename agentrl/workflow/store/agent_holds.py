@@ -8,12 +8,13 @@ from datetime import UTC, datetime
 
 from sqlalchemy import Connection, and_, case, func, select, update
 
-from agentrl.workflow.store.agent_attempts import STOPPED
+from agentrl.workflow.store.agent_attempts import MISMATCH, STOPPED
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.planning import log
 from agentrl.workflow.store.rollout_claims import Fence, check_claim
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import is_lease_free, now_ms
+from agentrl.workflow.trajectory import storable
 
 _AGENTS, _EPISODES = schema.agent_attempts.c, schema.episodes.c
 _CURRENT = and_(_AGENTS.episode_id == _EPISODES.id, _AGENTS.attempt == _EPISODES.attempt)
@@ -77,7 +78,7 @@ def load_agents(
     lost = schema.agent_attempts.alias("before")
     losses = (
         select(func.count())
-        .where(lost.c.episode_id == _EPISODES.id, lost.c.status == "lost", lost.c.error_class != STOPPED)
+        .where(lost.c.episode_id == _EPISODES.id, lost.c.status == "lost", lost.c.error_class.not_in((STOPPED, MISMATCH)))
         .scalar_subquery()
     )
     overdue = case((_AGENTS.status == "running", is_lease_free(_AGENTS.lease_until, lease_seconds)), else_=False)
@@ -101,6 +102,20 @@ def lose_agent(tx: Connection, fence: Fence, agent: AgentState, lease_seconds: f
     reason = "its agents worker was lost"
     values = {"status": "lost", "error_class": "lost", "error": reason, "finished_at": datetime.now(UTC)}
     return bool(tx.execute(gone.values(values)).rowcount)
+
+
+@transaction
+def end_replay(tx: Connection, fence: Fence, episode: int, attempt: int, reason: str) -> None:
+    """Mark the agent of a replayed attempt as lost because it contradicted the record, and write an event with the reason.
+
+    Raise Fenced if another worker holds the group.
+    """
+    check_claim(tx, fence)
+    mine = update(schema.agent_attempts).where(_AGENTS.episode_id == episode, _AGENTS.attempt == attempt)
+    values = {"status": "lost", "error_class": MISMATCH, "error": storable(reason), "finished_at": datetime.now(UTC)}
+    tx.execute(mine.values(lease_until=None, **values))
+    run_id = tx.execute(select(_EPISODES.run_id).where(_EPISODES.id == episode)).scalar_one()
+    log(tx, run_id, "replay_mismatch", f"episode {episode}", reason)
 
 
 @read_transaction

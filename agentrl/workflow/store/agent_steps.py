@@ -12,16 +12,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, Row, bindparam, func, select, update
 
+from agentrl.workflow.store.agent_attempts import MISMATCH
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.episode_loader import load_earlier_attempts
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rollout_claims import Fence, HeldEpisodes, check_claim
 from agentrl.workflow.store.row_codecs import clean_tree
 from agentrl.workflow.store.steps import MARK_OBSERVED, THE_STEP, insert_steps, step_key
 from agentrl.workflow.tables import schema
-from agentrl.workflow.trajectory import ROOT, Step, StepRecord, StepRequest, storable
+from agentrl.workflow.trajectory import ROOT, Episode, Step, StepRecord, StepRequest, storable
 
 CONTINUED = "another turn continues the same one"
 """The reason that a step starts a new chain although its tokens continue its parent's: another step already continues the
@@ -33,7 +36,7 @@ BESIDE = "requested while another request was still running"
 
 @dataclass(frozen=True, slots=True)
 class _StepPosition:
-    """The position of a stored step in its episode."""
+    """The position of a stored or inherited step in its episode."""
 
     number: int
     chain: int
@@ -98,10 +101,28 @@ def _commit_call(tx: Connection, record: StepRecord, held: HeldEpisodes, positio
 
 def _read_places(tx: Connection, episode: int, held: HeldEpisodes) -> list[_StepPosition]:
     rows = _PLACES.rows(tx, {"of_episode": episode, "of_attempt": held.attempts[episode]})
-    return [
+    places = [
         _StepPosition(number, chain, ROOT if parent is None else parent, request or "")
         for number, chain, parent, request in rows
     ]
+    return places if len(places) == held.steps[episode] else [*_inherited_places(tx, episode), *places]
+
+
+def _inherited_places(tx: Connection, episode: int) -> list[_StepPosition]:
+    """Return the positions of the steps that a fork inherits. No request of the fork has the id of one of theirs."""
+    fork = tx.execute(select(_EPISODES.parent_id, _EPISODES.inherited_steps).where(_EPISODES.id == episode)).one()
+    if fork.parent_id is None or not fork.inherited_steps:
+        return []
+    query = (
+        select(_STEPS.number, _STEPS.chain, _STEPS.parent_step)
+        .join(schema.episodes, (_EPISODES.id == _STEPS.episode_id) & (_EPISODES.attempt == _STEPS.attempt))
+        .where(_STEPS.episode_id == fork.parent_id)
+        .order_by(_STEPS.number)
+    )
+    rows = tx.execute(query).all()
+    own = [_StepPosition(row.number, row.chain, ROOT if row.parent_step is None else row.parent_step, "") for row in rows]
+    before = [*_inherited_places(tx, fork.parent_id), *own]
+    return [place for place in before if place.number < fork.inherited_steps]
 
 
 def _placed(record: StepRecord, places: Sequence[_StepPosition]) -> Step:
@@ -161,17 +182,61 @@ def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, i
 
 @read_transaction
 def load_requests(tx: Connection, episodes: Sequence[int]) -> dict[int, dict[int, StepRequest]]:
-    """Return the requests of current attempts: episode id -> step number -> request, in order of steps."""
-    query = (
-        select(_STEPS.episode_id, _STEPS.number, _STEPS.request_id, _STEPS.request_hash, _STEPS.asked)
-        .add_columns(_OPTIONS.tools, _OPTIONS.template_options)
-        .join(schema.episodes, (_EPISODES.id == _STEPS.episode_id) & (_EPISODES.attempt == _STEPS.attempt))
-        .outerjoin(schema.request_options, _OPTIONS.id == _STEPS.options_id)
-        .where(_STEPS.episode_id.in_(episodes), _STEPS.request_id.is_not(None))
-        .order_by(_STEPS.episode_id, _STEPS.number)
-    )
+    """Return the requests of current attempts: episode id -> step number -> request, in order of steps. Those of the steps that
+    a fork inherits are included.
+    """
+    return _requests_of(tx, episodes)
+
+
+def _requests_of(tx: Connection, episodes: Sequence[int]) -> dict[int, dict[int, StepRequest]]:
     requests: dict[int, dict[int, StepRequest]] = {}
-    for episode, number, request_id, request_hash, sampling, tools, options in tx.execute(query):
-        request = StepRequest(request_id, request_hash or "", sampling or {}, tuple(tools or ()), options or {})
-        requests.setdefault(episode, {})[number] = request
+    forks = select(_EPISODES.id, _EPISODES.parent_id, _EPISODES.inherited_steps)
+    for fork in tx.execute(forks.where(_EPISODES.id.in_(episodes), _EPISODES.inherited_steps > 0)).all():
+        before = _requests_of(tx, [fork.parent_id]).get(fork.parent_id, {})
+        requests[fork.id] = {number: one for number, one in before.items() if number < fork.inherited_steps}
+    current = (_EPISODES.id == _STEPS.episode_id) & (_EPISODES.attempt == _STEPS.attempt)
+    query = _REQUESTS.join(schema.episodes, current).where(_STEPS.episode_id.in_(episodes))
+    for row in tx.execute(query.order_by(_STEPS.episode_id, _STEPS.number)):
+        requests.setdefault(row.episode_id, {})[row.number] = _request_of(row)
     return requests
+
+
+_REQUESTS = (
+    select(_STEPS.episode_id, _STEPS.attempt, _STEPS.number, _STEPS.request_id, _STEPS.request_hash, _STEPS.asked)
+    .add_columns(_OPTIONS.tools, _OPTIONS.template_options)
+    .outerjoin(schema.request_options, _OPTIONS.id == _STEPS.options_id)
+    .where(_STEPS.request_id.is_not(None))
+)
+
+
+def _request_of(row: Row[Any]) -> StepRequest:
+    tools, options = tuple(row.tools or ()), row.template_options or {}
+    return StepRequest(row.request_id, row.request_hash or "", row.asked or {}, tools, options)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierAttempt:
+    """A lost attempt at an episode: its steps, and for the index of each of its own steps the request that it answered. The
+    steps that a fork inherits come first.
+    """
+
+    steps: tuple[Step, ...]
+    requests: Mapping[int, StepRequest]
+
+
+@read_transaction
+def load_earlier(tx: Connection, episode: Episode, attempt: int) -> list[EarlierAttempt]:
+    """Return the lost attempts from which the attempt with this number may be replayed, the oldest first.
+
+    An attempt that contradicted its record (`MISMATCH`) began without a record, and so do the attempts after it.
+    """
+    agents = schema.agent_attempts.c
+    strayed = select(func.max(agents.attempt)).where(agents.episode_id == episode.id, agents.error_class == MISMATCH)
+    last = tx.execute(strayed.where(agents.attempt < attempt)).scalar_one()
+    first = 0 if last is None else last + 1
+    requests: dict[int, dict[int, StepRequest]] = {}
+    query = _REQUESTS.where(_STEPS.episode_id == episode.id, _STEPS.attempt.between(first, attempt - 1))
+    for row in tx.execute(query.order_by(_STEPS.attempt, _STEPS.number)):
+        requests.setdefault(row.attempt, {})[row.number] = _request_of(row)
+    steps = load_earlier_attempts(tx, episode, first, attempt - 1)
+    return [EarlierAttempt(steps[number], requests.get(number, {})) for number in sorted(steps)]

@@ -56,11 +56,22 @@ def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> 
     """
     order = (schema.episodes.c.group_id, schema.episodes.c.sample)
     rows = tx.execute(select(schema.episodes).where(condition).order_by(*order)).mappings().all()
-    steps = _load_steps(tx, condition) if any(row["steps"] for row in rows) else {}
     inherited = _load_inherited_steps(tx, rows, tasks)
+    current = schema.episodes.c.attempt == schema.steps.c.attempt
+    steps = _load_steps(tx, condition, current, inherited) if any(row["steps"] for row in rows) else {}
+    by_episode = {episode: own for (episode, _), own in steps.items()}
     return tuple(
-        episode_value(row, tasks[row["task_id"]], (*inherited.get(row["id"], ()), *steps.get(row["id"], ()))) for row in rows
+        episode_value(row, tasks[row["task_id"]], by_episode.get(row["id"], inherited.get(row["id"], ()))) for row in rows
     )
+
+
+def load_earlier_attempts(tx: Connection, episode: Episode, first: int, last: int) -> dict[int, tuple[Step, ...]]:
+    """Return the steps of the episode's attempts from `first` to `last`, both included, by the attempt's number. Each value
+    begins with the steps that a fork inherits.
+    """
+    inherited = {episode.id: episode.steps[: episode.inherited]}
+    steps = _load_steps(tx, schema.episodes.c.id == episode.id, schema.steps.c.attempt.between(first, last), inherited)
+    return {attempt: tuple(own) for (_, attempt), own in steps.items()}
 
 
 def _load_inherited_steps(
@@ -73,8 +84,13 @@ def _load_inherited_steps(
     }
 
 
-def _load_steps(tx: Connection, condition: Any) -> dict[int, list[Step]]:
-    of_attempt = (schema.episodes.c.id == schema.steps.c.episode_id) & (schema.episodes.c.attempt == schema.steps.c.attempt)
+def _load_steps(
+    tx: Connection, condition: Any, attempts: Any, inherited: Mapping[int, tuple[Step, ...]]
+) -> dict[tuple[int, int], list[Step]]:
+    """Return the steps by (episode, attempt), each list with the inherited steps first, whose messages later ones may share.
+
+    `condition` is an SQL condition on `episodes`, and `attempts` is one on the attempt of the steps.
+    """
     rows = tx.execute(
         select(
             schema.steps,
@@ -83,16 +99,16 @@ def _load_steps(tx: Connection, condition: Any) -> dict[int, list[Step]]:
             schema.step_tokens.c.behavior_logprobs,
         )
         .add_columns(schema.policies.c.version)
-        .join(schema.episodes, of_attempt)
+        .join(schema.episodes, (schema.episodes.c.id == schema.steps.c.episode_id) & attempts)
         .join(schema.step_tokens, schema.step_tokens.c.step_id == schema.steps.c.id)
         .join(schema.policies, schema.policies.c.id == schema.steps.c.policy_id)
         .where(condition)
-        .order_by(schema.steps.c.episode_id, schema.steps.c.number)
+        .order_by(schema.steps.c.episode_id, schema.steps.c.attempt, schema.steps.c.number)
     ).mappings()
     calls = _load_calls(tx, condition)
-    steps: dict[int, list[Step]] = {}
+    steps: dict[tuple[int, int], list[Step]] = {}
     for row in rows:
-        before = steps.setdefault(row["episode_id"], [])
+        before = steps.setdefault((row["episode_id"], row["attempt"]), list(inherited.get(row["episode_id"], ())))
         before.append(step_value(row, row["version"], calls.get(row["id"], []), before))
     return steps
 

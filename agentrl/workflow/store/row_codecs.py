@@ -89,6 +89,8 @@ def step_row(record: StepRecord, run: str, attempt: int, options: int | None = N
         "request_id": request.id if request else None,
         "request_hash": request.body_hash if request else None,
         "delivered": step.delivered,
+        "replayed": record.replayed,
+        "side_call": step.side_call,
         "asked": clean_tree(request.asked) or None if request else None,
         "options_id": options,
         "finish_reason": step.finish_reason,
@@ -159,6 +161,7 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
         parent=ROOT if row["parent_step"] is None else row["parent_step"],
         shared=row["shared_tokens"],
         delivered=row["delivered"],
+        side_call=row["side_call"],
         draw=(row["asked"] or {}).get("draw"),
     )
 

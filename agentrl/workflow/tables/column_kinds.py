@@ -28,6 +28,8 @@ FLAGS = frozenset(
         "chosen",
         "delivered",
         "loose",
+        "replayed",
+        "side_call",
         "tainted",
     }
 )

@@ -39,6 +39,8 @@ MEANINGS: Mapping[str, str] = {
     "episodes_done": "episodes that ended as done",
     "error": "the error message",
     "delivered": "whether whoever asked for the turn was sent all of it",
+    "replayed": "whether the step was copied from the record of a lost attempt",
+    "side_call": "whether the agent marked the call as one that does not train",
     "error_class": "the class of the error; NULL: none",
     "errors": "episodes that the system or a reward failed",
     "eval_reward": "mean reward on the held-out split",

@@ -329,6 +329,8 @@ steps = Table(
     Column("request_id", String(64), nullable=True),
     Column("request_hash", String(64), nullable=True),
     Column("delivered", Boolean, nullable=False, server_default="1"),
+    Column("replayed", Boolean, nullable=False, server_default="0"),
+    Column("side_call", Boolean, nullable=False, server_default="0"),
     Column("asked", JSON(none_as_null=True), nullable=True),
     reference_column("options_id", "request_options", nullable=True),
     Column("finish_reason", String(8), nullable=False),
@@ -657,7 +659,7 @@ RIGHTS_OF_AGENTS = {
     "service_leases": ["SELECT"],
     "runs": ["SELECT (id, name, kind, config)"],
     "tasks": ["SELECT (id, key, messages, metadata)"],
-    "episodes": ["SELECT (id, run_id, group_id, task_id, attempt, status)"],
+    "episodes": ["SELECT (id, run_id, group_id, task_id, attempt, status, parent_id)"],
     "group_resources": ["SELECT (group_id, resource_id)"],
     "resources": ["SELECT (id, name, text)"],
     "agent_attempts": [

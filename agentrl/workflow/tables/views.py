@@ -271,6 +271,8 @@ class StepRow(
     parent_step: int | None = column("s.parent_step")
     shared_tokens: int | None = column("s.shared_tokens")
     delivered: bool = column("s.delivered")
+    replayed: bool = column("s.replayed")
+    side_call: bool = column("s.side_call")
     request_id: str | None = column("s.request_id")
     sampled_at: datetime = column("s.sampled_at")
     observed_at: datetime | None = column("s.observed_at")

@@ -64,7 +64,8 @@ def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
         query = f"""
             SELECT e.id, CAST(sum(s.sampled_tokens) AS BIGINT) AS tokens FROM episodes e
             JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt
-            WHERE e.id IN ({among(some)}) AND s.number >= coalesce(e.fork_step, 0) AND (s.delivered OR EXISTS (
+            WHERE e.id IN ({among(some)}) AND s.number >= coalesce(e.fork_step, 0) AND NOT s.side_call
+            AND (s.delivered OR EXISTS (
               SELECT 1 FROM steps n WHERE n.episode_id = s.episode_id AND n.attempt = s.attempt AND n.parent_step = s.number))
             GROUP BY e.id"""
         counts |= {row["id"]: row["tokens"] for row in select_rows(tx, query)}

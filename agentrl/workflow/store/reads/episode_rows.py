@@ -143,7 +143,7 @@ def load_episode(tx: Any, episode: int) -> Episode:
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", id=row["task_id"])
     before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
-    loaded = episode_value(row, task_value(task), (*before, *_load_steps(tx, row)))
+    loaded = episode_value(row, task_value(task), _load_steps(tx, row, before))
     annotations = select_rows(tx, _ANNOTATIONS, id=episode, attempt=row["attempt"])
     return replace(loaded, annotations=tuple(annotation_value(one) for one in annotations))
 
@@ -157,8 +157,9 @@ _STEPS = """
     WHERE s.episode_id = :id AND s.attempt = :attempt ORDER BY s.number"""
 
 
-def _load_steps(tx: Any, episode: Row) -> list[Step]:
-    steps: list[Step] = []
+def _load_steps(tx: Any, episode: Row, inherited: Sequence[Step]) -> list[Step]:
+    """Return the inherited steps and those of the episode's current attempt, whose messages may be those of inherited ones."""
+    steps = list(inherited)
     calls: dict[int, list[Row]] = {}
     query = "SELECT * FROM tool_calls WHERE episode_id = :id AND kind <> 'grade' ORDER BY step_id, call"
     for call in select_rows(tx, query, id=episode["id"]):

@@ -64,7 +64,7 @@ def _own_steps(tx: Any, episode: Row) -> list[Row]:
 
 
 STEP_COLUMNS = """
-    s.id, s.episode_id, s.number AS step, s.chain, s.parent_step, s.shared_tokens, s.delivered, s.prompt_tokens,
+    s.id, s.episode_id, s.number AS step, s.chain, s.parent_step, s.shared_tokens, s.delivered, s.side_call, s.prompt_tokens,
     s.sampled_tokens, CASE WHEN s.new_row IS NULL THEN 0 ELSE 1 END AS begins"""
 """The columns of a step that `shape_value` needs."""
 
@@ -104,6 +104,7 @@ def _step(row: Row) -> Step:
         parent=ROOT if row["parent_step"] is None else row["parent_step"],
         shared=row["shared_tokens"],
         delivered=row["delivered"],
+        side_call=row["side_call"],
     )
 
 
