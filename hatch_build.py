@@ -14,7 +14,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 ROOT = Path(__file__).parent
 INSTALL = re.compile(r"(?<=<!-- install -->\n).*?(?=<!-- /install -->)", re.DOTALL)
 BADGE = re.compile(r"(?<=\A# agentrl).*")
-PAGES = {"README.md": BADGE, "docs/tutorial.md": INSTALL, "docs/tutorial.zh-CN.md": INSTALL}
+PAGES = {"README.md": BADGE, "README.zh-CN.md": BADGE, "docs/tutorial.md": INSTALL, "docs/tutorial.zh-CN.md": INSTALL}
 """The pages that depend on the address, each with the place of its text."""
 RELATIVE_LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?://|#)([^)]+)\)")
 

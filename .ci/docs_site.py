@@ -18,6 +18,7 @@ from hatch_build import read_settings  # noqa: E402
 
 PAGES = {
     "README.md": "index.md",
+    "README.zh-CN.md": "index.zh-CN.md",
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",

@@ -18,7 +18,7 @@ from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import TRANSITIONS
 from tests.project.documents import DOCS, PAGES, ROOT, anchors, links, rows, section, shown
 
-LONGEST = 200
+LONGEST = 160
 """Lines of the front page."""
 
 STABILITY, DESIGN = DOCS / "stability.md", DOCS / "design.md"

@@ -140,7 +140,7 @@ def test_address_files_are_current(tmp_path: Path) -> None:
 def test_address_adds_and_removes_badge_git_line_and_citation(tmp_path: Path) -> None:
     without = _written(_checkout(tmp_path, "", []))
     assert "git+" not in "".join(without)
-    page, tutorial, *_, cff = written = _written(_checkout(tmp_path, "file:///srv/agentrl.git", ["A. Author"]))
+    page, _, tutorial, _, cff = written = _written(_checkout(tmp_path, "file:///srv/agentrl.git", ["A. Author"]))
     assert page.startswith("# agentrl [![ci](file:///srv/agentrl.git/actions/workflows/ci.yml/badge.svg)](file:///srv/")
     assert "\npip install 'agentrl @ git+file:///srv/agentrl.git'\n" in tutorial
     cited = yaml.safe_load(cff)

@@ -11,7 +11,7 @@ BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_translations_exist() -> None:
-    assert [file.name for file in TRANSLATED] == ["tutorial.zh-CN.md"]
+    assert [file.name for file in TRANSLATED] == ["README.zh-CN.md", "tutorial.zh-CN.md"]
 
 
 @pytest.mark.parametrize("file", TRANSLATED, ids=lambda file: file.name)
