@@ -1,5 +1,6 @@
-"""Algorithms in whose updates something happens to one of two ranks: it runs out of memory, or computes something else."""
+"""Algorithms with which one of two ranks runs out of memory, hangs, or computes something else."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,14 @@ def astray(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     return replace(credited, advantages=credited.advantages * (1.001 if _is_rank_one() else 1.0))
 
 
+def hang(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
+    """GRPO's, which rank 1 never returns."""
+    while _is_rank_one():
+        time.sleep(1)
+    return relative_to_group(earned, options)
+
+
 short_of_memory = replace(grpo, name="short_of_memory", credit=f"{__name__}:short")
 out_of_memory = replace(grpo, name="out_of_memory", credit=f"{__name__}:out")
+endless = replace(grpo, name="endless", credit=f"{__name__}:hang")
 gone_astray = replace(grpo, name="gone_astray", credit=f"{__name__}:astray")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from agentrl.workers.ranks import rank_group
 from agentrl.workers.ranks.rank_group import RankGroup
 from agentrl.workers.ranks.rank_messages import decode_groups, encode_groups
 from agentrl.workers.ranks.ranked_trainer import RankedTrainer
@@ -20,6 +21,7 @@ from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import BrokenCheckpoint, ConfigError, InfraError
 from agentrl.workflow.models.devices import devices_of_ranks
 from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.settings import settings
 from agentrl.workflow.training.ranks import Ranks
 from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.training.training_rows import TokenLayout
@@ -28,8 +30,6 @@ from tests.support import rank_plugins
 from tests.support.small_models import quantised
 from tests.training.test_trainer import folder as folder
 from tests.training.test_trainer import groups_of
-
-pytestmark = pytest.mark.usefixtures("forked_programs_of_module")
 
 MODES: dict[str, dict[str, Any]] = {
     "LoRA": {"model.lora_r": 4},
@@ -52,7 +52,7 @@ def free_choice_of_algorithms() -> Iterator[None]:
 
 
 @pytest.fixture
-def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+def group(request: pytest.FixtureRequest, forked_programs: None) -> Iterator[RankGroup]:
     made = RankGroup.start(["cpu"] * getattr(request, "param", 2))
     yield made
     made.close()
@@ -146,6 +146,17 @@ def test_ranks_train_lora_on_a_base_in_four_bits(group: RankGroup, folder: Path,
         moments.append(torch.cat([tensors[name].flatten() for name in sorted(tensors) if name.endswith(":exp_avg")]))
     assert float(moments[0].norm()) > 0
     assert float((moments[0] - moments[1]).norm() / moments[0].norm()) < 1e-3
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_are_killed(group: RankGroup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for a sum, and rank 1 runs without an end: both processes still report that they run."""
+    trainer = ranked(group, folder, config(**{"algorithm.name": f"{rank_plugins.__name__}:endless"}))
+    trainer.load(None)
+    monkeypatch.setattr(rank_group, "LEASES_WITHOUT_PROGRESS", 4 / settings().lease_seconds)
+    with pytest.raises(InfraError, match="None of 2 ranks began a microbatch for 4 s"):
+        trainer.update(groups_of(), 0)
+    assert not group.is_alive
 
 
 @pytest.mark.slow
