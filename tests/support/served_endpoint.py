@@ -12,9 +12,10 @@ from typing import Any
 
 from sqlalchemy import text
 
+from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.endpoint import make_server, serve
 from agentrl.workers.serving.endpoint_app import Endpoint, EndpointLimits
-from agentrl.workers.serving.places import Places
+from agentrl.workers.serving.forwarding import Samplers
 from agentrl.workers.stack.listening import LOOPBACK, bind, url_of
 from agentrl.workflow.store import endpoint_reads
 from agentrl.workflow.store.connect import Database
@@ -35,8 +36,8 @@ SHORT = EndpointLimits(wait_seconds=5.0, quiet_seconds=0.3)
 
 
 @contextmanager
-def endpoint_over(database: Database, limits: EndpointLimits = SHORT) -> Iterator[Served]:
-    app = Endpoint(Places(partial(endpoint_reads.find_places, database)), limits)
+def endpoint_over(database: Database, limits: EndpointLimits = SHORT, samplers: Samplers | None = None) -> Iterator[Served]:
+    app = Endpoint(AttemptKeys(partial(endpoint_reads.find_places, database)), limits, samplers=samplers)
     server, listening = make_server(app), bind(LOOPBACK, 0)
     thread = threading.Thread(target=lambda: asyncio.run(serve(app, listening, server)))
     thread.start()

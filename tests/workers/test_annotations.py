@@ -96,7 +96,7 @@ def test_sampling_server_logs_errors_and_answers_in_openai_shape(
     reply = ask(stage, sampling_key(key), [QUESTION])
     assert (reply.status, reply.code) == (500, "internal_error")
     logged = [record.getMessage() for record in caplog.records if record.name == "agentrl.sampling_server"]
-    assert [said.partition(":")[0] for said in logged] == ["a request failed"] * 2
+    assert [said.partition(" req_")[0] for said in logged] == ["call"] * 2
     assert all("KeyError in fail:" in said and "no log may hold" not in said for said in logged)
 
 
