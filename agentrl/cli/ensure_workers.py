@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.console import say, show, show_json
-from agentrl.cli.probe_process import check_model, check_optimizer
+from agentrl.cli.probe_process import check_model, check_update
 from agentrl.workflow.errors import AgentRLError, ServiceError, WorkerError
 from agentrl.workflow.runtime.shown_text import format_count
 
@@ -100,14 +100,14 @@ def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, 
 
 
 def _start_embedded(needs: "Requirements", separate: bool) -> bool:
-    """Start the embedded stack, and check the model and the optimizer meanwhile."""
+    """Start the embedded stack, and check the model, the optimizer and the number of devices meanwhile."""
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
 
     config = needs.experiment.config
     with ThreadPoolExecutor(2) as beside:
         looking: list[Future[Any]] = [beside.submit(check_model, config.model, needs.base)]
-        looking.append(beside.submit(check_optimizer, config.update.optimizer))
+        looking.append(beside.submit(check_update, config))
         started = embedded.ensure_running(settings(), separate=separate)
         for look in looking:
             look.result()

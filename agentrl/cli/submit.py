@@ -17,7 +17,7 @@ from agentrl.cli.continued_policy import resolve_start, with_origin
 from agentrl.cli.ensure_workers import send_run
 from agentrl.cli.options import Assignments, ConfigFile
 from agentrl.cli.plan import show_plan
-from agentrl.cli.probe_process import check_model, check_optimizer, probe_sampler
+from agentrl.cli.probe_process import check_model, check_update, probe_sampler
 from agentrl.cli.resolve_targets import existing_database, find_stored_start
 from agentrl.workflow.config import FLAGS, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError
@@ -103,7 +103,7 @@ def submit(
             with _timed("one token"):
                 facts |= probe_sampler(prepared.config.model, prepared.submission.policy.base)
         with _timed("optimizer"):
-            check_optimizer(prepared.config.update.optimizer)
+            check_update(prepared.config)
         with _timed("workers"):
             check_separate(prepared.config.rollout.max_staleness > 0)
         show_plan(prepared, facts, as_json)

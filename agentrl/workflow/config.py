@@ -62,6 +62,20 @@ def _as_columns(value: Any) -> Any:
     return {field.strip(): column.strip() for field, _, column in pairs}
 
 
+def _as_devices(value: Any) -> Any:
+    """Return a number of devices, or `auto`."""
+    number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 9 else value
+    if number != "auto" and (not isinstance(number, int) or not 1 <= number <= MAX_DEVICES):
+        raise ValueError(f"write a number from 1 to {MAX_DEVICES}, or auto")
+    return number
+
+
+MAX_DEVICES = 64
+"""The most devices of one machine."""
+
+Devices = Annotated[int | Literal["auto"], BeforeValidator(_as_devices)]
+"""A number of devices of one machine; `auto`: all that the machine has."""
+
 Columns = dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]
 """A mapping from a task's field to the dataset column from which the field is read."""
 
@@ -383,6 +397,7 @@ class UpdateConfig(Section):
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         "adamw", description="adamw, or adamw_8bit: its moments in 8 bits (bitsandbytes)"
     )
+    devices: Devices = Field(1, description="Devices of the train worker that update together; auto: all of its GPUs")
     learning_rate: float = option(1e-4, "--learning-rate", gt=0, le=1, description="Learning rate")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
@@ -723,6 +738,12 @@ class RunConfig(Section):
         stored = _is_stored(info)
         if self.source.given and self.algorithm.importance in ("truncate", "mask") and not stored:
             raise ValueError("importance has no effect with stored episodes: their ratio is already relative to the sampler")
+        return self
+
+    @model_validator(mode="after")
+    def _exact_on_a_fixed_number(self) -> Self:
+        if self.model.numerics == "exact" and self.update.devices == "auto":
+            raise ValueError("numerics: exact needs a fixed number of devices, for example update.devices=2, and not auto")
         return self
 
     @model_validator(mode="after")

@@ -276,6 +276,7 @@ def _train_checks(needs: Requirements) -> Iterator[Callable[[], object]]:
     yield partial(load_hooks, config.hooks)
     yield partial(_check_model, config, needs.base)
     yield partial(_check_output_dir, needs.output_dir)
+    yield partial(_check_devices, config)
     yield partial(_check_optimizer, config)
     if config.update.trainer == "trl":
         yield require_trl
@@ -338,6 +339,12 @@ def _check_optimizer(config: RunConfig) -> None:
     } <= sys.modules.keys():  # as in each worker that trains
         device = sys.modules["agentrl.workflow.models.devices"].pick_device(settings().device)
         sys.modules["agentrl.workflow.training.optimizer"].check_optimizer(config.update.optimizer, device)
+
+
+def _check_devices(config: RunConfig) -> None:
+    if "agentrl.workflow.models.devices" in sys.modules:  # as in each worker that trains
+        devices = sys.modules["agentrl.workflow.models.devices"]
+        devices.devices_of_ranks(config.update.devices, settings().device, config.model.numerics)
 
 
 def _check_output_dir(output_dir: str) -> None:
