@@ -37,7 +37,7 @@ JOURNEYS = {
         ("workers.jobs.train:_run_iteration", "workflow.experiment:Experiment.load"),
     ],
     "an HTTP completion: socket to row": [
-        ("workers.serving.endpoint_app:Endpoint._call", "workers.serving.upstream:WorkerConnection.send"),
+        ("workers.serving.endpoint_app:Endpoint._forward_call", "workers.serving.forwarding:Forwarding._send"),
         ("workers.jobs.sampling_server:SamplingServer._sample", "workers.jobs.sampling_server:EpisodeServer.take"),
         ("workers.jobs.agent_rollout:AgentRollout._answer", "workflow.engines:Engine.submit"),
         ("workers.jobs.agent_rollout:AgentRollout._commit", "workflow.store.row_codecs:token_row"),

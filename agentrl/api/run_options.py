@@ -26,6 +26,7 @@ class RunOptions(TypedDict, total=False):
     critic_tokens: int
     dataset: str
     decay: Literal["none", "linear", "cosine"]
+    devices: int | Literal["auto"]
     discount: float | None
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     dual_clip: float | None

@@ -19,9 +19,9 @@ from celery.worker import state
 from agentrl.api.store import StoreLocation
 from agentrl.workers.jobs.model_slot import models
 from agentrl.workers.requests import submit
+from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.endpoint import make_server, publish, serve
 from agentrl.workers.serving.endpoint_app import Endpoint, EndpointLimits
-from agentrl.workers.serving.places import Places
 from agentrl.workers.stack import control_loop, process, worker
 from agentrl.workers.stack.celery_app import use_broker
 from agentrl.workers.stack.listening import LOOPBACK, bind, url_of
@@ -190,9 +190,9 @@ def endpoint_thread(db: Database, lease_seconds: float | None = None) -> Iterato
         lease_seconds: the lease with which the URL is published in the database, in seconds; None: do not publish the URL.
     """
     where, listening = settings(), bind(LOOPBACK, 0)
-    places = Places(partial(endpoint_reads.find_places, db))
+    keys = AttemptKeys(partial(endpoint_reads.find_places, db))
     limits = EndpointLimits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds)
-    app = Endpoint(places, limits)
+    app = Endpoint(keys, limits)
     server, url = make_server(app), url_of(listening)
 
     async def run() -> None:

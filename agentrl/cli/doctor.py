@@ -177,13 +177,14 @@ def _workers(coming: str) -> Iterator[Check]:
         db = existing_database()
         lost = presence.missing_control_hints(db) if db else []  # without a database there is no control loop either
         has_agent = db is not None and some_run_has_agent(db)
+        is_started_here = db is not None and some_run_has_agent(db, elsewhere=False)
         url = presence.find_endpoint_url(db) if db else None
     except AgentRLError as error:
         yield Check("workers", "fail", error.message, error.hint)
         return
     served = presence.count_workers_by_queue()
     no_control = bool(lost)
-    queues = [*served, *([AGENTS] if has_agent and AGENTS not in served else [])]
+    queues = [*served, *([AGENTS] if is_started_here and AGENTS not in served else [])]
     if has_agent and db:
         lost += presence.missing_endpoint_hints(db)
     for hint in (*presence.missing_worker_hints(queue for queue in queues if not served.get(queue)), *lost):

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.console import say, show, show_json
-from agentrl.cli.probe_process import check_model, check_optimizer
+from agentrl.cli.probe_process import check_model, check_update
 from agentrl.workflow.errors import AgentRLError, ServiceError, WorkerError
 from agentrl.workflow.runtime.shown_text import format_count
 
@@ -100,14 +100,14 @@ def ready_workers(run: str, needs: "Requirements", separate: bool, there: bool, 
 
 
 def _start_embedded(needs: "Requirements", separate: bool) -> bool:
-    """Start the embedded stack, and check the model and the optimizer meanwhile."""
+    """Start the embedded stack, and check the model, the optimizer and the number of devices meanwhile."""
     from agentrl.workers.stack import embedded
     from agentrl.workflow.settings import settings
 
     config = needs.experiment.config
     with ThreadPoolExecutor(2) as beside:
         looking: list[Future[Any]] = [beside.submit(check_model, config.model, needs.base)]
-        looking.append(beside.submit(check_optimizer, config.update.optimizer))
+        looking.append(beside.submit(check_update, config))
         started = embedded.ensure_running(settings(), separate=separate)
         for look in looking:
             look.result()
@@ -145,7 +145,6 @@ def _check_named_broker(needs: "Requirements", there: bool, fit: bool) -> list[s
 def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[str], list[str]]":
     from agentrl.workers.requests.requirements import ask_workers
     from agentrl.workers.stack import presence
-    from agentrl.workers.stack.celery_app import AGENTS
     from agentrl.workers.stack.process import database
 
     with ThreadPoolExecutor(1) as beside:  # both may wait for the slowest worker
@@ -155,7 +154,8 @@ def _ask_named_broker(needs: "Requirements") -> "tuple[list[WorkerCheck], list[s
     silent = [queue for queue in needs.roles if not any(queue in worker.roles for worker in workers)]
     missing = presence.missing_worker_hints(queue for queue in silent if not served.get(queue))
     missing += presence.missing_control_hints(database())
-    missing += presence.missing_endpoint_hints(database()) if AGENTS in needs.roles else []
+    needs_endpoint = needs.experiment.config.agent is not None and "rollout" in needs.roles
+    missing += presence.missing_endpoint_hints(database()) if needs_endpoint else []
     mute = f"{_UNDECIDED}: it is busy, or runs another version of agentrl."
     remarks = [f"The worker of the queue {queue!r} {mute}" for queue in silent if served.get(queue)]
     remarks += [f"{worker.label} {_UNDECIDED}: it is still checking." for worker in workers if not worker.found]

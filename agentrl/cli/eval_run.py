@@ -12,7 +12,7 @@ import typer
 from agentrl.cli.console import say
 from agentrl.cli.follow import follow
 from agentrl.cli.plan import describe_rewards
-from agentrl.cli.resolve_targets import check_model_is_there, find_policy, find_trusted_policy
+from agentrl.cli.resolve_targets import check_model_is_there, existing_database, find_policy, find_trusted_policy
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.runtime.shown_text import format_count
 
@@ -67,7 +67,7 @@ def eval_run_of(
     config = eval_config(base, dataset, split, n, rollout, env, agent, rewards, rows)
     if ref is None:  # before the dataset, which may be far away: an unknown name is the first error to report
         check_model_is_there(policy, config)
-    return in_one_iteration(config), ref
+    return in_one_iteration(existing_database(), config), ref
 
 
 def _describe_scoring(measured: "Experiment") -> str:

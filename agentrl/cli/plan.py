@@ -34,6 +34,8 @@ def _describe_roles(submission: Any) -> dict[str, str]:
 
 def describe_agent(agent: AgentConfig) -> str:
     """Return the agent's name, and whether it runs in a sandbox."""
+    if agent.is_external:
+        return f"{agent.name} (runs elsewhere)"
     if not agent.sandboxed:
         return f"{agent.name} (no sandbox)"
     return f"{agent.name} (in the sandbox, reaches {'all' if agent.network == 'all' else 'the endpoint only'})"

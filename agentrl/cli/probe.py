@@ -110,14 +110,18 @@ def sampler_facts(path: str, config: str, device: str) -> dict[str, Any]:
     return {"sampler": rows.name}
 
 
-def optimizer_facts(name: str, device: str) -> dict[str, Any]:
-    """Return the reason why this machine cannot run the optimizer; empty if it can."""
+def update_facts(optimizer: str, devices: str, device: str, numerics: str) -> dict[str, Any]:
+    """Return the reason why this machine cannot run the optimizer, or has fewer devices; empty if it can.
+
+    `devices` is `update.devices`, and `device` is AGENTRL_DEVICE.
+    """
     from agentrl.workflow.errors import AgentRLError
-    from agentrl.workflow.models.devices import pick_device
+    from agentrl.workflow.models.devices import devices_of_ranks, pick_device
     from agentrl.workflow.training.optimizer import check_optimizer
 
     try:
-        check_optimizer(name, pick_device(device))
+        devices_of_ranks("auto" if devices == "auto" else int(devices), device, numerics)
+        check_optimizer(optimizer, pick_device(device))
     except AgentRLError as error:
         return {"error": error.message, "hint": error.hint}
     return {}
@@ -128,7 +132,7 @@ FACTS: dict[str, Callable[..., dict[str, Any]]] = {
     "template": template_facts,
     "model": model_facts,
     "sampler": sampler_facts,
-    "optimizer": optimizer_facts,
+    "update": update_facts,
 }
 
 if __name__ == "__main__":

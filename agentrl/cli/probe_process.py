@@ -5,7 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
-from agentrl.workflow.config import ModelConfig
+from agentrl.workflow.config import ModelConfig, RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.settings import settings
 
@@ -48,8 +48,13 @@ def _checked(facts: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def check_optimizer(name: str) -> None:
-    """Raise ConfigError if an optimizer does not work on this machine. Torch's own optimizers are not checked."""
-    facts = probe_facts("optimizer", name, settings().device) if name != "adamw" else {}
+def check_update(config: RunConfig) -> None:
+    """Raise ConfigError if the run's optimizer does not work on this machine, or the machine has too few devices for
+    `update.devices`. Torch's own optimizers and a single device are not checked.
+    """
+    update, numerics = config.update, config.model.numerics
+    if update.optimizer == "adamw" and update.devices == 1:
+        return
+    facts = probe_facts("update", update.optimizer, str(update.devices), settings().device, numerics)
     if "error" in facts:
         raise ConfigError(facts["error"], facts.get("hint", ""))

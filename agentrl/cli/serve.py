@@ -1,6 +1,7 @@
 """`agentrl serve`: serves a policy to any client of the OpenAI or the Anthropic API. Turns are recorded; nothing is trained."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,6 +45,12 @@ def serve(
         int | None, typer.Option(min=1, help="Maximum tokens per turn [the model's window].", show_default=False)
     ] = None,
     engine: Annotated[str | None, typer.Option(help="Sampling engine [the run's, else rolling].", show_default=False)] = None,
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Record a vLLM server: it samples, with the key AGENTRL_ENGINE_KEY.", show_default=False
+        ),
+    ] = None,
     tool_format: ToolFormatName = None,
     chat_template: TemplateFile = None,
     seed: Annotated[
@@ -71,6 +78,8 @@ def serve(
 
     if no_record and (name is not None or keep_days is not None):
         raise ConfigError("--no-record excludes --name and --keep-days: nothing is stored.", "Leave them out.")
+    if upstream is not None:
+        engine = _use_upstream(upstream, engine)
     options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "engine": engine}
     options |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or None}
     chat = chat_values(tool_format, chat_template) | {"seed": randbelow(2**31) if seed is None else seed}
@@ -93,9 +102,25 @@ def serve(
             _serve(db, config, ref, of, listening, how)
 
 
+def _use_upstream(url: str, engine: str | None) -> str:
+    """Let the engine of this process sample with the server at the URL, and return the engine's name. Raise ConfigError if the
+    URL is invalid, or the engine is none that uses a server.
+    """
+    from agentrl.workflow.inference.http import check_url
+    from agentrl.workflow.plugins import find
+    from agentrl.workflow.settings import settings
+
+    if not find("engines", engine or "openai").at_url:
+        raise ConfigError(f"--upstream excludes --engine {engine}, which samples in this process.", "Leave --engine out.")
+    os.environ["AGENTRL_ENGINE_URL"] = url
+    settings.cache_clear()
+    check_url(settings())
+    return engine or "openai"
+
+
 def _read_origins(text: str, key: str) -> frozenset[str]:
     """Return the origins that AGENTRL_SERVE_ORIGINS lists. Raise ConfigError if a value is not an origin, or no key is set."""
-    from agentrl.workers.serving.cors import read_origins
+    from agentrl.workers.http.cors import read_origins
 
     try:
         origins = read_origins(text)

@@ -17,7 +17,7 @@ from agentrl.cli.continued_policy import resolve_start, with_origin
 from agentrl.cli.ensure_workers import send_run
 from agentrl.cli.options import Assignments, ConfigFile
 from agentrl.cli.plan import show_plan
-from agentrl.cli.probe_process import check_model, check_optimizer, probe_sampler
+from agentrl.cli.probe_process import check_model, check_update, probe_sampler
 from agentrl.cli.resolve_targets import existing_database, find_stored_start
 from agentrl.workflow.config import FLAGS, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError
@@ -85,6 +85,8 @@ def submit(
         raise ConfigError("--probe requires --dry-run.", "Add --dry-run.")
     if not run_config.source.given and (policy or run_config.source.reward_set != "default"):
         raise ConfigError("--policy and --reward-set require stored episodes.", "Add --from-episodes RUN.")
+    if run_config.source.runs:
+        run_config, origins, policy = _with_served_prompts(run_config, origins, policy)
     prepared = (
         _prepare_from_stored(run_config, origins, policy)
         if run_config.source.given
@@ -101,7 +103,7 @@ def submit(
             with _timed("one token"):
                 facts |= probe_sampler(prepared.config.model, prepared.submission.policy.base)
         with _timed("optimizer"):
-            check_optimizer(prepared.config.update.optimizer)
+            check_update(prepared.config)
         with _timed("workers"):
             check_separate(prepared.config.rollout.max_staleness > 0)
         show_plan(prepared, facts, as_json)
@@ -154,6 +156,17 @@ def _source_values(groups: list[str], runs: list[str], reward_set: str | None) -
         "source.runs": names or None,
         "source.reward_set": reward_set,
     }
+
+
+def _with_served_prompts(
+    run_config: RunConfig, origins: dict[str, str], policy: str | None
+) -> tuple[RunConfig, dict[str, str], str | None]:
+    """If the stored episodes are those of a served run, return the config of a run on their prompts; else the arguments."""
+    from agentrl.workers.requests.served_prompts import with_served_prompts
+
+    db = existing_database()
+    served = None if db is None else with_served_prompts(db, run_config, origins, policy)
+    return (run_config, origins, policy) if served is None else (*served, None)
 
 
 def _prepare_from_stored(run_config: RunConfig, origins: dict[str, str], policy: str | None) -> Any:

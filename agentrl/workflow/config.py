@@ -62,6 +62,20 @@ def _as_columns(value: Any) -> Any:
     return {field.strip(): column.strip() for field, _, column in pairs}
 
 
+def _as_devices(value: Any) -> Any:
+    """Return a number of devices, or `auto`."""
+    number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 9 else value
+    if number != "auto" and (not isinstance(number, int) or not 1 <= number <= MAX_DEVICES):
+        raise ValueError(f"write a number from 1 to {MAX_DEVICES}, or auto")
+    return number
+
+
+MAX_DEVICES = 64
+"""The most devices of one machine."""
+
+Devices = Annotated[int | Literal["auto"], BeforeValidator(_as_devices)]
+"""A number of devices of one machine; `auto`: all that the machine has."""
+
 Columns = dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]
 """A mapping from a task's field to the dataset column from which the field is read."""
 
@@ -383,6 +397,7 @@ class UpdateConfig(Section):
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
         "adamw", description="adamw, or adamw_8bit: its moments in 8 bits (bitsandbytes)"
     )
+    devices: Devices = Field(1, description="Devices of the train worker that update together; auto: all of its GPUs")
     learning_rate: float = option(1e-4, "--learning-rate", gt=0, le=1, description="Learning rate")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
@@ -513,6 +528,9 @@ PROGRAM = "cmd:"
 CLIENTS = "clients"
 """The agent of a run of the kind `serve`: any client that sends requests to the run."""
 
+EXTERNAL = "external"
+"""The agent of a run whose agents run elsewhere and ask the endpoint for tasks."""
+
 LOOP_LIMITS = {
     "max_steps": "use agent.max_calls",
     "max_tool_calls": "it runs its own tools",
@@ -528,7 +546,7 @@ class AgentConfig(Section):
 
     PANEL: ClassVar = "Your own agent"
 
-    name: str = option(..., "--agent", max_length=4096, description="package.module:function or cmd:PROGRAM ARGUMENTS")
+    name: str = option(..., "--agent", max_length=4096, description="module:function, cmd:PROGRAM ARGUMENTS, or external")
     sandbox: bool | None = option(None, "--agent-sandbox", description="Run it in the sandbox; unset: if a program")
     network: Literal["endpoint", "all"] = option(
         "endpoint", "--agent-network", description="What the sandbox reaches: endpoint or all"
@@ -559,6 +577,11 @@ class AgentConfig(Section):
         return tuple(shlex.split(self.name.removeprefix(PROGRAM))) if self.name.startswith(PROGRAM) else ()
 
     @property
+    def is_external(self) -> bool:
+        """True if the agents run elsewhere and ask the endpoint for tasks."""
+        return self.name == EXTERNAL
+
+    @property
     def sandboxed(self) -> bool:
         """True if the agent runs in the sandbox. By default, a program runs there and a function does not."""
         return not self.unsafe and (bool(self.command) if self.sandbox is None else self.sandbox)
@@ -575,8 +598,8 @@ class AgentConfig(Section):
                 raise ValueError(f"the command cannot be read ({error}): quote it as for a shell") from error
             if not args or not args[0]:
                 raise ValueError("missing program after cmd: write cmd:PROGRAM ARGUMENTS")
-        elif name != CLIENTS and not _FUNCTION.fullmatch(name):
-            raise ValueError("write package.module:function, or cmd:PROGRAM ARGUMENTS")
+        elif name not in (CLIENTS, EXTERNAL) and not _FUNCTION.fullmatch(name):
+            raise ValueError("write package.module:function, cmd:PROGRAM ARGUMENTS, or external")
         return name
 
     @field_validator("replay_ignore")
@@ -595,6 +618,10 @@ class AgentConfig(Section):
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
+        if self.is_external and (self.unsafe or self.sandbox or self.network != "endpoint"):
+            raise ValueError("sandbox, unsafe and network have no effect on external agents, which run elsewhere")
+        if self.is_external and self.show_reference:
+            raise ValueError("external agents receive no references: leave show_reference out")
         if self.unsafe and self.sandbox:
             raise ValueError("sandbox and unsafe exclude each other")
         if self.unsafe and not self.command:
@@ -714,6 +741,12 @@ class RunConfig(Section):
         stored = _is_stored(info)
         if self.source.given and self.algorithm.importance in ("truncate", "mask") and not stored:
             raise ValueError("importance has no effect with stored episodes: their ratio is already relative to the sampler")
+        return self
+
+    @model_validator(mode="after")
+    def _exact_on_a_fixed_number(self) -> Self:
+        if self.model.numerics == "exact" and self.update.devices == "auto":
+            raise ValueError("numerics: exact needs a fixed number of devices, for example update.devices=2, and not auto")
         return self
 
     @model_validator(mode="after")

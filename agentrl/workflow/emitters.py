@@ -38,6 +38,20 @@ Sink = Callable[[Annotation], None]
 _sink: ContextVar[Sink | None] = ContextVar("agentrl_annotations", default=None)
 
 
+def emit_variables(base_url: str, emit_key: str) -> dict[str, str]:
+    """Return the environment variables with which an agent sends annotations and OpenTelemetry exports; empty without a key.
+    `base_url` is the endpoint's URL, which ends with `/v1`.
+    """
+    if not emit_key:
+        return {}
+    return {
+        EMIT_URL: f"{base_url}/annotations",
+        EMIT_KEY: emit_key,
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{base_url}/traces",
+        "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"x-api-key={emit_key}",
+    }
+
+
 def emit_reward(value: "float | Mapping[str, float]", step: int | None = None, name: str = REWARD) -> None:
     """Emit a reward of the episode, or several named parts of it.
 

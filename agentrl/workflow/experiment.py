@@ -67,9 +67,9 @@ class Experiment:
 
     @cached_property
     def agent(self) -> Callable[..., Any] | None:
-        """The function that is the run's agent; None if the agent is a program or the built-in loop."""
+        """The function that is the run's agent; None if the agent is a program, runs elsewhere, or is the built-in loop."""
         agent = self.config.agent
-        return None if agent is None or agent.command else find("agents", agent.name)
+        return None if agent is None or agent.command or agent.is_external else find("agents", agent.name)
 
     @cached_property
     def weights(self) -> Mapping[str, float]:

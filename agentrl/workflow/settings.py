@@ -86,6 +86,12 @@ class Settings(BaseSettings):
         default=300.0, ge=0, description="How long a call waits in the endpoint for a rollout worker."
     )
     endpoint_calls: int = Field(default=1024, ge=1, description="Maximum open calls of an endpoint.")
+    tasks_key: str = Field(
+        default="", description="Key with which external agents ask for tasks; empty: a random one in home, for this machine."
+    )
+    rewards_key: str = Field(
+        default="", description="Key with which external agents send rewards; empty: their rewards are refused."
+    )
     serve_key: str = Field(
         default="", description="API key that clients of `agentrl serve` must send; empty: none, from this machine only."
     )

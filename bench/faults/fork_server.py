@@ -36,7 +36,7 @@ from bench.faults.experiment import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
 DEADLINE_SECONDS = 240.0
 ALONE = {"AGENTRL_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 FLAGS = ("-P", "-u")
-FORKED = ("agentrl.cli", "agentrl.workers.stack.supervisor", "agentrl.workers.stack.worker")
+FORKED = ("agentrl.cli", "agentrl.workers.stack.supervisor", "agentrl.workers.stack.worker", "agentrl.workers.ranks.rank")
 """Modules that a forked process forks if it starts them; anything else that it starts is executed."""
 READ_AT_IMPORT = ("HF_HOME",)
 """Variables that an imported module has read: a process for which they differ is executed."""

@@ -176,6 +176,13 @@ def test_agent_that_cannot_be_imported_is_unready() -> None:
         processes.run(order(), "tests.agents.no_such_agent:solve", lambda: False)
 
 
+def test_interpreter_killed_at_import_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "killed_agent.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    with pytest.raises(InfraError, match="interpreter was killed"):
+        processes.run(order(), "killed_agent:solve", lambda: False)
+
+
 def test_agent_slow_import_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     gate = tmp_path / "gate"

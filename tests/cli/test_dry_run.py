@@ -97,6 +97,9 @@ def test_dry_run_shows_size_and_memory_before_checks(home: Path, tmp_path: Path,
         "workers",
     ]
     assert not home.exists()
+    asked = ["submit", "--dataset", "arithmetic", "--model", str(folder), "-s", "update.devices=64", "--dry-run"]
+    assert main(asked) == 2
+    assert "update.devices=64 needs 64 GPUs, and torch can use " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("forked_programs", "home")

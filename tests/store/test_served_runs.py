@@ -10,7 +10,7 @@ from sqlalchemy import text
 from agentrl.workers.requests.serve_request import serve_config, serve_submission
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConflictError, Fenced, StateError
-from agentrl.workflow.store import agent_attempts, control_reads, endpoint_reads, planning, rollout_claims, served_runs
+from agentrl.workflow.store import agent_attempts, control_reads, endpoint_reads, planning, rollout_claims, served_runs, steps
 from agentrl.workflow.store.agent_attempts import AgentEnd
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import Submission
@@ -18,6 +18,7 @@ from agentrl.workflow.store.reads.provenance import find_origin
 from agentrl.workflow.store.rollout_claims import Outcome
 from agentrl.workflow.store.served_runs import ServedEpisode, ServedRun
 from agentrl.workflow.trajectory import PolicyRef
+from tests.support.played_runs import sampled
 
 LEASE = 60.0
 CONFIG = build({"model.path": "tiny"})
@@ -211,3 +212,17 @@ def test_served_run_has_sampling_of_policy_without_its_rewards() -> None:
     made = serve_config(build(values), None, {"top_k": 5})
     assert (made.rollout.temperature, made.rollout.top_k, dict(made.rewards), made.env) == (0.5, 5, {}, None)
     assert made.name is None
+
+
+def test_served_prompts_are_those_that_begin_a_conversation(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_runs, "PROMPTS_AT_ONCE", 1)
+    run = served(database)
+    assert list(served_runs.load_prompts(database, run.id)) == []
+    for number, client in enumerate(("one", "two")):
+        episode = opened(database, run, f"{number}" * 64, client)
+        work = rollout_claims.claim_group(database, episode.group, run.worker, LEASE)
+        assert work is not None
+        for index in (0, 1):
+            steps.commit_sampled(database, work.fence, [sampled(work, index=index)])
+    prompts = [(episode, step, messages[0].content) for episode, step, messages in served_runs.load_prompts(database, run.id)]
+    assert prompts == [(1, 0, "turn 0"), (2, 0, "turn 0")]

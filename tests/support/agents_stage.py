@@ -50,7 +50,7 @@ class Stage:
         self.driver = AgentRollout(self.db, work, experiment, self.engine, self.chat, inbox, self.lost, self.max_context)
         self._thread = threading.Thread(target=_drive_rollouts, args=({self.group: self.driver}, inbox), daemon=True)
         self._thread.start()
-        wait_for(lambda: self.driver.agents._expected)  # each is held, and given to an agent
+        wait_for(lambda: getattr(self.driver.agents, "_expected", None) or self.driver.agents.load())  # each has an agent's row
         return self
 
     def leave(self) -> None:

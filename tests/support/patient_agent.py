@@ -1,7 +1,12 @@
-"""An agent that asks three times and takes its time in between, so that something can happen meanwhile."""
+"""An agent that asks three times and takes its time in between, so that something can happen meanwhile: a function, and a
+program.
+"""
 
 import json
+import os
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -36,3 +41,8 @@ def _ask(llm: Any, messages: Any) -> str:
             pass
         time.sleep(0.2 + 0.2 * tried)
     raise TimeoutError("nobody answers")
+
+
+if __name__ == "__main__":
+    variables = {name: os.environ[f"OPENAI_{name.upper()}"] for name in ("base_url", "api_key", "model")}
+    solve(SimpleNamespace(**json.loads(Path(os.environ["AGENTRL_TASK"]).read_text())), SimpleNamespace(**variables))

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +12,11 @@ from typing import Any
 
 from sqlalchemy import text
 
+from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.endpoint import make_server, serve
 from agentrl.workers.serving.endpoint_app import Endpoint, EndpointLimits
-from agentrl.workers.serving.places import Places
+from agentrl.workers.serving.external_tasks import ExternalTasks
+from agentrl.workers.serving.forwarding import Samplers
 from agentrl.workers.stack.listening import LOOPBACK, bind, url_of
 from agentrl.workflow.store import endpoint_reads
 from agentrl.workflow.store.connect import Database
@@ -35,9 +37,18 @@ SHORT = EndpointLimits(wait_seconds=5.0, quiet_seconds=0.3)
 
 
 @contextmanager
-def endpoint_over(database: Database, limits: EndpointLimits = SHORT) -> Iterator[Served]:
-    app = Endpoint(Places(partial(endpoint_reads.find_places, database)), limits)
-    server, listening = make_server(app), bind(LOOPBACK, 0)
+def endpoint_over(
+    database: Database,
+    limits: EndpointLimits = SHORT,
+    samplers: Samplers | None = None,
+    tasks: "Callable[[str], ExternalTasks] | None" = None,
+) -> Iterator[Served]:
+    """`tasks` makes the handler of the routes for external agents, for the endpoint's URL."""
+    listening = bind(LOOPBACK, 0)
+    external = None if tasks is None else tasks(url_of(listening))
+    keys = AttemptKeys(partial(endpoint_reads.find_places, database))
+    app = Endpoint(keys, limits, samplers=samplers, tasks=external)
+    server = make_server(app)
     thread = threading.Thread(target=lambda: asyncio.run(serve(app, listening, server)))
     thread.start()
     try:

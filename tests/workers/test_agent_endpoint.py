@@ -69,3 +69,13 @@ def test_endpoint_disconnect_stops_sampling(db: Database) -> None:
         gated.let.release(1)
         wait_for(lambda: values(db, "SELECT delivered FROM steps"))
         assert not episode_of(db, 1).steps[0].delivered
+
+
+def test_endpoint_forwards_mark_of_side_call(db: Database) -> None:
+    with staged(Stage(db, group_of(db), Policy(ANSWER).engine, CHAT)) as stage, endpoint_over(db) as served:
+        held(stage)
+        with client(served.url, run_agent(db, 1)) as openai:
+            for value, names in (("0", "x-agentrl-train"), ("1", None)):
+                create = openai.chat.completions.with_raw_response.create
+                raw = create(model="m", messages=[QUESTION], extra_headers={"x-agentrl-train": value})
+                assert raw.headers.get("x-agentrl-not-applied") == names

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
-from bench.faults.agent_kills import RUN, prepare, record, strike
+from bench.faults.agent_kills import BOTH, RUN, prepare, record, strike
 from tests.support.real_stack import Stack, embedded_stack
 from tests.support.small_models import tiny_random
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
-VICTIMS = ("rollout,train", "endpoint", "agents", "agent", "rollout,train", "agents", "endpoint", "control")
+VICTIMS = ("rollout,train", "endpoint", "agents", "agent", BOTH, "agent", "rollout,train", "agents", "endpoint", "control")
 PAUSE_SECONDS = 1.5
 
 
@@ -35,3 +36,15 @@ def test_agent_run_is_identical_after_kills(stack: Stack, short_folder: Path) ->
     calm, disturbed = record(stack, "calm"), record(stack, "struck")
     assert calm["used"][0] == calm["used"][1] > 0
     assert disturbed == calm
+    with stack.database.read() as tx:
+        copies = "SELECT max(episode_id) FROM steps WHERE run = 'struck' AND replayed"
+        (episode,) = tx.execute(text(copies)).one()
+    assert episode is not None
+    stack.agentrl("replay", str(episode), "--verify", "tokens")
+    stack.agentrl("fork", str(episode), "--step", "2", "-n", "2", "--name", "forked", "--wait")
+    with stack.database.read() as tx:
+        forked = "SELECT id, status, inherited_steps, steps FROM v_episodes WHERE run = 'forked'"
+        forks = tx.execute(text(forked)).all()
+    assert [tuple(row)[1:] for row in forks] == [("done", 2, 1)] * 2
+    for row in forks:
+        stack.agentrl("replay", str(row.id), "--verify", "tokens")

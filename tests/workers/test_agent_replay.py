@@ -220,6 +220,14 @@ def test_tool_results_of_record_stay(db: Database) -> None:
         assert stage.driver.recorder.episodes[1].steps == after
 
 
+def test_refused_request_is_refused_again(stage: Stage, counter: Counter) -> None:
+    """An agent may shorten what is too long; only the shorter request is recorded."""
+    for key in (run_agent(stage.db, 1), lose):
+        key = key if isinstance(key, str) else key(stage)
+        assert ask(stage, key, [user("word " * 3000)]).code == "context_length_exceeded"
+        assert ask(stage, key, [user("word")]).said == "turn 1"
+
+
 def test_restart_option_samples_again(db: Database, counter: Counter) -> None:
     with staged(stage_with(db, counter, resume="restart")) as stage:
         converse(stage, run_agent(db, 1), QUESTION, 2)

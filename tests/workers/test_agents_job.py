@@ -1,8 +1,13 @@
 """The agents job: what it makes of an agent that is lost, with real rows; how agents end by themselves is in tests/agents."""
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +16,7 @@ from agentrl.workers.agents import agents_job, processes
 from agentrl.workers.jobs import pending_agents
 from agentrl.workers.jobs.sampling_server import sampling_server
 from agentrl.workers.stack.dispatch import NO_REPLY
+from agentrl.workflow.agents import CLOCK, LLM
 from agentrl.workflow.agents.agent_limits import check_held
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.errors import ConfigError, InfraError
@@ -91,6 +97,16 @@ def test_agent_without_supervisor_restarts_limited_times(stage: Stage, monkeypat
     stage.over()
     assert values(stage.db, "SELECT DISTINCT status || ' ' || error_class FROM agent_attempts") == ["lost killed"]
     assert value(stage.db, "SELECT status FROM episodes") == "infra_error"
+
+
+def test_function_run_as_program_reads_frozen_clock(tmp_path: Path) -> None:
+    """As in the sandbox, without the sandbox."""
+    (tmp_path / "task.json").write_text(json.dumps({"key": "t/1", "messages": []}))
+    files = {"AGENTRL_TASK": str(tmp_path / "task.json"), "AGENTRL_ANSWER": str(tmp_path / "answer.json")}
+    model = LLM("http://127.0.0.1:1/v1", "key", "m").variables
+    command = [sys.executable, "-m", "agentrl.workers.agents.function", f"{__name__}:tell_time"]
+    subprocess.run(command, check=True, env=os.environ | model | files | {CLOCK: "1700000000.5"})
+    assert json.loads((tmp_path / "answer.json").read_text())["text"] == "1700000000.5 True True"
 
 
 def wake(stage: Stage) -> None:

@@ -22,6 +22,7 @@ from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.store import episode_annotations
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.tool_calls import CallWork
 from agentrl.workflow.tools import Tool
 from agentrl.workflow.trajectory import Episode, Message
@@ -96,7 +97,7 @@ def test_sampling_server_logs_errors_and_answers_in_openai_shape(
     reply = ask(stage, sampling_key(key), [QUESTION])
     assert (reply.status, reply.code) == (500, "internal_error")
     logged = [record.getMessage() for record in caplog.records if record.name == "agentrl.sampling_server"]
-    assert [said.partition(":")[0] for said in logged] == ["a request failed"] * 2
+    assert [said.partition(" req_")[0] for said in logged] == ["call"] * 2
     assert all("KeyError in fail:" in said and "no log may hold" not in said for said in logged)
 
 
@@ -352,3 +353,42 @@ def test_emitted_reward_is_of_episode_or_step_and_last_counts() -> None:
     assert rewards_of([said(1.0), said(0.5)], 2) == {"r": 0.5}
     assert rewards_of([said(1.0, 0), said(0.25, 0), said(2.0, 1), said(0.5)], 3) == {"r": (0.25, 2.0, 0.5)}
     assert rewards_of([said(1.0, source="hook"), said(1.0, 9)], 2) == {}
+
+
+def rate(served: Served, key: str, *rewards: Any) -> httpx2.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx2.post(f"{served.url}/v1/annotations", json={"rewards": list(rewards)}, headers=headers, timeout=30)
+
+
+def test_rewards_name_the_response_that_earned_them(stage: Stage, served: Served) -> None:
+    number, key = began(stage)
+    calls = [ask(stage, sampling_key(key), [user(f"How much is 6*{n}?")], n=n).document["id"] for n in (1, 2)]
+    given = [{"response": calls[0], "value": 1}, {"response": calls[1], "value": -0.5, "name": "thumbs", "choice": 1}]
+    assert rate(served, key, *given).json() == {"annotations": 2}
+    end_agent(stage, number)
+    stage.over()
+    found = rewards_of(episode_rows.find_episode(stage.db, number).episode.annotations, 3)
+    assert found == {"reward": (1.0, 0.0, 0.0), "thumbs": (0.0, 0.0, -0.5)}
+
+
+def test_rewards_of_unknown_responses_are_refused(stage: Stage, served: Served) -> None:
+    _, key = began(stage)
+    mine = ask(stage, sampling_key(key), [QUESTION]).document["id"]
+    bad: list[Any] = [
+        {"response": mine[:-1] + ("0" if mine[-1] != "0" else "1"), "value": 1},
+        {"response": mine, "value": 1, "choice": 1},
+        {"response": mine, "value": 1, "choice": True},
+        {"response": mine, "value": 1, "choice": 10**30},
+        {"response": mine, "value": "1"},
+        {"response": mine, "value": 1e31},
+        {"response": mine, "value": 1, "name": ""},
+        {"response": mine, "value": 1, "step": 0},
+        {"response": [mine], "value": 1},
+        {"response": "x" * 10_000, "value": 1},
+        {"value": 1},
+        7,
+    ]
+    assert [rate(served, key, reward).status_code for reward in bad] == [400] * len(bad)
+    assert rate(served, key, *[{"response": mine, "value": 1}] * (MAX_AT_ONCE + 1)).status_code == 400
+    assert rate(served, sampling_key(key), {"response": mine, "value": 1}).status_code == 401
+    assert not values(stage.db, "SELECT id FROM annotations")

@@ -525,6 +525,14 @@ def test_messages_continue_thread_by_message_id(db: Database) -> None:
         assert (other.status_code, other.json()["error"]["details"]["error_code"]) == (400, "thread_not_found")
 
 
+@chat_dialects
+def test_dialect_response_names_the_policy_version(db: Database, client: DialectClient) -> None:
+    with placed(db, Policy(ANSWER).engine) as place:
+        for stream in (False, True):
+            answer = place.post(client, client.body([client.user(f"{QUESTION} {stream}")], stream=stream))
+            assert (answer.status_code, answer.headers["x-agentrl-policy-version"]) == (200, "0")
+
+
 def test_messages_fields_without_effect_are_named(db: Database) -> None:
     with placed(db, Policy(ANSWER).engine) as place:
         body = MESSAGES.body([MESSAGES.user("x")], thinking={"type": "enabled", "budget_tokens": 31999})

@@ -1,5 +1,6 @@
 """The endpoint: who is let in, what reaches the worker, and what a client gets when workers come and go."""
 
+import asyncio
 import json
 import threading
 import time
@@ -10,7 +11,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from agentrl.workers.jobs.agent_calls import Begin, ForwardedRequest, Write
 from agentrl.workers.serving.endpoint_app import EndpointLimits
+from agentrl.workers.serving.forwarding import Samplers
+from agentrl.workflow.dialects import RequestError
 from agentrl.workflow.dialects.chat_completions import PATH as CHAT
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.endpoint_reads import find_places
@@ -309,6 +313,58 @@ def test_endpoint_reuses_connections_to_worker(made: Attempt, served: Served) ->
         for _ in range(5):
             assert ask(served).status_code == 200
         assert worker.connections == 1
+
+
+EVENTS = [(b"content-type", b"text/event-stream")]
+
+
+@pytest.mark.parametrize(("first", "last"), [(PIECES[0] + PIECES[1][:5], None), (b"data: {}\n\n", "reply_broke")])
+def test_endpoint_resumes_stream_of_sampler_in_its_process(
+    made: Attempt, sqlite: Database, first: bytes, last: str | None
+) -> None:
+    requests: list[ForwardedRequest] = []
+
+    async def sample(request: ForwardedRequest, begin: Begin, write: Write) -> None:
+        requests.append(request)
+        if len(requests) == 1:
+            raise RequestError(421, "Not yet.")
+        await begin(200, EVENTS)
+        if len(requests) == 2:
+            await write(first, True)
+            raise RequestError(421, "No longer.")
+        for piece in PIECES:
+            await write(piece, True)
+        await write(b"", False)
+
+    made.held_by("this process")
+    with endpoint_over(sqlite, samplers=Samplers(sample)) as served:
+        if last is None:
+            assert without_comments(ask(served, body=STREAMED).content) == b"".join(PIECES)
+        else:
+            assert events_until_cut(served)[-1] == last
+    assert requests == [requests[0]] * 3
+    assert (requests[0].key, json.loads(requests[0].body)) == ("secret", STREAMED)
+
+
+def test_endpoint_answers_errors_of_sampler_in_its_process(made: Attempt, sqlite: Database) -> None:
+    cancelled = threading.Event()
+
+    async def sample(request: ForwardedRequest, begin: Begin, write: Write) -> None:
+        if b"wait" not in request.body:
+            raise RequestError(429, "No more.", code="max_calls")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    made.held_by("this process")
+    with endpoint_over(sqlite, samplers=Samplers(sample)) as served:
+        answer = ask(served)
+        assert code(answer) == (429, "max_calls")
+        assert answer.headers["x-should-retry"] == "false"
+        with pytest.raises(httpx2.TimeoutException):
+            httpx2.post(served.url + CHAT, content=b"wait", headers=made.bearer, timeout=0.5)
+        assert cancelled.wait(10)
 
 
 def without_comments(content: bytes) -> bytes:

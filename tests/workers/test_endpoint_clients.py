@@ -12,9 +12,9 @@ from contextlib import suppress
 import httpx2
 import pytest
 
-from agentrl.workers.serving import guarded_http
+from agentrl.workers.http import http_server
+from agentrl.workers.http.http_server import GuardedProtocol
 from agentrl.workers.serving.endpoint_app import EndpointLimits
-from agentrl.workers.serving.guarded_http import GuardedProtocol
 from agentrl.workflow.dialects.chat_completions import PATH as CHAT
 from agentrl.workflow.store.connect import Database
 from tests.support.scripted_worker import hang_up, scripted_worker, silence, stream, whole
@@ -32,7 +32,7 @@ def made(sqlite: Database) -> Attempt:
 
 @pytest.fixture
 def served(sqlite: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(guarded_http, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(http_server, "SWEEP_SECONDS", 0.05)
     with endpoint_over(sqlite) as found:
         yield found
 

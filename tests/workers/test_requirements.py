@@ -159,6 +159,16 @@ def test_worker_check_reports_broken_optimizer_for_trainer(home: Path, tmp_path:
     assert "The optimizer adamw_8bit does not work here on " in said
 
 
+def test_worker_check_reports_missing_devices_for_trainer(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTRL_DEVICE", "cuda")
+    settings.cache_clear()
+    question = asked(tmp_path, **{"update.devices": 64})
+    assert requirements.list_lacks(question, ["rollout", "tools"]) == []
+    import_module("agentrl.workflow.models.devices")  # as a train worker has
+    (said,) = requirements.list_lacks(question, ["train"])
+    assert said.startswith("says: update.devices=64 needs 64 GPUs, and torch can use ")
+
+
 def test_worker_check_survives_module_that_exits(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leaving_here.py").write_text("raise SystemExit('no')\n")
     monkeypatch.syspath_prepend(tmp_path)

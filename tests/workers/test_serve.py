@@ -16,8 +16,12 @@ import pytest
 from openai import OpenAI
 from sqlalchemy import text
 
+from agentrl.workers.requests.eval_config import in_one_iteration
+from agentrl.workflow.config import build
 from agentrl.workflow.store.migrate import open_database
 from tests.support.dialect_clients import CALCULATOR, CLIENTS, COMPLETIONS, DialectClient
+from tests.support.model_server import kept_port
+from tests.support.model_server import served as served_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
@@ -158,6 +162,75 @@ def test_serve_refuses_in_openai_shape(served: Served) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
     assert served.post("/v1/nothing").status_code == 404
     assert httpx2.get(f"{served.url}/v1/models", headers={"Origin": "http://attacker.example.org"}).status_code == 403
+
+
+def test_prompts_of_clients_become_tasks_of_a_run(world_model: Path, tmp_path: Path) -> None:
+    with serving(world_model, tmp_path / "home") as made:
+        system = {"role": "system", "content": "Be brief."}
+        talk = [system, {"role": "user", "content": "What is 2 plus 3?"}]
+        told = made.post(body={"messages": talk, "max_tokens": 8}).json()["choices"][0]["message"]
+        assert (
+            made.post(body={"messages": [*talk, told, *QUESTION], "max_tokens": 8}).status_code == 200
+        )  # goes on, is no prompt
+        for _ in range(2):
+            made.post(body={"messages": [system, *QUESTION], "max_tokens": 8}, X_Agentrl_Episode="another")
+        history = [*QUESTION, {"role": "assistant", "content": "7"}, {"role": "user", "content": "Sure?"}]
+        made.post(body={"messages": history, "max_tokens": 8}, X_Agentrl_Episode="history")
+        made.end()
+        words = ["submit", "--from-episodes", "serve-1", "--group-size", "2", "--epochs", "1", "--tasks-per-iteration", "2"]
+        no_reward = agentrl(made, *words)
+        assert (no_reward.returncode, "have no reference answers" in no_reward.stderr) == (2, True)
+        done = agentrl(made, *words, "-s", "hooks=[tests.support.parity_hook:Lucky]", "--name", "again", "--detach")
+        assert done.returncode == 0, done.stderr
+        tasks = made.rows("SELECT t.messages FROM tasks t JOIN run_tasks r ON r.task_id = t.id ORDER BY t.id")
+        asked = [[(message["role"], message["content"]) for message in json.loads(task[0])] for task in tasks]
+        assert asked == [
+            [("system", "Be brief."), ("user", "What is 2 plus 3?")],
+            [("system", "Be brief."), ("user", QUESTION[0]["content"])],
+        ]
+        assert "step 0: it does not begin with messages" in done.stdout + done.stderr
+        with closing(open_database(f"sqlite:///{made.home}/agentrl.db")) as database:
+            measured = in_one_iteration(database, build({"dataset.name": "episodes:serve-1"}))
+        assert measured.rollout.tasks_per_iteration == 2
+        refused = agentrl(made, *words, "--dataset", "gsm8k")
+        assert (refused.returncode, "exclude each other" in refused.stderr) == (2, True)
+        assert agentrl(made, "submit", "--dataset", "episodes:nothing").returncode == 5
+
+
+def test_serve_upstream_records_tokens_and_no_secret(world_model: Path, tmp_path: Path) -> None:
+    key = "upstream-secret-0123456789"
+    with kept_port() as port, served_model(world_model, port) as (routes, _):
+        routes.key, url = key, f"http://127.0.0.1:{port}"
+        with serving(world_model, tmp_path / "home", "--upstream", url, AGENTRL_ENGINE_KEY=key) as made:
+            headers = {"authorization": "Bearer the-clients-own", "x-secret": "the-clients-own"}
+            said = made.post(body={"messages": QUESTION, "max_tokens": 6, "return_token_ids": True}, **headers).json()
+            sampled = routes.sampled[-1]
+            assert tuple(said["choices"][0]["token_ids"]) == sampled.ids
+            assert made.rows("SELECT sampled_tokens, delivered FROM steps") == [(len(sampled.ids), 1)]
+            lies: list[Any] = [(200, "<html>a portal</html>"), (302, "http://127.0.0.1:1/"), (500, f"bad key {key}")]
+            for number, lie in enumerate(lies):
+                routes.instead["/v1/completions"] = lie
+                answer = made.post(X_Agentrl_Episode=f"lie-{number}")
+                assert answer.status_code >= 400
+                assert key not in answer.text
+            del routes.instead["/v1/completions"]
+            assert made.post(X_Agentrl_Episode="truth").status_code == 200
+            made.end()
+        stored = (tmp_path / "home" / "agentrl.db").read_bytes() + (tmp_path / "home.log").read_bytes()
+        assert b"[the key]" in stored
+        assert key.encode() not in stored
+        assert b"the-clients-own" not in stored + json.dumps(routes.bodies).encode()
+
+
+@pytest.mark.parametrize(
+    "words", [["--upstream", "http://u:secret@h"], ["--upstream", "ftp://h"], ["--upstream", "http://h?key=secret"]]
+)
+def test_serve_refuses_upstream_with_secret_in_url(words: Sequence[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agentrl.cli", "serve", "--policy", "tiny", *words]
+    environment = {**os.environ, "AGENTRL_HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    assert done.returncode == 2
+    assert "secret" not in done.stderr
 
 
 def test_serve_ends_episode_by_silence_and_all_at_exit(world_model: Path, tmp_path: Path) -> None:

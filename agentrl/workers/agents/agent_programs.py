@@ -23,7 +23,7 @@ from agentrl.workflow.agents import CLOCK, LLM, AgentTask
 from agentrl.workflow.agents.agent_limits import FUNCTION, check_held, command_of, folders_of, may_read
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.datasets import split_mixture
-from agentrl.workflow.emitters import EMIT_KEY, EMIT_URL
+from agentrl.workflow.emitters import emit_variables
 from agentrl.workflow.sandbox import uid_pool
 from agentrl.workflow.settings import settings
 
@@ -108,15 +108,7 @@ def placed(
 
 
 def _model(llm: LLM, emit_key: str, clock: float | None) -> dict[str, str]:
-    variables = llm.variables | ({} if clock is None else {CLOCK: repr(clock)})
-    if not emit_key:
-        return variables
-    return variables | {
-        EMIT_URL: f"{llm.base_url}/annotations",
-        EMIT_KEY: emit_key,
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{llm.base_url}/traces",
-        "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"x-api-key={emit_key}",
-    }
+    return llm.variables | emit_variables(llm.base_url, emit_key) | ({} if clock is None else {CLOCK: repr(clock)})
 
 
 def _file_variables(folder: str) -> dict[str, str]:

@@ -64,6 +64,7 @@ class Order:
         processes: the most processes of the agent.
         output_bytes: the most bytes that the agent may print.
         keys: the secrets that are removed from all output.
+        stdin: the file that a program reads as its standard input; empty for an empty input.
     """
 
     command: list[str]
@@ -78,6 +79,7 @@ class Order:
     processes: int
     output_bytes: int
     keys: list[str] = field(default_factory=list)
+    stdin: str = ""
 
     @property
     def is_boxed(self) -> bool:
@@ -294,10 +296,10 @@ def _become_agent(
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         with suppress(OSError):  # the agent is what the kernel ends first
             Path("/proc/self/oom_score_adj").write_text("1000")
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        stdin = os.open(order.stdin or os.devnull, os.O_RDONLY)
+        for source, target in ((stdin, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
-        for descriptor in (*others, output, nothing):
+        for descriptor in (*others, output, stdin):
             os.close(descriptor)
         if not order.is_boxed:
             domain.enter()

@@ -4,6 +4,7 @@ each running agent.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -77,7 +78,10 @@ class AgentServer:
         self._await()
         reply = receive(self._control)
         if reply is None or "error" in reply:
+            was_killed = reply is None and self._was_killed()
             self._kill()
+            if was_killed:
+                raise InfraError("The agent's interpreter was killed, by a user or by the kernel (out of memory).")
             raise AgentUnready(reply["error"] if reply else "its interpreter ended while it was imported")
         self.source = reply["source"]
         self._stamps = {file: _stamp(file) for file in reply["files"]}
@@ -121,6 +125,12 @@ class AgentServer:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_SECONDS)
         _ending[:] = [process for process in (*_ending, self._process) if process.poll() is None]
+
+    def _was_killed(self) -> bool:
+        """Return whether the interpreter, whose end of the connection is closed, was ended by SIGKILL."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(LOOK_SECONDS)
+        return self._process.returncode == -signal.SIGKILL
 
     def _kill(self) -> None:
         self._control.close()

@@ -1,15 +1,84 @@
-"""The messages between the HTTP server thread, which receives an agent's request, and the rollout, which samples the response.
+"""An agent's request on its way: from the endpoint to the rollout process, and there from the HTTP server's thread to the
+rollout, which samples the response.
 
 The server puts an `AgentCall` into the inbox of the rollout that drives the episode. The rollout answers by calling `tell`. It
 sends `Accepted` first, then each token as it is drawn, and the complete turns after they are committed. If it cannot answer, it
 sends `Refused` or `AttemptGone`.
 """
 
+import hashlib
+import re
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from agentrl.workflow.dialects import Ask, RequestError, ResponseTurn
+
+Begin = Callable[[int, list[tuple[bytes, bytes]]], Awaitable[None]]
+"""A function that sends the status and the headers of a response."""
+Write = Callable[[bytes, bool], Awaitable[None]]
+"""A function that sends bytes of a response; its second argument says whether more bytes follow."""
+ANNOTATIONS = "/v1/annotations"
+"""The path to which an agent sends annotations of its episode."""
+TRAIN = "x-agentrl-train"
+"""The header with which an agent marks a request as a side call: its value is then 0."""
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+_DIGITS = re.compile(r"[0-9]{1,15}")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedRequest:
+    """A request as the endpoint sends it to the process that holds the episode. It is the same at each try.
+
+    Args:
+        path: the path of the route.
+        key: the API key.
+        request_id: 32 hexadecimal digits; the same for repetitions of one request by its client.
+        created: the time of arrival, in seconds since 1970.
+        retry: the number of earlier tries that the client reports.
+        body: the request's body.
+        side_call: True if the client marks the request as a side call, whose turn does not train.
+    """
+
+    path: str
+    key: str
+    request_id: str
+    created: int
+    retry: int
+    body: bytes
+    side_call: bool = False
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers with which the request is sent over HTTP."""
+        return [
+            (b"authorization", b"Bearer " + self.key.encode("latin-1", errors="replace")),
+            (b"content-type", b"application/json"),
+            (b"x-agentrl-request", self.request_id.encode()),
+            (b"x-agentrl-created", str(self.created).encode()),
+            (b"x-agentrl-retry", str(self.retry).encode()),
+            (TRAIN.encode(), str(int(not self.side_call)).encode()),
+        ]
+
+    @classmethod
+    def received(cls, path: str, key: str, headers: Mapping[str, str], body: bytes) -> "ForwardedRequest":
+        """Return the request that was received over HTTP with these headers."""
+        name, created, retry = (headers.get(f"x-agentrl-{what}", "") for what in ("request", "created", "retry"))
+        return cls(
+            path,
+            key,
+            name if _REQUEST_ID.fullmatch(name) else hashlib.sha256(f"{time.time_ns()}|{key}".encode()).hexdigest()[:32],
+            int(created) if _DIGITS.fullmatch(created) else int(time.time()),
+            int(retry) if _DIGITS.fullmatch(retry) else 0,
+            body,
+            is_side_call(headers),
+        )
+
+
+def is_side_call(headers: Mapping[str, str]) -> bool:
+    """Return True if the headers of a request mark it as a side call."""
+    return headers.get(TRAIN, "").strip() == "0"
 
 
 @dataclass(frozen=True, slots=True)

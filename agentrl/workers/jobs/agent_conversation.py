@@ -283,6 +283,12 @@ class Conversation:
         """Replace the steps by those of the newly loaded episode, which have the current results and `delivered` flags."""
         self.lines.steps[:] = episode.steps
 
+    def step_of(self, request_id: str, choice: int) -> int | None:
+        """Return the index of the step that is a choice of the response to that request; None if there is no such step.
+        Thread-safe.
+        """
+        return self._by_id.get(choice_id(request_id, choice))
+
     def response(self, request_id: str) -> RecordedResponse | None:
         """Return the recorded response to the request of that id; None if there is no such response. Thread-safe.
 

@@ -21,7 +21,7 @@ from agentrl.workers.jobs.agent_conversation import KEPT, TOP, AgentTurn, Conver
 from agentrl.workers.jobs.agent_replay import REPLAYED, WAIT_SECONDS, AgentReplay, Contradiction, RecordedTurn
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
 from agentrl.workers.jobs.inbox import Inbox, InboxEvent
-from agentrl.workers.jobs.pending_agents import Agents, PendingAgents
+from agentrl.workers.jobs.pending_agents import Agents, PendingAgents, PolledAgents
 from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
 from agentrl.workflow import engines
@@ -140,7 +140,8 @@ class AgentRollout:
         config = self.experiment.config
         assert config.agent is not None
         self.limits, self.model = config.rollout, self.work.run
-        self.fingerprint, self.allows_side_calls = fingerprint_of(self.work.policy), config.agent.side_calls
+        self.fingerprint, self.policy_version = fingerprint_of(self.work.policy), self.work.policy.version
+        self.allows_side_calls = config.agent.side_calls
         env, judges = self.experiment.env, self.experiment.judges
         hooks = load_hooks(config.hooks)
         self.recorder = EpisodeRecorder(self.db, self.work, env, hooks, judges, self.limits, self._release)
@@ -149,7 +150,12 @@ class AgentRollout:
         self.records = AgentRecords(self.work, self.chat, self.limits, self.max_context)
         self.sampling = AgentSampling(self.db, self.work, self.limits, config.agent, self.experiment.engine)
         self.judging = PendingCalls(self.db, self.work.fence.group, self.inbox, self.recorder.report_wait)
-        self.agents: Agents = self.served or PendingAgents(self.db, self.work.fence, self.inbox, self.recorder.report_wait)
+        self.agents: Agents = self.served or self._make_agents(config.agent)
+
+    def _make_agents(self, agent: AgentConfig) -> Agents:
+        if agent.is_external:
+            return PolledAgents(self.db, self.work.fence, self.recorder.report_wait)
+        return PendingAgents(self.db, self.work.fence, self.inbox, self.recorder.report_wait)
 
     @property
     def is_live(self) -> bool:
@@ -202,6 +208,11 @@ class AgentRollout:
         """Cancel the request because its client disconnected. Thread-safe."""
         call.gone.set()
         self.inbox.put(InboxEvent(self.work.fence.group, call.episode, request=call))
+
+    def step_of(self, episode: int, request_id: str, choice: int) -> int | None:
+        """Return the index of the step that is a choice of an earlier response; None if there is no such step. Thread-safe."""
+        conversation = self._conversations.get(episode)
+        return None if conversation is None else conversation.step_of(request_id, choice)
 
     def recorded(self, episode: int, request_id: str) -> RecordedResponse | None:
         """Return the response to an earlier request of the episode's current attempt; None if there is no such response.
@@ -305,7 +316,11 @@ class AgentRollout:
         if replay is None:
             self._begin(call, conversation)
             return
-        turn = replay.take(call.ask, self.chat, self.max_context)
+        try:
+            turn = replay.take(call.ask, self.chat, self.max_context)
+        except Contradiction:
+            self._draft(replay.rewritten(call.ask), conversation)  # a request that is refused is not recorded
+            raise
         if turn is None:
             call.ask = replay.rewritten(call.ask)
             self._begin(call, conversation)
@@ -342,9 +357,7 @@ class AgentRollout:
         noted: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Begin a turn for the request: submit its choices to the engine, unless they are recorded."""
-        draft = conversation.draft(self.chat, call.ask, self.max_context)
-        if len(draft.context) >= self.max_context:
-            raise too_long(self.max_context, len(draft.context))
+        draft = self._draft(call.ask, conversation)
         if recorded and draft.context != recorded.prompt_ids:
             raise Contradiction("the chat template renders its messages to other tokens than the recorded ones", may_wait=False)
         if not self.recorder.begin_step(self.recorder.episodes[call.episode]):
@@ -366,6 +379,13 @@ class AgentRollout:
         for future in list(turn.futures):
             future.add_done_callback(partial(self._put_over, turn))
         faultpoint("generate.sent")
+
+    def _draft(self, ask: Ask, conversation: Conversation) -> Draft:
+        """Return the prompt for the requested turn. Raise RequestError if it leaves no place for a turn."""
+        draft = conversation.draft(self.chat, ask, self.max_context)
+        if len(draft.context) >= self.max_context:
+            raise too_long(self.max_context, len(draft.context))
+        return draft
 
     def _put_over(self, turn: AgentTurn, future: "Future[Completion]") -> None:
         if turn.is_over:

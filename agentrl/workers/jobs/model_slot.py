@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 
+from agentrl.workers.ranks.rank_group import close_group
+from agentrl.workers.ranks.ranked_trainer import RankedTrainer
 from agentrl.workers.stack.metrics import PrometheusMetric, add_collector
 from agentrl.workflow import engines
 from agentrl.workflow.config import RunConfig
@@ -31,7 +33,7 @@ class LoadedModel:
 
     policy: Policy
     backend: Backend
-    trainer: Trainer | None = None
+    trainer: Trainer | RankedTrainer | None = None
     trainer_holds: tuple[int, str] | None = None
     """The (run id, checkpoint path) whose state the trainable weights and the optimizer in memory exactly equal. None after a
     failed update.
@@ -61,7 +63,9 @@ class LoadedModel:
         return counts() if counts is not None else {}
 
     def close(self) -> None:
-        """End the engine if it was started."""
+        """End the engine if it was started, and the ranks that hold the base."""
+        if isinstance(self.trainer, RankedTrainer):
+            close_group()
         if self._engine is not None:
             self._engine.close()
 
@@ -79,12 +83,14 @@ class Models:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @contextmanager
-    def use(self, experiment: Experiment, base: str) -> Iterator[LoadedModel]:
+    def use(self, experiment: Experiment, base: str, weights: bool = True) -> Iterator[LoadedModel]:
         """Load the base for the experiment if necessary, and yield it with its engine. Several jobs may use the base at once.
         Raise ModelError if the base cannot be loaded. Raise ConfigError if the experiment's engine does not exist.
+
+        `weights` says whether the job computes with the weights in this process. If not, they are read at their first use.
         """
         with self._changed:
-            loaded = self._enter(_loading_key(experiment.config, base), experiment, base)
+            loaded = self._enter(_loading_key(experiment.config, base), experiment, base, weights)
         try:
             yield loaded
         finally:
@@ -109,14 +115,14 @@ class Models:
             [({"of": name}, count) for name, count in counts.items()],
         )
 
-    def _enter(self, key: str, experiment: Experiment, base: str) -> LoadedModel:
+    def _enter(self, key: str, experiment: Experiment, base: str, weights: bool) -> LoadedModel:
         self._tickets += 1
         ticket = (self._tickets, key)
         self._line.append(ticket)
         try:
             self._changed.wait_for(lambda: self._may_enter(ticket))
             if self._key != key or self._loaded is None:
-                self._replace(experiment, base)
+                self._replace(experiment, base, weights)
             assert self._loaded is not None
             self._users += 1
             return self._loaded
@@ -130,7 +136,7 @@ class Models:
         first = self._line[0] == ticket
         return ticket in invited or (first and (ticket[1] == self._key or not (self._users or invited)))
 
-    def _replace(self, experiment: Experiment, base: str) -> None:
+    def _replace(self, experiment: Experiment, base: str, weights: bool) -> None:
         if self._loaded is not None:
             log.info("changing base models: unloading %s", self._key.split("|")[0])
             self._loaded.close()
@@ -140,7 +146,7 @@ class Models:
         key = ""
         while key != (present := _loading_key(config, base)):  # a folder that is replaced while it is read is read again
             key = present
-            policy = Policy.load(config.model, base, where.device, where.threads, weights=backend.local)
+            policy = Policy.load(config.model, base, where.device, where.threads, weights=weights and backend.local)
         self._loaded = LoadedModel(policy, backend)
         self._key, self._invited = key, self._tickets
 

@@ -122,6 +122,38 @@ class PendingAgents:
         _replies().expect(state.episode, partial(_wake, self.inbox, self.fence.group, state.episode))
 
 
+@dataclass
+class PolledAgents:
+    """The external agents of a group's episodes: processes elsewhere ask the endpoint for the waiting attempts.
+
+    No message is sent, so the rollout reads the rows at each `poll_calls`. `report_wait` is called with the reason if attempts
+    wait for long.
+    """
+
+    db: Database
+    fence: Fence
+    report_wait: Callable[[str], None]
+    _moved: float = field(default_factory=time.monotonic)
+
+    def give(self, episodes: Sequence[int]) -> None:
+        """See `Agents.give`."""
+        agent_holds.open_attempts(self.db, self.fence, episodes)
+
+    def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
+        """See `Agents.load`."""
+        return agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds, episodes)
+
+    def send_overdue(self, states: Collection[AgentState]) -> None:
+        """Report that the run waits, if no attempt of the group is at work for a lease."""
+        if not states or any(state.status != "pending" for state in states):
+            self._moved = time.monotonic()
+        if time.monotonic() - self._moved > min(RESEND_SECONDS, settings().lease_seconds):
+            self.report_wait("Tasks wait for external agents. Ask for them: agentrl agent poll --url URL -- COMMAND")
+
+    def forget(self) -> None:
+        """See `Agents.forget`."""
+
+
 def _wake(inbox: Inbox, group: int, episode: int, _episode: int, _reason: str) -> None:
     inbox.put(InboxEvent(group, episode, woken=True))
 

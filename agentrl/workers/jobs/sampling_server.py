@@ -7,29 +7,42 @@ then looks up the holder again.
 """
 
 import asyncio
-import hashlib
 import json
 import re
 import socket
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import getLogger
+from secrets import token_hex
 from typing import Any, Protocol
 
-import uvicorn
-
-from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Drawn, Refused, RolloutMessage
+from agentrl.workers.http.calls import MAX_HEAD_BYTES, ApiRoute, Application, Call
+from agentrl.workers.http.http_server import make_server, serve
+from agentrl.workers.jobs.agent_calls import (
+    ANNOTATIONS,
+    TRAIN,
+    Accepted,
+    AgentCall,
+    Answered,
+    AttemptGone,
+    Begin,
+    Drawn,
+    ForwardedRequest,
+    Refused,
+    RolloutMessage,
+    Write,
+)
 from agentrl.workers.stack.process import database
 from agentrl.workflow.agents.keys import key_hash, sampling_key
-from agentrl.workflow.annotations import Annotation, read_annotations
+from agentrl.workflow.annotations import MAX_AT_ONCE, Annotation, read_annotations
 from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.dialects import Ask, RecordedResponse, ReplyHead, RequestError, chat_completions
-from agentrl.workflow.dialects.paths import COUNTERS, DIALECTS, Dialect, Events, dialect_of
-from agentrl.workflow.errors import ConflictError, ServiceError, StateError, locate_error
+from agentrl.workflow.dialects import Ask, RecordedResponse, ReplyHead, RequestError
+from agentrl.workflow.dialects.paths import COUNTERS, DIALECTS, Events, dialect_of
+from agentrl.workflow.dialects.request_parts import MAX_CHOICES
+from agentrl.workflow.errors import ConflictError, ServiceError, StateError
 from agentrl.workflow.runtime.once_per_process import Once
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import agent_holds
@@ -37,27 +50,17 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.episode_annotations import add_annotations
 
 log = getLogger("agentrl.sampling_server")
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 MAX_BODY = 8 * 1024 * 1024
 BODY_SECONDS = 60.0
 """The time limit for receiving a request's body, in seconds."""
-WRITE_SECONDS = 60.0
-"""The time limit for one write to a client, in seconds. A client that does not read the data in this time is treated as
-disconnected.
-"""
 KEPT_KEYS = 10_000
 MAX_ANNOTATIONS = 1024 * 1024
 """The largest body of a request with annotations, in bytes."""
 SMALL_BODY = 32 * 1024
 """The largest body that is parsed in the server's own thread, in bytes. Larger bodies are parsed in another thread."""
-_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
-_DIGITS = re.compile(r"[0-9]{1,15}")
+_RESPONSE = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)([0-9a-f]{32})")
+"""The ids of responses, one form for each dialect, with the request id."""
 _UNPRINTABLE = re.compile(rb"[^ -~]")
-TRAIN = "x-agentrl-train"
-"""The header with which an agent marks a request as a side call: its value is then 0."""
 MAX_HEADER_BYTES = 1000
 """The most bytes of the header that names the fields without effect."""
 
@@ -68,6 +71,7 @@ class EpisodeServer(Protocol):
     chat: Chat
     model: str
     fingerprint: str
+    policy_version: int
     allows_side_calls: bool
 
     def take(self, call: AgentCall) -> None:
@@ -82,13 +86,16 @@ class EpisodeServer(Protocol):
     def recorded(self, episode: int, request_id: str) -> RecordedResponse | None:
         """Return the response to an earlier request of the episode's current attempt; None if there is no such response."""
 
+    def step_of(self, episode: int, request_id: str, choice: int) -> int | None:
+        """Return the index of the step that is a choice of an earlier response; None if there is no such step."""
+
 
 @dataclass(eq=False)
 class SamplingServer:
-    """The HTTP server for the episodes of this worker.
+    """The answers to the requests for the episodes of this worker: over HTTP by `application`, in this process by `answer`.
 
     Attributes:
-        address: the `host:port` at which the server listens.
+        address: the `host:port` at which the server listens; in a process that only calls `answer`, any text.
         rows: the function that returns the database with the API keys.
     """
 
@@ -128,43 +135,46 @@ class SamplingServer:
             raise RequestError(409, "This episode has a newer attempt.", code="episode_over")
         return episode, attempt, held[1]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. This is the ASGI application."""
-        if scope["type"] != "http":
-            return
-        exchange = HttpExchange(scope, receive, send)
-        try:
-            await self._serve(exchange)
-        except RequestError as error:
-            await exchange.refuse(error)
-        except ServiceError as error:  # the database is away: the endpoint asks again
-            log.warning("%s", error)
-            await exchange.refuse(RequestError(503, "The sampler cannot answer now.", code="unavailable"))
-        except Exception as error:  # noqa: BLE001 - no traceback: its values might show a key
-            log.error("a request failed: %s in %s", type(error).__name__, locate_error(error))
-            await exchange.refuse(RequestError(500, "The sampler failed; the reason is in its log.", code="internal_error"))
+    def application(self) -> Application:
+        """Return the ASGI application that answers the requests which an endpoint in another process forwards."""
+        routes = [ApiRoute("POST", path, self._answer_call) for path in (*DIALECTS, ANNOTATIONS)]
+        return Application(routes, "sampler", log)
 
-    async def _serve(self, exchange: "HttpExchange") -> None:
-        match exchange.scope["method"], exchange.scope["path"]:
-            case "POST", path if path in DIALECTS:
-                await self._sample(exchange)
-            case "POST", "/v1/annotations":
-                await self._note(exchange)
-            case "GET", "/v1/models":
-                _, _, holder = await self.find(exchange.key())
-                await exchange.answer(200, chat_completions.models(holder.model))
-            case _:
-                raise RequestError(404, "Unknown route.", code="not_found")
+    async def _answer_call(self, call: Call) -> None:
+        key = call.bearer()
+        if not key:
+            raise RequestError(401, "The API key is missing.", code="invalid_api_key")
+        await self.find(key if call.route != ANNOTATIONS else sampling_key(key))
+        body = await call.read(MAX_BODY, BODY_SECONDS)
+        request = ForwardedRequest.received(call.route, key, call.headers, body)
+        await call.unless_gone(self.answer(request, call.begin, call.write))
 
-    async def _sample(self, exchange: "HttpExchange") -> None:
+    async def answer(self, request: ForwardedRequest, begin: Begin, write: Write) -> None:
+        """Answer a request. If this is cancelled, because the client disconnected, the request's turn is not sampled further.
+
+        Args:
+            request: the request.
+            begin: sends the status and the headers of the response.
+            write: sends bytes of the response.
+
+        Raises:
+            RequestError: the request is refused; with status 421, this process does not hold the episode. If the response has
+                begun, the caller must cut it off, so that the request is sent again.
+            ServiceError: the database does not answer.
+        """
+        if request.path == ANNOTATIONS:
+            await self._annotate(request, begin, write)
+        else:
+            await self._sample(request, begin, write)
+
+    async def _sample(self, request: ForwardedRequest, begin: Begin, write: Write) -> None:
         """Let the holder sample a turn for the request, or count its tokens, and write the response."""
-        episode, attempt, holder = await self.find(exchange.key())
-        body = await exchange.body()
-        read = partial(exchange.dialect.read, body, partial(holder.recorded, episode))
-        ask = read() if len(body) <= SMALL_BODY else await asyncio.to_thread(read)
-        counts = exchange.path in COUNTERS
+        episode, attempt, holder = await self.find(request.key)
+        read = partial(dialect_of(request.path).read, request.body, partial(holder.recorded, episode))
+        ask = read() if len(request.body) <= SMALL_BODY else await asyncio.to_thread(read)
+        counts = request.path in COUNTERS
         ask = replace(ask, model=ask.model or holder.model, counts_only=counts, stream=ask.stream and not counts)
-        if exchange.header(TRAIN) == "0":
+        if request.side_call:
             ask = (
                 replace(ask, side_call=True)
                 if holder.allows_side_calls
@@ -184,45 +194,59 @@ class SamplingServer:
             with suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(_put_all, queue, batch)
 
-        call = AgentCall(episode, attempt, *exchange.identity(ask.identity), ask.identity, ask, tell)
+        call = AgentCall(episode, attempt, request.request_id, request.created, request.retry, ask.identity, ask, tell)
         holder.take(call)
-        reply = asyncio.ensure_future(_reply(exchange, holder, ask, queue))
-        gone = asyncio.ensure_future(exchange.wait_gone())
+        replied = False
         try:
-            await asyncio.wait((reply, gone), return_when=asyncio.FIRST_COMPLETED)
-            if reply.done():
-                await reply
-        except TimeoutError:
-            log.info("a client of episode %d has stopped reading", episode)
-        except _BrokenOff as error:
-            log.info("a response of episode %d is cut off: %s", episode, error)
+            await _reply(request.path, begin, write, holder, ask, queue)
+            replied = True
         finally:
-            if not (reply.done() and not reply.cancelled() and reply.exception() is None):
+            if not replied:
                 holder.left(call)
-            for task in (reply, gone):
-                task.cancel()
-            await asyncio.gather(reply, gone, return_exceptions=True)
 
-    async def _note(self, exchange: "HttpExchange") -> None:
+    async def _annotate(self, request: ForwardedRequest, begin: Begin, write: Write) -> None:
         """Store annotations that an agent sent about its episode."""
-        episode, attempt, _ = await self.find(sampling_key(exchange.key()))
-        annotations = await asyncio.to_thread(_read_annotations, await exchange.body())
+        episode, attempt, holder = await self.find(sampling_key(request.key))
+        step_of = partial(holder.step_of, episode)
+        annotations = await asyncio.to_thread(_read_annotations, request.body, step_of)
         try:
             await asyncio.to_thread(add_annotations, self.rows(), episode, attempt, annotations)
         except StateError as error:
             raise RequestError(409, error.message, code="episode_over") from None
         except ConflictError as error:
             raise RequestError(400, error.message, code="invalid_annotation") from None
-        await exchange.answer(200, {"annotations": len(annotations)})
+        await _write_json(begin, write, {"annotations": len(annotations)})
 
 
-def _read_annotations(body: bytes) -> Sequence[Annotation]:
+def _read_annotations(body: bytes, step_of: Callable[[str, int], int | None]) -> Sequence[Annotation]:
+    """Return the annotations in a body: those under `annotations`, or one for each reward of an earlier response under
+    `rewards`. `step_of` finds the step of a request id and a choice.
+    """
     try:
-        if len(body) > MAX_ANNOTATIONS or not isinstance(tree := json.loads(body), dict) or tree.keys() != {"annotations"}:
-            raise ValueError(f"the body must be an object with only `annotations`, of at most {MAX_ANNOTATIONS} bytes")
-        return read_annotations(tree["annotations"])
+        tree = json.loads(body) if len(body) <= MAX_ANNOTATIONS else None
+        if not isinstance(tree, dict) or tree.keys() not in ({"annotations"}, {"rewards"}):
+            problem = "the body must be an object with only `annotations`, or only `rewards`"
+            raise ValueError(f"{problem}, of at most {MAX_ANNOTATIONS} bytes")
+        if "annotations" in tree:
+            return read_annotations(tree["annotations"])
+        if not isinstance(tree["rewards"], list):
+            raise ValueError("rewards must be a list")
+        return read_annotations([_reward_annotation(reward, step_of) for reward in tree["rewards"][: MAX_AT_ONCE + 1]])
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"No annotations: {str(error)[:500]}.", code="invalid_annotation") from None
+
+
+def _reward_annotation(reward: Any, step_of: Callable[[str, int], int | None]) -> dict[str, Any]:
+    """Return the annotation of a reward of an earlier response, as decoded JSON."""
+    if not isinstance(reward, dict) or not {"response", "value"} <= reward.keys() <= {"response", "value", "name", "choice"}:
+        raise ValueError("a reward is an object with response, value, and optionally name and choice")
+    match = _RESPONSE.fullmatch(reward["response"]) if isinstance(reward["response"], str) else None
+    choice = reward.get("choice", 0)
+    step = step_of(match[1], choice) if match and type(choice) is int and 0 <= choice < MAX_CHOICES else None
+    if step is None:
+        raise ValueError(f"this episode has no response {str(reward['response'])[:80]!r} with that choice")
+    data = {"value": reward["value"], "step": step}
+    return {"id": token_hex(16), "kind": "reward", "name": reward.get("name", "reward"), "data": data, "step": step}
 
 
 def _put_all(queue: "asyncio.Queue[RolloutMessage]", messages: Iterable[RolloutMessage]) -> None:
@@ -230,161 +254,67 @@ def _put_all(queue: "asyncio.Queue[RolloutMessage]", messages: Iterable[RolloutM
         queue.put_nowait(message)
 
 
-class _BrokenOff(Exception):
-    """The error for a stream that has begun and that this process cannot complete."""
-
-
-async def _reply(exchange: "HttpExchange", holder: EpisodeServer, ask: Ask, queue: "asyncio.Queue[RolloutMessage]") -> None:
+async def _reply(
+    path: str, begin: Begin, write: Write, holder: EpisodeServer, ask: Ask, queue: "asyncio.Queue[RolloutMessage]"
+) -> None:
     """Write the response while the rollout's messages arrive in the queue."""
     accepted = await queue.get()
     if isinstance(accepted, Refused):
         raise accepted.error
     if not isinstance(accepted, Accepted):
         raise _not_here()
+    headers = [(b"x-agentrl-policy-version", str(holder.policy_version).encode())]
     if ask.counts_only:
-        await exchange.answer(200, COUNTERS[exchange.path].count(len(accepted.prompt_ids)))
+        await _write_json(begin, write, COUNTERS[path].count(len(accepted.prompt_ids)), headers)
         return
     if ask.not_applied:
         names = ", ".join(ask.not_applied).encode("ascii", "replace")
-        exchange.headers.append((b"x-agentrl-not-applied", _UNPRINTABLE.sub(b"?", names)[:MAX_HEADER_BYTES]))
+        headers.append((b"x-agentrl-not-applied", _UNPRINTABLE.sub(b"?", names)[:MAX_HEADER_BYTES]))
     head = ReplyHead(accepted.prompt_ids, accepted.request_id, accepted.created, holder.fingerprint, accepted.cached_tokens)
+    dialect = dialect_of(path)
     if ask.stream:
-        await _stream(exchange, exchange.dialect.stream(ask, head, holder.chat), queue)
+        lines = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await begin(200, [*lines, (b"x-accel-buffering", b"no"), *headers])
+        await _stream(write, dialect.stream(ask, head, holder.chat), queue)
         return
     while not isinstance(message := await queue.get(), Answered):
-        if isinstance(message, Refused):
-            raise message.error
-        if isinstance(message, AttemptGone):
-            raise _not_here()
-    await exchange.answer(200, exchange.dialect.whole(ask, message.turns, head, holder.chat))
+        _check_sampled(message)
+    await _write_json(begin, write, dialect.whole(ask, message.turns, head, holder.chat), headers)
 
 
-async def _stream(exchange: "HttpExchange", events: Events, queue: "asyncio.Queue[RolloutMessage]") -> None:
+async def _stream(write: Write, events: Events, queue: "asyncio.Queue[RolloutMessage]") -> None:
     """Write the server-sent events, one choice after the other. So the bytes do not depend on the time at which the tokens
     arrive.
     """
-    await exchange.begin_stream()
-    await exchange.write(events.begin())
+    await write(events.begin(), True)
     drawn: dict[int, list[int]] = {}
     while not isinstance(message := await queue.get(), Answered):
-        if isinstance(message, Refused | AttemptGone):
-            raise _BrokenOff(message)  # the connection ends without the last event, so the proxy sends the call again
+        _check_sampled(message)
         if isinstance(message, Drawn):
             drawn.setdefault(message.choice, []).append(message.token)
-            if message.choice == 0:
-                await exchange.write(events.token(0, message.token))
+            if message.choice == 0 and (piece := events.token(0, message.token)):
+                await write(piece, True)
+    rest = []
     for choice, turn in enumerate(message.turns):
         written = len(drawn.get(0, ())) if choice == 0 else 0
-        for token in turn.completion.token_ids[written:]:
-            await exchange.write(events.token(choice, token))
-        await exchange.write(events.end(choice, turn))
-    await exchange.write(events.close(message.turns))
-    await exchange.end_stream()
+        rest += [events.token(choice, token) for token in turn.completion.token_ids[written:]]
+        rest.append(events.end(choice, turn))
+    await write(b"".join((*rest, events.close(message.turns))), True)
+    await write(b"", False)
 
 
-@dataclass(eq=False)
-class HttpExchange:
-    """One request and its response. `headers` are those of the response, besides the usual ones."""
+def _check_sampled(message: RolloutMessage) -> None:
+    """Raise the error of a request that is refused after it was accepted, or that this process cannot answer any more."""
+    if isinstance(message, Refused):
+        raise message.error
+    if isinstance(message, AttemptGone):
+        raise _not_here()
 
-    scope: Scope
-    receive: Receive
-    send: Send
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    _begun: bool = False
 
-    @property
-    def path(self) -> str:
-        """The path of the request."""
-        return str(self.scope["path"])
-
-    @property
-    def dialect(self) -> Dialect:
-        """The dialect of the request."""
-        return dialect_of(self.path)
-
-    def key(self) -> str:
-        """Return the API key of the request.
-
-        Raises:
-            RequestError: the request has no key.
-        """
-        scheme, _, key = self.header("authorization").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            raise RequestError(401, "The API key is missing.", code="invalid_api_key")
-        return key.strip()
-
-    def identity(self, salt: str) -> tuple[str, int, int]:
-        """Return three values from the headers that the endpoint sets: the request id, the time of arrival in seconds since
-        1970, and the number of earlier tries.
-        """
-        name, created, retry = (self.header(f"x-agentrl-{what}") for what in ("request", "created", "retry"))
-        return (
-            name if _REQUEST_ID.fullmatch(name) else hashlib.sha256(f"{time.time_ns()}|{salt}".encode()).hexdigest()[:32],
-            int(created) if _DIGITS.fullmatch(created) else int(time.time()),
-            int(retry) if _DIGITS.fullmatch(retry) else 0,
-        )
-
-    def header(self, name: str) -> str:
-        """Return the value of the header; empty if the header is missing."""
-        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name.encode()), "")
-
-    async def body(self) -> bytes:
-        """Return the complete body.
-
-        Raises:
-            RequestError: the body is too large, is cut off, or did not arrive within `BODY_SECONDS`.
-        """
-        content = bytearray()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                while True:
-                    message = await self.receive()
-                    if message["type"] == "http.disconnect":
-                        raise RequestError(400, "The body ends too early.", code="invalid_request")
-                    content += message.get("body", b"")
-                    if len(content) > MAX_BODY:
-                        raise RequestError(413, f"The body has more than {MAX_BODY} bytes.", code="request_too_large")
-                    if not message.get("more_body"):
-                        return bytes(content)
-        except TimeoutError as error:
-            raise RequestError(408, f"The body was not received within {BODY_SECONDS:.0f} s.", code="timeout") from error
-
-    async def wait_gone(self) -> None:
-        """Wait until the client disconnects."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-
-    async def refuse(self, error: RequestError) -> None:
-        """Respond with the error, unless a response has begun."""
-        if not self._begun:
-            self.headers = [(b"x-should-retry", b"false")] if error.code == "max_calls" else []
-            await self.answer(error.status, self.dialect.error_body(error))
-
-    async def answer(self, status: int, document: Any) -> None:
-        """Respond with a JSON document."""
-        body = json.dumps(document, ensure_ascii=False, separators=(",", ":"), default=dict).encode("utf-8", "replace")
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *self.headers]
-        self._begun = True
-        async with asyncio.timeout(WRITE_SECONDS):
-            await self.send({"type": "http.response.start", "status": status, "headers": headers})
-            await self.send({"type": "http.response.body", "body": body})
-
-    async def begin_stream(self) -> None:
-        """Begin a response of server-sent events."""
-        self._begun = True
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        headers += [(b"x-accel-buffering", b"no"), *self.headers]
-        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def write(self, events: bytes) -> None:
-        """Write events, if there are any."""
-        if events:
-            async with asyncio.timeout(WRITE_SECONDS):
-                await self.send({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def end_stream(self) -> None:
-        async with asyncio.timeout(WRITE_SECONDS):
-            await self.send({"type": "http.response.body", "body": b""})
+async def _write_json(begin: Begin, write: Write, document: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    body = json.dumps(document, ensure_ascii=False, separators=(",", ":"), default=dict).encode("utf-8", "replace")
+    await begin(200, [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers])
+    await write(body, False)
 
 
 def _not_here() -> RequestError:
@@ -426,16 +356,13 @@ def start(rows: Callable[[], Database] = database, host: str | None = None) -> S
     Raises:
         ServiceError: the server cannot listen on the address.
     """
-    app, listener = SamplingServer(rows=rows), _listen(host or settings().sampler_host)
+    sampler, listener = SamplingServer(rows=rows), _listen(host or settings().sampler_host)
     host, port = listener.getsockname()[:2]
-    app.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    config = uvicorn.Config(
-        app, loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        date_header=False, timeout_keep_alive=75,
-    )  # fmt: skip
-    server = uvicorn.Server(config)
-    threading.Thread(target=lambda: server.run(sockets=[listener]), name="sampling server", daemon=True).start()
-    return app
+    sampler.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    server = make_server(sampler.application(), MAX_HEAD_BYTES, 0)
+    work = serve(server, listener)
+    threading.Thread(target=lambda: asyncio.run(work), name="sampling server", daemon=True).start()
+    return sampler
 
 
 @Once

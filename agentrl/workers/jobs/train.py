@@ -7,6 +7,7 @@ memory only if it is exactly the published checkpoint. Otherwise, it loads that 
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
@@ -16,6 +17,8 @@ from logging import getLogger
 from agentrl.workers.jobs import broken_checkpoints, search_step
 from agentrl.workers.jobs.lost_device import end_if_device_lost
 from agentrl.workers.jobs.model_slot import LoadedModel, models
+from agentrl.workers.ranks.rank_group import close_group, group_for
+from agentrl.workers.ranks.ranked_trainer import RankedTrainer
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import dispatch, send_train
 from agentrl.workers.stack.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, write_when_possible
@@ -24,7 +27,9 @@ from agentrl.workflow.checkpoints import epoch_links as links
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
+from agentrl.workflow.models.devices import devices_of_ranks
 from agentrl.workflow.models.parameters import count_parameters
+from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.runtime.log_fields import log_fields
 from agentrl.workflow.settings import is_url, settings
@@ -143,10 +148,11 @@ def _finish_without_update(work: IterationWork) -> PublishedUpdate:
 def _train_iteration(work: IterationWork, experiment: Experiment, fenced: threading.Event) -> PublishedUpdate:
     config, path = experiment.config, _checkpoint_path(work)
     refuse_overlap(config)
-    with models.use(experiment, work.policy.base) as loaded:
+    devices = _devices(experiment)
+    with models.use(experiment, work.policy.base, weights=len(devices) == 1) as loaded:
         confirm_base(work.run_id, loaded.policy)
         loaded.release()  # frees the engine's memory for the update
-        trainer = _load_trainer(work, experiment, loaded)
+        trainer = _load_trainer(work, experiment, loaded, devices, fenced)
         loaded.trainer_holds = None  # until the commit makes the state in memory the published one
         for hook in load_hooks(config.hooks):
             hook.on_update_start(work.run, work.iteration)
@@ -181,7 +187,7 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
     return published
 
 
-def _run_update(trainer: Trainer, work: IterationWork) -> Update:
+def _run_update(trainer: Trainer | RankedTrainer, work: IterationWork) -> Update:
     """Run the update on the iteration's groups. With dynamic sampling, use only the chosen groups with variance."""
     if not work.max_groups:
         return trainer.update(work.groups, work.number)
@@ -201,7 +207,7 @@ def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: thr
         return PublishedUpdate(broken.version, work.id)
     if not rebuild.groups:
         raise broken_checkpoints.beyond_repair_error(work, rebuild, "it was copied from another run")
-    with models.use(experiment, work.policy.base) as loaded:
+    with models.use(experiment, work.policy.base, weights=len(_devices(experiment)) == 1) as loaded:
         confirm_base(work.run_id, loaded.policy)
         loaded.release()
         _repeat_update(work, rebuild, experiment, loaded, fenced)
@@ -216,7 +222,7 @@ def _repeat_update(
     source = replace(work, number=rebuild.broken.version - 1, policy=rebuild.start, groups=rebuild.groups)
     source = replace(source, max_groups=rebuild.max_groups)
     try:
-        trainer = _load_trainer(source, experiment, loaded)
+        trainer = _load_trainer(source, experiment, loaded, _devices(experiment), fenced)
     except CheckpointError as error:
         raise broken_checkpoints.beyond_repair_error(work, rebuild, error.message.rstrip(".")) from error
     loaded.trainer_holds = None
@@ -249,21 +255,47 @@ def _fail_run(work: IterationWork, error: Exception) -> None:
     broken_checkpoints.send_rebuild(waiting)
 
 
-def _load_trainer(work: IterationWork, experiment: Experiment, loaded: LoadedModel) -> Trainer:
-    """Return a trainer with exactly the state from which this update starts. If it is not in memory, load the checkpoint."""
+def _devices(experiment: Experiment) -> list[str]:
+    """Return the devices on which this process updates the run; with several, each has a rank."""
+    return devices_of_ranks(experiment.config.update.devices, settings().device, experiment.config.model.numerics)
+
+
+def _load_trainer(
+    work: IterationWork, experiment: Experiment, loaded: LoadedModel, devices: Sequence[str], fenced: threading.Event
+) -> Trainer | RankedTrainer:
+    """Return a trainer with exactly the state from which this update starts. If it is not in memory, load the checkpoint.
+
+    Ranks are killed when `fenced` is set.
+    """
     path, part = work.policy.path, _checkpoint_part(work, work.policy.path)
-    key = (work.run_id, path)
-    if loaded.trainer is None or loaded.trainer_holds != key:
+    key, ready = (work.run_id, path), loaded.trainer
+    if ready is None or loaded.trainer_holds != key or (isinstance(ready, RankedTrainer) and not ready.is_alive):
         loaded.trainer, loaded.trainer_holds = None, None  # the trainer holds no state until one is loaded whole
-        trainer = trainers.start(experiment.trainer, loaded.policy, experiment.config, work.iterations)
-        with loaded.policy.training() as module:
-            log.info("%s: %s", work.run, count_parameters(module))
+        ready = _start_trainer(work, experiment, loaded.policy, devices)
+        if isinstance(ready, RankedTrainer):
+            ready.fenced = fenced
         if path:
-            checkpoints.read(path, work.policy.sha256, part, partial(trainer.load, fresh=part == "start"))
+            checkpoints.read(path, work.policy.sha256, part, partial(ready.load, fresh=part == "start"))
         else:
-            trainer.load(None)
-        loaded.trainer = trainer
-    return loaded.trainer
+            ready.load(None)
+        if isinstance(ready, RankedTrainer):
+            log.info("%s: %s, on each of %d devices", work.run, ready.parameters, len(devices))
+        loaded.trainer = ready
+    if isinstance(ready, RankedTrainer):
+        ready.fenced = fenced
+    return ready
+
+
+def _start_trainer(
+    work: IterationWork, experiment: Experiment, policy: Policy, devices: Sequence[str]
+) -> Trainer | RankedTrainer:
+    if len(devices) > 1:
+        return RankedTrainer(group_for(devices), policy, experiment.config, work.iterations)
+    close_group()  # ranks of an earlier run take memory
+    trainer = trainers.start(experiment.trainer, policy, experiment.config, work.iterations)
+    with policy.training() as module:
+        log.info("%s: %s", work.run, count_parameters(module))
+    return trainer
 
 
 def _checkpoint_part(work: IterationWork, path: str) -> checkpoints.Part:

@@ -11,10 +11,10 @@ from types import FrameType
 
 import uvicorn
 
+from agentrl.workers.http.http_server import make_server, serve
 from agentrl.workers.page.door import RequestGuard, Rules, names_of
 from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.service import application
-from agentrl.workers.serving.guarded_http import make_server, sweep
 from agentrl.workers.stack.listening import is_loopback
 from agentrl.workflow.settings import settings
 
@@ -60,12 +60,8 @@ def serve_page(store: ReadOnlyStore, listening: socket.socket, rules: Rules) -> 
 
 
 async def _serve(server: uvicorn.Server, state: object, listening: socket.socket) -> None:
-    sweeping = asyncio.create_task(sweep(server.server_state.connections))
     state.is_ending = lambda: server.should_exit  # type: ignore[attr-defined]
-    try:
-        await server.serve(sockets=[listening])
-    finally:
-        sweeping.cancel()
+    await serve(server, listening)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

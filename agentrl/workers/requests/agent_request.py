@@ -45,6 +45,9 @@ def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
         raise DatasetError(f"{some} have no messages (the first is {silent[0]!r:.80}). An agent receives only messages.")
     if experiment.weights or gives_rewards(experiment.env) or experiment.config.hooks:
         return experiment.config
+    if agent.is_external and not settings().broker_url and not settings().rewards_key:
+        message = "The run has no rewards, and external agents may not send any without AGENTRL_REWARDS_KEY."
+        raise ConfigError(message, "Name --reward or an --env, or set AGENTRL_REWARDS_KEY to a secret and type `agentrl down`.")
     return experiment.config.model_copy(update={"agent": agent.model_copy(update={"own_rewards": True})})
 
 
@@ -104,7 +107,9 @@ def remark_on_agent(experiment: Experiment) -> Iterator[str]:
     agent = experiment.config.agent
     if agent is None:
         return
-    if not agent.sandboxed:
+    if agent.is_external:
+        yield "The agents run elsewhere. To run them, type: agentrl agent poll --url URL -- COMMAND"
+    elif not agent.sandboxed:
         whose = "The agent's program" if agent.command else f"The agent {agent.name!r} is your own code and"
         yield f"{whose} runs without a sandbox, with your rights."
     yield "If a worker is lost, the agent starts again, and so do the side effects of its tools."

@@ -137,10 +137,10 @@ def requirements_of(
 
 
 def roles_of(config: RunConfig, rolls_out: bool = True) -> tuple[str, ...]:
-    """Return the queues that a run needs. The queue `agents` is included only if the run has an agent."""
+    """Return the queues that a run needs. The queue `agents` is included only if its workers start the run's agent."""
     if not rolls_out:
         return ("train",)
-    return QUEUES if config.agent is None else ALL_QUEUES
+    return QUEUES if config.agent is None or config.agent.is_external else ALL_QUEUES
 
 
 def ask_workers(needs: Requirements, workers: int | None = None) -> list[WorkerCheck]:
@@ -276,6 +276,7 @@ def _train_checks(needs: Requirements) -> Iterator[Callable[[], object]]:
     yield partial(load_hooks, config.hooks)
     yield partial(_check_model, config, needs.base)
     yield partial(_check_output_dir, needs.output_dir)
+    yield partial(_check_devices, config)
     yield partial(_check_optimizer, config)
     if config.update.trainer == "trl":
         yield require_trl
@@ -338,6 +339,12 @@ def _check_optimizer(config: RunConfig) -> None:
     } <= sys.modules.keys():  # as in each worker that trains
         device = sys.modules["agentrl.workflow.models.devices"].pick_device(settings().device)
         sys.modules["agentrl.workflow.training.optimizer"].check_optimizer(config.update.optimizer, device)
+
+
+def _check_devices(config: RunConfig) -> None:
+    if "agentrl.workflow.models.devices" in sys.modules:  # as in each worker that trains
+        devices = sys.modules["agentrl.workflow.models.devices"]
+        devices.devices_of_ranks(config.update.devices, settings().device, config.model.numerics)
 
 
 def _check_output_dir(output_dir: str) -> None:

@@ -23,6 +23,7 @@ from agentrl.workers.requests.agent_request import remark_on_agent, resolve_agen
 from agentrl.workers.requests.curriculum import ChosenTasks, choose_by_difficulty
 from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 from agentrl.workers.requests.search_request import SearchedTasks, check_resources, divide, resolve_texts
+from agentrl.workers.requests.served_prompts import load_run_tasks
 from agentrl.workers.stack import broker, embedded
 from agentrl.workflow import checkpoints, engines, trainers
 from agentrl.workflow.algorithms import resolve_run, resolve_search, searches
@@ -30,7 +31,7 @@ from agentrl.workflow.chat.templates import check_template, read_object, remark_
 from agentrl.workflow.checkpoints import RECORD
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.datasets import LoadedTasks, absolute_name, env_of, hash_dataset, is_rows, load_tasks, split_mixture
+from agentrl.workflow.datasets import LoadedTasks, absolute_name, env_of, hash_dataset, is_rows, split_mixture
 from agentrl.workflow.engines import Backend
 from agentrl.workflow.envs import Env, correctness_rule, gives_rewards, optional_rewards
 from agentrl.workflow.errors import AgentRLError, ConfigError, DatasetError, StateError, join_faults
@@ -155,7 +156,7 @@ def prepare(
 
 
 def _resolve_tasks(db: Database | None, config: RunConfig, policy: PolicyRef | None) -> RunTasks:
-    loaded = _load_tasks(config, policy)
+    loaded = _load_tasks(db, config, policy)
     chosen = choose_by_difficulty(db, config.dataset, loaded.tasks)
     return RunTasks(replace(loaded, tasks=chosen.tasks), chosen)
 
@@ -232,9 +233,9 @@ def _list_remarks(
         yield f"{output} also has the checkpoints of {older!r}; its epoch_N links now lead to this run."
 
 
-def _load_tasks(config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
+def _load_tasks(db: Database | None, config: RunConfig, policy: PolicyRef | None) -> LoadedTasks:
     try:
-        loaded = load_tasks(config.dataset, config.seed)
+        loaded = load_run_tasks(db, config.dataset, config.seed)
     except DatasetError as fault:
         faults: list[AgentRLError] = [fault]
         try:
@@ -334,7 +335,7 @@ def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -
     rows = {"map": config.dataset.map, "filter": config.dataset.filter} if has_rows else {}
     rollout = {"group_size": evaluation.group_size}
     measured = eval_config(config, evaluation.dataset, evaluation.split, evaluation.tasks, rollout, env, rows=rows)
-    return prepare(db, in_one_iteration(measured), "eval", policy).submission
+    return prepare(db, in_one_iteration(db, measured), "eval", policy).submission
 
 
 def list_remarks(submission: Submission) -> tuple[str, ...]:

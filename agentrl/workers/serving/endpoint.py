@@ -19,10 +19,11 @@ from types import FrameType
 
 import uvicorn
 
-from agentrl.workers.serving import guarded_http
-from agentrl.workers.serving.endpoint_app import MAX_HEAD_BYTES, Endpoint, EndpointLimits
-from agentrl.workers.serving.guarded_http import sweep
-from agentrl.workers.serving.places import Places
+from agentrl.workers.http import http_server
+from agentrl.workers.http.calls import MAX_HEAD_BYTES
+from agentrl.workers.serving.attempt_keys import AttemptKeys
+from agentrl.workers.serving.endpoint_app import Endpoint, EndpointLimits
+from agentrl.workers.serving.external_tasks import serve_tasks
 from agentrl.workers.stack.listening import LISTENER, LOOPBACK, bind, is_loopback, url_of
 from agentrl.workers.stack.readiness import readiness
 from agentrl.workflow.errors import ServiceError
@@ -63,27 +64,24 @@ def _listener(host: str, port: int | None) -> socket.socket:
 
 def make_server(app: Endpoint) -> uvicorn.Server:
     """Return the HTTP server of the endpoint or of a served policy."""
-    return guarded_http.make_server(app, MAX_HEAD_BYTES, GOODBYE_SECONDS)
+    return http_server.make_server(app, MAX_HEAD_BYTES, GOODBYE_SECONDS)
 
 
 async def serve(app: Endpoint, listening: socket.socket, server: uvicorn.Server) -> None:
     """Serve on the socket until the server is told to exit. Then close the application's connections to workers and its lookup
     of keys.
     """
-    sweeping = asyncio.create_task(sweep(server.server_state.connections))
     try:
-        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
-            await server.serve(sockets=[listening])
+        await http_server.serve(server, listening)
     finally:
-        sweeping.cancel()
-        app.upstreams.close()
-        app.places.close()
+        await app.close()
 
 
 async def _run(database: Database, listening: socket.socket, url: str) -> None:
     where = settings()
     limits = EndpointLimits(open_calls=where.endpoint_calls, wait_seconds=where.endpoint_wait_seconds)
-    app = Endpoint(Places(partial(endpoint_reads.find_places, database)), limits)
+    keys = AttemptKeys(partial(endpoint_reads.find_places, database))
+    app = Endpoint(keys, limits, tasks=serve_tasks(database, url))
     publishing = asyncio.create_task(publish(database, url, where.lease_seconds))
     try:
         await serve(app, listening, make_server(app))

@@ -1,7 +1,7 @@
 """`agentrl serve`: a policy behind the endpoint, in one process, for any client. Nothing is trained.
 
-The endpoint's thread forwards requests to the sampling server of the same process, in the same way as to a rollout worker.
-Another thread drives the episodes, whose rows are like those of any other episodes.
+The endpoint calls the sampling server of the same process directly, without HTTP. Another thread drives the episodes, whose
+rows are like those of any other episodes.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from logging import getLogger
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
-from agentrl.workers.jobs import sampling_server
+from agentrl.workers.jobs.sampling_server import SamplingServer
 from agentrl.workers.jobs.served_episodes import ServedEpisodes
 from agentrl.workers.requests.serve_request import Serving
-from agentrl.workers.serving.client_door import ClientDoor
+from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.endpoint import make_server, raise_file_limit, serve
 from agentrl.workers.serving.endpoint_app import Endpoint, EndpointLimits
-from agentrl.workers.serving.places import Places
-from agentrl.workers.stack.listening import LOOPBACK
+from agentrl.workers.serving.forwarding import Samplers
+from agentrl.workers.serving.served_clients import ServedClients
 from agentrl.workers.stack.process import base_hashes
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.inference.open_policy import OpenPolicy
@@ -66,27 +66,30 @@ def serve_policy(
         DeviceLost: the GPU failed.
     """
     train_commits.confirm_base(db, run.id, policy.policy.base_hash, base_hashes(policy.policy))
-    episodes = ServedEpisodes(db, run, experiment, policy, sampling_server.start(lambda: db, LOOPBACK), forgets=how.forgets)
+    sampler = SamplingServer("this process", lambda: db)
+    episodes = ServedEpisodes(db, run, experiment, policy, sampler, forgets=how.forgets)
     assert experiment.config.agent is not None
-    door = ClientDoor(episodes, run.name, how.key, how.idle_seconds, experiment.config.agent.max_calls, how.origins)
+    clients = ServedClients(episodes, run.name, how.key, how.idle_seconds, experiment.config.agent.max_calls, how.origins)
     raise_file_limit()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     episodes.start()
     try:
-        asyncio.run(_serve(db, door, episodes, listening))
+        asyncio.run(_serve(db, clients, sampler, episodes, listening))
     except KeyboardInterrupt:
         pass
     finally:
         episodes.close()
     if episodes.failure is not None:
         raise episodes.failure
-    return Served(episodes.count, door.calls, episodes.lost.is_set())
+    return Served(episodes.count, clients.calls, episodes.lost.is_set())
 
 
-async def _serve(db: Database, door: ClientDoor, episodes: ServedEpisodes, listening: socket.socket) -> None:
+async def _serve(
+    db: Database, clients: ServedClients, sampler: SamplingServer, episodes: ServedEpisodes, listening: socket.socket
+) -> None:
     max_calls = settings().endpoint_calls
     limits = EndpointLimits(open_calls=max_calls, open_per_attempt=max_calls, wait_seconds=WAIT_SECONDS)
-    app = Endpoint(Places(partial(endpoint_reads.find_places, db)), limits, door=door)
+    app = Endpoint(AttemptKeys(partial(endpoint_reads.find_places, db)), limits, clients, Samplers(sampler.answer))
     server = make_server(app)
 
     async def watch() -> None:

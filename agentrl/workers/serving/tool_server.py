@@ -2,9 +2,9 @@
 
 `GET /tools` lists the tools, and `GET /tools/NAME` describes one. `POST /tools/NAME/call` with `{"arguments": {...}}` runs a
 tool like a `tools` job, with the same limits. The response has status 200 if a model would read its content: a result, an error
-about wrong arguments, or a timeout. `error_class` says which of these it is. 401, 404, 413 and 422 are errors of the client.
-503 means that the system failed, and that the client may retry. Requests need `Authorization: Bearer TOKEN`, except those for
-`/openapi.json`, which names no tool.
+about wrong arguments, or a timeout. `error_class` says which of these it is. 401, 404, 408, 413 and 422 are errors of the
+client. 503 means that the system failed, and that the client may retry. Requests need `Authorization: Bearer TOKEN`, except
+those for `/openapi.json`, which names no tool.
 
 `POST /sessions` opens a session, for tools whose variables last from one call to the next. `POST
 /sessions/SESSION/tools/NAME/call` runs a call in the session, and `DELETE /sessions/SESSION` ends it. 404 means that the
@@ -13,6 +13,7 @@ session has ended, 429 that too many sessions are open.
 The server uses plain HTTP and stores nothing. A tool that must run `once` runs at each call.
 """
 
+import asyncio
 import secrets
 import signal
 import socket
@@ -21,33 +22,39 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
+from logging import getLogger
 from math import ceil
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, ValidationError
-from starlette.requests import ClientDisconnect
 
 from agentrl import __version__
+from agentrl.workers.http.api_errors import ApiError
+from agentrl.workers.http.calls import MAX_HEAD_BYTES, Call, ClientGone
+from agentrl.workers.http.http_server import make_server
+from agentrl.workers.http.http_server import serve as serve_http
 from agentrl.workers.jobs.tool_call import GRACE_SECONDS, run_cell, run_tool
 from agentrl.workers.requests.tool_selection import Description
 from agentrl.workers.serving.caller_sessions import ServedSessions
 from agentrl.workflow.agent import refusal
 from agentrl.workflow.config import RolloutConfig
-from agentrl.workflow.errors import ConfigError, InfraError, NotFoundError, ServiceError, StateError, did_you_mean
+from agentrl.workflow.errors import ConfigError, InfraError, NotFoundError, ServiceError, StateError, did_you_mean, locate_error
 from agentrl.workflow.store.tool_calls import CallWork
 from agentrl.workflow.tools import Tool
 from agentrl.workflow.tools.python import Notebook, keeps_session
 from agentrl.workflow.trajectory import ToolCall, ToolResult, storable
 
+log = getLogger("agentrl.tool_server")
 MAX_BYTES = 1_000_000
 """The largest body of a request, in bytes. The largest arguments of a tool fit into it, even if all characters are escaped."""
+BODY_SECONDS = 60.0
+"""The time limit for receiving a request's body, in seconds."""
 
 BACKLOG = 128
 
@@ -84,6 +91,7 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     404: {"description": "Unknown tool, or unknown or closed session"},
 }
 _CALL_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    408: {"description": f"The body did not arrive within {BODY_SECONDS:.0f} s"},
     413: {"description": f"More than {MAX_BYTES} bytes"},
     422: {"description": "Not the expected JSON object"},
     503: {"description": "Internal failure; the call may be sent again"},
@@ -97,6 +105,7 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
     guard = Depends(_token_check(token))
     app = FastAPI(title="agentrl tools", version=__version__, docs_url=None, redoc_url=None, dependencies=[guard])
 
+    app.add_exception_handler(Exception, _report)
     app.add_exception_handler(NotFoundError, _problem_handler(404))
     app.add_exception_handler(StateError, _problem_handler(429))
     session_tools = [name for name, tool in tools.items() if keeps_session(tool)]
@@ -148,6 +157,12 @@ def _problem_handler(status: int) -> Callable[[Request, Exception], Awaitable[JS
     return answer_problem
 
 
+async def _report(request: Request, error: Exception) -> JSONResponse:
+    """Log the place of a bug, without a traceback."""
+    log.error("a request failed: %s in %s", type(error).__name__, locate_error(error))
+    return JSONResponse({"detail": "The server failed; the reason is in its log."}, 500)
+
+
 def _token_check(token: str) -> Callable[..., Awaitable[None]]:
     scheme = HTTPBearer(auto_error=False)
 
@@ -159,9 +174,13 @@ def _token_check(token: str) -> Callable[..., Awaitable[None]]:
 
 
 async def _arguments(request: Request) -> dict[str, Any]:
+    call = Call(request.scope, request.receive, _send_nothing)
     try:
-        return ToolCallBody.model_validate_json(await _body(request)).arguments
-    except ClientDisconnect as error:
+        return ToolCallBody.model_validate_json(await call.read(MAX_BYTES, BODY_SECONDS)).arguments
+    except ApiError as error:
+        await call.drain()  # a client that is cut off while it sends reads no answer
+        raise HTTPException(error.status, error.message) from error
+    except ClientGone as error:
         raise HTTPException(400, "The body ends too early.") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -169,16 +188,8 @@ async def _arguments(request: Request) -> dict[str, Any]:
         raise HTTPException(422, f'{where or "body"}: {first["msg"][:300]}. Send {{"arguments": {{...}}}}.') from error
 
 
-async def _body(request: Request) -> bytes:
-    # Read to its end even if it is too long: a client that is cut off while it sends reads no answer.
-    content, size = bytearray(), 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= MAX_BYTES:
-            content += chunk
-    if size > MAX_BYTES:
-        raise HTTPException(413, f"The body has {size} bytes; at most {MAX_BYTES} are accepted.")
-    return bytes(content)
+async def _send_nothing(message: object) -> None:
+    """Send nothing: FastAPI sends the response."""
 
 
 def _call_answer(tool: Tool, arguments: dict[str, Any], notebook: Notebook | None = None) -> CallResult:
@@ -266,18 +277,7 @@ def serve(tools: Mapping[str, Tool], listener: socket.socket, token: str) -> Non
     """Serve the tools until SIGTERM. Then finish the calls that have begun, and end all sessions."""
     sessions = ServedSessions()
     longest = max(tool.timeout_seconds for tool in tools.values())
-    config = uvicorn.Config(
-        application(tools, token, sessions),
-        loop="asyncio",
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=ceil(longest + GRACE_SECONDS),
-    )
-    server = uvicorn.Server(config)
+    server = make_server(application(tools, token, sessions), MAX_HEAD_BYTES, ceil(longest + GRACE_SECONDS))
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.should_exit = True
@@ -285,6 +285,6 @@ def serve(tools: Mapping[str, Tool], listener: socket.socket, token: str) -> Non
     # Uvicorn raises the signal again when it is done, which must not end the process as killed by SIGTERM.
     signal.signal(signal.SIGTERM, stop)
     try:
-        server.run(sockets=[listener])
+        asyncio.run(serve_http(server, listener))
     finally:
         sessions.end()

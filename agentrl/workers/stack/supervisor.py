@@ -4,8 +4,8 @@ It restarts dead processes with back-off, and sends the calls of a dead tools wo
 time after the last run has ended. If `AGENTRL_BROKER_URL` is set, it starts no Redis. Rollout and train share one process and
 one copy of the base, except with `--separate`.
 
-If a run has an agent, it also starts an endpoint and an agents worker. It owns the endpoint's listening socket, so clients of a
-restarted endpoint wait in the backlog.
+If a run has an agent, it also starts an endpoint and, unless the agent runs elsewhere, an agents worker. It owns the endpoint's
+listening socket, so clients of a restarted endpoint wait in the backlog.
 """
 
 import os
@@ -115,9 +115,12 @@ class Supervisor:
             self._restart_ended(child)
         if running_roles.issuperset(roles):
             return True
-        if not (embedded.agents_file(self.where).exists() or _some_run_has_agent()):
+        is_asked = embedded.agents_file(self.where).exists()
+        if not (is_asked or _some_run_has_agent()):
             return False
         for role in roles:
+            if role in running_roles or (role == "agents" and not (is_asked or _some_run_has_agent(elsewhere=False))):
+                continue
             self.children.append(SupervisedProcess(role, None, time.monotonic(), restart_at=0.0))
             self._restart_ended(self.children[-1])
         return True
@@ -243,9 +246,9 @@ def _is_some_run_overlapping() -> bool:
         return False
 
 
-def _some_run_has_agent() -> bool:
+def _some_run_has_agent(elsewhere: bool = True) -> bool:
     try:
-        return endpoint_reads.some_run_has_agent(database())
+        return endpoint_reads.some_run_has_agent(database(), elsewhere)
     except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to end the workers
         log.warning("the runs cannot be read, so none counts as having an agent: %s", error)
         return False

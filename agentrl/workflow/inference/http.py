@@ -62,9 +62,10 @@ class Connection:
         self._who, self._variable = who, f"AGENTRL_{who.upper()}"
         self._max_bytes, self._seconds = max_bytes or MAX_BYTES, seconds
         self.url = str(getattr(settings, f"{who}_url")).rstrip("/").removesuffix("/v1")
-        key = getattr(settings, f"{who}_key")
+        self._key = str(getattr(settings, f"{who}_key"))
         self._client = httpx2.Client(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            follow_redirects=False,  # the key must not reach another server
             timeout=httpx2.Timeout(seconds, connect=CONNECT_SECONDS),
             verify=_tls_context(),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=settings.slots),
@@ -102,6 +103,7 @@ class Connection:
         if status < 300:
             return answer
         text = " ".join(answer.decode(errors="replace").split())
+        text = text.replace(self._key, "[the key]") if self._key else text  # errors are stored, and some servers quote the key
         if status in _UNAVAILABLE_STATUSES:
             raise ServiceError(f"The {self._who}'s server at {self.url} is not ready: {status} {text:.300}")
         if status in (401, 403):
@@ -135,6 +137,9 @@ def check_url(settings: Settings, who: Who = "engine") -> None:
         parsed_url = httpx2.URL(url)
     except httpx2.InvalidURL as error:
         raise ConfigError(f"{url!r} is not a server's URL: {error}.", f"{hint}.") from error
+    if parsed_url.userinfo or parsed_url.query:
+        message = f"The URL of the {who}'s server must not contain a password or a query, because errors quote it."
+        raise ConfigError(message, f"Set AGENTRL_{who.upper()}_KEY to its API key.")
     if parsed_url.scheme not in ("http", "https") or not parsed_url.host:
         raise ConfigError(f"{url!r} is not a server's http URL.", f"{hint}.")
 

@@ -4,6 +4,8 @@ from typing import Literal
 
 import torch
 
+from agentrl.workflow.errors import ConfigError
+
 SIDE = 16
 """The side of the square matrices of the test kernel.
 
@@ -16,6 +18,38 @@ def pick_device(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def devices_of_ranks(number: int | Literal["auto"], device: str, numerics: str) -> list[str]:
+    """Return the device of each rank of an update. One device means that the worker trains by itself.
+
+    Args:
+        number: `update.devices`. `auto` takes all GPUs of this machine that torch can use.
+        device: AGENTRL_DEVICE.
+        numerics: `model.numerics`; `exact` computes on the CPU.
+
+    Raises:
+        ConfigError: this machine does not have so many devices.
+    """
+    if number == 1:
+        return [device]
+    if device == "cpu" or numerics == "exact":
+        return ["cpu"] * (1 if number == "auto" else number)
+    if device not in ("auto", "cuda"):
+        if number == "auto":
+            return [device]
+        message = f"update.devices={number} needs {number} devices, and AGENTRL_DEVICE={device} names one."
+        raise ConfigError(message, "Set AGENTRL_DEVICE=cuda, and the cards with CUDA_VISIBLE_DEVICES.")
+    gpus = torch.cuda.device_count()
+    if number == "auto":
+        return [f"cuda:{card}" for card in range(gpus)] if gpus > 1 else [device]
+    if number > gpus:
+        message = f"update.devices={number} needs {number} GPUs, and torch can use {gpus or 'none'} on this machine."
+        more = (
+            f"Pass -s update.devices={gpus}." if gpus else "Set AGENTRL_DEVICE=cpu to train with so many processes on the CPU."
+        )
+        raise ConfigError(message, more)
+    return [f"cuda:{card}" for card in range(number)]
 
 
 def auto_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dtype:

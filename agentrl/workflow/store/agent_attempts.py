@@ -1,5 +1,5 @@
-"""Database writes of an agents worker in the table `agent_attempts`: the start of an agent, with the hash of its key, and its
-end.
+"""Database queries in the table `agent_attempts` of what runs an agent, an agents worker or the endpoint for external agents:
+the start of the agent, with the hash of its key, and its end.
 
 `agent_holds` has the rollout's queries on the same table. The rollout inserts the rows, and marks an agent as lost if its
 worker is lost.
@@ -7,13 +7,13 @@ worker is lost.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import ColumnElement, Connection, func, select, update
 
-from agentrl.workflow.config import AgentConfig
-from agentrl.workflow.store.connect import transaction
+from agentrl.workflow.config import EXTERNAL, AgentConfig
+from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.episode_loader import clean_tree, message_value
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.tables import schema
@@ -75,7 +75,8 @@ class AgentEnd:
 
 
 _WORK = (
-    select(_AGENTS.id, schema.runs.c.name, schema.runs.c.config, schema.runs.c.kind, _EPISODES.task_id, _EPISODES.group_id)
+    select(_AGENTS.id, _AGENTS.episode_id, _AGENTS.attempt, _EPISODES.task_id, _EPISODES.group_id)
+    .add_columns(schema.runs.c.name, schema.runs.c.config, schema.runs.c.kind)
     .join(schema.episodes, (_EPISODES.id == _AGENTS.episode_id) & (_EPISODES.attempt == _AGENTS.attempt))
     .join(schema.runs, schema.runs.c.id == _EPISODES.run_id)
     .where(_AGENTS.status == "pending", _EPISODES.status.in_(OPEN))
@@ -97,10 +98,39 @@ def claim_agent(
         lease_seconds: the length of the lease, in seconds.
     """
     mine = (_AGENTS.episode_id == episode) & (_AGENTS.attempt == attempt)
-    again = mine & (_AGENTS.worker == worker) & (_AGENTS.status == "running")
-    if tx.execute(select(_AGENTS.id).where(again)).first() is not None:
-        tx.execute(update(schema.agent_attempts).where(again).values(status="pending"))
-    row = tx.execute(_WORK.where(mine).with_for_update(of=schema.agent_attempts)).one_or_none()
+    return _claim(tx, mine, worker, key_hash, lease_seconds)
+
+
+@transaction
+def claim_external(tx: Connection, run: str, worker: str, key_hash: str, lease_seconds: float) -> AgentWork | None:
+    """Claim the oldest waiting attempt of the external agents; return None if no attempt waits.
+
+    Args:
+        run: the name of the run whose attempts are claimed; empty for all runs.
+        worker, key_hash, lease_seconds: see `claim_agent`.
+    """
+    return _claim(tx, _is_external(run), worker, key_hash, lease_seconds)
+
+
+@read_transaction
+def some_external_waits(tx: Connection, run: str) -> bool:
+    """Return whether an attempt waits that `claim_external` would claim."""
+    return tx.execute(_WORK.where(_is_external(run)).limit(1)).first() is not None
+
+
+def _is_external(run: str) -> ColumnElement[bool]:
+    external: ColumnElement[bool] = schema.runs.c.config[("agent", "name")].as_string() == EXTERNAL
+    return external & (schema.runs.c.name == run) if run else external
+
+
+def _claim(
+    tx: Connection, condition: ColumnElement[bool], worker: str, key_hash: str, lease_seconds: float
+) -> AgentWork | None:
+    """Claim the oldest pending attempt that meets the condition on the rows of `_WORK`."""
+    again = update(schema.agent_attempts).where(_AGENTS.status == "running", _AGENTS.worker == worker)
+    tx.execute(again.values(status="pending"))
+    oldest = _WORK.where(condition).order_by(_AGENTS.id).limit(1)
+    row = tx.execute(oldest.with_for_update(of=schema.agent_attempts, skip_locked=True)).one_or_none()
     if row is None:
         return None
     values = {"status": "running", "worker": worker, "key_hash": key_hash, "started_at": datetime.now(UTC)}
@@ -112,8 +142,8 @@ def claim_agent(
         reference = str(tx.execute(select(_TASKS.reference).where(_TASKS.id == row.task_id)).scalar_one())
     messages = tuple(message_value(message) for message in task.messages)
     resources = resources_of_group(tx, row.group_id) if row.config.get("resources") else {}
-    details = (task.key, messages, task.metadata, reference, row.kind == "train", resources, _began(tx, episode))
-    return AgentWork(row.id, row.name, row.config, episode, attempt, *details)
+    details = (task.key, messages, task.metadata, reference, row.kind == "train", resources, _began(tx, row.episode_id))
+    return AgentWork(row.id, row.name, row.config, row.episode_id, row.attempt, *details)
 
 
 def _began(tx: Connection, episode: int) -> datetime:
@@ -147,8 +177,36 @@ def extend_agents(tx: Connection, claims: Collection[tuple[int, str]], lease_sec
 
 
 @transaction
+def renew_external(tx: Connection, agent: int, worker: str, lease_seconds: float) -> bool:
+    """Renew the lease of an external agent, and return True. Return False if this worker no longer holds the agent.
+
+    If the agent's time limit is over, store its end as `timeout` and return False.
+    """
+    current = (
+        select(_AGENTS.started_at, schema.runs.c.config)
+        .join(schema.episodes, (_EPISODES.id == _AGENTS.episode_id) & (_EPISODES.attempt == _AGENTS.attempt))
+        .join(schema.runs, schema.runs.c.id == _EPISODES.run_id)
+        .where(_claimed(agent, worker), _EPISODES.status.in_(OPEN))
+    )
+    row = tx.execute(current).one_or_none()
+    if row is None:
+        return False
+    limit = AgentConfig.model_validate(row.config["agent"]).timeout_seconds
+    if datetime.now(UTC) - row.started_at > timedelta(seconds=limit):
+        error = f"it ran for more than {limit:g} s (agent.timeout_seconds)"
+        _finish(tx, agent, worker, AgentEnd(None, "timeout", error))
+        return False
+    values = {"lease_until": now_ms() + int(lease_seconds * 1000)}
+    return bool(tx.execute(update(schema.agent_attempts).where(_claimed(agent, worker)).values(values)).rowcount)
+
+
+@transaction
 def finish_agent(tx: Connection, agent: int, worker: str, end: AgentEnd) -> bool:
     """Store the end of the agent; return False if this worker no longer holds the agent."""
+    return _finish(tx, agent, worker, end)
+
+
+def _finish(tx: Connection, agent: int, worker: str, end: AgentEnd) -> bool:
     values = {
         "status": "ended",
         "exit_code": end.exit_code,
@@ -173,8 +231,10 @@ because the attempt after it begins without a record.
 
 
 @transaction
-def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class: str = STOPPED) -> None:
-    """Mark a running agent as lost, so the episode restarts. It counts as a loss unless it is STOPPED."""
+def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class: str = STOPPED) -> bool:
+    """Mark a running agent as lost, so the episode restarts. It counts as a loss unless it is STOPPED. Return False if this
+    worker no longer holds the agent.
+    """
     values = {
         "status": "lost",
         "error_class": error_class,
@@ -182,7 +242,7 @@ def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class
         "lease_until": None,
         "finished_at": datetime.now(UTC),
     }
-    tx.execute(update(schema.agent_attempts).where(_claimed(agent, worker)).values(values))
+    return bool(tx.execute(update(schema.agent_attempts).where(_claimed(agent, worker)).values(values)).rowcount)
 
 
 def lose_agents(tx: Connection, run: int, why: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, case, func, select
 
+from agentrl.workflow.config import EXTERNAL
 from agentrl.workflow.errors import AccessDenied
 from agentrl.workflow.store.connect import Database, read_transaction
 from agentrl.workflow.store.planning import IS_AT_WORK
@@ -76,8 +77,9 @@ def _why_over(status: str, attempt: int, newest: int, episode_status: str) -> st
     return ""
 
 
-def some_run_has_agent(database: Database) -> bool:
-    """Return whether a running run uses an external agent. The embedded stack needs an endpoint only in this case.
+def some_run_has_agent(database: Database, elsewhere: bool = True) -> bool:
+    """Return whether a running run has an agent instead of the built-in loop. The embedded stack needs an endpoint only in this
+    case. With `elsewhere` False, agents that run elsewhere (`--agent external`) do not count: they need no agents worker.
 
     Return False for the login of a tools or agents worker, because that login may not read runs. Raise ServiceError if the
     database is unreachable. There is no retry, because the caller also supervises workers.
@@ -86,6 +88,7 @@ def some_run_has_agent(database: Database) -> bool:
     try:
         with database.read() as tx:
             configs = tx.execute(select(schema.runs.c.config).where(*IS_AT_WORK, has_agent)).scalars()
-            return any(config.get("agent") for config in configs)
+            agents = [config["agent"] for config in configs if config.get("agent")]
+            return any(elsewhere or agent.get("name") != EXTERNAL for agent in agents)
     except AccessDenied:
         return False

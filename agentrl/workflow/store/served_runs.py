@@ -5,7 +5,7 @@ a row in `agent_attempts`; here the client is the agent. An episode ends with a 
 requests, or with the process.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -15,10 +15,11 @@ from sqlalchemy import Connection, Select, delete, select, update
 from agentrl.workflow.errors import ConflictError, Fenced
 from agentrl.workflow.store.agent_attempts import lose_agents
 from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
+from agentrl.workflow.store.episode_loader import load_episodes, task_value
 from agentrl.workflow.store.planning import Submission, insert_submission, log
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import is_lease_free, now_ms
-from agentrl.workflow.trajectory import OPEN, Task, storable
+from agentrl.workflow.trajectory import OPEN, ROOT, Episode, Message, Task, storable
 
 _RUNS, _ITERATIONS, _GROUPS, _EPISODES = schema.runs.c, schema.iterations.c, schema.groups.c, schema.episodes.c
 KEEP_DAYS = "keep_days"
@@ -29,6 +30,8 @@ past.
 """
 FORGOTTEN_AT_ONCE = 200
 """The maximum number of episodes that one transaction deletes."""
+PROMPTS_AT_ONCE = 100
+"""The maximum number of episodes that `load_prompts` loads in one transaction."""
 _USED = schema.consumptions.c
 _FORKS = schema.episodes.alias("forks")
 
@@ -99,6 +102,29 @@ def open_episode(tx: Connection, run: ServedRun, client: str, key_hash: str, lea
     values |= {"episode_id": episode, "attempt": 0, "run": run.name, "lease_until": now_ms() + int(lease_seconds * 1000)}
     agent = int(tx.execute(schema.agent_attempts.insert().values(**values).returning(agents.id)).scalar_one())
     return ServedEpisode(episode, group, agent)
+
+
+def load_prompts(db: Database, run_id: int) -> Iterator[tuple[int, int, tuple[Message, ...]]]:
+    """Yield each conversation that a client of the run began: the ids of the episode and of the step, and all messages of that
+    step's prompt. The episodes are loaded some at a time.
+    """
+    after = 0
+    while episodes := _load_some(db, run_id, after):
+        for episode in episodes:
+            for step in episode.steps:
+                if step.parent == ROOT or step.shared is not None:
+                    yield episode.id, step.index, step.prompt
+        after = episodes[-1].id
+
+
+@read_transaction
+def _load_some(tx: Connection, run_id: int, after: int) -> list[Episode]:
+    mine = select(_EPISODES.id, _EPISODES.task_id).where(_EPISODES.run_id == run_id, _EPISODES.id > after)
+    rows = tx.execute(mine.order_by(_EPISODES.id).limit(PROMPTS_AT_ONCE)).all()
+    tasks = select(schema.tasks).where(schema.tasks.c.id.in_({row.task_id for row in rows}))
+    by_id = {row["id"]: task_value(row) for row in tx.execute(tasks).mappings()}
+    episodes = load_episodes(tx, _EPISODES.id.in_([row.id for row in rows]), by_id) if rows else ()
+    return sorted(episodes, key=lambda episode: episode.id)
 
 
 def _check_served(tx: Connection, run: ServedRun) -> None:

@@ -436,6 +436,7 @@ agent_attempts = Table(
     run_name_column(),
     UniqueConstraint("episode_id", "attempt"),
     Index("ix_agent_attempts_run", "run", "id"),
+    Index("ix_agent_attempts_status", "status", "id"),
     check_one_of("status", AGENT_STATUS),
     CheckConstraint("status <> 'running' OR key_hash IS NOT NULL", name="running_has_key"),
 )

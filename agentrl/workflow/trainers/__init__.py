@@ -46,5 +46,8 @@ def full_float16_error() -> ConfigError:
 def check(config: RunConfig) -> None:
     """Refuse options that the run's trainer does not support or read. Raise ConfigError if there is such an option."""
     backend: TrainerBackend = find("trainers", config.update.trainer)
+    if config.update.devices != 1 and backend.name != "agentrl":
+        message = f"The trainer {backend.name} updates on one device, and update.devices is {config.update.devices}."
+        raise ConfigError(message, "Leave update.devices out, or take --trainer agentrl.")
     if backend.check:
         find("trainer", backend.check)(config)

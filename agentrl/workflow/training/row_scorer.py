@@ -17,6 +17,7 @@ from agentrl.workflow.models.memory_estimate import MICROBATCH_TOKENS, microbatc
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.losses import k3
 from agentrl.workflow.training.oom_backoff import OomBackoff
+from agentrl.workflow.training.ranks import ALONE, Ranks
 from agentrl.workflow.training.training_rows import Microbatch, Row, TokenLayout, collate, microbatches, size
 from agentrl.workflow.training.update_cost import UpdateCost
 
@@ -44,9 +45,10 @@ class RowScorer:
     The rows are split into microbatches that fit into memory.
     """
 
-    def __init__(self, policy: Policy, config: RunConfig) -> None:
+    def __init__(self, policy: Policy, config: RunConfig, ranks: Ranks = ALONE) -> None:
         self._policy = policy
         self._config = config
+        self._ranks = ranks
         self._share = _may_share(policy, config)
         with policy.training() as model:
             self.cost = UpdateCost(model, policy.device)
@@ -62,6 +64,7 @@ class RowScorer:
         self, model: nn.Module, rows: Sequence[Row], critic: nn.Linear | None, trains: bool = False
     ) -> tuple[Microbatch, Scores]:
         """Lay out the rows as a microbatch, score it, and return both. `trains`: keep the gradients that the loss needs."""
+        self._ranks.report_progress()
         batch = collate(rows, self._policy.device, self._share)
         self.cost.add(rows, batch.prefixes is not None, torch.is_grad_enabled())
         return batch, token_scores(
@@ -84,9 +87,10 @@ class RowScorer:
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the logprobs and the critic's values before the update, without dropout.
 
-        Both are flat, (tokens,), and 0 for tokens that are not in `rows`. The values are None without a critic.
+        Both are flat, (tokens,), and 0 for tokens that are not in `rows`. The values are None without a critic. Each rank reads
+        some of the rows, and all get the values of all rows.
         """
-        for attempt in self.oom_backoff.attempts(rows):
+        for attempt in self.oom_backoff.attempts(self._ranks.deal(rows)):
             logprobs: list[Tensor] = []
             values: list[Tensor] = []
             with attempt as microbatches, module() as model, torch.no_grad():
@@ -97,7 +101,14 @@ class RowScorer:
                     logprobs.append(scores.logprobs[mask])
                     values += [] if scores.values is None else [scores.values[mask]]
         read = [row for some in microbatches for row in some]
-        return tokens.flatten(read, torch.cat(logprobs)), tokens.flatten(read, torch.cat(values)) if values else None
+        return self._of_all(tokens, read, logprobs), None if critic is None else self._of_all(tokens, read, values)
+
+    def _of_all(self, tokens: TokenLayout, read: Sequence[Row], values: Sequence[Tensor]) -> Tensor:
+        """Return the flat values of all ranks' rows. `read` are this rank's rows, and `values` those of their tokens."""
+        if values:
+            return self._ranks.add_values(tokens.flatten(read, torch.cat(list(values))))
+        dtype = torch.float64 if self._config.model.numerics == "exact" else torch.float32  # as `token_scores` returns
+        return self._ranks.add_values(torch.zeros(int(tokens.lengths.sum()), dtype=dtype, device=self._policy.device))
 
     @torch.no_grad()
     def kl_from_start(self, tokens: TokenLayout, rows: Sequence[Row], start: Tensor) -> float:

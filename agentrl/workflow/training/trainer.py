@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from agentrl.workflow.training.optimizer import (
     take_step,
 )
 from agentrl.workflow.training.prepared_update import Minibatch, PreparedUpdate, UpdatePreparation
+from agentrl.workflow.training.ranks import ALONE, Ranks
 from agentrl.workflow.training.reports import Metrics, Update, UpdatePreview, add_up
 from agentrl.workflow.training.row_scorer import RowScorer, seed_dropout
 from agentrl.workflow.training.training_rows import Row
@@ -93,18 +95,20 @@ class Trainer:
     Args:
         policy: the policy whose trainable weights are updated; its lock is held during an update.
         iterations: the run's number of iterations; only needed if the learning rate falls to 0 at their end.
+        ranks: the ranks that make the update together, each with a trainer. They have the same policy, and get the same calls.
 
     Raises:
         ConfigError: the algorithm does not read one of the options.
     """
 
-    def __init__(self, policy: Policy, config: RunConfig, iterations: int = 0) -> None:
+    def __init__(self, policy: Policy, config: RunConfig, iterations: int = 0, ranks: Ranks = ALONE) -> None:
         self._policy = policy
         self._config = config
         self._iterations = iterations
+        self._ranks = ranks
         self._algorithm = find_gradient(config.algorithm.name)
         self._options = resolve_options(config.algorithm)
-        self._scorer = RowScorer(policy, config)
+        self._scorer = RowScorer(policy, config, ranks)
         engine: Backend = find("engines", config.rollout.engine)
         self._loss = UpdateLoss(config, engine.local and policy.precision != "coarse")
         self._preparation = UpdatePreparation(policy, config, self._scorer, self._loss.importance is not None)
@@ -158,7 +162,7 @@ class Trainer:
             if start is None:
                 start, _ = self._scorer.read_constants(prepared.tokens, first.rows, self._policy.training)
             try:
-                with seed_dropout(f"{self._config.seed}|{iteration}|0", self._policy.device):
+                with self._seed_dropout(f"{self._config.seed}|{iteration}|0"):
                     step = self._step(prepared, first, iteration)
                 gradient = self._flat_gradient()
                 after = self._accumulate(
@@ -184,7 +188,7 @@ class Trainer:
         try:
             for epoch in range(epochs):
                 for minibatch in prepared.minibatches:
-                    with seed_dropout(f"{self._config.seed}|{iteration}|{len(steps)}", self._policy.device):
+                    with self._seed_dropout(f"{self._config.seed}|{iteration}|{len(steps)}"):
                         steps.append(self._step(prepared, minibatch, iteration))
                 if epoch + 1 < epochs and self._exceeds_max_kl(prepared):
                     break
@@ -195,6 +199,9 @@ class Trainer:
         finally:
             self._optimizer.zero_grad()
         return steps
+
+    def _seed_dropout(self, key: str) -> AbstractContextManager[None]:
+        return seed_dropout(self._ranks.dropout_key(key), self._policy.device)
 
     def _exceeds_max_kl(self, prepared: PreparedUpdate) -> bool:
         """Return True if the policy has moved too far from its start to make another pass."""
@@ -228,7 +235,7 @@ class Trainer:
         With `learns` False, only the sums are computed.
         """
         again = self._config.update.gradient_checkpointing and learns
-        for attempt in self._scorer.oom_backoff.attempts(minibatch.rows):
+        for attempt in self._scorer.oom_backoff.attempts(self._ranks.deal(minibatch.rows)):
             self._optimizer.zero_grad()
             with (
                 attempt as microbatches,
@@ -238,7 +245,9 @@ class Trainer:
             ):
                 model.train(learns)
                 sums = add_up(self._backward(model, prepared, minibatch.normaliser, rows) for rows in microbatches)
-        return sums
+        if learns:
+            self._ranks.add_gradients(self._parameters.values())
+        return self._ranks.add_sums(sums)
 
     def _backward(
         self, model: nn.Module, prepared: PreparedUpdate, counts: Normaliser, rows: Sequence[Row]

@@ -1,26 +1,27 @@
-"""The door of `agentrl serve`: who is let in, whose episode a call belongs to, and when that ends."""
+"""The clients of `agentrl serve`: who is let in, whose episode a call belongs to, and when that ends."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from agentrl.workers.serving import client_door
-from agentrl.workers.serving.api_errors import ApiError, too_large
-from agentrl.workers.serving.client_door import END, MAX_CLIENTS, MAX_END_BYTES, ClientDoor
-from agentrl.workers.serving.cors import read_origins
-from agentrl.workers.serving.endpoint_app import ANNOTATIONS, Endpoint, Read
-from agentrl.workers.serving.places import Places
+from agentrl.workers.http.api_errors import ApiError, too_large
+from agentrl.workers.http.cors import read_origins
+from agentrl.workers.jobs.agent_calls import ANNOTATIONS
+from agentrl.workers.serving import served_clients
+from agentrl.workers.serving.attempt_keys import AttemptKeys
+from agentrl.workers.serving.endpoint_app import Endpoint
+from agentrl.workers.serving.served_clients import END, MAX_CLIENTS, MAX_END_BYTES, Read, ServedClients
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.dialects.chat_completions import PATH as CHAT
 from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.trajectory import SamplingKey
 
-HERE = {b"host": b"localhost:8000"}
+HERE = {"host": "localhost:8000"}
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,13 @@ class Episodes:
         return made
 
 
-async def call(door: ClientDoor, shown: str = "", **headers: str) -> str:
-    named = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
-    async with door.enter(shown, HERE | named, CHAT) as key:
+def serving(episodes: Any, run: str, **how: Any) -> ServedClients:
+    return ServedClients(episodes, run, **how)
+
+
+async def call(clients: ServedClients, shown: str = "", **headers: str) -> str:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with clients.enter(shown, HERE | named, CHAT) as key:
         return key
 
 
@@ -81,22 +86,22 @@ def body_of(sent: bytes) -> Read:
     return read
 
 
-def refused(door: ClientDoor, shown: str = "", headers: Mapping[bytes, bytes] = HERE) -> tuple[int, str]:
+def refused(clients: ServedClients, shown: str = "", headers: Mapping[str, str] = HERE) -> tuple[int, str]:
     with pytest.raises(ApiError) as caught:
-        asyncio.run(door.find_run(shown, headers))
+        asyncio.run(clients.find_run(shown, headers))
     return caught.value.status, caught.value.code
 
 
 def test_client_is_identified_by_key_and_header() -> None:
     async def play() -> list[str]:
-        door = ClientDoor(Episodes(), "serve-1")
+        clients = serving(Episodes(), "serve-1")
         return [
-            await call(door),
-            await call(door),
-            await call(door, "sk-mine"),
-            await call(door, x_agentrl_episode="a"),
-            await call(door, "sk-mine", x_agentrl_episode="a"),
-            await call(door, "sk-mine"),
+            await call(clients),
+            await call(clients),
+            await call(clients, "sk-mine"),
+            await call(clients, x_agentrl_episode="a"),
+            await call(clients, "sk-mine", x_agentrl_episode="a"),
+            await call(clients, "sk-mine"),
         ]
 
     assert asyncio.run(play()) == ["key1", "key1", "key2", "key3", "key4", "key2"]
@@ -104,9 +109,9 @@ def test_client_is_identified_by_key_and_header() -> None:
 
 def test_client_annotation_belongs_to_episode_of_its_calls() -> None:
     async def play() -> tuple[str, str]:
-        door = ClientDoor(Episodes(), "r")
-        called = await call(door, "alice")
-        async with door.enter("alice", HERE, ANNOTATIONS) as key:
+        clients = serving(Episodes(), "r")
+        called = await call(clients, "alice")
+        async with clients.enter("alice", HERE, ANNOTATIONS) as key:
             return called, key
 
     assert asyncio.run(play()) == ("key1", "of the annotations of key1")
@@ -114,14 +119,14 @@ def test_client_annotation_belongs_to_episode_of_its_calls() -> None:
 
 def test_client_api_key_is_not_stored() -> None:
     episodes = Episodes()
-    asyncio.run(call(ClientDoor(episodes, "serve-1"), "sk-secret"))
+    asyncio.run(call(serving(episodes, "serve-1"), "sk-secret"))
     assert episodes.names == ["client"]
 
 
 def test_client_calls_at_once_share_first_opened_episode() -> None:
     async def play() -> set[str]:
-        door = ClientDoor(Episodes(), "serve-1")
-        return set(await asyncio.gather(*(call(door, x_agentrl_episode="one") for _ in range(20))))
+        clients = serving(Episodes(), "serve-1")
+        return set(await asyncio.gather(*(call(clients, x_agentrl_episode="one") for _ in range(20))))
 
     assert asyncio.run(play()) == {"key1"}
 
@@ -129,12 +134,12 @@ def test_client_calls_at_once_share_first_opened_episode() -> None:
 def test_client_episode_ends_by_silence_without_open_call() -> None:
     async def play() -> tuple[list[Any], list[Any], str]:
         episodes = Episodes()
-        door = ClientDoor(episodes, "serve-1", idle_seconds=0.05)
-        async with door.enter("", HERE, CHAT):
+        clients = serving(episodes, "serve-1", idle_seconds=0.05)
+        async with clients.enter("", HERE, CHAT):
             await asyncio.sleep(0.2)
             during = list(episodes.ends)
         await asyncio.sleep(0.2)
-        return during, episodes.ends, await call(door)
+        return during, episodes.ends, await call(clients)
 
     assert asyncio.run(play()) == ([], [(1, None, None)], "key2")
 
@@ -142,9 +147,9 @@ def test_client_episode_ends_by_silence_without_open_call() -> None:
 def test_client_episode_ends_by_call_with_answer_and_rewards() -> None:
     async def play() -> tuple[Any, list[Any]]:
         episodes = Episodes()
-        door = ClientDoor(episodes, "serve-1")
-        await call(door)
-        told = await door.answer(END, "", HERE, body_of(b'{"text": "7", "rewards": {"liked": 1}}'))
+        clients = serving(episodes, "serve-1")
+        await call(clients)
+        told = await clients.end_episode("", HERE, body_of(b'{"text": "7", "rewards": {"liked": 1}}'))
         return told, episodes.ends
 
     told, ends = asyncio.run(play())
@@ -170,12 +175,12 @@ def test_client_episode_ends_by_call_with_answer_and_rewards() -> None:
 )
 def test_client_end_call_refused_leaves_episode_open(body: bytes) -> None:
     async def play() -> tuple[int, str]:
-        door = ClientDoor(Episodes(), "serve-1")
-        await call(door)
+        clients = serving(Episodes(), "serve-1")
+        await call(clients)
         with pytest.raises(ApiError) as caught:
-            await door.answer(END, "", HERE, body_of(body))
+            await clients.end_episode("", HERE, body_of(body))
         assert len(caught.value.message) < 600
-        return caught.value.status, await call(door)
+        return caught.value.status, await call(clients)
 
     status, key = asyncio.run(play())
     assert status in (400, 413)
@@ -185,7 +190,7 @@ def test_client_end_call_refused_leaves_episode_open(body: bytes) -> None:
 def test_client_without_open_episode_cannot_end_one() -> None:
     async def play() -> int:
         with pytest.raises(ApiError) as caught:
-            await ClientDoor(Episodes(), "serve-1").answer(END, "", HERE, body_of(b""))
+            await serving(Episodes(), "serve-1").end_episode("", HERE, body_of(b""))
         return caught.value.status
 
     assert asyncio.run(play()) == 404
@@ -194,64 +199,64 @@ def test_client_without_open_episode_cannot_end_one() -> None:
 def test_client_gets_new_episode_after_many_calls() -> None:
     async def play() -> tuple[list[str], list[Any]]:
         episodes = Episodes()
-        door = ClientDoor(episodes, "serve-1", most_calls=2)
-        return [await call(door) for _ in range(5)], episodes.ends
+        clients = serving(episodes, "serve-1", most_calls=2)
+        return [await call(clients) for _ in range(5)], episodes.ends
 
     keys, ends = asyncio.run(play())
     assert keys == ["key1", "key1", "key2", "key2", "key3"]
     assert [episode for episode, _, _ in ends] == [1, 2]
 
 
-def test_client_door_with_key_admits_its_holder_from_anywhere() -> None:
-    door = ClientDoor(Episodes(), "serve-1", key="sesame")
-    away = {b"host": b"gpu.example.org"}
-    assert refused(door) == refused(door, "Sesame", away) == (401, "invalid_api_key")
-    assert refused(door, "\udcff", away) == (401, "invalid_api_key")
-    assert asyncio.run(door.find_run("sesame", away)) == "serve-1"
+def test_served_client_with_key_admits_its_holder_from_anywhere() -> None:
+    clients = serving(Episodes(), "serve-1", key="sesame")
+    away = {"host": "gpu.example.org"}
+    assert refused(clients) == refused(clients, "Sesame", away) == (401, "invalid_api_key")
+    assert refused(clients, "\udcff", away) == (401, "invalid_api_key")
+    assert asyncio.run(clients.find_run("sesame", away)) == "serve-1"
 
 
 @pytest.mark.parametrize(
     "headers",
     [
-        {b"host": b"attacker.example.org"},
-        {b"host": b"localhost.example.org"},
-        {b"host": b"["},
-        {**HERE, b"origin": b"http://attacker.example.org"},
-        {**HERE, b"origin": b"null"},
+        {"host": "attacker.example.org"},
+        {"host": "localhost.example.org"},
+        {"host": "["},
+        {**HERE, "origin": "http://attacker.example.org"},
+        {**HERE, "origin": "null"},
     ],
 )
-def test_client_door_without_key_refuses_pages_of_other_sites(headers: Mapping[bytes, bytes]) -> None:
-    assert refused(ClientDoor(Episodes(), "serve-1"), headers=headers) == (403, "not_local")
+def test_served_client_without_key_refuses_pages_of_other_sites(headers: Mapping[str, str]) -> None:
+    assert refused(serving(Episodes(), "serve-1"), headers=headers) == (403, "not_local")
 
 
 APP, OTHER = b"https://app.example.org", b"https://app.example.org.attacker.example"
 
 
-def answered(door: ClientDoor, method: str, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, dict[bytes, bytes]]:
-    """The status and the headers of an answer of the endpoint with that door."""
+def answered(clients: ServedClients, method: str, path: str, headers: Mapping[bytes, bytes]) -> tuple[int, dict[bytes, bytes]]:
+    """The status and the headers of an answer of the endpoint with that clients."""
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
-    app = Endpoint(Places(lambda keys: {}), door=door)
+    app = Endpoint(AttemptKeys(lambda keys: {}), clients=clients)
     scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": list(headers.items())}
     asyncio.run(app(scope, receive, send))
     return sent[0]["status"], dict(sent[0]["headers"])
 
 
 def test_endpoint_lets_pages_of_named_origins_call_with_the_key() -> None:
-    door = ClientDoor(Episodes(), "serve-1", key="sesame", allowed_origins=frozenset({APP.decode()}))
+    clients = serving(Episodes(), "serve-1", key="sesame", allowed_origins=frozenset({APP.decode()}))
     asks = {b"origin": APP, b"access-control-request-headers": b"authorization, x-stainless-os,x-evil"}
-    status, said = answered(door, "OPTIONS", CHAT, asks)
+    status, said = answered(clients, "OPTIONS", CHAT, asks)
     assert (status, said[b"access-control-allow-origin"], said[b"access-control-allow-methods"]) == (204, APP, b"POST")
     assert b"x-stainless-os" in said[b"access-control-allow-headers"]
     assert b"x-evil" not in said[b"access-control-allow-headers"]
     for key, status in ((b"sesame", 200), (b"wrong", 401)):
-        found = answered(door, "GET", "/v1/models", {b"origin": APP, b"authorization": b"Bearer " + key})
+        found = answered(clients, "GET", "/v1/models", {b"origin": APP, b"authorization": b"Bearer " + key})
         assert (found[0], found[1][b"access-control-allow-origin"], found[1][b"vary"]) == (status, APP, b"Origin")
 
 
@@ -267,9 +272,9 @@ def test_endpoint_lets_pages_of_named_origins_call_with_the_key() -> None:
     ],
 )
 def test_endpoint_refuses_pages_of_other_origins(key: str, origin: bytes, path: str) -> None:
-    door = ClientDoor(Episodes(), "serve-1", key=key, allowed_origins=frozenset({APP.decode()}))
+    clients = serving(Episodes(), "serve-1", key=key, allowed_origins=frozenset({APP.decode()}))
     for method in ("OPTIONS", "POST"):
-        status, said = answered(door, method, path, {b"origin": origin, b"host": b"localhost"})
+        status, said = answered(clients, method, path, {b"origin": origin, b"host": b"localhost"})
         assert status != 204
         assert not [name for name in said if name.startswith(b"access-control")]
 
@@ -289,10 +294,10 @@ def test_client_body_is_not_read_before_end_is_allowed() -> None:
         return b""
 
     async def play() -> list[int]:
-        door, statuses = ClientDoor(Episodes(), "serve-1", key="sesame"), []
+        clients, statuses = serving(Episodes(), "serve-1", key="sesame"), []
         for shown in ("wrong", "sesame"):
             with pytest.raises(ApiError) as caught:
-                await door.answer(END, shown, HERE, read)
+                await clients.end_episode(shown, HERE, read)
             statuses.append(caught.value.status)
         return statuses
 
@@ -303,37 +308,37 @@ def test_client_body_is_not_read_before_end_is_allowed() -> None:
 def test_client_body_that_ends_episode_is_limited() -> None:
     sent: list[Any] = []
     left = [b" " * 40_000] * 4
-    app = Endpoint(Places(lambda keys: {}), door=ClientDoor(Episodes(), "serve-1"))
+    app = Endpoint(AttemptKeys(lambda keys: {}), clients=serving(Episodes(), "serve-1"))
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": END, "raw_path": END.encode(), "headers": list(HERE.items())}
+    scope = {"type": "http", "method": "POST", "path": END, "raw_path": END.encode(), "headers": [(b"host", b"localhost:8000")]}
     asyncio.run(app(scope, receive, send))
     assert sent[0]["status"] == 413
 
 
-@pytest.mark.parametrize("host", [b"localhost", b"127.0.0.1:8000", b"[::1]:8000"])
-def test_client_door_without_key_admits_local_requests(host: bytes) -> None:
-    assert asyncio.run(ClientDoor(Episodes(), "serve-1").find_run("", {b"host": host})) == "serve-1"
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000"])
+def test_served_client_without_key_admits_local_requests(host: str) -> None:
+    assert asyncio.run(serving(Episodes(), "serve-1").find_run("", {"host": host})) == "serve-1"
 
 
-@pytest.mark.parametrize("name", [b"a" * 129, b"a b", b"\xff", b"a\x00", "ü".encode()])
-def test_client_episode_name_must_be_short_and_plain(name: bytes) -> None:
-    assert refused(ClientDoor(Episodes(), "serve-1"), headers={**HERE, b"x-agentrl-episode": name}) == (400, "invalid_episode")
+@pytest.mark.parametrize("name", ["a" * 129, "a b", "\xff", "a\x00", "ü"])
+def test_client_episode_name_must_be_short_and_plain(name: str) -> None:
+    assert refused(serving(Episodes(), "serve-1"), headers={**HERE, "x-agentrl-episode": name}) == (400, "invalid_episode")
 
 
 def test_client_beyond_limit_must_wait() -> None:
     async def play() -> int:
-        door = ClientDoor(Episodes(), "serve-1")
+        clients = serving(Episodes(), "serve-1")
         for number in range(MAX_CLIENTS):
-            await call(door, x_agentrl_episode=str(number))
+            await call(clients, x_agentrl_episode=str(number))
         with pytest.raises(ApiError) as caught:
-            await call(door, x_agentrl_episode="another")
-        await call(door, x_agentrl_episode="0")
+            await call(clients, x_agentrl_episode="another")
+        await call(clients, x_agentrl_episode="0")
         return caught.value.status
 
     assert asyncio.run(play()) == 429
@@ -341,37 +346,37 @@ def test_client_beyond_limit_must_wait() -> None:
 
 def test_client_must_retry_if_no_episode_opens() -> None:
     episodes = Episodes(fails=True)
-    door = ClientDoor(episodes, "serve-1")
+    clients = serving(episodes, "serve-1")
 
     async def play() -> tuple[int, str]:
         with pytest.raises(ApiError) as caught:
-            await call(door)
+            await call(clients)
         episodes.fails = False
-        return caught.value.status, await call(door)
+        return caught.value.status, await call(clients)
 
     assert asyncio.run(play()) == (503, "key1")
 
 
 def test_client_gets_new_episode_after_failure() -> None:
     episodes = Episodes()
-    door = ClientDoor(episodes, "serve-1")
+    clients = serving(episodes, "serve-1")
 
     async def play() -> list[str]:
-        keys = [await call(door)]
+        keys = [await call(clients)]
         episodes.failed.add(1)
-        return [*keys, await call(door), await call(door)]
+        return [*keys, await call(clients), await call(clients)]
 
     assert asyncio.run(play()) == ["key1", "key2", "key2"]
 
 
 def test_client_episode_opened_after_timeout_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_door, "OPEN_SECONDS", 0.05)
+    monkeypatch.setattr(served_clients, "OPEN_SECONDS", 0.05)
     episodes = Episodes(slow=Future())
-    door = ClientDoor(episodes, "serve-1")
+    clients = serving(episodes, "serve-1")
 
     async def play() -> int:
         with pytest.raises(ApiError) as caught:
-            await call(door)
+            await call(clients)
         assert episodes.slow is not None
         episodes.slow.set_result(Opened(7, "late"))
         await asyncio.sleep(0.05)

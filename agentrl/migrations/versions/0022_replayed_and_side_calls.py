@@ -5,7 +5,7 @@ from alembic import op
 
 from agentrl.migrations.alteration import alter_table
 
-revision = "0023"
+revision = "0022"
 down_revision = "0021"
 branch_labels = None
 depends_on = None

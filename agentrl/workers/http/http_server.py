@@ -4,6 +4,7 @@ OpenAI API.
 
 import asyncio
 import logging
+import socket
 import time
 from contextlib import suppress
 from logging import getLogger
@@ -13,7 +14,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from agentrl.workers.serving.api_errors import ApiError, error_json
+from agentrl.workers.http.api_errors import ApiError, error_json
 
 HEADER_SECONDS = 30.0
 """The longest wait for a complete request head, in seconds. It also limits the pause between two requests."""
@@ -106,7 +107,17 @@ def make_server(app: Any, most_head_bytes: int, goodbye_seconds: int) -> uvicorn
     return uvicorn.Server(config)
 
 
-async def sweep(connections: set[Any]) -> None:
+async def serve(server: uvicorn.Server, listening: socket.socket) -> None:
+    """Serve on the socket until the server is told to exit."""
+    sweeping = asyncio.create_task(_sweep(server.server_state.connections))
+    try:
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again that ended it
+            await server.serve(sockets=[listening])
+    finally:
+        sweeping.cancel()
+
+
+async def _sweep(connections: set[Any]) -> None:
     """Check all connections every SWEEP_SECONDS, until the task is cancelled."""
     while True:
         await asyncio.sleep(SWEEP_SECONDS)

@@ -10,26 +10,29 @@ episode.
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Mapping, Set
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
 from logging import getLogger
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from agentrl.workers.serving.api_errors import ApiError
-from agentrl.workers.serving.endpoint_app import ANNOTATIONS, Read
+from agentrl.workers.http.api_errors import ApiError
+from agentrl.workers.jobs.agent_calls import ANNOTATIONS
 from agentrl.workflow.agents import AgentResult, read_result
 from agentrl.workflow.call_json import parse_digits
 from agentrl.workflow.errors import AgentRLError
 from agentrl.workflow.rewards import MAX_REWARD
 
+if TYPE_CHECKING:
+    from agentrl.workers.jobs.served_episodes import OpenEpisode, ServedEpisodes
+
 log = getLogger("agentrl.serve")
 END = "/v1/episode/end"
-HEADER = b"x-agentrl-episode"
+Read = Callable[[int], Awaitable[bytes]]
+HEADER = "x-agentrl-episode"
 MAX_NAME = 128
 MAX_CLIENTS = 4096
 """The most clients with an open episode."""
@@ -40,48 +43,19 @@ ONE_FOR_ALL = "client"
 """The client name that is used for all requests without the header X-Agentrl-Episode."""
 
 
-class OpenedEpisode(Protocol):
-    """An episode that accepts requests."""
-
-    @property
-    def id(self) -> int:
-        """Return the id of the episode."""
-
-    @property
-    def key(self) -> str:
-        """The API key with which the episode's requests are forwarded."""
-
-    @property
-    def emit_key(self) -> str:
-        """Return the key with which the episode's annotations are forwarded."""
-
-
-class ClientEpisodes(Protocol):
-    """The interface of the thread that opens and ends episodes."""
-
-    def open(self, client: str) -> "Future[Any]":
-        """Open an episode for the client with that name. The result of the future is an `OpenedEpisode`."""
-
-    def is_open(self, episode: int) -> bool:
-        """Return whether the episode accepts requests; False if it has ended or failed."""
-
-    def end(self, episode: int, answer: str | None, rewards: Mapping[str, float] | None) -> "Future[None]":
-        """End the episode with the client's answer and rewards. The future is done when the episode's rows are written."""
-
-
 @dataclass(eq=False)
 class _Client:
     """A client whose episode is open or is being opened."""
 
     name: str
-    opened: asyncio.Task[OpenedEpisode]
+    opened: "asyncio.Task[OpenEpisode]"
     calls: int = 0
     open_calls: int = 0
     rest: asyncio.TimerHandle | None = None
 
 
 @dataclass
-class ClientDoor:
+class ServedClients:
     """The authenticator of `agentrl serve`. Use it only in the server's event loop.
 
     Args:
@@ -92,7 +66,7 @@ class ClientDoor:
         most_calls: the most requests of one episode.
     """
 
-    episodes: ClientEpisodes
+    episodes: "ServedEpisodes"
     run: str
     key: str = ""
     idle_seconds: float = 600.0
@@ -104,27 +78,32 @@ class ClientDoor:
     _clients: dict[tuple[str, str], _Client] = field(default_factory=dict)
 
     @property
-    def routes(self) -> Mapping[str, str]:
-        """See `Authenticator`. This authenticator adds no paths."""
-        return {END: "POST"}
-
-    @property
     def origins(self) -> Set[str]:
-        """See `Authenticator`; empty if the server has no key."""
+        """Return the origins of web pages that may read the responses; empty if the server has no key."""
         return self.allowed_origins if self.key else frozenset()
 
     async def accepts(self, api_key: str) -> bool:
-        """See `Authenticator`. Without a key of the server, every key is accepted."""
+        """Return whether the key is right. Without a key of the server, every key is accepted."""
         return not self.key or self._is_own(api_key)
 
-    async def find_run(self, api_key: str, headers: Mapping[bytes, bytes]) -> str:
-        """See `Authenticator`."""
+    async def find_run(self, api_key: str, headers: Mapping[str, str]) -> str:
+        """Return the name of the run.
+
+        Raises:
+            ApiError: as of `enter`, if the key is wrong.
+        """
         self._identify(api_key, headers)
         return self.run
 
     @asynccontextmanager
-    async def enter(self, api_key: str, headers: Mapping[bytes, bytes], path: str) -> AsyncIterator[str]:
-        """See `Authenticator`. A client's annotations open an episode too, like its other requests."""
+    async def enter(self, api_key: str, headers: Mapping[str, str], path: str) -> AsyncIterator[str]:
+        """Yield the key with which the request is forwarded: a key of the client's episode. The request is open during the
+        `with` block. A client's annotations open an episode too, like its other requests.
+
+        Raises:
+            ApiError: the key is wrong, the client's name is invalid, the request comes from a web page of another site, too
+                many clients have an episode, or no episode could be opened.
+        """
         who = self._identify(api_key, headers)
         client = self._open_client(who) or self._begin(who)
         client.calls += 1
@@ -143,8 +122,17 @@ class ClientDoor:
             if not client.open_calls:
                 self._rest(who, client)
 
-    async def answer(self, path: str, api_key: str, headers: Mapping[bytes, bytes], read: Read) -> Any:
-        """End the client's episode with the answer and the rewards in the request's body, and return the JSON response."""
+    async def end_episode(self, api_key: str, headers: Mapping[str, str], read: Read) -> Any:
+        """End the client's episode with the answer and the rewards in the request's body, and return the JSON response.
+
+        Args:
+            api_key: the key of the request; empty if it has none.
+            headers: the headers of the request.
+            read: reads the body of the request; its argument is the most bytes.
+
+        Raises:
+            ApiError: the key is wrong, the body is invalid, the client has no episode, or the episode could not be ended.
+        """
         who = self._identify(api_key, headers)  # before anything is kept of who may not
         end = _read_end(await read(MAX_END_BYTES))
         client = self._clients.pop(who, None)
@@ -182,11 +170,10 @@ class ClientDoor:
         client = self._clients[who] = _Client(name, asyncio.create_task(self._open(name)))
         return client
 
-    async def _open(self, name: str) -> OpenedEpisode:
-        opened: OpenedEpisode = await asyncio.wrap_future(self.episodes.open(name))
-        return opened
+    async def _open(self, name: str) -> "OpenEpisode":
+        return await asyncio.wrap_future(self.episodes.open(name))
 
-    async def _opened(self, who: tuple[str, str], client: _Client) -> OpenedEpisode:
+    async def _opened(self, who: tuple[str, str], client: _Client) -> "OpenEpisode":
         try:
             async with asyncio.timeout(OPEN_SECONDS):
                 return await asyncio.shield(client.opened)
@@ -218,7 +205,7 @@ class ClientDoor:
     def _is_own(self, api_key: str) -> bool:
         return hmac.compare_digest(api_key.encode(errors="surrogateescape"), self.key.encode())
 
-    def _identify(self, api_key: str, headers: Mapping[bytes, bytes]) -> tuple[str, str]:
+    def _identify(self, api_key: str, headers: Mapping[str, str]) -> tuple[str, str]:
         """Return the (API key, name) that identifies the client. The API key is empty if the server needs a key, which is then
         the same for all.
 
@@ -232,28 +219,28 @@ class ClientDoor:
             api_key = ""
         else:
             _check_local(headers)
-        name = headers.get(HEADER, b"").strip()
-        if len(name) > MAX_NAME or not all(32 < letter < 127 for letter in name):
+        name = headers.get(HEADER, "").strip()
+        if len(name) > MAX_NAME or not all(32 < ord(letter) < 127 for letter in name):
             message = f"X-Agentrl-Episode must have at most {MAX_NAME} printable ASCII characters and no spaces."
             raise ApiError(400, message, "invalid_episode")
-        return api_key, name.decode()
+        return api_key, name
 
 
-def _opened_by(client: _Client) -> OpenedEpisode | None:
+def _opened_by(client: _Client) -> "OpenEpisode | None":
     """Return the client's episode; None while it is being opened, or if it could not be opened."""
     done = client.opened
     return done.result() if done.done() and not done.cancelled() and done.exception() is None else None
 
 
-def _check_local(headers: Mapping[bytes, bytes]) -> None:
+def _check_local(headers: Mapping[str, str]) -> None:
     """Check that a request without a key comes from this machine and not from a foreign web page. A page in a browser can send
     requests to this machine, and can make its own host name resolve to it.
 
     Raises:
         ApiError: the request's origin is another site, or the request names another host.
     """
-    origin = headers.get(b"origin", b"").decode("latin-1")
-    host = headers.get(b"host", b"localhost").decode("latin-1")
+    origin = headers.get("origin", "")
+    host = headers.get("host", "localhost")
     if not _names_loopback(f"//{host}") or (origin and not _names_loopback(origin)):
         message = "Without a key, only this machine is served, as localhost or 127.0.0.1. Set AGENTRL_SERVE_KEY."
         raise ApiError(403, message, "not_local", "permission_error", final=True)

@@ -1,4 +1,4 @@
-"""The endpoint's own error responses. The dialect of the request's path determines their format."""
+"""The error responses of the servers themselves. The dialect of the request's path determines their format."""
 
 import json
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 from agentrl.workflow.dialects import RequestError
 from agentrl.workflow.dialects.paths import dialect_of
 
+Headers = list[tuple[bytes, bytes]]
+
 
 class ApiError(RequestError):
-    """An error response of the endpoint itself.
+    """An error response of a server itself.
 
     `retry_after` is the time after which the client should retry, in seconds. `final` tells SDKs not to retry.
     """
@@ -26,17 +28,19 @@ class ApiError(RequestError):
         super().__init__(status, message, code, kind=kind)
         self.retry_after, self.final, self.allow = retry_after, final, allow
 
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers of the error, except those that describe its body."""
-        headers = []
-        if self.retry_after is not None:
-            headers.append((b"retry-after", str(self.retry_after).encode()))
-        if self.final:
-            headers.append((b"x-should-retry", b"false"))
-        if self.allow:
-            headers.append((b"allow", self.allow.encode()))
-        return headers
+
+def headers_of(error: RequestError) -> Headers:
+    """Return the headers of the response to a request that fails, except those that describe its body."""
+    if not isinstance(error, ApiError):
+        return [(b"x-should-retry", b"false")] if error.code == "max_calls" else []
+    headers: Headers = []
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(error.retry_after).encode()))
+    if error.final:
+        headers.append((b"x-should-retry", b"false"))
+    if error.allow:
+        headers.append((b"allow", error.allow.encode()))
+    return headers
 
 
 def as_json(value: Any) -> bytes:
@@ -134,6 +138,6 @@ def differs() -> ApiError:
     )
 
 
-def internal() -> ApiError:
-    """Return the error for a bug of the endpoint."""
-    return ApiError(500, "The endpoint failed; the reason is in its log.", "internal_error", "server_error")
+def internal(server: str) -> ApiError:
+    """Return the error for a bug of the server with that name."""
+    return ApiError(500, f"The {server} failed; the reason is in its log.", "internal_error", "server_error")

@@ -7,14 +7,14 @@ origin. Origins are compared in the form that browsers send: scheme, host and po
 import re
 from collections.abc import Mapping, Set
 
-from agentrl.workers.serving.upstream import Headers
+from agentrl.workers.http.api_errors import Headers
 
 HEADERS = (
     b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode, "
     b"anthropic-version, anthropic-beta, anthropic-dangerous-direct-browser-access"
 )
 """The headers that a page may send. In addition, it may send those of the SDKs (`x-stainless-...`)."""
-EXPOSED = b"x-request-id, request-id, retry-after, x-agentrl-not-applied"
+EXPOSED = b"x-request-id, request-id, retry-after, x-agentrl-not-applied, x-agentrl-policy-version"
 """The headers of a response that a page may read."""
 PREFLIGHT_SECONDS = b"600"
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
@@ -34,22 +34,20 @@ def read_origins(text: str) -> frozenset[str]:
     return frozenset(origins)
 
 
-def answer_headers(headers: Mapping[bytes, bytes], origins: Set[str]) -> Headers:
+def answer_headers(headers: Mapping[str, str], origins: Set[str]) -> Headers:
     """Return the headers that let a browser show a response to the page. If the page's origin is not allowed, return only
     `vary`.
     """
-    if not origins:
-        return []
     vary: Headers = [(b"vary", b"Origin")]  # a cache must not give one origin what names another
-    origin = headers.get(b"origin", b"")
-    if origin.decode("latin-1") not in origins:
+    origin = headers.get("origin", "")
+    if origin not in origins:
         return vary
-    return [*vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", EXPOSED)]
+    return [*vary, (b"access-control-allow-origin", origin.encode()), (b"access-control-expose-headers", EXPOSED)]
 
 
-def preflight_headers(headers: Mapping[bytes, bytes], method: str) -> Headers:
+def preflight_headers(headers: Mapping[str, str], method: str) -> Headers:
     """Return the additional headers of the response to a preflight. Those of `answer_headers` are needed too."""
-    names = headers.get(b"access-control-request-headers", b"").lower().replace(b" ", b"").split(b",")
+    names = headers.get("access-control-request-headers", "").lower().replace(" ", "").encode("latin-1").split(b",")
     of_sdk = [name for name in names[:50] if _OF_SDK.fullmatch(name)]
     return [
         (b"access-control-allow-methods", method.encode()),

@@ -1,0 +1,58 @@
+"""`agentrl agent poll`: runs a program for each task of a run whose agents run elsewhere (`--agent external`)."""
+
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.console import say, show
+
+agent = typer.Typer(help="Run the agents of runs with --agent external.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@agent.callback()
+def group() -> None:
+    """Run the agents of runs with --agent external."""
+
+
+@agent.command("poll")
+def poll(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="The program and its arguments.", show_default=False)
+    ],
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="The endpoint [that of this data folder].", show_default=False)
+    ] = None,
+    run: Annotated[str, typer.Option(metavar="RUN", help="Only tasks of this run [any].", show_default=False)] = "",
+    parallel: Annotated[int, typer.Option(min=1, max=256, help="Maximum programs at once.")] = 1,
+    tasks: Annotated[int | None, typer.Option(min=1, help="End after this many tasks [never].", show_default=False)] = None,
+) -> None:
+    """Ask an endpoint for tasks, and run COMMAND for each of them, until Ctrl-C.
+
+    The program gets the task as JSON on its standard input and in the file AGENTRL_TASK, and the address and the key of its
+    model in OPENAI_BASE_URL and similar variables. It may write its answer to the file AGENTRL_ANSWER. It runs in its own
+    folder, without a sandbox, under the limits of the run. Ctrl-C ends the programs and gives their tasks back. On the machine
+    of the stack, the key for tasks is found in the data folder; elsewhere, set AGENTRL_TASKS_KEY. With AGENTRL_REWARDS_KEY,
+    the rewards in the answers are sent too.
+    """
+    from agentrl.workers.agents.poller import Poller, TaskClient
+    from agentrl.workers.serving.external_tasks import find_tasks_key
+    from agentrl.workers.stack.worker import set_up_logging
+    from agentrl.workflow.settings import settings
+
+    url = url or _find_url()
+    set_up_logging()
+    with TaskClient(url, find_tasks_key(settings(), create=False), settings().rewards_key) as client:
+        say(f"Asking {client.url} for tasks. Ctrl-C ends the programs and gives their tasks back.")
+        Poller(client, command, run, parallel, tasks, show).poll()
+
+
+def _find_url() -> str:
+    from agentrl.cli.resolve_targets import existing_database
+    from agentrl.workers.stack.presence import find_endpoint_url
+    from agentrl.workflow.errors import ServiceError
+
+    database = existing_database()
+    url = None if database is None else find_endpoint_url(database)
+    if url is None:
+        raise ServiceError("No endpoint runs for this data folder.", "Submit a run with --agent external, or write --url URL.")
+    return url

@@ -1,0 +1,206 @@
+"""The ranks of this worker: it starts them, sends each command to all, watches them, and kills them together.
+
+The group stays warm between updates and runs. If a rank ends, reports an error or hangs, all ranks are killed, because the
+others would wait for it. The update is then made again, by new ranks, from the last checkpoint.
+"""
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any
+
+from agentrl.workers.ranks.rank_messages import RankCommand, decode_error
+from agentrl.workflow.errors import Fenced, InfraError
+from agentrl.workflow.settings import settings
+
+log = getLogger("agentrl.ranks")
+
+POLL_SECONDS = 0.2
+LEASES_WITHOUT_PROGRESS = 20
+"""The number of leases after which a group whose ranks all run, and of which none begins a microbatch, counts as hanging. A
+rank whose process does not run at all is killed after one lease, or after MIN_SILENCE_SECONDS if that is longer.
+"""
+
+MIN_SILENCE_SECONDS = 10.0
+"""The shortest time without a line of a rank after which its process counts as stopped, in seconds."""
+
+INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""The variables that keep the ranks' connections on this machine. The environment may name another interface."""
+
+
+@dataclass
+class Rank:
+    """One rank as the worker sees it: its process, the worker's end of the socket pair, and what was received last.
+
+    Attributes:
+        unread: the beginning of a line that is not complete yet.
+        last_beat: the time of the last line, by the monotonic clock; None before the first.
+        microbatches: the number of microbatches that the rank has begun.
+    """
+
+    process: "subprocess.Popen[bytes]"
+    link: socket.socket
+    unread: bytes = b""
+    last_beat: float | None = None
+    microbatches: int = 0
+
+
+@dataclass
+class RankGroup:
+    """Running ranks, one for each of `devices`. Make one with `start`."""
+
+    devices: Sequence[str]
+    _ranks: list[Rank] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, devices: Sequence[str]) -> "RankGroup":
+        """Start a rank for each device. They report errors of their start at the first command."""
+        group = cls(tuple(devices))
+        # The ranks find each other by a file in memory. It has no name, so only they can open it, and it ends with them.
+        store = os.memfd_create("agentrl-ranks")
+        for number, device in enumerate(devices):
+            ours, theirs = socket.socketpair()
+            arguments = [number, len(devices), device, store, theirs.fileno(), os.getpid()]
+            command = [sys.executable, "-P", "-m", "agentrl.workers.ranks.rank", *map(str, arguments)]
+            process = subprocess.Popen(
+                command,
+                env={**INTERFACES, **os.environ},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[store, theirs.fileno()],
+                start_new_session=True,  # so that Ctrl-C reaches the worker only, and killpg all of the rank
+            )
+            theirs.close()
+            group._ranks.append(Rank(process, ours))
+        os.close(store)
+        log.info("started %d ranks on %s", len(devices), ", ".join(devices))
+        return group
+
+    @property
+    def is_alive(self) -> bool:
+        """True if all ranks run."""
+        return bool(self._ranks) and all(rank.process.poll() is None for rank in self._ranks)
+
+    def call(self, command: RankCommand, fenced: threading.Event) -> list[Any]:
+        """Send the command to all ranks. Return their results, by rank. After any error, all ranks have been killed.
+
+        Raise the error that a rank reported. Raise InfraError if a rank ended or hangs. Raise Fenced if `fenced` is set.
+        """
+        try:
+            self._send(command)
+            return self._receive_results(command.name, fenced)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill all ranks."""
+        for rank in self._ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.link.close()
+        for rank in self._ranks:
+            with suppress(subprocess.TimeoutExpired):  # the kernel may hold a process whose device hangs
+                rank.process.wait(settings().lease_seconds)
+        self._ranks = []
+
+    def _send(self, command: RankCommand) -> None:
+        data = command.encode()
+        for number, rank in enumerate(self._ranks):
+            rank.link.settimeout(_beat_limit())
+            try:
+                rank.link.sendall(data)
+            except OSError as error:
+                raise self._lost_error(number, command.name) from error
+
+    def _receive_results(self, name: str, fenced: threading.Event) -> list[Any]:
+        results: dict[int, Any] = {}
+        began = progressed = time.monotonic()
+        for rank in self._ranks:
+            rank.last_beat = None if rank.last_beat is None else began
+        with selectors.DefaultSelector() as selector:
+            for number, rank in enumerate(self._ranks):
+                selector.register(rank.link, selectors.EVENT_READ, number)
+            while len(results) < len(self._ranks):
+                if fenced.is_set():
+                    raise Fenced(
+                        f"The {name} on {len(self._ranks)} ranks was stopped: another worker has taken over its claim."
+                    )
+                for key, _ in selector.select(POLL_SECONDS):
+                    for values in self._read_lines(key.data, name):
+                        if "result" in values:
+                            results[key.data] = values["result"]
+                        progressed = self._note_progress(self._ranks[key.data], values, progressed)
+                self._check_hanging(name, began, progressed)
+        return [results[number] for number in range(len(self._ranks))]
+
+    def _read_lines(self, number: int, name: str) -> list[Mapping[str, Any]]:
+        """Return the complete lines that a rank has sent. Raise the error that it reports, or InfraError if it has ended."""
+        rank = self._ranks[number]
+        try:
+            data = rank.link.recv(1 << 20)
+        except OSError as error:
+            raise self._lost_error(number, name) from error
+        if not data:
+            raise self._lost_error(number, name)
+        *lines, rank.unread = (rank.unread + data).split(b"\n")
+        received = [json.loads(line) for line in lines]
+        for values in received:
+            if "error" in values:
+                raise decode_error(values["error"], number)
+        return received
+
+    def _note_progress(self, rank: Rank, values: Mapping[str, Any], progressed: float) -> float:
+        """Note a line of a rank. Return the time of the last progress: a result, or another microbatch."""
+        rank.last_beat = time.monotonic()
+        before, rank.microbatches = rank.microbatches, values.get("microbatches", rank.microbatches)
+        return rank.last_beat if "result" in values or rank.microbatches > before else progressed
+
+    def _check_hanging(self, name: str, began: float, progressed: float) -> None:
+        now, patience = time.monotonic(), LEASES_WITHOUT_PROGRESS * settings().lease_seconds
+        for number, rank in enumerate(self._ranks):
+            silent, limit = (now - began, patience) if rank.last_beat is None else (now - rank.last_beat, _beat_limit())
+            if silent > limit:
+                raise InfraError(f"Rank {number} of {len(self._ranks)} did not respond for {silent:.0f} s in the {name}.")
+        if now - progressed > patience and name == "update":
+            raise InfraError(f"None of {len(self._ranks)} ranks began a microbatch for {now - progressed:.0f} s.")
+
+    def _lost_error(self, number: int, name: str) -> InfraError:
+        process = self._ranks[number].process
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        code = process.returncode
+        how = "" if code is None else f" with signal {-code}" if code < 0 else f" with exit code {code}"
+        return InfraError(
+            f"Rank {number} of {len(self._ranks)} ended in the {name}{how}.", "The worker's log has its last lines."
+        )
+
+
+def _beat_limit() -> float:
+    return max(settings().lease_seconds, MIN_SILENCE_SECONDS)
+
+
+_running: list[RankGroup] = []
+
+
+def group_for(devices: Sequence[str]) -> RankGroup:
+    """Return the running ranks on these devices. Start them if there are none, or if other ones run."""
+    if not (_running and _running[0].is_alive and _running[0].devices == tuple(devices)):
+        close_group()
+        _running.append(RankGroup.start(devices))
+    return _running[0]
+
+
+def close_group() -> None:
+    """Kill the running ranks, if there are any. The memory of their devices is then free."""
+    while _running:
+        _running.pop().close()

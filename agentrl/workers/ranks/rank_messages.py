@@ -1,0 +1,125 @@
+"""The messages between a train worker and its ranks, over a socket pair. Nothing is pickled.
+
+A command to a rank is a line of JSON, and then tensors in the format of safetensors. A rank replies with lines of JSON.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, BinaryIO
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from agentrl.workflow import errors
+from agentrl.workflow.errors import AgentRLError, DeviceLost, InfraError
+from agentrl.workflow.training.reports import Update
+from agentrl.workflow.trajectory import Episode, Group, Message, Step, Task
+
+NO_MESSAGE = Message("assistant", "")
+TOKENS = ("prompt_ids", "sampled_ids", "behavior_logprobs")
+"""The fields of a step that are sent as tensors: one value per token."""
+
+STEP_FIELDS = tuple(one.name for one in fields(Step) if one.name not in (*TOKENS, "prompt", "message", "results"))
+"""The other fields of a step that are sent. An update reads no texts."""
+
+EPISODE_FIELDS = (*("sample", "status", "stop_reason", "reward", "id", "parent_id", "fork_step", "inherited", "tainted"),)
+"""The fields of an episode that are sent, besides its steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCommand:
+    """A command to all ranks: its name, its arguments, and tensors."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the command as bytes."""
+        body = save(dict(self.tensors))
+        return json.dumps({"name": self.name, "arguments": self.arguments, "bytes": len(body)}).encode() + b"\n" + body
+
+
+def read_command(source: BinaryIO) -> RankCommand | None:
+    """Read the next command; None if the worker has closed the socket."""
+    line = source.readline()
+    if not line.endswith(b"\n"):
+        return None
+    header = json.loads(line)
+    body = source.read(header["bytes"])
+    return RankCommand(header["name"], header["arguments"], load(body)) if len(body) == header["bytes"] else None
+
+
+def encode_groups(groups: Sequence[Group]) -> tuple[list[Any], dict[str, Tensor]]:
+    """Return the groups as JSON and tensors, without their texts. `decode_groups` is the inverse."""
+    steps = [step for group in groups for episode in group.episodes for step in episode.steps]
+    tensors = {
+        "prompt_ids": torch.tensor([token for step in steps for token in step.prompt_ids], dtype=torch.int64),
+        "sampled_ids": torch.tensor([token for step in steps for token in step.sampled_ids], dtype=torch.int64),
+        "behavior_logprobs": torch.tensor([value for step in steps for value in step.behavior_logprobs], dtype=torch.float64),
+    }
+    return [[group.task.key, group.slot, [_encode_episode(one) for one in group.episodes]] for group in groups], tensors
+
+
+def _encode_episode(episode: Episode) -> list[Any]:
+    steps = [
+        [[len(getattr(step, name)) for name in TOKENS], {name: getattr(step, name) for name in STEP_FIELDS}]
+        for step in episode.steps
+    ]
+    return [{name: getattr(episode, name) for name in EPISODE_FIELDS}, steps]
+
+
+def decode_groups(encoded: Sequence[Any], tensors: Mapping[str, Tensor]) -> list[Group]:
+    """Return the groups that `encode_groups` was given, with empty texts."""
+    tokens = {name: iter(tensors[name].tolist()) for name in TOKENS}
+
+    def episode(task: Task, values: Mapping[str, Any], steps: Iterable[Any]) -> Episode:
+        return Episode(task, steps=tuple(step(*one) for one in steps), **values)
+
+    def step(lengths: Sequence[int], values: Mapping[str, Any]) -> Step:
+        some: dict[str, Any] = {name: _take(tokens[name], length) for name, length in zip(TOKENS, lengths, strict=True)}
+        some |= {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return Step(prompt=(), message=NO_MESSAGE, **some)
+
+    groups = []
+    for key, slot, episodes in encoded:
+        task = Task(key, (), "")
+        groups.append(Group(task, tuple(episode(task, *one) for one in episodes), slot))
+    return groups
+
+
+def _take(values: Iterator[Any], count: int) -> tuple[Any, ...]:
+    return tuple(next(values) for _ in range(count))
+
+
+def encode_update(update: Update) -> dict[str, Any]:
+    """Return an update as JSON. `decode_update` is the inverse."""
+    values = {one.name: getattr(update, one.name) for one in fields(Update)}
+    pairs = {name: list(values[name].items()) for name in ("advantages", "dropped")}  # JSON has no numbers as keys
+    return values | pairs
+
+
+def decode_update(values: Mapping[str, Any]) -> Update:
+    """Return the update that `encode_update` was given."""
+    pairs = {name: dict(map(tuple, values[name])) for name in ("advantages", "dropped")}
+    return Update(**{**values, **pairs, "steps": tuple(values["steps"])})
+
+
+def encode_error(error: BaseException) -> dict[str, str]:
+    """Return an error as JSON. `decode_error` is the inverse, up to the class of errors that are not agentrl's own."""
+    if isinstance(error, AgentRLError) and not isinstance(error, DeviceLost):
+        return {"class": type(error).__name__, "message": error.message, "hint": error.hint}
+    return {"class": "", "message": f"{type(error).__name__}: {error}", "hint": ""}
+
+
+def decode_error(values: Mapping[str, str], rank: int) -> AgentRLError:
+    """Return the error that a rank reported. An error that is not agentrl's own becomes an InfraError.
+
+    So does a lost device: the rank's process is ended, and the worker's own device works.
+    """
+    kind = getattr(errors, values["class"], InfraError) if values["class"] else InfraError
+    message = values["message"] if values["class"] else f"Rank {rank} failed: {values['message']}"
+    error: AgentRLError = kind(message, values["hint"])
+    return error

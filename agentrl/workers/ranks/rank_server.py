@@ -1,0 +1,68 @@
+"""The commands of a rank: load a state, update, save. Each returns what the rank replies."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.workers.ranks.rank_messages import RankCommand, decode_groups, encode_update
+from agentrl.workflow.errors import ModelError
+from agentrl.workflow.experiment import Experiment
+from agentrl.workflow.models.parameters import count_parameters
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.settings import settings
+from agentrl.workflow.training.ranks import Ranks
+from agentrl.workflow.training.trainer import Trainer
+
+
+class RankServer:
+    """The policy and the trainer of one rank. The policy stays loaded when the next run has the same base."""
+
+    def __init__(self, ranks: Ranks, device: str) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._key = ""
+        self._policy: Policy | None = None
+        self._trainer: Trainer | None = None
+
+    def run(self, command: RankCommand) -> Any:
+        """Run a command, and return its result as JSON. Raises as `Trainer`'s method of that name does."""
+        if command.name == "update":
+            return self._update(command)
+        return self._save(**command.arguments) if command.name == "save" else self._load(**command.arguments)
+
+    def _load(self, config: Any, base: str, base_hash: str, iterations: int, folder: str | None, fresh: bool) -> dict[str, Any]:
+        run = Experiment.load(config).config
+        self._trainer = None
+        policy = self._load_policy(run.model.model_dump_json(exclude={"path"}), run, base, base_hash)
+        self._trainer = Trainer(policy, run, iterations, self._ranks)
+        self._trainer.load(None if folder is None else Path(folder), fresh)
+        with policy.training() as module:
+            return {"parameters": str(count_parameters(module))}
+
+    def _load_policy(self, options: str, run: Any, base: str, base_hash: str) -> Policy:
+        key = f"{base}|{base_hash}|{options}"
+        if self._policy is None or self._key != key:
+            self._policy, self._key = None, ""  # frees its memory first
+            threads = 0 if self._device.startswith("cuda") else torch.get_num_threads()
+            self._policy = Policy.load(run.model, base, self._device, threads or settings().threads)
+            if self._policy.base_hash != base_hash:
+                raise ModelError(f"The files of the model in {base!r} changed while they were loaded.", "Submit a new run.")
+            self._key = key
+        return self._policy
+
+    def _update(self, command: RankCommand) -> dict[str, Any]:
+        assert self._trainer is not None
+        groups = decode_groups(command.arguments["groups"], command.tensors)
+        update = self._trainer.update(groups, command.arguments["iteration"])
+        return {"update": encode_update(update), "learning_rate": self._trainer.learning_rate, "weights": self._sum_weights()}
+
+    def _sum_weights(self) -> float:
+        """Return the sum of all trained weights. It is equal on all ranks, unless a device computes something else."""
+        assert self._policy is not None
+        return float(sum(parameter.detach().double().sum() for parameter in self._policy.trainable().values()))
+
+    def _save(self, folder: str) -> list[str]:
+        """Write the checkpoint's files. All ranks have the same state, so only rank 0 writes."""
+        assert self._trainer is not None
+        return list(self._trainer.save(Path(folder))) if self._ranks.rank == 0 else []

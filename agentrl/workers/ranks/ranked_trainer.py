@@ -1,0 +1,93 @@
+"""A trainer whose updates the ranks of this worker make. The train job uses it like a `Trainer`."""
+
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from agentrl.workers.ranks.rank_group import RankGroup
+from agentrl.workers.ranks.rank_messages import RankCommand, decode_update, encode_groups
+from agentrl.workflow.config import RunConfig
+from agentrl.workflow.errors import InfraError
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.training.reports import Metrics, Update
+from agentrl.workflow.trajectory import Group
+
+
+class RankedTrainer:
+    """A trainer of a run on several devices. The ranks hold the weights; this process may hold none.
+
+    Args:
+        group: the ranks. They hold the state of the trainer that loaded last.
+        policy: the policy of this process, for the base's folder and hash.
+    """
+
+    def __init__(self, group: RankGroup, policy: Policy, config: RunConfig, iterations: int) -> None:
+        self._group = group
+        self._run = {
+            "config": config.model_dump(mode="json"),
+            "base": str(policy.folder),
+            "base_hash": policy.base_hash,
+            "iterations": iterations,
+        }
+        self.learning_rate = 0.0
+        self.parameters = ""
+        """The number of parameters of the model and of those that train, as text; empty before `load`."""
+        self.fenced = threading.Event()
+        """The event of the current claim. When it is set, the ranks are killed, and `Fenced` is raised."""
+
+    @property
+    def is_alive(self) -> bool:
+        """True if all ranks run."""
+        return self._group.is_alive
+
+    def load(self, folder: Path | None, fresh: bool = False) -> None:
+        """Load the state of a checkpoint into all ranks. See `Trainer.load`."""
+        place = None if folder is None else str(folder)
+        results = self._group.call(RankCommand("load", {**self._run, "folder": place, "fresh": fresh}), self.fenced)
+        self.parameters = results[0]["parameters"]
+
+    def update(self, groups: Sequence[Group], iteration: int) -> Update:
+        """Update the policy on the groups' trainable episodes. See `Trainer.update`.
+
+        Raise InfraError if a rank was lost or hangs, or if the ranks computed different results. Raise Fenced if the claim was
+        taken over.
+        """
+        encoded, tensors = encode_groups(groups)
+        results = self._group.call(RankCommand("update", {"groups": encoded, "iteration": iteration}, tensors), self.fenced)
+        updates = [decode_update(result["update"]) for result in results]
+        if len({_common_part(result) for result in results}) > 1:
+            self._group.close()
+            raise InfraError(f"The {len(results)} ranks made different updates, so none is used.", "Check their devices.")
+        self.learning_rate = results[0]["learning_rate"]
+        first = updates[0]
+        return Update(
+            first.metrics,
+            first.steps,
+            first.advantages,
+            first.dropped,
+            first.skipped,
+            first.bad,
+            _combine_costs([update.costs for update in updates]),
+        )
+
+    def save(self, folder: Path) -> Collection[str]:
+        """Write the checkpoint's files, by rank 0. The layout is that of `Trainer.save`: any number of ranks can load it."""
+        names: list[str] = self._group.call(RankCommand("save", {"folder": str(folder)}), self.fenced)[0]
+        return names
+
+
+def _common_part(result: dict[str, Any]) -> str:
+    """Return what all ranks must have computed equally, as text: all but costs and times."""
+    update = {name: value for name, value in result["update"].items() if name != "costs"}
+    update["metrics"] = {name: value for name, value in update["metrics"].items() if name != "seconds"}
+    return repr([update, result["weights"]])
+
+
+def _combine_costs(costs: Sequence[Metrics]) -> dict[str, float]:
+    """Combine the ranks' costs: `tflops` is the sum, `mfu` the mean, `peak_memory_bytes` that of the fullest device."""
+    columns = {name: [cost[name] for cost in costs] for name in costs[0]}
+    combined = {name: sum(values) for name, values in columns.items()}
+    combined |= {name: max(values) for name, values in columns.items() if name == "peak_memory_bytes"}
+    return combined | {name: fmean(values) for name, values in columns.items() if name == "mfu"}

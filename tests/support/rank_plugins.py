@@ -1,0 +1,61 @@
+"""Algorithms with which one of two ranks runs out of memory, hangs, or computes something else."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from agentrl.workflow.algorithms.grpo import grpo
+from agentrl.workflow.config import AlgorithmConfig
+from agentrl.workflow.training.advantages import Advantages, TokenRewards, relative_to_group
+from agentrl.workflow.training.row_scorer import RowScorer
+from agentrl.workflow.training.training_rows import Row
+
+
+def _is_rank_one() -> bool:
+    return dist.is_initialized() and dist.get_rank() == 1
+
+
+def _credit_and_limit(most: int, earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
+    score = RowScorer.score
+
+    def scored(scorer: RowScorer, model: torch.nn.Module, rows: Sequence[Row], *rest: Any, **more: Any) -> Any:
+        if len(rows) > most:
+            raise torch.OutOfMemoryError("as if")
+        return score(scorer, model, rows, *rest, **more)
+
+    if _is_rank_one():
+        RowScorer.score = scored  # type: ignore[method-assign]
+    return relative_to_group(earned, options)
+
+
+def short(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
+    """GRPO's; from then on rank 1 has memory for one row at a time."""
+    return _credit_and_limit(1, earned, options)
+
+
+def out(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
+    """GRPO's; from then on rank 1 has memory for no row."""
+    return _credit_and_limit(0, earned, options)
+
+
+def astray(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
+    """GRPO's; those of rank 1 are a little larger."""
+    credited = relative_to_group(earned, options)
+    return replace(credited, advantages=credited.advantages * (1.001 if _is_rank_one() else 1.0))
+
+
+def hang(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
+    """GRPO's, which rank 1 never returns."""
+    while _is_rank_one():
+        time.sleep(1)
+    return relative_to_group(earned, options)
+
+
+short_of_memory = replace(grpo, name="short_of_memory", credit=f"{__name__}:short")
+out_of_memory = replace(grpo, name="out_of_memory", credit=f"{__name__}:out")
+endless = replace(grpo, name="endless", credit=f"{__name__}:hang")
+gone_astray = replace(grpo, name="gone_astray", credit=f"{__name__}:astray")
