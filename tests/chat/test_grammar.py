@@ -121,7 +121,7 @@ def test_grammar_closes_a_thought_that_the_prompt_left_open() -> None:
         ({"$ref": "#/$defs/nowhere"}, "cannot be compiled"),
     ],
 )
-def test_schema_that_nothing_satisfies_is_refused_in_one_sentence(schema: Any, said: str) -> None:
+def test_schema_without_a_text_is_refused_in_one_sentence(schema: Any, said: str) -> None:
     chat = chat_of()
     with pytest.raises(ModelError, match=said) as refused:
         chat.grammars.matcher(turn_grammar(Constraint(schema=json.dumps(schema)), (), chat, (5,)))

@@ -206,8 +206,8 @@ def _spell_call(tool: Schema, tools: Sequence[Schema], tool_format: ToolFormat) 
         ModelError: the format does not write the arguments as one JSON object.
     """
     text = tool_format.write("", [ToolCall(tool["function"]["name"], _PROBE)], tools)
-    before, found, after = text.partition(dump_json(_PROBE))
-    if not found:
+    before, separator, after = text.partition(dump_json(_PROBE))
+    if not separator:
         raise ModelError(f"The tool format {tool_format.name} has no JSON arguments.")
     return before, after
 

@@ -151,8 +151,8 @@ def _tool(tool: Fields) -> Schema:
         raise tool.error("function", "it is missing")
     function = tool.object("function")
     FUNCTION.check(function)
-    shown = {name: value for name, value in function.values.items() if name in FUNCTION.honoured and name != "strict"}
-    return function_schema(function, shown)
+    values = {name: value for name, value in function.values.items() if name in FUNCTION.honoured and name != "strict"}
+    return function_schema(function, values)
 
 
 # messages
