@@ -719,7 +719,7 @@ class RunConfig(Section):
         for key, value in section.items():
             if key not in NO_AGENT:
                 raise ValueError(f"unknown option agent.{key}")
-            if value != NO_AGENT[key]:
+            if (tuple(value) if isinstance(value, list) else value) != NO_AGENT[key]:
                 raise ValueError(f"agent.{key} has no effect without agent.name")
         return None
 

@@ -279,7 +279,7 @@ def test_restored_policy_of_other_run_lacks_optimizer(worker: Database, model: P
 def measured(db: Database) -> str:
     """An evaluation of the run's newest policy; its name."""
     config = in_one_iteration(
-        eval_config(RunConfig.model_validate(run_names.find_run(db, RUN)["config"]), None, "train", 2, {})
+        db, eval_config(RunConfig.model_validate(run_names.find_run(db, RUN)["config"]), None, "train", 2, {})
     )
     return planning.submit(db, prepare(db, config, "eval", find_stored_policy(db, RUN, None)).submission).name
 

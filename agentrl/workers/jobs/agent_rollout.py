@@ -541,9 +541,9 @@ class AgentRollout:
         self.recorder.finish(outcomes)
 
     def _hold(self, number: int, conversation: Conversation) -> None:
-        self._conversations[number] = conversation
         self._load_replay(number, conversation)
-        self.server.hold(number, conversation.attempt, self)
+        self.server.hold(number, conversation.attempt, self)  # a request waits in the inbox until the conversation is there
+        self._conversations[number] = conversation
 
     def _load_replay(self, number: int, conversation: Conversation) -> None:
         """Load the record from which the agent's requests are answered, if there is one."""

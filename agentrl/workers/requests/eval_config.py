@@ -5,14 +5,15 @@ with the options of the run whose policy is measured.
 from collections.abc import Mapping
 from hashlib import sha256
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentrl.workers.requests.served_prompts import load_run_tasks
 from agentrl.workflow.config import LOOP_LIMITS, RunConfig, build, flatten
 from agentrl.workflow.datasets import is_file
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.store.connect import Database
 from agentrl.workflow.tool_formats import HERMES
+
+if TYPE_CHECKING:
+    from agentrl.workflow.store.connect import Database
 
 MAX_TASKS = 4096
 
@@ -108,10 +109,12 @@ def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return values | chat_format | {"model.chat_template": sha256(source.encode()).hexdigest()[:12] if source else None}
 
 
-def in_one_iteration(db: Database | None, config: RunConfig) -> RunConfig:
+def in_one_iteration(db: "Database | None", config: RunConfig) -> RunConfig:
     """Return the config with one iteration for all tasks. Raise ConfigError if there are more than MAX_TASKS. `db` is the
     database of the run whose prompts the tasks may be; None if there is none.
     """
+    from agentrl.workers.requests.served_prompts import load_run_tasks  # `compare` needs no database connection of SQLAlchemy
+
     tasks = len(load_run_tasks(db, config.dataset).tasks)
     if tasks > MAX_TASKS:
         hint = f"Use at most {MAX_TASKS}: pass -n to `agentrl eval`, or set eval.tasks of a run."
