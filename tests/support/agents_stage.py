@@ -50,7 +50,9 @@ class Stage:
         self.driver = AgentRollout(self.db, work, experiment, self.engine, self.chat, inbox, self.lost, self.max_context)
         self._thread = threading.Thread(target=_drive_rollouts, args=({self.group: self.driver}, inbox), daemon=True)
         self._thread.start()
-        wait_for(lambda: getattr(self.driver.agents, "_expected", None) or self.driver.agents.load())  # each has an agent's row
+        # Each is held, and given to an agent, or to the poller of an external agent.
+        agents: Any = self.driver.agents
+        wait_for(lambda: agents._expected if hasattr(agents, "_expected") else agents.load())
         return self
 
     def leave(self) -> None:
