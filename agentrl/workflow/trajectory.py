@@ -210,6 +210,11 @@ class Step:
             object.__setattr__(self, "parent", self.index - 1 if self.new_row is None else ROOT)
 
     @property
+    def trainable_tokens(self) -> int:
+        """The number of sampled tokens that the policy chose, not a grammar. Only these may train."""
+        return len(self.sampled_ids) - len(self.guided)
+
+    @property
     def pending(self) -> bool:
         """True if the policy has not yet seen the tool results."""
         return bool(self.message.tool_calls) and self.results is None

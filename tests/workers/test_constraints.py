@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from agentrl.workflow.analysis.credit_reasons import returns_of
 from agentrl.workflow.chat import grammar
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.store.agent_steps import load_requests
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.training.training_rows import rows_of
-from agentrl.workflow.trajectory import PolicyRef
+from agentrl.workflow.training.training_rows import TokenLayout, rows_of
+from agentrl.workflow.trajectory import Group, PolicyRef
 from tests.support.agents_stage import AGENT, Stage, episode_of, group_of, run_agent, staged
 from tests.support.dialect_clients import CALCULATOR, CHAT_DIALECT, CLIENTS, MESSAGES, RESPONSES, DialectClient, openai_client
 from tests.support.played_runs import start, submission
@@ -146,6 +147,13 @@ def test_guided_tokens_do_not_train(db: Database, policy: Policy) -> None:
     trained = [index for index, trains in enumerate(first.loss_mask[len(guided.prompt_ids) :]) if trains]
     assert trained == [1, *range(3, len(guided.sampled_ids))]
     assert first.action_mask[len(guided.prompt_ids) :] == (True,) * len(guided.sampled_ids)
+    rewarded = replace(some, reward=1.0)
+    layout = TokenLayout.of([rewarded])
+    earned = layout.make_earned([Group(rewarded.task, (rewarded,))])
+    assert int(layout.lengths[0]) == len(trained) + len(free.sampled_ids)
+    assert float(earned.rewards.sum()) == 2.0, "each of the two chains ends with the reward"
+    assert earned.turns[0].tolist() == [0] * len(trained) + [1] * len(free.sampled_ids)
+    assert [stretch.tokens for stretch in returns_of(rewarded, 1.0)] == [len(trained), len(free.sampled_ids)]
 
 
 @chat_dialects

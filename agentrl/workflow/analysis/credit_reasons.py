@@ -275,7 +275,7 @@ def returns_of(episode: Episode, discount: float) -> list[Stretch]:
     """
     read, numbers = as_read(episode)
     idle = reasons_not_to_train(read)
-    taught = [step for steps in chains_of(read) for step in steps if step.index not in idle and step.sampled_ids]
+    taught = [step for steps in chains_of(read) for step in steps if step.index not in idle and step.trainable_tokens]
     rest = float(episode.reward or 0.0) - sum(step.reward for step in read.steps)
     last = {step.chain: step.index for step in taught}
     stretches: list[Stretch] = []
@@ -285,8 +285,8 @@ def returns_of(episode: Episode, discount: float) -> list[Stretch]:
         if last[step.chain] == step.index:
             earned += rest + sum(one.reward for one in read.steps if one.index > step.index and one.chain != step.chain)
         at_end = earned + (discount * following if step.chain == chain else 0.0)
-        stretches.append(Stretch(numbers[step.index], len(step.sampled_ids), at_end))
-        following, chain = at_end * discount ** (len(step.sampled_ids) - 1), step.chain
+        stretches.append(Stretch(numbers[step.index], step.trainable_tokens, at_end))
+        following, chain = at_end * discount ** (step.trainable_tokens - 1), step.chain
     return stretches[::-1]
 
 

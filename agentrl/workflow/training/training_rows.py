@@ -107,7 +107,7 @@ def rows_of(episodes: Sequence[Episode]) -> list[Row]:
         rows += (
             _row(number, index, context_of(episode, steps[0]), steps, idle)
             for index, steps in enumerate(chains_of(episode))
-            if any(step.index not in idle and len(step.guided) < len(step.sampled_ids) for step in steps)
+            if any(step.index not in idle and step.trainable_tokens for step in steps)
         )
     counts = Counter(row.episode for row in rows)
     return [row if counts[row.episode] == 1 else replace(row, weight=1 / counts[row.episode]) for row in rows]
@@ -337,7 +337,7 @@ def _check(episode: Episode) -> None:
 
 
 def _fill_rewards(episode: Episode, rewards: Tensor, turns: Tensor, chains: Tensor) -> None:
-    """Write the rewards, steps and chains of an episode's tokens into the tensors (T,).
+    """Write the rewards, steps and chains of an episode's trained tokens into the tensors (T,).
 
     The last token of a step gets the step's reward. The last token of each chain also gets the part of the episode's reward
     that belongs to no step, and the rewards of later steps of other chains. Rewards of a fork's inherited steps go to no token.
@@ -346,9 +346,9 @@ def _fill_rewards(episode: Episode, rewards: Tensor, turns: Tensor, chains: Tens
     idle = reasons_not_to_train(episode)
     last: dict[int, tuple[int, int]] = {}  # a chain's number -> its last token and step
     for step in (step for steps in chains_of(episode) for step in steps):
-        if step.index in idle or not step.sampled_ids:
+        if step.index in idle or not step.trainable_tokens:
             continue
-        start, end = end, end + len(step.sampled_ids)
+        start, end = end, end + step.trainable_tokens
         turns[start:end], chains[start:end] = step.index, step.chain
         rewards[end - 1] += step.reward
         last[step.chain] = end - 1, step.index
