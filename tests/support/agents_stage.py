@@ -101,6 +101,12 @@ def wait_for(condition: Any, seconds: float = 120.0) -> Any:
     return found
 
 
+def attempt_held(driver: Any, episode: int) -> int:
+    """The attempt whose conversation the rollout has; -1 while it has none."""
+    conversation = driver._conversations.get(episode)
+    return -1 if conversation is None else int(conversation.attempt)
+
+
 def run_agent(db: Database, episode: int, key: str = "") -> str:
     """An agents worker claims the newest attempt of the episode; its key."""
     key = key or f"key of {episode}/{time.monotonic_ns()}"

@@ -21,6 +21,7 @@ from tests.support.agents_stage import (
     AGENT,
     Stage,
     ask,
+    attempt_held,
     calling,
     end_agent,
     episode_of,
@@ -66,7 +67,7 @@ def lose(stage: Stage, attempt: int = 1) -> str:
 
 def next_key(stage: Stage, attempt: int) -> str:
     wait_for(lambda: value(stage.db, f"SELECT count(*) FROM agent_attempts WHERE attempt = {attempt} AND status = 'pending'"))
-    wait_for(lambda: stage.driver._conversations[1].attempt == attempt)
+    wait_for(lambda: attempt_held(stage.driver, 1) == attempt)
     return run_agent(stage.db, 1)
 
 
@@ -296,7 +297,7 @@ def test_fork_continues_after_lost_agent_and_worker(finished: Stage, counter: Co
     said = converse(forked, run_agent(db, number), QUESTION, 3)
     write(db, "UPDATE agent_attempts SET lease_until = 0 WHERE status = 'running'")
     forked.driver.inbox.put(InboxEvent(forked.group, number, woken=True))
-    wait_for(lambda: forked.driver._conversations[number].attempt == 1)
+    wait_for(lambda: attempt_held(forked.driver, number) == 1)
     key = wait_for(lambda: values(db, "SELECT id FROM agent_attempts WHERE status = 'pending'")) and run_agent(db, number)
     assert converse(forked, key, QUESTION, 1) == said[:1]
     forked.leave()

@@ -23,6 +23,7 @@ from tests.support.agents_stage import (
     Reply,
     Stage,
     ask,
+    attempt_held,
     calling,
     end_agent,
     episode_of,
@@ -330,7 +331,7 @@ def test_lost_agent_restarts_with_same_sampling_keys(db: Database) -> None:
         write(db, "UPDATE agent_attempts SET lease_until = 0")
         stage.driver.inbox.put(_woken(stage))
         wait_for(lambda: values(db, "SELECT status FROM agent_attempts ORDER BY attempt") == ["lost", "pending"])
-        heir = wait_for(lambda: stage.driver._conversations[1].attempt and run_agent(db, 1))
+        heir = wait_for(lambda: attempt_held(stage.driver, 1) > 0 and run_agent(db, 1))
         assert ask(stage, key, [QUESTION]).status == 409
         ask(stage, heir, [QUESTION])
         assert policy.requests[0].key == policy.requests[1].key

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from agentrl.workflow.call_json import dump_json
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import Schema, ToolFormat
 from agentrl.workflow.trajectory import Message, ToolCall
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLMatcher
     from numpy.typing import NDArray
 
@@ -260,6 +259,8 @@ class TurnMatcher:
 
     def allowed(self, vocabulary: int) -> "NDArray[np.bool_]":
         """Return which tokens may come next, (vocabulary,); none if the grammar became too complex."""
+        import numpy as np  # the endpoint reads constraints without it
+
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         mask = np.zeros(vocabulary, bool)
         mask[: len(bits)] = bits[:vocabulary]
