@@ -155,6 +155,7 @@ class AgentTurn:
         draws: for each choice, its number among all samples of the same prompt, from 0.
         session: the engine's cache key for the turn's tokens.
         noted: other values that the row stores with the request.
+        grammar: the grammar that limits the draws; empty without one.
 
     Attributes:
         waiting: the requests that wait for the turn.
@@ -168,6 +169,7 @@ class AgentTurn:
     draws: tuple[int, ...]
     session: int
     noted: Mapping[str, Any] = field(default_factory=dict)
+    grammar: str = ""
     waiting: list[AgentCall] = field(default_factory=list)
     futures: list[Future[Completion]] = field(default_factory=list)
     later: list[AgentCall] = field(default_factory=list)

@@ -52,6 +52,7 @@ from agentrl.workflow.trajectory import (
     UNFINISHED,
     CallRecord,
     Episode,
+    Message,
     PolicyRef,
     Step,
     StepRecord,
@@ -364,7 +365,8 @@ class AgentRollout:
             self._drop(call.episode)
             raise RequestError(409, "This episode has ended.", code="episode_over")
         draws = recorded.draws if recorded else tuple(self.sampling.draws(conversation, call, draft))
-        turn = AgentTurn(call, draft, draws, conversation.session(draft), noted)
+        limits = grammar_of(call.ask, draft.context, self.chat)
+        turn = AgentTurn(call, draft, draws, conversation.session(draft), noted, limits)
         conversation.open.append(turn)
         turn.join(call)
         self.sampling.note_asked(call.ask)
@@ -695,7 +697,7 @@ class AgentSampling:
             follows_length=True,
             heard=partial(turn.hear, choice),
             top_logprobs=ask.top_logprobs,
-            grammar=grammar_of(ask, turn.draft.context, chat),
+            grammar=turn.grammar,
         )
 
     def note_asked(self, ask: Ask) -> None:
@@ -733,8 +735,9 @@ class AgentRecords:
         first = ""
         for choice, done in enumerate(turn.completions):
             if done is not None and (done.token_ids or not turn.cut):
-                request = self._request(turn, conversation, choice, done)
-                step_records.append(self._record(turn, conversation, done, request, first))
+                message = parse_turn(self.chat, turn.ask, turn.draft.context, done.token_ids)
+                request = self._request(turn, conversation, choice, done, message)
+                step_records.append(self._record(turn, conversation, done, request, message, first))
                 first = first or request.id
         return step_records
 
@@ -749,25 +752,32 @@ class AgentRecords:
         limit = self.most_tokens(turn)
         return any(done.finish_reason == "length" and len(done.token_ids) < limit for done in turn.completions if done)
 
-    def _request(self, turn: AgentTurn, conversation: Conversation, choice: int, done: Completion) -> StepRequest:
+    def _request(
+        self, turn: AgentTurn, conversation: Conversation, choice: int, done: Completion, message: Message
+    ) -> StepRequest:
         """Return the request in the form that is stored with the choice's step."""
         call = turn.call
         return StepRequest(
             id=choice_id(conversation.stopped_id(call.request_id) if turn.cut else call.request_id, choice),
             body_hash=call.body_hash,
-            asked={**call.ask.asked, **self._kept(turn, done), "created": call.created, "draw": turn.draws[choice]},
+            asked={**call.ask.asked, **self._kept(turn, done, message), "created": call.created, "draw": turn.draws[choice]},
             tools=call.ask.tools,
             template_options=call.ask.template_options,
         )
 
     def _record(
-        self, turn: AgentTurn, conversation: Conversation, done: Completion, request: StepRequest, first: str
+        self,
+        turn: AgentTurn,
+        conversation: Conversation,
+        done: Completion,
+        request: StepRequest,
+        message: Message,
+        first: str,
     ) -> StepRecord:
-        """Return the record of one choice. `first` is the request id of the turn's first choice, whose prompt the other choices
-        share; it is empty for the first choice itself.
+        """Return the record of one choice. `message` is the message of its tokens. `first` is the request id of the turn's
+        first choice, whose prompt the other choices share; it is empty for the first choice itself.
         """
         draft = turn.draft.sibling(conversation.messages(turn.draft), ANOTHER_CHOICE) if first else turn.draft
-        message = parse_turn(self.chat, turn.ask, draft.context, done.token_ids)
         calls = tuple(CallRecord(parsed, "none", _refusal(parsed)) for parsed in message.tool_calls)
         refused = tuple(item.result for item in calls if item.result is not None)
         step = draft.step(
@@ -792,7 +802,7 @@ class AgentRecords:
             replayed=REPLAYED in turn.noted,
         )
 
-    def _kept(self, turn: AgentTurn, done: Completion) -> dict[str, Any]:
+    def _kept(self, turn: AgentTurn, done: Completion, message: Message) -> dict[str, Any]:
         """Return the values that the row stores besides the requested sampling options.
 
         The stop strings explain why the turn ended. The number of equal histories is stored if it is above one. The likeliest
@@ -802,21 +812,22 @@ class AgentRecords:
         ask = turn.ask
         stops = list(dict.fromkeys((*ask.stop, *call_stops(ask, self.chat))))
         fields = {"stop": stops, EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
-        fields |= {"not_applied": list(ask.not_applied), KEPT: dict(ask.kept), GRAMMAR: self._constraint_record(turn, done)}
+        fields |= {"not_applied": list(ask.not_applied), KEPT: dict(ask.kept)}
+        fields |= {GRAMMAR: _constraint_record(turn, done, message)}
         return {name: value for name, value in fields.items() if value} | dict(turn.noted)
 
-    def _constraint_record(self, turn: AgentTurn, done: Completion) -> dict[str, Any]:
-        """Return what the row stores of the turn's constraint: the constraint, and whether the turn keeps it. If a grammar kept
-        it, also the grammar's hash, the library's version, and the indices of the tokens that the grammar chose.
-        """
-        ask = turn.ask
-        if not ask.constraint:
-            return {}
-        message = parse_turn(self.chat, ask, turn.draft.context, done.token_ids)
-        record: dict[str, Any] = {**ask.constraint.stored, "kept": grammar.is_kept(ask.constraint, message, ask.tools)}
-        if text := grammar_of(ask, turn.draft.context, self.chat):
-            record |= {"sha256": grammar.grammar_hash(text), "library": grammar.library(), "guided": list(done.guided)}
-        return record
+
+def _constraint_record(turn: AgentTurn, done: Completion, message: Message) -> dict[str, Any]:
+    """Return what the row stores of the turn's constraint: the constraint, and whether the turn keeps it. If a grammar kept it,
+    also the grammar's hash, the library's version, and the indices of the tokens that the grammar chose.
+    """
+    ask = turn.ask
+    if not ask.constraint:
+        return {}
+    record: dict[str, Any] = {**ask.constraint.stored, "kept": grammar.is_kept(ask.constraint, message, ask.tools)}
+    if turn.grammar:
+        record |= {"sha256": grammar.grammar_hash(turn.grammar), "library": grammar.library(), "guided": list(done.guided)}
+    return record
 
 
 def grammar_of(ask: Ask, prompt_ids: Sequence[int], chat: Chat) -> str:

@@ -75,14 +75,8 @@ class Constraint:
 
     @property
     def stored(self) -> dict[str, Any]:
-        """The values from which `of_stored` makes the constraint again, for a JSON column."""
+        """The values of the constraint for a JSON column, without those that require nothing."""
         return {name: getattr(self, name) for name in ("tool", "schema", "strict", "one_call") if getattr(self, name)}
-
-    @classmethod
-    def of_stored(cls, values: Mapping[str, Any]) -> "Constraint":
-        """Return the constraint with these stored values."""
-        tool, schema = str(values.get("tool", "")), str(values.get("schema", ""))
-        return cls(tool, schema, tuple(values.get("strict", ())), bool(values.get("one_call")))
 
 
 NO_CONSTRAINT = Constraint()
@@ -167,12 +161,8 @@ def _thought_rule(chat: "Chat", prompt_ids: Sequence[int]) -> str:
 
 def _calls_rule(chosen: Sequence[Schema], tools: Sequence[Schema], one: bool, chat: "Chat", lines: list[str]) -> str:
     """Add the rules of the chosen tools to `lines`, and return the rule of one call or several."""
-    tool_format = chat.manner.tool_format
-    for number, tool in enumerate(chosen):
-        before, after = _spell_call(tool, tools, tool_format)
-        lines.append(f"call_{number}: {_literal(before, chat)} {_arguments(tool)} {_literal(after, chat)}")
-    lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(chosen)))}")
-    between = None if one or not chat.manner.many else _between_calls(chosen[0], tools, tool_format)
+    lines += _call_lines([(tool, _arguments(tool)) for tool in chosen], tools, chat)
+    between = None if one or not chat.manner.many else _between_calls(chosen[0], tools, chat.manner.tool_format)
     return "call" if between is None else f"call ({_literal(between, chat)} call)*"
 
 
@@ -180,17 +170,22 @@ def _optional_calls_rule(
     offered: Mapping[str, Schema], tools: Sequence[Schema], constraint: Constraint, chat: "Chat", lines: list[str]
 ) -> str:
     """Return the rule of a turn of any text in which the arguments of calls of strict tools follow their schemas."""
-    tool_format = chat.manner.tool_format
-    for number, (name, tool) in enumerate(offered.items()):
-        before, after = _spell_call(tool, tools, tool_format)
-        arguments = _arguments(tool) if name in constraint.strict else f"%json {json.dumps({'type': 'object'} | _COMPACT)}"
-        lines.append(f"call_{number}: {_literal(before, chat)} {arguments} {_literal(after, chat)}")
-    lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(offered)))}")
-    first = _spell_call(next(iter(offered.values())), tools, tool_format)[0]
-    mark = next((mark for mark in (*_added_tokens(chat), *tool_format.opens) if first.startswith(mark)), "")
-    text = _TEXT if mark in _added_tokens(chat) else r"/[^{<\[]*/"  # no text may begin a call outside of the grammar
+    any_object = f"%json {json.dumps({'type': 'object'} | _COMPACT)}"
+    arguments = [(tool, _arguments(tool) if name in constraint.strict else any_object) for name, tool in offered.items()]
+    lines += _call_lines(arguments, tools, chat)
+    before, _ = _spell_call(tools[0], tools, chat.manner.tool_format)
+    # No text may begin a call outside of the grammar. It cannot, if calls begin with an added token.
+    text = _TEXT if before.startswith(tuple(_added_tokens(chat))) else r"/[^{<\[]*/"
     more = "" if constraint.one_call else r" (/[\n ]*/ call)*"
     return f"{text} (call{more})?"
+
+
+def _call_lines(arguments: Sequence[tuple[Schema, str]], tools: Sequence[Schema], chat: "Chat") -> Iterator[str]:
+    """Yield the rule `call`, a call of one of the tools, and its parts. Each tool has the rule of its arguments."""
+    for number, (tool, rule) in enumerate(arguments):
+        before, after = _spell_call(tool, tools, chat.manner.tool_format)
+        yield f"call_{number}: {_literal(before, chat)} {rule} {_literal(after, chat)}"
+    yield f"call: {' | '.join(f'call_{number}' for number in range(len(arguments)))}"
 
 
 def _arguments(tool: Schema) -> str:
@@ -303,9 +298,8 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            return f"The constraint cannot be compiled: {_first_line(matcher.get_error())}."
-        matcher.compute_bitmask()
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds out whether a first token exists
         if matcher.is_error():
             return f"The constraint cannot be compiled: {_first_line(matcher.get_error())}."
         if matcher.is_stopped() and not matcher.is_accepting():
