@@ -1,7 +1,8 @@
 """`python -m bench.learning.trl_sums MODEL TRAIN.jsonl OUT SEED ITERATIONS`: the sums of `learn_real`, with TRL's own script.
 
 Same rows, reward, LoRA, group and token budget as the cell `sums`, sampling with transformers' `generate`. Writes the merged
-model and `curve.json` (the mean reward of each step, the seconds of all of them) into OUT.
+model and `curve.json` (the mean reward of each step, the seconds of all of them) into OUT. Every tenth step is kept in OUT.tmp:
+started again, it goes on from there.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from agentrl.workflow.config import PROJECTIONS
@@ -23,6 +24,22 @@ GROUPS = GROUP_SIZE = 8
 TOKENS = 16
 
 
+class _Clock(TrainerCallback):
+    """Keeps the seconds of training in a file beside the checkpoints, so that they count on after a new start."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._before = float(file.read_text()) if file.exists() else 0.0
+        self._began = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Seconds of all steps up to the last checkpoint of an earlier start, and of all steps since this one."""
+        return self._before + time.perf_counter() - self._began
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._file.write_text(str(self.seconds()))
+
+
 def main() -> None:
     """Train and write the model."""
     model, file, folder, seed, iterations = sys.argv[1:]
@@ -30,8 +47,10 @@ def main() -> None:
     data = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
     )
+    kept = f"{folder}.tmp"
+    Path(kept).mkdir(parents=True, exist_ok=True)
     options = GRPOConfig(
-        output_dir=f"{folder}.tmp",
+        output_dir=kept,
         seed=int(seed),
         per_device_train_batch_size=GROUPS * GROUP_SIZE,
         num_generations=GROUP_SIZE,
@@ -46,7 +65,8 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
         logging_steps=1,
         gradient_checkpointing=False,  # memory suffices, and without it a step is faster
-        save_strategy="no",
+        save_steps=10,
+        save_total_limit=1,
         report_to="none",
         disable_tqdm=True,
     )
@@ -60,10 +80,12 @@ def main() -> None:
             for turns, ids, number in zip(completions, completion_ids, answer, strict=True)
         ]
 
-    trainer = GRPOTrainer(model=model, reward_funcs=right, args=options, train_dataset=data, peft_config=adapter)
-    began = time.perf_counter()
-    trainer.train()
-    seconds = time.perf_counter() - began
+    clock = _Clock(Path(kept, "seconds"))
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=right, args=options, train_dataset=data, peft_config=adapter, callbacks=[clock]
+    )
+    trainer.train(resume_from_checkpoint=any(Path(kept).glob("checkpoint-*")))
+    seconds = clock.seconds()
     merged: Any = trainer.model.merge_and_unload()
     merged.save_pretrained(folder)
     trainer.processing_class.save_pretrained(folder)
