@@ -1,7 +1,9 @@
-"""The supervisor of one agent. It starts the agent, enforces its limits, ends it with all of its child processes, and reports
-the result.
+"""The supervisor of agents, one after the other. It starts an agent, enforces its limits, ends it with all of its child
+processes, and reports the result.
 
-The guardian is a separate process, forked by the agent server. If the guardian is killed, the `Warden` ends the remaining
+The guardian is a separate process, forked by the agent server. It supervises one episode at a time. By default, each episode
+has a new process; with `agent.reuse`, the process of an episode that ended without an error also runs the next one. If the
+guardian is killed, the `Warden` ends the remaining
 processes. The guardian is a subreaper: a process that the agent leaves behind becomes the guardian's child, so no such process
 outlives the guardian. If the other end of its socket is closed, the guardian ends the agent and itself at once. It imports only
 the standard library and `workflow.agents`.
@@ -22,13 +24,14 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from agentrl.workers.agents import domain
 from agentrl.workers.agents.kept_output import KeptOutput, add_last_lines
 from agentrl.workflow.agents import LLM, AgentTask, freeze_clock, read_result
+from agentrl.workflow.runtime.socket_pair import socket_pair
 
 LENGTH = struct.Struct("<Q")
 KILLED = "killed"
@@ -63,6 +66,7 @@ class Order:
         memory_mb: the most memory of all processes of the agent, in MB.
         processes: the most processes of the agent.
         output_bytes: the most bytes that the agent may print.
+        reuse: whether the function's process may run the next episode too.
         keys: the secrets that are removed from all output.
         stdin: the file that a program reads as its standard input; empty for an empty input.
     """
@@ -78,6 +82,7 @@ class Order:
     memory_mb: int
     processes: int
     output_bytes: int
+    reuse: bool = False
     keys: list[str] = field(default_factory=list)
     stdin: str = ""
 
@@ -130,57 +135,122 @@ def adopt_orphans() -> None:
 
 
 def guard(connection: socket.socket, function: Callable[..., Any] | None) -> None:
-    """Receive an order over the connection, run the agent, and send the report."""
+    """Receive orders over the connection. For each, run the agent and send a pair: the report, and whether this guardian takes
+    another order. Return when the connection is closed, or when no other order is taken.
+    """
     os.setsid()
     adopt_orphans()
-    order = receive(connection)
-    if order is None:
-        return
-    watch = _Watch(Order(**order), connection)
-    if not watch.order.is_boxed:
-        domain.enter()  # the guardian too: the agent's own lies in it, so that it cannot end its guardian
-    report = watch.run(function)
-    with suppress(OSError):  # nobody waits any more
-        send(connection, asdict(report))
+    agent: _Agent | None = None
+    is_confined = takes_more = False
+    while (fields := receive(connection)) is not None:
+        order = Order(**fields)
+        if not (order.is_boxed or is_confined):
+            is_confined = True
+            domain.enter()  # the guardian too: the agent's own lies in it, so that it cannot end its guardian
+        if agent is None:
+            agent = _start(order, function, connection)
+        else:
+            send(agent.channel, fields)
+        report = _Watch(order, connection, agent).run()
+        if report.error_class or not order.reuse:
+            agent = None
+        takes_more = function is not None and (agent is not None or not descendants(os.getpid()))
+        try:
+            send(connection, [vars(report), takes_more])
+        except OSError:  # nobody waits any more
+            return
+        if not takes_more:
+            return
+
+
+@dataclass(frozen=True)
+class _Agent:
+    """The agent's process: its pid, a descriptor that is readable when it has ended, its output, and the socket over which a
+    function gets its next orders and sends its results.
+    """
+
+    pid: int
+    ended: int
+    output: int
+    channel: socket.socket
+
+
+def _start(order: Order, function: Callable[..., Any] | None, connection: socket.socket) -> _Agent:
+    output, output_in = os.pipe()
+    ours, theirs = socket_pair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _become_agent(order, function, output_in, theirs, (output, connection.fileno()))
+    os.close(output_in)
+    theirs.close()
+    return _Agent(pid, os.pidfd_open(pid), output, ours)
 
 
 @dataclass
 class _Watch:
-    """The state of an agent while it is running."""
+    """The state of one episode of an agent while it is running."""
 
     order: Order
     connection: socket.socket
+    agent: _Agent
     _output: KeptOutput = field(init=False)
     _result: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
         self._output = KeptOutput(self.order.keys)
 
-    def run(self, function: Callable[..., Any] | None) -> AgentReport:
-        output, output_in = os.pipe()
-        result, result_in = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            _become_agent(self.order, function, output_in, result_in, (output, result, self.connection.fileno()))
-        os.close(output_in)
-        os.close(result_in)
-        ended = os.pidfd_open(pid)
-        over = self._follow(ended, output, result)
+    def run(self) -> AgentReport:
+        """Wait for the end of the episode. End the agent, unless it may run another episode."""
+        over = self._follow()
+        if not any(over) and self.order.reuse and self._has_result:
+            self._read_rest()
+            report = self._report(over, 0)
+            if not report.error_class:
+                return report
         end_descendants()
-        self._read(output, result, LOOK_SECONDS)
-        status = _reap(pid)
+        self._read_rest()
+        status = _reap(self.agent.pid)
+        os.close(self.agent.ended)
+        os.close(self.agent.output)
+        self.agent.channel.close()
         return self._report(over, status)
 
-    def _follow(self, ended: int, output: int, result: int) -> tuple[str, str]:
-        """Wait for the agent's end. Return the (error class, error) if a limit ended it; otherwise two empty texts."""
-        deadline = time.monotonic() + self.order.timeout_seconds
-        looked = 0.0
+    @property
+    def _has_result(self) -> bool:
+        """True if the function's result is complete, or larger than it may be."""
+        if len(self._result) < LENGTH.size:
+            return False
+        return self._result_size > MAX_RESULT or len(self._result) >= self._result_size + LENGTH.size
+
+    @property
+    def _result_size(self) -> int:
+        return int(LENGTH.unpack_from(self._result)[0])
+
+    def _reply_bytes(self) -> bytes | None:
+        """Return the function's result; None if it is not complete."""
+        if not self._has_result:
+            return None
+        if self._result_size > MAX_RESULT:
+            raise ValueError(f"it has more than {MAX_RESULT} bytes")
+        if len(self._result) > self._result_size + LENGTH.size:
+            raise ValueError("it has two results")
+        return bytes(self._result[LENGTH.size :])
+
+    def _follow(self) -> tuple[str, str]:
+        """Wait until the agent has ended, or has sent its result if its process is to be used again. Return the (error class,
+        error) if a limit ended it; otherwise two empty texts.
+        """
+        deadline, looked = time.monotonic() + self.order.timeout_seconds, 0.0
+        agent = self.agent
+        descriptors: list[Any] = [agent.ended, agent.output, agent.channel, self.connection]
         while True:
-            descriptors: list[Any] = [ended, output, result, self.connection]
             ready = select.select(descriptors, [], [], LOOK_SECONDS)[0]
-            self._take(ready, output, result)
-            if ended in ready:
+            descriptors = [one for one in descriptors if one not in ready or self._take(one)]
+            if agent.ended in ready or (self.order.reuse and self._has_result):
                 return "", ""
+            if self._has_result and self._result_size > MAX_RESULT:
+                return "answer", f"its answer cannot be read: it has more than {MAX_RESULT} bytes"
             if self.connection in ready:
                 return "stopped", "it was asked to stop"
             now = time.monotonic()
@@ -192,10 +262,6 @@ class _Watch:
                 looked = now
                 if problem := self._is_too_much():
                     return problem
-            if not ready:
-                continue
-            if output not in ready and result not in ready:
-                time.sleep(LOOK_SECONDS / 20)
 
     def _is_too_much(self) -> tuple[str, str] | None:
         family = descendants(os.getpid())
@@ -210,27 +276,30 @@ class _Watch:
             return "files", f"it wrote more than {MAX_FILES_BYTES >> 20} MB into its folder"
         return None
 
-    def _take(self, ready: Sequence[Any], output: int, result: int) -> None:
-        if output in ready:
-            data = os.read(output, 1 << 16)
+    def _take(self, source: Any) -> bool:
+        """Read a part of the output or of the result. Return False if the source has no more."""
+        if source == self.agent.output:
+            data = os.read(source, 1 << 16)
             self._output.add(data)
-            if not data:
-                time.sleep(LOOK_SECONDS / 20)
-        if result in ready and len(self._result) <= MAX_RESULT:
-            self._result += os.read(result, 1 << 16)
+        elif source is self.agent.channel:
+            data = self._receive()
+            self._result += data
+        else:
+            return True
+        return bool(data)
 
-    def _read(self, output: int, result: int, seconds: float) -> None:
-        """Read the rest of the output and of the result from the agent's pipes, for at most `seconds`."""
-        deadline = time.monotonic() + seconds
-        for pipe in (output, result):
-            os.set_blocking(pipe, False)
-            while time.monotonic() < deadline:
-                before = self._output.size, len(self._result)
-                with suppress(BlockingIOError):
-                    self._take([pipe], output, result)
-                if before == (self._output.size, len(self._result)):
-                    break
-            os.close(pipe)
+    def _receive(self) -> bytes:
+        try:
+            return self.agent.channel.recv(1 << 16)
+        except ConnectionResetError:  # the agent ended before it had read an order
+            return b""
+
+    def _read_rest(self) -> None:
+        """Read what is left of the output and of the result, for at most LOOK_SECONDS."""
+        deadline = time.monotonic() + LOOK_SECONDS
+        sources: list[Any] = [self.agent.output] if self._has_result else [self.agent.output, self.agent.channel]
+        while time.monotonic() < deadline and (ready := select.select(sources, [], [], 0)[0]):
+            sources = [one for one in sources if one not in ready or self._take(one)]
 
     def _report(self, over: tuple[str, str], status: int) -> AgentReport:
         report = AgentReport(status, *over, output=self._output.text())
@@ -240,7 +309,7 @@ class _Watch:
             report.error = add_last_lines(report.error, report.output)
             return report
         try:
-            fields = _read_reply(self.order, bytes(self._result))
+            fields = _read_reply(self.order, self._reply_bytes())
         except (OSError, ValueError, TypeError, RecursionError) as error:
             fields = {"error_class": "answer", "error": f"its answer cannot be read: {error}"[:WORDS]}
         if status and not fields.get("error_class"):
@@ -253,14 +322,12 @@ class _Watch:
         return report
 
 
-def _read_reply(order: Order, result: bytes) -> dict[str, Any]:
-    """Return the checked answer and rewards of the agent, or its error. A function writes them to the pipe (`result`), a
-    program to its answer file.
+def _read_reply(order: Order, result: bytes | None) -> dict[str, Any]:
+    """Return the checked answer and rewards of the agent, or its error. A function sends them over the socket (`result`), a
+    program writes them to its answer file.
     """
-    if len(result) > MAX_RESULT:
-        raise ValueError(f"it has more than {MAX_RESULT} bytes")
     if not order.answer_file:
-        if not result:
+        if result is None:
             return {"error_class": "exit", "error": "its process ended before it returned"}
         reply = json.loads(result)
         if reply.get("error_class"):
@@ -288,14 +355,14 @@ def _read_answer(path: Path) -> Any:
 
 
 def _become_agent(
-    order: Order, function: Callable[..., Any] | None, output: int, result: int, others: Sequence[int]
+    order: Order, function: Callable[..., Any] | None, output: int, channel: socket.socket, others: Sequence[int]
 ) -> NoReturn:
     code = 1
     try:
         os.setsid()
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        with suppress(OSError):  # the agent is what the kernel ends first
-            Path("/proc/self/oom_score_adj").write_text("1000")
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:  # the agent is what the kernel ends first
+            score.write("1000")
         stdin = os.open(order.stdin or os.devnull, os.O_RDONLY)
         for source, target in ((stdin, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
@@ -304,29 +371,33 @@ def _become_agent(
         if not order.is_boxed:
             domain.enter()
             domain.drop_capabilities()
-        os.environ.clear()
-        os.environ.update(order.environment)
-        os.chdir(order.folder)
         if function is None:
-            os.close(result)
+            os.environ.clear()
+            os.environ.update(order.environment)
+            os.chdir(order.folder)
+            channel.close()
             resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILES_BYTES // 2,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.execvpe(order.command[0], order.command, order.environment)
-        code = _call(function, order, result)
+        code = _call(function, order, channel)
+        while order.reuse and (fields := receive(channel)) is not None:
+            order = Order(**fields)
+            code = _call(function, order, channel)
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         code = 127
     except BaseException:  # noqa: BLE001 - the guardian's stack lies below, and is not the agent's to unwind
         traceback.print_exc()
     finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        _flush()
         os._exit(code)
 
 
-def _call(function: Callable[..., Any], order: Order, result: int) -> int:
-    """Call a function agent, and write its result or its exception to the pipe. Return the exit code."""
+def _call(function: Callable[..., Any], order: Order, channel: socket.socket) -> int:
+    """Call a function agent, and send its result or its exception. Return the exit code."""
+    os.environ.clear()
+    os.environ.update(order.environment)
+    os.chdir(order.folder)
     try:
         freeze_clock()
         value = function(AgentTask(**order.task), LLM(**order.llm))
@@ -337,10 +408,15 @@ def _call(function: Callable[..., Any], order: Order, result: int) -> int:
     except BaseException as error:  # noqa: BLE001 - anybody's code; its words go into the row
         traceback.print_exc()
         reply = {"error_class": type(error).__name__[:100], "error": f"{type(error).__name__}: {error}"[:WORDS]}
-    data = json.dumps(reply).encode()
-    with os.fdopen(result, "wb") as pipe:
-        pipe.write(data)
+    _flush()
+    send(channel, reply)
     return 0 if "value" in reply else 1
+
+
+def _flush() -> None:
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 async def _awaited(value: Any) -> Any:
@@ -362,14 +438,12 @@ def descendants(pid: int, spared: Collection[int] = ()) -> set[int]:
 
 def children(pid: int) -> list[int]:
     """Return the pids of the direct children of the process."""
-    try:
-        return [
-            int(child)
-            for task in os.listdir(f"/proc/{pid}/task")
-            for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split()
-        ]
-    except OSError:
-        return []
+    numbers: list[int] = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", "rb", buffering=0) as file:
+                numbers += map(int, file.read().split())
+    return numbers
 
 
 def _resident(pid: int) -> int:
@@ -414,29 +488,36 @@ def end_descendants(spared: Collection[int] = ()) -> None:
     """
     deadline = time.monotonic() + END_SECONDS
     while (family := descendants(os.getpid(), spared)) and time.monotonic() < deadline:
+        family -= _reap_ended(family)
         for signal_number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in family:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal_number)
-        _reap_ended(family)
-        time.sleep(0.005)
+        if family:
+            time.sleep(0.001)
+            _reap_ended(family)
 
 
 _ended: dict[int, int] = {}
+"""The exit codes of the children that have been waited for since the last agent's end."""
 
 
-def _reap_ended(family: Iterable[int]) -> None:
+def _reap_ended(family: Iterable[int]) -> set[int]:
+    """Return those of the processes that have ended and were children of this process."""
+    reaped = set()
     for pid in family:
         with suppress(ChildProcessError):  # still another's
-            reaped, status = os.waitpid(pid, os.WNOHANG)
-            if reaped:
-                _ended[pid] = os.waitstatus_to_exitcode(status)
+            if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                reaped.add(pid)
+                _ended[pid] = os.waitstatus_to_exitcode(ended[1])
+    return reaped
 
 
 def _reap(pid: int) -> int:
     """Wait for the agent's process, and return its exit code."""
     deadline = time.monotonic() + END_SECONDS
-    while pid not in _ended and time.monotonic() < deadline:
-        _reap_ended([pid])
+    while pid not in _ended and not _reap_ended([pid]) and time.monotonic() < deadline:
         time.sleep(0.001)
-    return _ended.get(pid, -int(signal.SIGKILL))
+    code = _ended.get(pid, -int(signal.SIGKILL))
+    _ended.clear()
+    return code

@@ -4,8 +4,11 @@ each running agent.
 
 import json
 import os
+import re
+import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -13,7 +16,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from agentrl.workers.agents import domain
@@ -29,7 +33,9 @@ MAX_SERVERS = 8
 """The most warm interpreters at once. If there are more, the least recently used one ends."""
 LOOK_SECONDS = 0.5
 KEPT = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-KEPT_PREFIXES = ("LC_", "PYTHON", "SSL_CERT_")
+KEPT_PREFIXES = ("LC_", "PYTHON")
+_HASHED = re.compile(r"[0-9a-f]{8}\.\d+")
+"""The names of certificates in a folder that OpenSSL can search."""
 
 
 class AgentUnready(Exception):
@@ -41,8 +47,34 @@ class _Unwanted(Exception):
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the part of this process's environment that agents receive: no database, no broker, no secrets."""
-    return {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
+    """Return the environment that agents receive: a part of this process's environment, without database, broker and secrets,
+    and the place of the certificates.
+    """
+    kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
+    return kept | _certificates(os.environ.get("SSL_CERT_FILE", ""), os.environ.get("SSL_CERT_DIR", ""))
+
+
+@cache
+def _certificates(bundle: str, folder: str) -> dict[str, str]:
+    """Return the variables with which agents find the certificates that this process trusts.
+
+    Args:
+        bundle, folder: the values of SSL_CERT_FILE and SSL_CERT_DIR in this process; empty if it has none.
+
+    A new client reads the whole bundle, which takes about 20 ms of processor time, although agents use plain HTTP. From a
+    folder, OpenSSL reads a certificate only when it needs it. So if the bundle is the system's, and the system has the same
+    certificates in a folder, agents get only the folder.
+    """
+    system = ssl.get_default_verify_paths()
+    try:
+        in_bundle = Path(system.openssl_cafile).read_text(errors="replace").count("BEGIN CERTIFICATE")
+        in_folder = sum(bool(_HASHED.fullmatch(name)) for name in os.listdir(system.openssl_capath))
+        given = ((bundle, system.openssl_cafile), (folder, system.openssl_capath))
+        if in_folder >= in_bundle and all(Path(path).samefile(own) for path, own in given if path):
+            return {"SSL_CERT_DIR": system.openssl_capath}
+    except OSError:  # one of them does not exist
+        pass
+    return {name: value for name, value in (("SSL_CERT_FILE", bundle), ("SSL_CERT_DIR", folder)) if value}
 
 
 @dataclass
@@ -59,6 +91,7 @@ class AgentServer:
     is_stopped: Callable[[], bool]
     source: str = field(init=False)
     _control: socket.socket = field(init=False)
+    _idle: list[socket.socket] = field(default_factory=list)
     _process: "subprocess.Popen[bytes]" = field(init=False)
     _stamps: Mapping[str, object] = field(init=False)
 
@@ -113,15 +146,26 @@ class AgentServer:
         return self._process.poll() is None and all(_stamp(file) == stamp for file, stamp in self._stamps.items())
 
     def begin(self) -> socket.socket:
-        """Let the interpreter fork a guardian, and return the socket that is connected to the guardian."""
+        """Return the socket of an idle guardian. If there is none, let the interpreter fork one."""
+        while self._idle:
+            guardian = self._idle.pop()
+            if not select.select([guardian], [], [], 0)[0]:
+                return guardian
+            guardian.close()  # it has ended
         ours, theirs = socket_pair()
         with theirs:
             socket.send_fds(self._control, [b"x"], [theirs.fileno()])
         return ours
 
+    def keep(self, guardian: socket.socket) -> None:
+        """Take back the socket of a guardian that takes another order."""
+        self._idle.append(guardian)
+
     def close(self) -> None:
         """Tell the interpreter to end after its running agents. Wait at most LOOK_SECONDS for its end."""
         self._control.close()
+        for guardian in self._idle:
+            guardian.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_SECONDS)
         _ending[:] = [process for process in (*_ending, self._process) if process.poll() is None]
@@ -170,8 +214,8 @@ class AgentServers:
     _places: "OrderedDict[str, _InterpreterSlot]" = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, spec: str, is_stopped: Callable[[], bool]) -> socket.socket:
-        """Fork a guardian from an interpreter that has imported the agent's current code, and return the guardian's socket.
+    def begin(self, spec: str, is_stopped: Callable[[], bool]) -> tuple[AgentServer, socket.socket]:
+        """Return an interpreter that has imported the agent's current code, and the socket of one of its guardians.
 
         Raises:
             _Unwanted: `is_stopped` returned True before that.
@@ -181,7 +225,17 @@ class AgentServers:
         with self._fresh(spec, is_stopped) as server:
             guardian = server.begin()
         self._end_oldest()
-        return guardian
+        return server, guardian
+
+    def keep(self, spec: str, server: AgentServer, guardian: socket.socket) -> None:
+        """Take back the socket of a guardian that takes another order. If its interpreter was replaced, the guardian ends."""
+        with self._lock:
+            place = self._places[spec]
+        with place.lock:
+            if place.server is server:
+                server.keep(guardian)
+            else:
+                guardian.close()
 
     def source(self, spec: str) -> str:
         """Return the current source of the agent's module, as the agent's interpreter has imported it; empty for a program.
@@ -250,19 +304,22 @@ def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> AgentReport 
         InfraError: the interpreter or the guardian was lost.
     """
     try:
-        connection = servers.begin(spec, is_stopped)
+        server, guardian = servers.begin(spec, is_stopped)
     except _Unwanted:
         return None
-    with connection as guardian:
-        try:
-            send(guardian, asdict(order))
-            guardian.settimeout(LOOK_SECONDS)
-            while not is_stopped():
-                with suppress(TimeoutError):
-                    if not guardian.recv(1, socket.MSG_PEEK):
-                        raise InfraError("The agent's supervisor process is gone.")
-                    guardian.settimeout(None)
-                    return AgentReport(**receive(guardian))
-        except OSError as error:
-            raise InfraError(f"The agent's supervisor process is gone: {error}.") from error
+    takes_more = False
+    try:
+        send(guardian, vars(order))
+        guardian.settimeout(LOOK_SECONDS)
+        while not is_stopped():
+            with suppress(TimeoutError):
+                if not guardian.recv(1, socket.MSG_PEEK):
+                    raise InfraError("The agent's supervisor process is gone.")
+                guardian.settimeout(None)
+                report, takes_more = receive(guardian)
+                return AgentReport(**report)
+    except OSError as error:
+        raise InfraError(f"The agent's supervisor process is gone: {error}.") from error
+    finally:
+        servers.keep(spec, server, guardian) if takes_more else guardian.close()
     return None

@@ -77,14 +77,18 @@ def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
     tools workers, or that of the worker that has the episode's session.
     """
     with _broker_errors("call"):
-        app.send_task("agentrl.call", args=[call, reply_to], ignore_result=True, queue=Queue(queue, routing_key=queue))
+        _send_to(queue, "agentrl.call", call, reply_to)
 
 
 def send_agent(episode: int, attempt: int, reply_to: str) -> None:
     """Send the job that runs an attempt's agent. At its end, the agents worker wakes the process at `reply_to`."""
     with _broker_errors("agent"):
-        queue = Queue("agents", routing_key="agents")
-        app.send_task("agentrl.agent", args=[episode, attempt, reply_to], ignore_result=True, queue=queue)
+        _send_to("agents", "agentrl.agent", episode, attempt, reply_to)
+
+
+def _send_to(queue: str, job: str, *args: object) -> None:
+    """Send a job to a queue. The queue is not declared at each send: on Redis a queue is a list, which needs no declaration."""
+    app.send_task(job, args=args, ignore_result=True, queue=Queue(queue, routing_key=queue), declare=())
 
 
 class _broker_errors:  # noqa: N801 - reads as a phrase: `with _broker_errors("train")`

@@ -5,19 +5,20 @@ the start of the agent, with the hash of its key, and its end.
 worker is lost.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, func, select, update
+from sqlalchemy import ColumnElement, Connection, Integer, bindparam, func, null, select, update
 
 from agentrl.workflow.config import EXTERNAL, AgentConfig
 from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.episode_loader import clean_tree, message_value
+from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tables.columns import now_ms
+from agentrl.workflow.tables.columns import is_one_of, now_ms
 from agentrl.workflow.trajectory import OPEN, Message, storable
 
 _AGENTS, _EPISODES, _TASKS = schema.agent_attempts.c, schema.episodes.c, schema.tasks.c
@@ -79,7 +80,33 @@ _WORK = (
     .add_columns(schema.runs.c.name, schema.runs.c.config, schema.runs.c.kind)
     .join(schema.episodes, (_EPISODES.id == _AGENTS.episode_id) & (_EPISODES.attempt == _AGENTS.attempt))
     .join(schema.runs, schema.runs.c.id == _EPISODES.run_id)
-    .where(_AGENTS.status == "pending", _EPISODES.status.in_(OPEN))
+    .where(_AGENTS.status == "pending", is_one_of(_EPISODES.status, OPEN))
+)
+
+_CLAIMABLE = PreparedStatement(
+    _WORK.where(_AGENTS.episode_id == bindparam("episode"), _AGENTS.attempt == bindparam("attempt"))
+    .limit(1)
+    .with_for_update(of=schema.agent_attempts, skip_locked=True)
+)
+_CLAIM_AGAIN = PreparedStatement(
+    update(schema.agent_attempts)
+    .where(_AGENTS.status == "running", _AGENTS.worker == bindparam("of_worker"))
+    .values(status="pending")
+)
+_CLAIM = PreparedStatement(
+    update(schema.agent_attempts)
+    .where(_AGENTS.id == bindparam("of_agent"))
+    .values(status="running", lease_until=now_ms() + bindparam("lease_ms", type_=Integer))
+)
+_TASK = PreparedStatement(
+    select(_TASKS.key, _TASKS.messages, _TASKS.metadata, _TASKS.reference).where(_TASKS.id == bindparam("task"))
+)
+_PARENT = PreparedStatement(select(_EPISODES.parent_id).where(_EPISODES.id == bindparam("episode")))
+_BEGAN = PreparedStatement(select(func.min(_AGENTS.started_at)).where(_AGENTS.episode_id == bindparam("episode")))
+_FINISH = PreparedStatement(
+    update(schema.agent_attempts)
+    .where(_AGENTS.id == bindparam("of_agent"), _AGENTS.worker == bindparam("of_worker"), _AGENTS.status == "running")
+    .values(status="ended", lease_until=null())
 )
 
 
@@ -97,8 +124,9 @@ def claim_agent(
         key_hash: the sha256 of the key with which the agent will call its model.
         lease_seconds: the length of the lease, in seconds.
     """
-    mine = (_AGENTS.episode_id == episode) & (_AGENTS.attempt == attempt)
-    return _claim(tx, mine, worker, key_hash, lease_seconds)
+    _CLAIM_AGAIN.run(tx, {"of_worker": worker})
+    rows = _CLAIMABLE.rows(tx, {"episode": episode, "attempt": attempt})
+    return _claim(tx, rows, worker, key_hash, lease_seconds)
 
 
 @transaction
@@ -109,7 +137,10 @@ def claim_external(tx: Connection, run: str, worker: str, key_hash: str, lease_s
         run: the name of the run whose attempts are claimed; empty for all runs.
         worker, key_hash, lease_seconds: see `claim_agent`.
     """
-    return _claim(tx, _is_external(run), worker, key_hash, lease_seconds)
+    _CLAIM_AGAIN.run(tx, {"of_worker": worker})
+    oldest = _WORK.where(_is_external(run)).order_by(_AGENTS.id).limit(1)
+    rows = tx.execute(oldest.with_for_update(of=schema.agent_attempts, skip_locked=True)).all()
+    return _claim(tx, rows, worker, key_hash, lease_seconds)
 
 
 @read_transaction
@@ -123,34 +154,35 @@ def _is_external(run: str) -> ColumnElement[bool]:
     return external & (schema.runs.c.name == run) if run else external
 
 
-def _claim(
-    tx: Connection, condition: ColumnElement[bool], worker: str, key_hash: str, lease_seconds: float
-) -> AgentWork | None:
-    """Claim the oldest pending attempt that meets the condition on the rows of `_WORK`."""
-    again = update(schema.agent_attempts).where(_AGENTS.status == "running", _AGENTS.worker == worker)
-    tx.execute(again.values(status="pending"))
-    oldest = _WORK.where(condition).order_by(_AGENTS.id).limit(1)
-    row = tx.execute(oldest.with_for_update(of=schema.agent_attempts, skip_locked=True)).one_or_none()
-    if row is None:
+def _claim(tx: Connection, rows: Sequence[Any], worker: str, key_hash: str, lease_seconds: float) -> AgentWork | None:
+    """Claim the pending attempt of the only row, which has the columns of `_WORK`; return None if there is no row."""
+    if not rows:
         return None
-    values = {"status": "running", "worker": worker, "key_hash": key_hash, "started_at": datetime.now(UTC)}
-    lease = now_ms() + int(lease_seconds * 1000)
-    tx.execute(update(schema.agent_attempts).where(_AGENTS.id == row.id).values(lease_until=lease, **values))
-    task = tx.execute(select(_TASKS.key, _TASKS.messages, _TASKS.metadata).where(_TASKS.id == row.task_id)).one()
-    reference = None
-    if row.config["agent"].get("show_reference"):
-        reference = str(tx.execute(select(_TASKS.reference).where(_TASKS.id == row.task_id)).scalar_one())
-    messages = tuple(message_value(message) for message in task.messages)
-    resources = resources_of_group(tx, row.group_id) if row.config.get("resources") else {}
-    details = (task.key, messages, task.metadata, reference, row.kind == "train", resources, _began(tx, row.episode_id))
-    return AgentWork(row.id, row.name, row.config, row.episode_id, row.attempt, *details)
+    agent, episode, attempt, task, group, run, config, kind = rows[0]
+    values = {"worker": worker, "key_hash": key_hash, "started_at": datetime.now(UTC), "lease_ms": int(lease_seconds * 1000)}
+    _CLAIM.run(tx, {"of_agent": agent, **values})
+    ((key, messages, metadata, reference),) = _TASK.rows(tx, {"task": task})
+    return AgentWork(
+        id=agent,
+        run=run,
+        config=config,
+        episode=episode,
+        attempt=attempt,
+        task=key,
+        messages=tuple(message_value(message) for message in messages),
+        metadata=metadata,
+        reference=str(reference) if config["agent"].get("show_reference") else None,
+        training=kind == "train",
+        resources=resources_of_group(tx, group) if config.get("resources") else {},
+        began=_began(tx, episode),
+    )
 
 
 def _began(tx: Connection, episode: int) -> datetime:
     """Return the time at which the first attempt at the episode began. A fork has the time of its parent."""
-    while parent := tx.execute(select(_EPISODES.parent_id).where(_EPISODES.id == episode)).scalar_one():
+    while parent := _PARENT.rows(tx, {"episode": episode})[0][0]:
         episode = parent
-    began: datetime = tx.execute(select(func.min(_AGENTS.started_at)).where(_AGENTS.episode_id == episode)).scalar_one()
+    began: datetime = _BEGAN.rows(tx, {"episode": episode})[0][0]
     return began
 
 
@@ -208,17 +240,17 @@ def finish_agent(tx: Connection, agent: int, worker: str, end: AgentEnd) -> bool
 
 def _finish(tx: Connection, agent: int, worker: str, end: AgentEnd) -> bool:
     values = {
-        "status": "ended",
+        "of_agent": agent,
+        "of_worker": worker,
         "exit_code": end.exit_code,
         "error_class": storable(end.error_class),
         "error": storable(end.error),
         "answer": None if end.answer is None else storable(end.answer),
         "rewards": None if end.rewards is None else clean_tree(dict(end.rewards)),
         "output": storable(end.output),
-        "lease_until": None,
         "finished_at": datetime.now(UTC),
     }
-    return bool(tx.execute(update(schema.agent_attempts).where(_claimed(agent, worker)).values(values)).rowcount)
+    return bool(_FINISH.run(tx, values))
 
 
 STOPPED = "stopped"

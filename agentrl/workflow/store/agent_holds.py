@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from sqlalchemy import Connection, and_, case, func, select, update
+from sqlalchemy import Boolean, Connection, Float, and_, bindparam, case, func, select, type_coerce, update
 
 from agentrl.workflow.store.agent_attempts import MISMATCH, STOPPED
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.planning import log
+from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rollout_claims import Fence, check_claim
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import is_lease_free, now_ms
@@ -67,6 +68,24 @@ def count_sent(tx: Connection, agents: Sequence[int]) -> None:
     tx.execute(mine.values(sends=_AGENTS.sends + 1, sent_ms=now_ms()))
 
 
+_LOST = schema.agent_attempts.alias("before")
+_LOSSES = (
+    select(func.count())
+    .where(_LOST.c.episode_id == _EPISODES.id, _LOST.c.status == "lost")
+    .where(_LOST.c.error_class != STOPPED, _LOST.c.error_class != MISMATCH)
+    .scalar_subquery()
+)
+_OVERDUE = case((_AGENTS.status == "running", is_lease_free(_AGENTS.lease_until, bindparam("lease", type_=Float))), else_=False)
+_STATES = (
+    select(_AGENTS.id, _AGENTS.episode_id, _AGENTS.attempt, _AGENTS.status, _AGENTS.sends, _AGENTS.error_class)
+    .add_columns(_AGENTS.error, _AGENTS.answer, _AGENTS.rewards, type_coerce(_OVERDUE, Boolean), _LOSSES)
+    .join(schema.episodes, _CURRENT)
+    .where(_EPISODES.finished_at.is_(None))
+)
+_STATES_OF_GROUP = PreparedStatement(_STATES.where(_EPISODES.group_id == bindparam("group")))
+_STATE_OF_EPISODE = PreparedStatement(_STATES.where(_EPISODES.id == bindparam("episode")))
+
+
 @read_transaction
 def load_agents(
     tx: Connection, group: int, lease_seconds: float, episodes: Collection[int] | None = None
@@ -75,22 +94,11 @@ def load_agents(
     `lease_seconds` is the length of a lease, in seconds. `episodes` are the ids of the episodes to look at; None for all
     episodes of the group.
     """
-    lost = schema.agent_attempts.alias("before")
-    losses = (
-        select(func.count())
-        .where(lost.c.episode_id == _EPISODES.id, lost.c.status == "lost", lost.c.error_class.not_in((STOPPED, MISMATCH)))
-        .scalar_subquery()
-    )
-    overdue = case((_AGENTS.status == "running", is_lease_free(_AGENTS.lease_until, lease_seconds)), else_=False)
-    query = (
-        select(_AGENTS.id, _AGENTS.episode_id, _AGENTS.attempt, _AGENTS.status, _AGENTS.sends, _AGENTS.error_class)
-        .add_columns(_AGENTS.error, _AGENTS.answer, _AGENTS.rewards, overdue, losses)
-        .join(schema.episodes, _CURRENT)
-        .where(_EPISODES.group_id == group, _EPISODES.finished_at.is_(None))
-    )
-    query = query if episodes is None else query.where(_EPISODES.id.in_(episodes))
-    states = [AgentState(*row) for row in map(tuple, tx.execute(query))]
-    return {state.episode: state for state in states}
+    if episodes is None:
+        rows = _STATES_OF_GROUP.rows(tx, {"group": group, "lease": lease_seconds})
+    else:
+        rows = [row for one in episodes for row in _STATE_OF_EPISODE.rows(tx, {"episode": one, "lease": lease_seconds})]
+    return {state.episode: state for state in (AgentState(*row) for row in rows)}
 
 
 @transaction

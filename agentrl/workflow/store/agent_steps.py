@@ -62,6 +62,7 @@ _OPEN_CALL = PreparedStatement(
     .where(_CALLS.step == bindparam("of_step"), _CALLS.kind == "agent", _CALLS.status == "pending")
     .limit(1)
 )
+_OPTIONS_OF_HASH = PreparedStatement(select(_OPTIONS.id).where(_OPTIONS.content_hash == bindparam("hash")))
 _DELIVER = PreparedStatement(update(schema.steps).where(THE_STEP))
 
 
@@ -153,9 +154,12 @@ def _store_options(tx: Connection, request: StepRequest) -> int | None:
     # Keys keep their order, in which a template shows them.
     values = {"tools": clean_tree(list(request.tools)), "template_options": clean_tree(request.template_options)}
     content_hash = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-    statement = insert(tx, schema.request_options).values(content_hash=content_hash, **values)
-    tx.execute(statement.on_conflict_do_nothing(index_elements=["content_hash"]))
-    return int(tx.execute(select(_OPTIONS.id).where(_OPTIONS.content_hash == content_hash)).scalar_one())
+    stored = _OPTIONS_OF_HASH.rows(tx, {"hash": content_hash})
+    if not stored:
+        statement = insert(tx, schema.request_options).values(content_hash=content_hash, **values)
+        tx.execute(statement.on_conflict_do_nothing(index_elements=["content_hash"]))
+        stored = _OPTIONS_OF_HASH.rows(tx, {"hash": content_hash})
+    return int(stored[0][0])
 
 
 def _show_results(tx: Connection, record: StepRecord, held: HeldEpisodes) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, Dialect, Insert, Select, Update
+from sqlalchemy import Connection, Dialect, Float, Insert, Numeric, Select, Update
+from sqlalchemy.types import TypeEngine
 
 from agentrl.workflow.store.driver_reader import driver_cursor
 
@@ -36,12 +37,19 @@ class _CompiledStatement:
     text: str
     own: Values
     convert: Mapping[str, Callable[[Any], Any]]
+    read: Sequence[tuple[int, Callable[[Any], Any]]]
 
     def values(self, parameters: Values) -> dict[str, Any]:
         values = {**self.own, **parameters}
         for name, convert in self.convert.items():
             values[name] = convert(values[name])
         return values
+
+    def typed(self, row: Sequence[Any]) -> tuple[Any, ...]:
+        cells = list(row)
+        for place, read in self.read:
+            cells[place] = read(cells[place])
+        return tuple(cells)
 
 
 @dataclass(frozen=True)
@@ -52,11 +60,11 @@ class PreparedStatement:
     _compiled: dict[str, _CompiledStatement] = field(default_factory=dict)
 
     def rows(self, tx: Connection, values: Values) -> list[Any]:
-        """Run the statement once; return its rows as the driver's tuples."""
+        """Run the statement once; return its rows as tuples of values of the columns' types."""
         compiled = self._compiled_for(tx, values)
         with driver_cursor(tx, compiled.text) as cursor:
             rows: list[Any] = cursor.execute(compiled.text, compiled.values(values)).fetchall()
-        return rows
+        return [compiled.typed(row) for row in rows] if compiled.read else rows
 
     def run(self, tx: Connection, *rows: Values) -> int:
         """Run the statement for each element of `rows`; return the number of changed rows. Postgres pipelines them."""
@@ -78,6 +86,19 @@ class PreparedStatement:
 
 def _compile(statement: Any, dialect: Dialect, names: Sequence[str]) -> _CompiledStatement:
     compiled = statement.compile(dialect=dialect, column_keys=names)
-    processors = {name: bind.type.dialect_impl(dialect).bind_processor(dialect) for name, bind in compiled.binds.items()}
+    processors = {name: bind.type.dialect_impl(dialect).bind_processor(dialect) for bind, name in compiled.bind_names.items()}
     own = {name: value for name, value in compiled.params.items() if name not in names}
-    return _CompiledStatement(str(compiled), own, {name: convert for name, convert in processors.items() if convert})
+    columns = statement.selected_columns if isinstance(statement, Select) else ()
+    readers = [_reader(column.type, dialect) for column in columns]
+    return _CompiledStatement(
+        str(compiled),
+        own,
+        {name: convert for name, convert in processors.items() if convert},
+        [(place, read) for place, read in enumerate(readers) if read],
+    )
+
+
+def _reader(kind: TypeEngine[Any], dialect: Dialect) -> Callable[[Any], Any] | None:
+    """Return the function that converts a value of the driver to a value of the column's type; None if both are the same."""
+    is_number = isinstance(kind, Numeric | Float)  # both drivers return floats
+    return None if is_number else kind.dialect_impl(dialect).result_processor(dialect, None)

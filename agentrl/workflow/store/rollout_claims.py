@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, case, func, or_, select, update
+from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, case, func, select, update
 
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.rewards import Part
@@ -23,7 +23,7 @@ from agentrl.workflow.store.planning import is_broken, log
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tables.columns import Utc, is_lease_free, now_ms
+from agentrl.workflow.tables.columns import Utc, is_lease_free, is_one_of, now_ms
 from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, SamplingKey, Task, storable
 
 MAX_LOSSES = 5
@@ -119,8 +119,8 @@ _GROUPS, _EPISODES = schema.groups.c, schema.episodes.c
 
 
 def _is_open(status: Column[str]) -> ColumnElement[bool]:
-    """Return the SQL condition that a status is not final, without an IN of variable length."""
-    return or_(*(status == value for value in OPEN))
+    """Return the SQL condition that a status is not final."""
+    return is_one_of(status, OPEN)
 
 
 @cache
@@ -346,6 +346,12 @@ _END_EPISODE = PreparedStatement(
     .where(_EPISODES.id == bindparam("of_episode"))
     .values(started_at=func.coalesce(_EPISODES.started_at, bindparam("began", type_=Utc())))
 )
+_LEAVE_CALLS = PreparedStatement(
+    update(schema.tool_calls)
+    .where(schema.tool_calls.c.episode_id == bindparam("of_episode"))
+    .where(schema.tool_calls.c.kind == "agent", schema.tool_calls.c.status == "pending")
+    .values(status="unobserved")
+)
 _NEW_REWARD = PreparedStatement(schema.rewards.insert().inline())
 _OPEN_EPISODES = PreparedStatement(
     select(_EPISODES.id).where(_EPISODES.group_id == bindparam("group"), _is_open(_EPISODES.status))
@@ -400,10 +406,8 @@ def end_episodes(
 
 def _leave_unobserved(tx: Connection, episodes: Sequence[int]) -> None:
     """Mark open calls of external agents as unobserved: no later request can show their results."""
-    calls = schema.tool_calls.c
     if episodes:
-        open_calls = update(schema.tool_calls).where(calls.episode_id.in_(episodes), calls.kind == "agent")
-        tx.execute(open_calls.where(calls.status == "pending").values(status="unobserved"))
+        _LEAVE_CALLS.run(tx, *({"of_episode": episode} for episode in episodes))
 
 
 def _episode_end_row(outcome: Outcome) -> dict[str, Any]:

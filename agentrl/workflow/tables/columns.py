@@ -1,5 +1,6 @@
 """Column types that the tables share, for SQLite and Postgres, and the database's clock."""
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +19,7 @@ from sqlalchemy import (
     TypeDecorator,
     func,
     literal,
+    or_,
 )
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
@@ -116,7 +118,7 @@ CLOCK_JUMP_LEASES = 10
 """
 
 
-def is_lease_free(lease_until: Column[int], seconds: float) -> ColumnElement[bool]:
+def is_lease_free(lease_until: Column[int], seconds: "float | ColumnElement[float]") -> ColumnElement[bool]:
     """Return the SQL condition that no worker holds a live lease. The condition uses the database's clock.
 
     If that clock was set back, a lease may end too late. So a lease that ends more than CLOCK_JUMP_LEASES lease lengths from
@@ -124,7 +126,12 @@ def is_lease_free(lease_until: Column[int], seconds: float) -> ColumnElement[boo
     lease, in seconds.
     """
     until = func.coalesce(lease_until, 0)
-    return (until < now_ms()) | (until > now_ms() + int(CLOCK_JUMP_LEASES * seconds * 1000))
+    return (until < now_ms()) | (until > now_ms() + CLOCK_JUMP_LEASES * seconds * 1000)
+
+
+def is_one_of(column: Column[str], values: Iterable[str]) -> ColumnElement[bool]:
+    """Return the SQL condition that the column has one of the values, without an IN, which cannot be compiled in advance."""
+    return or_(*(column == value for value in values))
 
 
 def first_time(column: Column[datetime], moment: datetime) -> ColumnElement[datetime]:
