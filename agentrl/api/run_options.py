@@ -98,6 +98,7 @@ class RunOptions(TypedDict, total=False):
     resources: str | Mapping[str, Any]
     resume: Literal["replay", "restart"]
     resume_agent: Literal["replay", "restart"]
+    reuse: bool
     reward: str | Mapping[str, Any]
     reward_set: str
     rounds: int | None

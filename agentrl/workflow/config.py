@@ -563,6 +563,7 @@ class AgentConfig(Section):
     replay_ignore: Texts = option(
         (), "--replay-ignore", metavar="REGEX", max_length=32, description="Text that may differ in replayed requests"
     )
+    reuse: bool = Field(False, description="A function's process runs several episodes, one after another")
     frozen_clock: bool = Field(False, description="A function reads the time at which its first attempt began")
     side_calls: bool = Field(False, description="Let it mark calls as not training: x-agentrl-train: 0")
     strict_api: bool = option(
@@ -630,6 +631,10 @@ class AgentConfig(Section):
             raise ValueError("a program runs in the sandbox; unsafe: true runs it without")
         if self.network != "endpoint" and not self.sandboxed:
             raise ValueError("network has no effect without the sandbox: the agent has the worker's network")
+        if self.reuse and (self.command or self.is_external or self.sandboxed):
+            raise ValueError("reuse applies only to a function without a sandbox: other agents have a process per episode")
+        if self.reuse and self.frozen_clock:
+            raise ValueError("frozen_clock stops the clock of a whole process: leave reuse or frozen_clock out")
         return self
 
 

@@ -1,9 +1,12 @@
 """Agents that do what agents may do, and what they may not. `tests/agents/test_processes.py` runs them."""
 
 import os
+import signal
+import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +118,37 @@ def many_rewards(task: Any, llm: Any) -> dict[str, float]:
 
 def infinite(task: Any, llm: Any) -> float:
     return float("inf")
+
+
+_episodes: list[int] = []
+
+
+def counts(task: Any, llm: Any) -> dict[str, float]:
+    """Return how many episodes this process has run, and whether the process's environment is this episode's."""
+    _episodes.append(os.getpid())
+    print("episode", len(_episodes))
+    return {"episodes": float(len(_episodes)), "own key": float(os.environ["OPENAI_API_KEY"] == llm.api_key)}
+
+
+def counts_then_raises(task: Any, llm: Any) -> dict[str, float]:
+    """Like `counts`, but every third episode raises an exception."""
+    rewards = counts(task, llm)
+    if len(_episodes) == 3:
+        raise ValueError("the third")
+    return rewards
+
+
+def counts_then_dies(task: Any, llm: Any) -> dict[str, float]:
+    """Like `counts`, but the process ends shortly after its first episode."""
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(3))
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    return counts(task, llm)
+
+
+def answers_twice(task: Any, llm: Any) -> None:
+    """Send a second result into the socket of the first one."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                data = b'{"value": 1}'
+                os.write(descriptor, len(data).to_bytes(8, "little") + data)

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,49 @@ def test_agent_program_missing_is_error(tmp_path: Path) -> None:
     report = processes.run(order(command=["/nowhere/agent"], **wanted), "", lambda: False)
     assert report is not None
     assert (report.exit_code, report.error_class) == (127, "exit")
+
+
+def episodes_of(name: str, count: int, **changes: Any) -> list[AgentReport]:
+    reports = []
+    for number in range(count):
+        key = {"environment": {"PATH": os.environ["PATH"], "OPENAI_API_KEY": f"key-{number}"}}
+        llm = {"llm": {"base_url": "http://127.0.0.1:1/v1", "api_key": f"key-{number}", "model": "m"}}
+        reports.append(ran(name, **{**key, **llm, **changes}))
+    return reports
+
+
+def test_agent_has_a_new_process_for_each_episode() -> None:
+    assert [report.rewards for report in episodes_of("counts", 3)] == [{"episodes": 1.0, "own key": 1.0}] * 3
+
+
+def test_reused_agent_keeps_its_process_and_gets_new_keys() -> None:
+    reports = episodes_of("counts", 3, reuse=True)
+    assert [report.rewards for report in reports] == [{"episodes": float(n), "own key": 1.0} for n in (1, 2, 3)]
+    assert [report.output for report in reports] == ["episode 1\n", "episode 2\n", "episode 3\n"]
+    assert ran("counts").rewards == {"episodes": 1.0, "own key": 1.0}  # a run without reuse does not get that process
+
+
+def test_reused_agent_that_raises_gets_a_new_process() -> None:
+    reports = episodes_of("counts_then_raises", 4, reuse=True)
+    assert [report.error_class for report in reports] == ["", "", "ValueError", ""]
+    assert reports[3].rewards == {"episodes": 1.0, "own key": 1.0}
+
+
+def test_reused_agent_that_died_gets_a_new_process() -> None:
+    for _ in range(2):
+        assert ran("counts_then_dies", reuse=True).rewards == {"episodes": 1.0, "own key": 1.0}
+        time.sleep(0.3)
+
+
+def test_reused_agent_over_time_is_ended_with_its_process() -> None:
+    assert ran("sleeps", reuse=True, timeout_seconds=0.3).error_class == "timeout"
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_agent_with_two_results_is_error(reuse: bool) -> None:
+    report = ran("answers_twice", reuse=reuse)
+    assert report.error_class == "answer"
+    assert "it has two results" in report.error
 
 
 def test_agents_do_not_outlive_worker(tmp_path: Path) -> None:

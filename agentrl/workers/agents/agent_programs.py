@@ -71,6 +71,7 @@ class AgentLaunch:
             memory_mb=agent.memory_mb,
             processes=agent.processes,
             output_bytes=agent.output_bytes,
+            reuse=agent.reuse,
             keys=list(keys),
         )
 

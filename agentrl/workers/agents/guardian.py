@@ -147,10 +147,15 @@ def guard(connection: socket.socket, function: Callable[..., Any] | None) -> Non
         if not (order.is_boxed or is_confined):
             is_confined = True
             domain.enter()  # the guardian too: the agent's own lies in it, so that it cannot end its guardian
+        if agent is not None and not (order.reuse and agent.is_alive):
+            end_descendants()
+            agent.close()
+            agent = None
         if agent is None:
             agent = _start(order, function, connection)
         else:
-            send(agent.channel, fields)
+            with suppress(OSError):  # it has ended just now: its watch sees that
+                send(agent.channel, fields)
         report = _Watch(order, connection, agent).run()
         if report.error_class or not order.reuse:
             agent = None
@@ -173,6 +178,19 @@ class _Agent:
     ended: int
     output: int
     channel: socket.socket
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the process has not ended."""
+        return not select.select([self.ended], [], [], 0)[0]
+
+    def close(self) -> int:
+        """Wait for the end of the process, close the descriptors, and return the exit code."""
+        status = _reap(self.pid)
+        os.close(self.ended)
+        os.close(self.output)
+        self.channel.close()
+        return status
 
 
 def _start(order: Order, function: Callable[..., Any] | None, connection: socket.socket) -> _Agent:
@@ -206,15 +224,14 @@ class _Watch:
         if not any(over) and self.order.reuse and self._has_result:
             self._read_rest()
             report = self._report(over, 0)
-            if not report.error_class:
-                return report
+            if report.error_class:
+                report.exit_code = 1
+                end_descendants()
+                self.agent.close()
+            return report
         end_descendants()
         self._read_rest()
-        status = _reap(self.agent.pid)
-        os.close(self.agent.ended)
-        os.close(self.agent.output)
-        self.agent.channel.close()
-        return self._report(over, status)
+        return self._report(over, self.agent.close())
 
     @property
     def _has_result(self) -> bool:
