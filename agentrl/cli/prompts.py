@@ -1,4 +1,4 @@
-"""`agentrl prompts`: lists the texts that a run uses, version by version, and what a prompt search gained."""
+"""`agentrl prompts`: lists the versions of the texts that a run uses, and the gain of a prompt search."""
 
 from collections.abc import Iterator
 from difflib import unified_diff
@@ -31,7 +31,7 @@ def prompts(
     name: Annotated[str | None, typer.Option(help="Name of the text, if the run has several.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """List the versions of a run's prompts and other texts: how they came about and what they earned.
+    """List the versions of a run's prompts and other texts, with the origin and the mean reward of each version.
 
     A version is a number, or `best` for the version that a search chose. `show` prints a text and nothing else.
     """

@@ -258,9 +258,8 @@ class StepRecord:
         calls: the calls of the step, in order.
         request: the agent's request to which the step is the response; None for the built-in loop. The commit of such a step
             sets its index and chain.
-        shared_messages: the number of messages at the start of the step's prompt that are also in the parent's line.
-        beside: the id of a request that is committed together with this step. The step of that request becomes this step's
-            parent.
+        shared_messages: the number of messages that the prompt has in common with the conversation of the parent step.
+        beside: the id of the request whose step becomes this step's parent. Both steps are committed together.
         earlier_results: a mapping from (step, call) to the result of that earlier call, as the request contains it.
         replayed: True if the step was copied from the record of a lost attempt.
     """

@@ -243,7 +243,7 @@ servers = AgentServers()
 
 
 def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
-    """Run an agent and wait for its end. Return None if `is_stopped` returned True before.
+    """Run an agent and wait for its end. Return None if `is_stopped` returned True before the agent ended.
 
     Raises:
         AgentUnready: the agent's module cannot be imported.

@@ -246,7 +246,7 @@ class AgentReplay:
         return ask
 
     def add(self, messages: Iterable[Message]) -> None:
-        """Add the conversation up to the end of a new turn."""
+        """Add a new turn and the conversation before it, so that a later request can continue it."""
         if self.is_used_up:
             return
         self.cleaner.begin()

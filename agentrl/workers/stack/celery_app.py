@@ -65,7 +65,7 @@ def row_id(value: object) -> int:
 
 
 def make_app(where: Settings) -> Celery:
-    """Create the app for these settings. Every option is needed: a test shows a fault that breaks chords without it."""
+    """Create the app for these settings. Without any one of the options, chords break after a fault that a test shows."""
     app = Celery("agentrl")
     app.conf.update(
         **_broker_options(where),

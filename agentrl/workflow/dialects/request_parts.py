@@ -62,7 +62,7 @@ def list_not_applied(fields: Fields, honoured: frozenset[str], usual: Mapping[st
 
     Args:
         honoured: the fields that have an effect.
-        usual: for some fields, the values that request nothing.
+        usual: for some fields, the values with which the field has no effect in the API either.
     """
     names = [
         name[:MAX_NAME].encode("utf-8", "replace").decode()

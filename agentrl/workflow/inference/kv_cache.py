@@ -200,7 +200,9 @@ class StateSlots(LinearAttentionCacheLayerMixin):
         self.place(slice(0, 0), None, 0)
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
-        """Set the slots of the next call. They hold new rows if `tokens` is None, else rows that continue."""
+        """Set the slots of the next call. If `tokens` is None, new rows begin in these slots. Otherwise, the rows in them
+        continue.
+        """
         self._rows = slots
         for number in range(self.number_of_states):
             self.has_previous_state[number] = tokens is not None and bool(self._states)

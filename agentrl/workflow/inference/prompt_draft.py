@@ -31,10 +31,10 @@ class Draft:
         context: the complete input of the policy.
         parent: the index of the step whose line the prompt continues or shares; `ROOT` without such a step.
         shared: see `trajectory.Step.shared`.
-        shared_messages: the number of first messages that are also those of the parent's line.
+        shared_messages: the number of messages that the prompt has in common with the conversation of the parent step.
         new_row: why the turn begins a chain; None if it continues its parent or is the episode's first turn.
         chain: the number of the turn's chain. For an agent's turn, the commit determines it.
-        equal: the number of steps that the turn could continue, because they have the same messages. The parent is one of them.
+        equal: the number of steps with the same messages that the turn could continue, including the parent.
     """
 
     messages: tuple[Message, ...]

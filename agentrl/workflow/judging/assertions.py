@@ -21,8 +21,8 @@ def parse_source(source: str) -> ast.Module:
 
 def read_asserts(source: str, names: Sequence[str], constants: Constants | None = None) -> tuple[list[Case], int]:
     """Return (the cases that test these functions, the number of asserts that are not cases). `names` are the names of the
-    functions. `constants` is an evaluator that several sources share. Its size limit applies to all of them together. Raise
-    ValueError if the source is not Python.
+    functions. `constants` evaluates the constants in the asserts. If several sources share it, its size limit applies to their
+    sum. Raise ValueError if the source is not Python.
     """
     asserts = [node for node in ast.walk(parse_source(source)) if isinstance(node, ast.Assert)]
     constants = constants or Constants()

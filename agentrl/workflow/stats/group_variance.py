@@ -21,7 +21,9 @@ CUT_OFF = "cut off at a limit"
 
 
 def varies(rewards: Collection[float]) -> bool:
-    """Return True if at least two rewards differ, exactly: a computed deviation is rounded."""
+    """Return True if at least two rewards differ. The rewards are compared exactly, because a standard deviation would be
+    rounded.
+    """
     return len(set(rewards)) > 1
 
 

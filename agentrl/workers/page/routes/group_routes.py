@@ -160,7 +160,9 @@ class Parting(BaseModel):
 
 
 class WholeGroup(BaseModel):
-    """A group. `left_out` counts episodes beyond the limit. `aligned_tokens` of each episode are aligned."""
+    """A group. `left_out` counts the episodes beyond the limit. `parting` compares the first `aligned_tokens` tokens of each
+    episode.
+    """
 
     group: ShownRow
     task: ShownTask

@@ -59,7 +59,9 @@ LEAST_CHARS = 200
 
 
 class ShownTexts:
-    """A writer of texts into a response. `cut` has the full length of a shortened text, `of` the path of all of it."""
+    """A writer of texts into a response. `cut` has the full length of each shortened text, and `of` the URL path of the full
+    text.
+    """
 
     def __init__(self, max_chars: int = SHOWN_CHARS, max_total_chars: int = ANSWER_CHARS) -> None:
         """Set the limits: the most characters of one text, and of all texts together."""
