@@ -25,7 +25,7 @@ def prompts(
     question: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[show V | diff A B]", help="show VERSION: one text; diff A B: two, compared.", show_default=False
+            metavar="[show V | diff A B]", help="show VERSION prints a text; diff A B compares two.", show_default=False
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the text, if the run has several.", show_default=False)] = None,

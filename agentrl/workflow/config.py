@@ -302,7 +302,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _groups_can_vary(self) -> Self:
         if self.dynamic_sampling > 1 and self.group_size == 1:
-            raise ValueError("dynamic_sampling needs groups of two or more episodes: it waits for unequal rewards")
+            raise ValueError("dynamic_sampling needs groups of two or more episodes, because it compares their rewards")
         return self
 
 

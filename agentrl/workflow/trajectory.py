@@ -317,7 +317,7 @@ class Episode:
     annotations: tuple[Annotation, ...] = ()
 
     def with_step(self, step: Step) -> "Episode":
-        """Return the episode with this step in place of that index and of all later steps."""
+        """Return the episode with `step` as its last step. Old steps with this index or a later one are dropped."""
         return replace(self, steps=(*self.steps[: step.index], step), status="running")
 
     def line(self, index: int) -> tuple[Step, ...]:

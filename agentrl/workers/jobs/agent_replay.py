@@ -108,7 +108,7 @@ class RecordedTurn:
 
     @property
     def draws(self) -> tuple[int, ...]:
-        """The number of each choice among the samples of the same prompt."""
+        """For each choice, its number among all samples of the same prompt."""
         return tuple(step.draw or 0 for step in self.steps)
 
     def ask(self, ask: Ask) -> Ask:
@@ -167,8 +167,8 @@ class AgentReplay:
         """Return the record of an episode without the turns that its current attempt has already copied.
 
         Args:
-            patterns: regular expressions of text that does not count.
-            conversation: the current attempt, as far as it is stored.
+            patterns: regular expressions of text that may differ between equal requests.
+            conversation: the stored part of the current attempt.
             inherited: the number of its first steps that a fork inherits. They are a part of the record.
             earlier: the lost attempts, the oldest first.
 

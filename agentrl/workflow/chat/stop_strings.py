@@ -37,7 +37,7 @@ class Spelling:
         kinds = _decoders(tokenizer)
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
             raise ModelError(
-                f"The tokenizer of {tokenizer.name_or_path!r} does not give the bytes of a token, as stop strings need.",
+                f"The tokenizer of {tokenizer.name_or_path!r} does not give the bytes of a token, which stop strings need.",
                 "Leave rollout.stop out.",
             )
         self._name = tokenizer.convert_ids_to_tokens

@@ -77,7 +77,9 @@ class SlotCache(Cache):
 
     @property
     def memory(self) -> object:
-        """The first layer's memory: the same object until the layers, which grow together, get other memory; None before."""
+        """The first layer's memory; None before the first call. If the cache grows, all layers get new memory, so this is
+        another object.
+        """
         return self.layers[0].memory if isinstance(self.layers[0], KeySlots) else None
 
     @property

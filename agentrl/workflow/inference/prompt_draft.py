@@ -131,7 +131,7 @@ def continuing(lines: "Lines", parent: int, new: tuple[Message, ...], ids: Ids, 
 def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str | None) -> Draft:
     """Return the prompt of a request whose messages were all rendered.
 
-    Tokens that it shares with an earlier line are only referred to.
+    If the prompt begins with the tokens of an earlier line, the prompt only refers to these tokens.
 
     Args:
         lines: the lines of the episode.

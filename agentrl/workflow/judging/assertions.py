@@ -50,7 +50,7 @@ def check_names(source: str, program: str) -> None:
     """
     tree, before = parse_source(source), parse_source(program)
     if not any(isinstance(node, ast.Assert) and not _says_nothing(node) for node in ast.walk(tree)):
-        raise ValueError("no test: assert f(...) == value")
+        raise ValueError("it has no test such as `assert f(...) == value`")
     defined_names = {*dir(builtins), "__name__", *bound_names(tree), *bound_names(before)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id not in defined_names and "*" not in defined_names:

@@ -268,7 +268,7 @@ def confirm_base(
         other = {"base": (row["base_hash"], base_hash)}
     for name, (expected, here) in other.items():
         raise ModelError(
-            f"Run {row['name']!r} was submitted with {name} {expected[:12]}, but here that of {row['base']!r} is {here[:12]}.",
+            f"Run {row['name']!r} was submitted with {name} {expected[:12]}, but {row['base']!r} has {here[:12]} here.",
             "Copy the same model here, or submit a new run.",
         )
     if row["base_hash"] == "" or not chat_hashes.keys() <= row["manifest"].keys():

@@ -140,7 +140,9 @@ class PartingAt(BaseModel):
 
 
 class Branch(BaseModel):
-    """The tokens `from_token` to `to_token` - 1. All of these episodes have them in common, and every earlier token."""
+    """A part of the tree of tokens: `from_token` to `to_token` - 1. The branch's episodes have these and all earlier tokens in
+    common.
+    """
 
     from_token: int
     to_token: int

@@ -32,7 +32,7 @@ def _cut_row(row: Mapping[str, Any], max_chars: int) -> Mapping[str, Any]:
 
 
 def cut_value(value: Any, max_chars: int = SHOWN_CHARS) -> tuple[Any, int | None]:
-    """Return the JSON value and None; for one that is too large, the beginning of its text and its full length."""
+    """Return the JSON value and None. If the value is too large, return the beginning of its text and the full length."""
     if isinstance(value, str):
         return value[:max_chars], len(value) if len(value) > max_chars else None
     if not isinstance(value, dict | list):
