@@ -113,7 +113,9 @@ class AgentServer:
         return self._process.poll() is None and all(_stamp(file) == stamp for file, stamp in self._stamps.items())
 
     def begin(self) -> socket.socket:
-        """Let the interpreter fork a guardian, and return the socket that is connected to the guardian."""
+        """Let the interpreter fork a guardian, the process that watches one agent. Return a socket that is connected to the
+        guardian.
+        """
         ours, theirs = socket_pair()
         with theirs:
             socket.send_fds(self._control, [b"x"], [theirs.fileno()])
@@ -171,7 +173,8 @@ class AgentServers:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, spec: str, is_stopped: Callable[[], bool]) -> socket.socket:
-        """Fork a guardian from an interpreter that has imported the agent's current code, and return the guardian's socket.
+        """Start a guardian, the process that watches one agent, and return its socket. It is forked from an interpreter that
+        has imported the agent's current code.
 
         Raises:
             _Unwanted: `is_stopped` returned True before that.
@@ -247,7 +250,7 @@ def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> AgentReport 
 
     Raises:
         AgentUnready: the agent's module cannot be imported.
-        InfraError: the interpreter or the guardian was lost.
+        InfraError: the interpreter, or the process that watches the agent, was lost.
     """
     try:
         connection = servers.begin(spec, is_stopped)

@@ -1,4 +1,5 @@
-"""A warm interpreter for agents. It has imported the agent's module, and forks a guardian for each episode.
+"""A warm interpreter for agents. It has imported the agent's module. For each episode it forks a guardian, the process that
+watches the agent.
 
 The command is `python -P -m agentrl.workers.agents.server FD SPEC PATHS`. The interpreter first sends a message over the socket
 FD. The message has the imported files and the source of the agent's module, or the error of the import. After that, the
@@ -22,7 +23,9 @@ WORDS = 2000
 
 
 def main(control: socket.socket, spec: str, paths: list[str]) -> None:
-    """Import the agent and fork guardians. Return when the other end of the socket is closed and the last agent has ended."""
+    """Import the agent's module, and fork a guardian for each episode. Return when the worker has closed its socket and the
+    last agent has ended.
+    """
     sys.path[:] = paths
     try:
         function, source = _load(spec) if spec else (None, "")

@@ -53,7 +53,7 @@ class Spelling:
 
 
 class Stops:
-    """A cached matcher of non-empty stop `strings` for one tokenizer, whose ids have the bytes `spelling`."""
+    """Finds stop `strings` in sampled tokens, for one tokenizer. `spelling` has the bytes of each token id."""
 
     def __init__(self, spelling: Spelling, strings: Sequence[str]) -> None:
         self._spelling = spelling
