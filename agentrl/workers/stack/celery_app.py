@@ -58,7 +58,9 @@ def own_queue() -> str:
 
 
 def row_id(value: object) -> int:
-    """Return the value if it can be a row's id, else raise ConfigError. Anybody at the broker can send messages."""
+    """Return the value if it can be a row's id, else raise ConfigError. The check is needed because anybody with access to the
+    broker can send messages.
+    """
     if type(value) is not int or not 0 < value < 2**63:
         raise ConfigError(f"The job's row id must be a number, not {value!r:.100}.")
     return value

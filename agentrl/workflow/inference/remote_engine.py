@@ -2,8 +2,8 @@
 
 Each turn is one request, and one thread waits for the response; the server batches the requests. Before the first turn the
 engine checks the server and asks for its context window (`greet`). It repeats this after the server was unavailable, because
-the window may have changed. If a server does not respond, this does not count as an attempt: on ServiceError the job returns
-its claim and is tried later. A wrong response ends the run.
+the window may have changed. If a server does not respond, the rollout job stops and is tried again later. This does not count
+as a failed attempt. A wrong response ends the run.
 
 This module does not read the base's weights.
 """

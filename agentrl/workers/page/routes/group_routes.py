@@ -104,7 +104,7 @@ def _cut_message(message: Any) -> Any:
 
 
 class SiblingText(ShownRow):
-    """A text of an episode: of the prompt (`message`), a turn (`sampled`), or the result of a call (`tool`)."""
+    """A text of an episode. It is a message of the prompt (`message`), a turn (`sampled`) or the result of a call (`tool`)."""
 
     step: int
     kind: str
