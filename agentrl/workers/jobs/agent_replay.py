@@ -112,7 +112,7 @@ class RecordedTurn:
         return tuple(step.draw or 0 for step in self.steps)
 
     def ask(self, ask: Ask) -> Ask:
-        """Return the same request with the recorded messages, tools and template options, and with the same training."""
+        """Return the request with the recorded messages, tools, template options and `side_call`."""
         ask = replace(ask, side_call=self.steps[0].side_call)
         if _is_raw(self.messages):
             return ask

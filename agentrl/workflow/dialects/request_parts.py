@@ -90,8 +90,8 @@ def read_format(fields: Fields, name: str) -> str:
 
     Args:
         fields: the object in the request that has the format.
-        name: the format's field. Its type is `text`, `json_object` or `json_schema`; the schema stands in it or in its
-            `json_schema`.
+        name: the name of the field with the format. The format's type is `text`, `json_object` or `json_schema`. The schema is
+            part of the format, or of its field `json_schema`.
 
     Raises:
         RequestError: the type is unknown, or the schema is invalid (status 400).

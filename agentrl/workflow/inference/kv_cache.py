@@ -190,7 +190,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class StateSlots(LinearAttentionCacheLayerMixin):
     """One layer's states of convolutions and of linear attention, each (slots, ...).
 
-    A slot of zeros means a row that has read no tokens. The model reads and writes views of the slots that `place` selects.
+    If a slot has only zeros, its row has read no token yet. The model reads and writes views of the slots that `place` selects.
     """
 
     def __init__(self, number_of_states: int = 1) -> None:

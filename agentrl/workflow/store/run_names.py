@@ -20,7 +20,9 @@ MAX_NAME_CHARS = 64
 
 @sql_read_transaction
 def find_run(tx: Any, run: str, columns: str = "*") -> Row:
-    """Return these columns of the run's row. `run` is the run's name or number. Raise NotFoundError if there is no such run."""
+    """Return the given columns of the run's row. `run` is the run's name or number. Raise NotFoundError if there is no such
+    run.
+    """
     rows = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", name=run)
     if not rows and run.isascii() and run.isdigit() and len(run) < 19:
         rows = select_rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", id=int(run))
