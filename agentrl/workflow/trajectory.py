@@ -165,12 +165,15 @@ GRAMMAR = "grammar"
 class Step:
     """One turn of the policy: the new prompt tokens, the sampled tokens, the tool calls and their results.
 
-    Token ids are exact and are never tokenized again. `prompt_ids` follows all tokens of the step `parent`, or the first
-    `shared` of them. If a stop string ended the parent, `prompt_ids` begins with the end token. `behavior_logprobs` has one
-    natural log-probability per sampled token, at the sampling temperature and over the whole vocabulary. `results` is None
-    until all results are observed. `reward` is the weighted reward of this step, and is a part of the episode's reward.
+    Token ids are exact and are never tokenized again. A step's *line* is all tokens from the start of its prompt to its end,
+    including the lines of the steps that it continues.
 
     Args:
+        prompt_ids: the ids after the parent's line, or after its first `shared` tokens. If a stop string ended the parent, they
+            begin with the end token.
+        behavior_logprobs: one natural log-probability per sampled token, at the sampling temperature and over all tokens.
+        results: the results of the tool calls; None until all of them are known.
+        reward: the weighted reward of this step, which is a part of the episode's reward.
         new_row: why the step could not continue the previous step; None if it could. A step with a reason begins a new chain.
         prompt: the messages that are new in this step's line. If `shared` is set, these are all messages of the request.
         chain: the number of the step's chain.
@@ -180,7 +183,7 @@ class Step:
         delivered: True if the client received the complete turn.
         draw: the number of earlier samples from the same prompt; None: the number of earlier steps with the same prompt.
         side_call: True if the agent marked its call as one that does not train.
-        grammar: the sha256 of the grammar that limited the draws; empty without one.
+        grammar: the sha256 of the grammar that limited the sampling; empty without a grammar.
         guided: the indices of the sampled tokens that the grammar chose (`engines.Completion`). They do not train.
     """
 
