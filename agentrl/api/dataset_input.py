@@ -27,7 +27,7 @@ def name_of(dataset: Any, what: str, where: Settings) -> str | None:
 
     Args:
         dataset: a name, a path, rows as mappings or Tasks, a Hugging Face dataset, or a DataFrame.
-        what: "train" or "val", for the file's name.
+        what: "train" or "val", a part of the file's name.
         where: the settings with the data folder.
 
     Returns:

@@ -131,7 +131,7 @@ class SourceModule:
             self._add_code(name, value)
         else:
             what = f"{user!r} uses {name!r}, {_with_article(type(value).__name__)} of this process, which workers do not have."
-            guard = "with `if __name__ == '__main__':` before what it does"
+            guard = "needs `if __name__ == '__main__':` before the code that it runs"
             raise ConfigError(what, f"Create it inside {user!r}, or move both to a file; a script {guard}.")
 
     def add_instance(self, name: str, value: Any) -> None:

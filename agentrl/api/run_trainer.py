@@ -256,7 +256,7 @@ class Trainer:
         assert self.run is not None
         name, status = self.run.name, self.run.status
         if status == "cancelled":
-            raise StateError(f"{name} was cancelled, and cannot continue.", "Fork an episode of it, or train a run anew.")
+            raise StateError(f"{name} was cancelled, and cannot continue.", "Fork one of its episodes, or train a new run.")
         if status in RESUMABLE and self._is_threaded:
             from agentrl.api.threaded_stack import resume_here
 

@@ -81,8 +81,8 @@ def submit_here(file: Path) -> str:
 
 
 def resume_here(name: str) -> None:
-    """Resume a run that is paused, failed or stranded. Raise AgentRLError if the run cannot continue, or this process cannot
-    load a part that its config names.
+    """Resume a run that is paused or failed, or whose workers are gone. Raise AgentRLError if the run cannot continue, or this
+    process cannot load a part that its config names.
     """
     db = process.database()
     row = control_reads.load_run_to_serve(db, name)

@@ -70,9 +70,7 @@ def compare(
     second: Annotated[str, _side_argument("other")],
     dataset: Annotated[str | None, typer.Option(help="Only evaluations on this dataset.", show_default=False)] = None,
     split: Annotated[str | None, typer.Option(help="Only evaluations on this split.", show_default=False)] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the test, used if there are too many sign flips to count them all.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the permutation test, used if there are many tasks.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Compare two policies on the tasks that both were measured on: B - A, with a paired sign-flip permutation test.
@@ -86,7 +84,7 @@ def compare(
     if means[0].keys() != means[1].keys():
         shared = len(means[0].keys() & means[1].keys())
         raise ConfigError(
-            f"{one['run']} has {len(means[0])} tasks and {other['run']} {len(means[1])}, of which {shared} are the same.",
+            f"{one['run']} has {len(means[0])} tasks, {other['run']} has {len(means[1])}, and they share {shared}.",
             f"Measure one again: agentrl eval --policy {second} --dataset {one['dataset']} --split {one['split']} "
             f"-n {len(means[0])}",
         )

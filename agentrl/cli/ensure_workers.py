@@ -53,7 +53,7 @@ def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, l
 
 
 def with_resume_hint(error: AgentRLError, run: str, options: str = "") -> AgentRLError:
-    """Return the error of a stored run. Its hint ends with `agentrl resume` and the `options` that the user typed."""
+    """Return the error of a run that is already stored. Its hint is `agentrl resume` with the `options` that the user typed."""
     return type(error)(f"{run}: {error.message}", f"{error.hint.rstrip('.')}, then: agentrl resume {run}{options}")
 
 

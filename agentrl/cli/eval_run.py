@@ -38,7 +38,9 @@ def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
 
 
 def with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
-    """Add the name of the policy's run to the manifest (empty for a model). Several runs may have the same weights."""
+    """Add the name of the policy's run to the manifest, because several runs may have the same weights. The name is empty for a
+    model.
+    """
     manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
     return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
 

@@ -92,7 +92,7 @@ class OutputPlace:
 
     @property
     def writing_options(self) -> dict[str, Any]:
-        """The keyword arguments of the training that control writing, except the folder."""
+        """The keyword arguments of a training about its model folder, except the folder itself."""
         return {"overwrite": self.force, "save_every": self.save_every}
 
     def of(self, default_name: str) -> Path:

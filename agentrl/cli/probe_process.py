@@ -15,7 +15,7 @@ SAMPLER_SECONDS = 1800
 
 
 def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]:
-    """Run a query of `cli.probe` in a separate process. Return its facts, or an `error`."""
+    """Run a check of `cli.probe` in a separate process. Return its result as a mapping, or a mapping with `error`."""
     command = [sys.executable, "-P", "-m", "agentrl.cli.probe", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)

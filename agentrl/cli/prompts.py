@@ -1,4 +1,4 @@
-"""`agentrl prompts`: lists the texts that a run uses, version by version, and what a prompt search gained."""
+"""`agentrl prompts`: lists the versions of the texts that a run uses, and the gain of a prompt search."""
 
 from collections.abc import Iterator
 from difflib import unified_diff
@@ -25,13 +25,13 @@ def prompts(
     question: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[show V | diff A B]", help="show VERSION: one text; diff A B: two, compared.", show_default=False
+            metavar="[show V | diff A B]", help="show VERSION prints a text; diff A B compares two.", show_default=False
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the text, if the run has several.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """List the versions of a run's prompts and other texts: how they came about and what they earned.
+    """List the versions of a run's prompts and other texts, with the origin and the mean reward of each version.
 
     A version is a number, or `best` for the version that a search chose. `show` prints a text and nothing else.
     """

@@ -295,7 +295,7 @@ def _train_on_episodes(
         top = cell(max((one.reward for one in stored.candidates), default=None))
         raise StateError(
             f"None of {len(stored.candidates)} episodes has a reward of at least {cell(min_reward)}; the highest is {top}.",
-            f"Lower --min-reward; agentrl episodes {stored.name}",
+            f"Lower --min-reward, or list the episodes: agentrl episodes {stored.name}",
         )
     mean = sum(one.reward for one in chosen) / len(chosen)
     say(f"{stored.name}: {len(chosen)} of {len(stored.candidates)} episodes taken, mean reward {cell(mean)}")

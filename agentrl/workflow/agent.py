@@ -1,4 +1,4 @@
-"""The decision what an episode does next (`next_action`). It depends only on the recorded steps of the episode.
+"""Decides what an episode does next (`next_action`). The decision depends only on the episode's recorded steps.
 
 The rollout loop loads the record, calls `next_action`, executes the action, commits the result, and repeats. The loop keeps no
 other state, so an episode continues from its committed steps after any crash. Mistakes of the model are also handled here: they
@@ -73,9 +73,9 @@ def next_action(episode: Episode, env: Env, limits: RolloutConfig) -> Action:
 def observe(episode: Episode, env: Env, limits: RolloutConfig) -> tuple[Message, ...]:
     """Return the messages that the policy reads after the episode's last turn.
 
-    These are the messages of `env.step`. If the last of them is a tool result, the message `QUESTION` is added in two cases:
-    only one turn is left, or this turn only repeats calls of earlier turns and got the same results. If `limits.last_turn` is
-    "plain", `QUESTION` is never added.
+    These are the messages of `env.step`. If the last message is a tool result, the message `QUESTION` is added in two cases:
+    only one turn is left, or the turn only repeated earlier calls with the same results. If `limits.last_turn` is "plain",
+    `QUESTION` is never added.
     """
     messages = env.step(episode)
     if limits.last_turn == "plain" or not messages or not isinstance(messages[-1], Message) or messages[-1].role != "tool":

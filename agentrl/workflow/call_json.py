@@ -82,7 +82,9 @@ def describe_json_error(value: Any) -> str:
 
 
 def scan_json(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value at index `at` of the text, and its end. Raise Unreadable if none begins there."""
+    """Return the JSON value that begins at index `at` of the text, and the index of its end. Raise Unreadable if no value
+    begins at `at`.
+    """
     window = text[at : at + MAX_CHARACTERS + 1]
     keys = _Keys()
     try:

@@ -302,7 +302,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _groups_can_vary(self) -> Self:
         if self.dynamic_sampling > 1 and self.group_size == 1:
-            raise ValueError("dynamic_sampling needs groups of two or more episodes: it waits for unequal rewards")
+            raise ValueError("dynamic_sampling needs groups of two or more episodes, because it compares their rewards")
         return self
 
 
@@ -454,7 +454,9 @@ class SourceConfig(Section):
 
 
 class SearchConfig(Section):
-    """The options of a prompt search. Unset: the algorithm's default. Without effect: an error (`resolve_search`)."""
+    """The options of a prompt search. An unset option has the algorithm's default. `resolve_search` refuses options that have
+    no effect.
+    """
 
     critic: str | None = Field(None, min_length=1, max_length=256, description="The critic's model, at AGENTRL_CRITIC_URL")
     critic_tokens: int = Field(2048, ge=1, le=131_072, description="Maximum tokens of its answer")

@@ -96,9 +96,8 @@ def code_of(kind: str, name: str) -> str:
 
 
 def source_of(module: str, anew: bool = False) -> str:
-    """Return the source of a loaded module; empty for a notebook. `anew` is True: the current text of the file. False: the text
-    when this process first found a plug-in in the file, which is the loaded code. Raise OSError if the module's file was
-    deleted.
+    """Return the source of a loaded module; empty for a notebook. With `anew`, return the current text of the file. Otherwise,
+    return the text that this process has loaded. Raise OSError if the module's file was deleted.
     """
     loaded = sys.modules[module]
     if getattr(loaded, "__file__", None) is None and module in (HERE, "__main__"):

@@ -57,8 +57,8 @@ def check_sample(tasks: Sequence[Task], names: Sequence[str], seed: int) -> None
 
 
 def reference_problems(tasks: Sequence[Task], names: Sequence[str]) -> list[str]:
-    """Return `key: why` for each task whose reference, as the answer, does not earn the full value of one of the rewards. Raise
-    SandboxUnavailable or InfraError if a reward could not run its code.
+    """Score each task's reference as if it were the answer. Return `key: why` for each task that does not get the full value of
+    a reward. Raise SandboxUnavailable or InfraError if a reward could not run its code.
     """
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         reasons = pool.map(lambda task: next(filter(None, (_problem(task, name) for name in names)), ""), tasks)

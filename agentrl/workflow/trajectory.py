@@ -165,12 +165,15 @@ GRAMMAR = "grammar"
 class Step:
     """One turn of the policy: the new prompt tokens, the sampled tokens, the tool calls and their results.
 
-    Token ids are exact and are never tokenized again. `prompt_ids` follows all tokens of the step `parent`, or the first
-    `shared` of them. If a stop string ended the parent, `prompt_ids` begins with the end token. `behavior_logprobs` has one
-    natural log-probability per sampled token, at the sampling temperature and over the whole vocabulary. `results` is None
-    until all results are observed. `reward` is the weighted reward of this step, and is a part of the episode's reward.
+    Token ids are exact and are never tokenized again. A step's *line* is all tokens from the start of its prompt to its end,
+    including the lines of the steps that it continues.
 
     Args:
+        prompt_ids: the ids after the parent's line, or after its first `shared` tokens. If a stop string ended the parent, they
+            begin with the end token.
+        behavior_logprobs: one natural log-probability per sampled token, at the sampling temperature and over all tokens.
+        results: the results of the tool calls; None until all of them are known.
+        reward: the weighted reward of this step, which is a part of the episode's reward.
         new_row: why the step could not continue the previous step; None if it could. A step with a reason begins a new chain.
         prompt: the messages that are new in this step's line. If `shared` is set, these are all messages of the request.
         chain: the number of the step's chain.
@@ -180,7 +183,7 @@ class Step:
         delivered: True if the client received the complete turn.
         draw: the number of earlier samples from the same prompt; None: the number of earlier steps with the same prompt.
         side_call: True if the agent marked its call as one that does not train.
-        grammar: the sha256 of the grammar that limited the draws; empty without one.
+        grammar: the sha256 of the grammar that limited the sampling; empty without a grammar.
         guided: the indices of the sampled tokens that the grammar chose (`engines.Completion`). They do not train.
     """
 
@@ -258,9 +261,8 @@ class StepRecord:
         calls: the calls of the step, in order.
         request: the agent's request to which the step is the response; None for the built-in loop. The commit of such a step
             sets its index and chain.
-        shared_messages: the number of messages at the start of the step's prompt that are also in the parent's line.
-        beside: the id of a request that is committed together with this step. The step of that request becomes this step's
-            parent.
+        shared_messages: the number of messages that the prompt has in common with the conversation of the parent step.
+        beside: the id of the request whose step becomes this step's parent. Both steps are committed together.
         earlier_results: a mapping from (step, call) to the result of that earlier call, as the request contains it.
         replayed: True if the step was copied from the record of a lost attempt.
     """
@@ -318,7 +320,7 @@ class Episode:
     annotations: tuple[Annotation, ...] = ()
 
     def with_step(self, step: Step) -> "Episode":
-        """Return the episode with this step in place of that index and of all later steps."""
+        """Return the episode with `step` as its last step. Old steps with this index or a later one are dropped."""
         return replace(self, steps=(*self.steps[: step.index], step), status="running")
 
     def line(self, index: int) -> tuple[Step, ...]:

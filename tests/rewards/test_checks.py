@@ -266,7 +266,7 @@ def test_program_tests_with_undefined_name_is_refused_at_load(tmp_path: Path) ->
     with pytest.raises(DatasetError, match="2 malformed rows") as told:
         loaded(tmp_path, row, none)
     assert "line 1: own/same: its tests need 'x', which nothing defines" in told.value.message
-    assert "line 2: own/other: no test: assert f(...) == value" in told.value.message
+    assert "line 2: own/other: it has no test such as `assert f(...) == value`" in told.value.message
 
 
 def test_task_rows_have_unique_names(tmp_path: Path) -> None:

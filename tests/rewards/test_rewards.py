@@ -219,7 +219,7 @@ def test_overlong_with_own_limits_needs_no_run() -> None:
     punished = within(max_tokens=10, cache=4)
     assert punished(replace(tokens(6, 7, 8, 10, 11), limits=None)) == (0.0, -0.25, -0.5, -1.0, -1.0)
     for most, cache in ((10, 0), (10, 11)):
-        with pytest.raises(ValueError, match="does not lie within"):
+        with pytest.raises(ValueError, match="cache must be from 1 to the limit of a turn"):
             within(most, cache)
 
 

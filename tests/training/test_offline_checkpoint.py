@@ -149,7 +149,7 @@ def test_offline_training_refuses_altered_checkpoint(name: str, tmp_path: Path) 
     interrupted(training, tmp_path / "made")
     file = tmp_path / ".made.training" / "last" / name
     file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(CheckpointError, match=r"not as it was written\. Pass --force to begin anew"):
+    with pytest.raises(CheckpointError, match=r"was changed\. Pass --force to start again"):
         learn(training, tmp_path / "made")
     learn(training, tmp_path / "made", overwrite=True, progress=told)
     assert told.done == 0

@@ -119,11 +119,11 @@ def test_worker_with_both_roles_refuses_overlapping_run(crew: Crew) -> None:
     crew.fork("rollout", "train")
     crew.submit(**EXACT)
     crew.wait_for(status="failed")
-    assert "nothing could overlap" in crew.reason()
+    assert "one worker process does both" in crew.reason()
     assert f"agentrl resume {world.RUN}" in crew.reason()
     asked = ("submit", "--dataset", "arithmetic", "--model", str(crew.model), "--max-staleness", "1", "--detach")
     assert "agentrl worker train" in refused_at_once(crew, *asked)
-    assert "nothing could overlap" in refused_at_once(crew, "resume", world.RUN)
+    assert "one worker process does both" in refused_at_once(crew, "resume", world.RUN)
 
 
 def refused_at_once(crew: Crew, *words: str) -> str:

@@ -58,7 +58,9 @@ class AgentLaunch:
         return "" if self.command else agent.name
 
     def order(self, agent: AgentConfig, task: AgentTask, keys: Sequence[str] = ()) -> Order:
-        """Return the order for the guardian. The guardian removes the `keys` from the agent's output."""
+        """Return the start command for the guardian, the process that watches the agent. The guardian removes the `keys` from
+        the agent's output.
+        """
         return Order(
             command=self.command,
             environment=self.environment,

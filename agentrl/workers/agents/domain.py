@@ -1,9 +1,9 @@
 """The Landlock domain of an agent without a sandbox. In its domain, the agent can neither signal nor read processes outside.
 
 From Linux 6.12 on (ABI 6), Landlock limits signals to a domain. It also stops a process in a domain from reading the
-environment and the memory of processes outside, even of processes of the same user. If the agent runs as root, the capabilities
-that would override this are dropped first. Files and network are not limited. On older kernels, only the worker hides itself;
-its parent processes are hidden only from other users.
+environment and the memory of processes outside, even of processes of the same user. If the agent runs as root, it first loses
+the capabilities with which it could ignore these limits. Files and network are not limited. On older kernels, an agent cannot
+read the worker's process, but it can read the worker's parent processes if they have the same user.
 """
 
 import ctypes

@@ -146,7 +146,9 @@ class AgentServer:
         return self._process.poll() is None and all(_stamp(file) == stamp for file, stamp in self._stamps.items())
 
     def begin(self) -> socket.socket:
-        """Return the socket of an idle guardian. If there is none, let the interpreter fork one."""
+        """Return a socket that is connected to a guardian, the process that watches one agent. If no guardian is idle, let the
+        interpreter fork one.
+        """
         while self._idle:
             guardian = self._idle.pop()
             if not select.select([guardian], [], [], 0)[0]:
@@ -215,7 +217,8 @@ class AgentServers:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, spec: str, is_stopped: Callable[[], bool]) -> tuple[AgentServer, socket.socket]:
-        """Return an interpreter that has imported the agent's current code, and the socket of one of its guardians.
+        """Return an interpreter that has imported the agent's current code, and the socket of one of its guardians, the
+        processes that watch agents.
 
         Raises:
             _Unwanted: `is_stopped` returned True before that.
@@ -297,11 +300,11 @@ servers = AgentServers()
 
 
 def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
-    """Run an agent and wait for its end. Return None if `is_stopped` returned True before.
+    """Run an agent and wait for its end. Return None if `is_stopped` returned True before the agent ended.
 
     Raises:
         AgentUnready: the agent's module cannot be imported.
-        InfraError: the interpreter or the guardian was lost.
+        InfraError: the interpreter, or the process that watches the agent, was lost.
     """
     try:
         server, guardian = servers.begin(spec, is_stopped)

@@ -1,4 +1,5 @@
-"""A warm interpreter for agents. It has imported the agent's module, and forks guardians, which fork the agents.
+"""A warm interpreter for agents. It has imported the agent's module. It forks guardians, the processes that start and watch
+agents.
 
 The command is `python -P -m agentrl.workers.agents.server FD SPEC PATHS`. The interpreter first sends a message over the socket
 FD. The message has the imported files and the source of the agent's module, or the error of the import. After that, the
@@ -42,7 +43,9 @@ _ASKED: dict[str, Any] = {
 
 
 def main(control: socket.socket, spec: str, paths: list[str]) -> None:
-    """Import the agent and fork guardians. Return when the other end of the socket is closed and the last agent has ended."""
+    """Import the agent's module, and fork a guardian for each episode. Return when the worker has closed its socket and the
+    last agent has ended.
+    """
     sys.path[:] = paths
     try:
         function, source = _load(spec) if spec else (None, "")

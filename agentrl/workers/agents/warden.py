@@ -1,5 +1,5 @@
-"""The watcher of an interpreter's guardians. If a guardian is killed, the watcher ends the processes that its agent left, in
-any session.
+"""The watcher of an interpreter's guardians, the processes that each watch one agent. If a guardian is killed, the watcher ends
+all processes that its agent started.
 
 The watcher runs in the interpreter, which is the next subreaper above its guardians. So the processes of a killed guardian, and
 only these, become children of the interpreter. An agent cannot reach the interpreter. The watcher keeps the connection of each
@@ -19,7 +19,7 @@ from agentrl.workers.agents import guardian
 
 @dataclass
 class Warden:
-    """A watcher of the guardians that this process forks.
+    """Forks and watches guardians. A guardian is the process that watches one agent.
 
     Args:
         control: the socket over which the worker sends one file descriptor per episode; guardians do not inherit it.

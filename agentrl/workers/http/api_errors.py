@@ -139,5 +139,5 @@ def differs() -> ApiError:
 
 
 def internal(server: str) -> ApiError:
-    """Return the error for a bug of the server with that name."""
+    """Return the error for a bug of the server. `server` is its name in the message."""
     return ApiError(500, f"The {server} failed; the reason is in its log.", "internal_error", "server_error")

@@ -107,7 +107,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The message that brings the turns of all choices, complete and committed."""
+    """The message with the turns of all choices of a request, after they were committed."""
 
     turns: tuple[ResponseTurn, ...]
 

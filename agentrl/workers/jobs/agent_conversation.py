@@ -104,12 +104,11 @@ class History:
         """Return the step whose conversation is the longest prefix of the request's messages.
 
         No step matches if a message after the prefix has the policy's role (`assistant`). If several conversations are equal,
-        delivered ones are preferred, and among them the one with the lowest draws. So the order of the requests does not
-        matter.
+        prefer delivered turns, then the turns that were sampled first. So the order of the requests does not matter.
 
         Args:
             ask: the request.
-            steps: the added steps in their present state.
+            steps: the episode's steps so far.
             previous: the step that the request names by the id of its response; `ROOT` if it names none.
         """
         digest, count, candidates = offer_digest(ask.tools, ask.template_options), 0, list[int]()

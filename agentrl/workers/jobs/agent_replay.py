@@ -108,11 +108,11 @@ class RecordedTurn:
 
     @property
     def draws(self) -> tuple[int, ...]:
-        """The number of each choice among the samples of the same prompt."""
+        """For each choice, its number among all samples of the same prompt."""
         return tuple(step.draw or 0 for step in self.steps)
 
     def ask(self, ask: Ask) -> Ask:
-        """Return the same request with the recorded messages, tools and template options, and with the same training."""
+        """Return the request with the recorded messages, tools, template options and `side_call`."""
         ask = replace(ask, side_call=self.steps[0].side_call)
         if _is_raw(self.messages):
             return ask
@@ -167,8 +167,8 @@ class AgentReplay:
         """Return the record of an episode without the turns that its current attempt has already copied.
 
         Args:
-            patterns: regular expressions of text that does not count.
-            conversation: the current attempt, as far as it is stored.
+            patterns: regular expressions of text that may differ between equal requests.
+            conversation: the stored part of the current attempt.
             inherited: the number of its first steps that a fork inherits. They are a part of the record.
             earlier: the lost attempts, the oldest first.
 
@@ -246,7 +246,7 @@ class AgentReplay:
         return ask
 
     def add(self, messages: Iterable[Message]) -> None:
-        """Add the conversation up to the end of a new turn."""
+        """Add a new turn and the conversation before it, so that a later request can continue it."""
         if self.is_used_up:
             return
         self.cleaner.begin()

@@ -111,8 +111,8 @@ def judge_end(episode: Episode, end: AgentOutcome) -> StopReason | Outcome:
 
 @dataclass
 class AgentRollout:
-    """The driver of a group's unfinished episodes with external agents. It is live until the episodes end or the group's fence
-    is in `lost`.
+    """The driver of a group's unfinished episodes with external agents. It runs until all episodes end, or until another worker
+    claims the group.
 
     Args:
         max_context: the most tokens of one training row.
@@ -593,7 +593,7 @@ def _is_lost(state: AgentState) -> bool:
 
 @dataclass(frozen=True)
 class AgentSampling:
-    """The rules by which a group's turns are sampled: limits, draws and the client's options."""
+    """Decides how a group's turns are sampled: limits, random numbers and the client's options."""
 
     db: Database
     work: GroupWork

@@ -33,7 +33,7 @@ from agentrl.workflow.trajectory import CallRecord, Episode, Message, Step, Step
 
 @dataclass
 class GroupRollout:
-    """The driver of a group's unfinished episodes in the built-in loop, until they end or the fence is lost."""
+    """Drives a group's unfinished episodes in the built-in loop, until all of them end or another worker claims the group."""
 
     db: Database
     work: GroupWork

@@ -78,8 +78,8 @@ class Sessions:
         threading.Thread(target=self._beat, name="sessions", daemon=True).start()
 
     def answer(self, key: SessionKey, call: int, tool: CodeTool) -> str:
-        """Run the call, after all earlier calls of its session, and record its result. Raise InfraError if the system failed
-        the call, which stays without a result.
+        """Run the call, after all earlier calls of its session, and record its result. If the system fails, raise InfraError.
+        The call then has no result.
 
         Returns:
             The queue of the worker that has the session. If it is another worker's queue, nothing was run here.

@@ -87,7 +87,7 @@ class Models:
         """Load the base for the experiment if necessary, and yield it with its engine. Several jobs may use the base at once.
         Raise ModelError if the base cannot be loaded. Raise ConfigError if the experiment's engine does not exist.
 
-        `weights` says whether the job computes with the weights in this process. If not, they are read at their first use.
+        With `weights`, the weights are loaded now. Otherwise, they are loaded at their first use in this process.
         """
         with self._changed:
             loaded = self._enter(_loading_key(experiment.config, base), experiment, base, weights)

@@ -35,7 +35,7 @@ _AGENTS_WORKER_HINT = "Is an agents worker running? Start one: agentrl worker ag
 
 
 class Agents(Protocol):
-    """The interface of what runs the agents of a group's episodes."""
+    """The interface of objects that run the agents of a group's episodes."""
 
     def give(self, episodes: Sequence[int]) -> None:
         """See `Agents.give`."""

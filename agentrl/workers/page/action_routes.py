@@ -43,8 +43,8 @@ Word = Annotated[str, Field(max_length=20_000)]
 
 
 class Action(BaseModel):
-    """The parameters of an action; each kind uses some of them. `run` is for tags and notes, `text` the tag or note, and
-    `episode` is for the other kinds. `step` is the first step that `fork` samples again; None: the last one.
+    """The parameters of an action. Tags and notes use `run`, and `text` is the tag or note. The other kinds use `episode`.
+    `step` is the first step that `fork` samples again; None: the last one.
     """
 
     run: Annotated[int, Field(ge=1, lt=2**63)] | None = None

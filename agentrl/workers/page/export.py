@@ -89,7 +89,7 @@ class _Recording:
         return True
 
     async def many(self, works: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Call `whole` for each of the `works`. Stop after MISSES of them in a row did not fit."""
+        """Call `whole` for each of the `works`. Stop if MISSES in a row did not fit into the file."""
         missed = 0
         for work in works:
             missed = 0 if await self.whole(work) else missed + 1

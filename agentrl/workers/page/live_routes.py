@@ -1,7 +1,7 @@
 """Live updates as server-sent events. Each watched run is read once per interval, and all of its clients get the result.
 
-The id of an event describes the state that its client has then: the number of finished iterations, and a mark of the other
-contents. A browser that reconnects sends the id, and receives the changes since that event.
+The id of an event has the number of finished iterations, and a hash of all other contents (`mark`). A browser that reconnects
+sends the id, and receives the changes since that event.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class Seen:
 
     @property
     def mark(self) -> str:
-        """The mark that is part of an event's id."""
+        """The hash of the contents besides the iterations, which is part of an event's id."""
         return self.stamp + self.work
 
 

@@ -61,8 +61,8 @@ class ReadOnlyStore:
             return query(tx)
 
     def ask_about_run(self, run: int, query: Callable[[DriverTransaction, str], T]) -> T:
-        """Run `query` in one read transaction, with the name of the run of that number as its second argument. Raise
-        NotFoundError if the run does not exist. Raise ServiceError if the store cannot be read; see `ask`.
+        """Look up the name of the run with this number, and run `query` with the name as its second argument, both in one read
+        transaction. Raise NotFoundError if the run does not exist. Raise ServiceError if the store cannot be read; see `ask`.
         """
         return self.ask(lambda tx: query(tx, run_name(tx, run)))
 

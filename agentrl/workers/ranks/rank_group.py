@@ -93,7 +93,8 @@ class RankGroup:
     def call(self, command: RankCommand, fenced: threading.Event) -> list[Any]:
         """Send the command to all ranks. Return their results, by rank. After any error, all ranks have been killed.
 
-        Raise the error that a rank reported. Raise InfraError if a rank ended or hangs. Raise Fenced if `fenced` is set.
+        Raise the error that a rank reported. Raise InfraError if a rank ended or hangs. Raise Fenced if another trainer has
+        claimed the iteration (`fenced` is set).
         """
         try:
             self._send(command)

@@ -115,9 +115,10 @@ def encode_error(error: BaseException) -> dict[str, str]:
 
 
 def decode_error(values: Mapping[str, str], rank: int) -> AgentRLError:
-    """Return the error that a rank reported. An error that is not agentrl's own becomes an InfraError.
+    """Return the error that a rank reported. It becomes an InfraError if it is not an error of agentrl, or if the rank lost its
+    device.
 
-    So does a lost device: the rank's process is ended, and the worker's own device works.
+    A lost device ends only the rank's process. The worker's own device still works.
     """
     kind = getattr(errors, values["class"], InfraError) if values["class"] else InfraError
     message = values["message"] if values["class"] else f"Rank {rank} failed: {values['message']}"

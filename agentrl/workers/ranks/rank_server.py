@@ -26,7 +26,7 @@ class RankServer:
         self._trainer: Trainer | None = None
 
     def run(self, command: RankCommand) -> Any:
-        """Run a command, and return its result as JSON. Raises as `Trainer`'s method of that name does."""
+        """Run the `Trainer`'s method with the command's name, and return its result as JSON. Raise what the method raises."""
         if command.name == "update":
             return self._update(command)
         return self._save(**command.arguments) if command.name == "save" else self._load(**command.arguments)

@@ -90,7 +90,9 @@ def right_by_names(row: Row) -> list[str]:
 
 
 def counted_rewards(row: Row) -> dict[str, float | str]:
-    """Return the weights other than 0, by reward. If the env gives rewards itself, add the env's name under the key "env"."""
+    """Return the weights of the rewards that count, by the reward's name. If the env gives rewards itself, the key "env" has
+    the env's name.
+    """
     gives = row["manifest"].get("right_by", {}).get("gives")
     counting = {name: weight for name, weight in row["weights"].items() if weight}
     return {**counting, **({"env": row["config"]["env"]} if gives else {})}

@@ -94,7 +94,7 @@ def _check_agents_episode(db: Database, request: ForkRequest, agent: str) -> Non
     first = max(step for step in range(request.step + 1) if "." not in requests[step].id)
     if first != request.step:
         raise StateError(
-            f"Step {request.step} is another choice of the request that step {first} answers.",
+            f"Step {request.step} and step {first} answer the same request.",
             f"Fork the whole request: agentrl fork {request.episode} --step {first}",
         )
 

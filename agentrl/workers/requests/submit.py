@@ -323,8 +323,8 @@ def _system_messages(env: Env, tasks: Sequence[Task]) -> tuple[bool, bool]:
 def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
     """Return the submission of the run that evaluates the policy from which this run starts; None unless `eval.every` is set.
 
-    Another dataset is evaluated in the env that belongs to it. Rows have no env of their own: they get the run's.
-    Raise AgentRLError if the held-out tasks or another part of the evaluation is invalid; see `prepare`.
+    If the evaluation has another dataset, its env is the one that belongs to that dataset. A dataset of plain rows has none, so
+    the run's env is used. Raise AgentRLError if the held-out tasks or another part of the evaluation is invalid; see `prepare`.
     """
     evaluation = config.eval
     if evaluation.every is None:

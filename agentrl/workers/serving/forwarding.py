@@ -87,8 +87,7 @@ class Samplers:
         The transport is used without a client of `httpx2`: there are no redirects, proxies or cookies here.
 
         Raises:
-            httpx2.TransportError: the connection failed.
-            httpx2.InvalidURL: the address is none.
+            httpx2.TransportError: the connection failed. httpx2.InvalidURL: the address is not valid.
         """
         if self._transport is None:
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=MAX_IDLE, keepalive_expiry=IDLE_SECONDS)
@@ -328,7 +327,7 @@ class _WorkerError(ApiError):
 
     @property
     def document(self) -> dict[str, Any] | None:
-        """The worker's error; None if it is not a valid error. The response then ends with this error itself."""
+        """The worker's error as a document; None if the worker sent no valid error."""
         try:
             document = json.loads(self.response)
         except (ValueError, RecursionError):

@@ -122,7 +122,7 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
 
     @app.post("/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS | _SESSION_PROBLEMS, openapi_extra=_BODY)
     async def call_tool(tool: Annotated[Tool, Depends(require_tool)], request: Request) -> CallResult:
-        """Run the tool; what it says to wrong arguments is an answer too."""
+        """Run the tool. If the arguments are wrong, the tool's error message is the response."""
         if tool.name in session_tools:
             raise HTTPException(409, f"{tool.name!r} needs a session. {_SESSION_HINT}")
         return await run_in_threadpool(_call_answer, tool, await _arguments(request))
@@ -139,7 +139,7 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
 
     @app.post("/sessions/{session}/tools/{name:path}/call", responses=_PROBLEMS | _CALL_PROBLEMS, openapi_extra=_BODY)
     async def call_in_session(session: str, tool: Annotated[Tool, Depends(require_tool)], request: Request) -> CallResult:
-        """Run the tool after the session's calls that came before; what it keeps lasts until the session ends."""
+        """Run the tool after all earlier calls of the session. The tool's state lasts until the session ends."""
         return await sessions.run(session, partial(_call_answer, tool, await _arguments(request)))
 
     @app.delete("/sessions/{session}", status_code=204, responses=_PROBLEMS)

@@ -58,14 +58,16 @@ def own_queue() -> str:
 
 
 def row_id(value: object) -> int:
-    """Return the value if it can be a row's id, else raise ConfigError. Anybody at the broker can send messages."""
+    """Return the value if it can be a row's id, else raise ConfigError. The check is needed because anybody with access to the
+    broker can send messages.
+    """
     if type(value) is not int or not 0 < value < 2**63:
         raise ConfigError(f"The job's row id must be a number, not {value!r:.100}.")
     return value
 
 
 def make_app(where: Settings) -> Celery:
-    """Create the app for these settings. Every option is needed: a test shows a fault that breaks chords without it."""
+    """Create the app for these settings. Without any one of the options, chords break after a fault that a test shows."""
     app = Celery("agentrl")
     app.conf.update(
         **_broker_options(where),

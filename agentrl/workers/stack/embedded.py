@@ -127,8 +127,8 @@ def stop(where: Settings) -> bool:
 
 
 def restart(where: Settings, separate: bool = False) -> None:
-    """Restart the stack with the environment of this process. The new stack has `stay` if the old one had it. It has separate
-    processes if the old one had them, or if `separate` is true. Raise ServiceError or ConfigError if the stack cannot be
+    """Restart the stack with the environment of this process. If the old stack had `stay` or separate processes, the new stack
+    has them too. With `separate`, it always has separate processes. Raise ServiceError or ConfigError if the stack cannot be
     started; see `ensure_running`.
     """
     before, stay = read_state(where), stay_file(where).exists()

@@ -85,8 +85,7 @@ def refuse_overlap(config: RunConfig) -> None:
 def no_overlap_error(hint: str) -> ConfigError:
     """Return the error for a run with `max_staleness` above 0 if one process both rolls out and trains."""
     return ConfigError(
-        "rollout.max_staleness above 0 needs rollouts during updates, but one worker process does both here, so that "
-        "nothing could overlap.",
+        "rollout.max_staleness above 0 needs rollouts during updates, but here one worker process does both.",
         hint,
     )
 

@@ -1,7 +1,7 @@
 """Replies to tool calls. Each rollout process has one Redis list for them, and one thread that reads the list.
 
-A reply contains the id of a call whose result is in the row; the waiting rollout also polls the row. If the worker that
-received a call cannot run it, the reply contains the reason instead. The reason is only shown to the user.
+A reply contains the id of a call whose result is in its row. The rollout also polls the row, so a lost reply only delays it. If
+the worker that received a call cannot run it, the reply contains the reason instead. The reason is only shown to the user.
 """
 
 import math

@@ -37,7 +37,7 @@ class ReportProcess:
     """A process that writes a report. When it ends, all processes that its tracker started are killed, even those in other
     sessions.
 
-    If such a process continued, it could still send steps after the next report process has asked the tracker for its steps.
+    Otherwise, such a process could send a step that the next report process sends too.
     """
 
     def __init__(self, report: TrackerReport, output: int | None = None) -> None:

@@ -250,7 +250,7 @@ def _some_run_has_agent(elsewhere: bool = True) -> bool:
     try:
         return endpoint_reads.some_run_has_agent(database(), elsewhere)
     except Exception as error:  # noqa: BLE001 - nothing that the database does is a reason to end the workers
-        log.warning("the runs cannot be read, so none counts as having an agent: %s", error)
+        log.warning("cannot read which runs have an agent; no agents worker is started for them: %s", error)
         return False
 
 

@@ -33,17 +33,15 @@ def check_held(agent: AgentConfig) -> None:
     if agent.sandboxed:
         program = shutil.which("bwrap")
         if program is None:
-            hint = (
-                "Install it (apt-get install bubblewrap), or pass --agent-unsafe on a machine where nothing else can be harmed."
-            )
+            hint = "Install it (apt-get install bubblewrap), or pass --agent-unsafe on a machine that has nothing else to harm."
             if settings().image:
                 hint = "Pass --agent-unsafe: the agents service itself is a sandbox, shared by all its agents."
             raise ConfigError("The agent needs bubblewrap, which is not installed here.", hint)
         if reason := _refusal(program, agent.network == "endpoint"):
             raise ConfigError(
                 f"The agent needs bubblewrap, which cannot start a sandbox here: {reason}.",
-                "Allow user namespaces (a container's seccomp profile forbids them), or say --agent-unsafe where nothing else "
-                "can be harmed.",
+                "Allow user namespaces (a container's seccomp profile forbids them), or pass "
+                "--agent-unsafe on a machine that has nothing else to harm.",
             )
     if agent.sandboxed or agent.command:
         command_of(agent)
@@ -87,7 +85,7 @@ def command_of(agent: AgentConfig) -> list[str]:
                 raise ConfigError(
                     f"The sandbox's user cannot read {str(folder)!r}, which the agent needs.",
                     "Make it readable for every user, use another program (cmd:/usr/bin/python3 agent.py), "
-                    "or pass --agent-unsafe on a machine where nothing else can be harmed.",
+                    "or pass --agent-unsafe on a machine that has nothing else to harm.",
                 )
     return args
 

@@ -1,6 +1,6 @@
 """The reason for an episode's advantage, as numbers and as one line of text, computed from rewards and lengths only.
 
-The explanation says so if the computed advantage differs from the recorded one. If the advantage depends on a critic's values
+If the computed advantage differs from the recorded one, the explanation says so. If the advantage depends on a critic's values
 or a KL in the rewards, only its mean over the episode is known.
 """
 

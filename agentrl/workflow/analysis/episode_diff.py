@@ -27,8 +27,7 @@ class TokenDifference:
         part: whether the token is a new prompt token of the step or a sampled one. In the first step of a chain, all prompt
             tokens count as new.
         index: the index of the token in that part, from 0.
-        ids: the token ids on both sides: recorded and rendered again, or this episode and the other. None if that sequence has
-            ended.
+        ids: the token ids at that position in both sequences; None if a sequence has ended before it.
         texts: the texts of the ids; empty without a tokenizer.
     """
 

@@ -47,7 +47,7 @@ class ChainPlace:
 
 
 def place_chains(episode: Episode) -> list[ChainPlace]:
-    """Return the episode's chains with their positions on the line."""
+    """Return the episode's chains, each with the positions of its tokens when all chains are laid out one after another."""
     places: list[ChainPlace] = []
     lengths = _line_lengths(episode)
     start = 0

@@ -174,7 +174,7 @@ def _why_not_run(call: Mapping[str, Any], effects: Mapping[str, str]) -> str:
 class StepScore:
     """The scores of one step's sampled tokens under the recorded weights.
 
-    `same`, `ties` and `mismatches` are 0 if the engine's draws have no keys.
+    Each token's random draw is repeated. `same`, `ties` and `mismatches` are 0 if the engine's draws cannot be repeated.
 
     Args:
         step: the index of the step.
@@ -183,8 +183,8 @@ class StepScore:
         max_difference: the largest |recorded - recomputed logprob|, in nats.
         mean_difference: the mean of these differences over the tokens, in nats.
         same: the number of draws that give the recorded token.
-        ties: the number of draws that give another token, with the recorded one within the tolerance.
-        mismatches: the number of draws that give another token, with the recorded one beyond the tolerance.
+        ties: the number of draws that give another token only because of rounding (within the tolerance).
+        mismatches: the number of draws that give another token, which rounding does not explain.
     """
 
     step: int

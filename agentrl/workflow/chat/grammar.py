@@ -1,9 +1,10 @@
-"""Grammars of turns: what a client requires of a turn becomes a grammar, and the grammar says which tokens may come next.
+"""Grammars of turns. A client's requirement, such as a JSON schema, becomes a grammar, and the grammar says which tokens may
+come next.
 
-The library `llguidance` (an extra: `agentrl[constraints]`) compiles a grammar and computes the mask of each token. Without it,
-a requirement is a wish: the prompt says it (`wish_text`), and `is_kept` checks the turn afterwards.
+The library `llguidance` (an extra: `agentrl[constraints]`) compiles a grammar and computes the mask of each token. Without the
+library, the prompt only asks the model to meet the requirement (`wish_text`), and `is_kept` checks the turn afterwards.
 
-The grammar of tool calls is derived from `ToolFormat.write`, so it exists for each format whose arguments are one JSON object.
+The grammar of tool calls is derived from `ToolFormat.write`. It exists for each format whose arguments are one JSON object.
 JSON has `, ` and `: ` as separators and no other white space. Otherwise a model could write white space for ever.
 """
 
@@ -342,7 +343,9 @@ def with_wish(messages: Sequence[Message], constraint: Constraint) -> tuple[Mess
 
 
 def is_kept(constraint: Constraint, message: Message, tools: Sequence[Schema]) -> bool:
-    """Return True if a turn has what its client required. A schema is checked with the library only, otherwise as JSON."""
+    """Return True if a turn meets its client's requirement. Without the library, a schema is not checked, only that the text is
+    JSON.
+    """
     calls = [call for call in message.tool_calls if call.error is None]
     names = {call.name for call in calls}
     if constraint.tool and (not calls or (constraint.tool != ANY_TOOL and names != {constraint.tool})):

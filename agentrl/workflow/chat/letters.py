@@ -27,7 +27,7 @@ OPEN = 4
 
 
 class Letters:
-    """A decoder of token ids as they arrive. All pieces together are the text of all ids, without the end tokens at the end."""
+    """Decodes token ids to text while they are sampled. All pieces together are the turn, without its end tokens."""
 
     def __init__(self, chat: "Chat") -> None:
         self._chat = chat

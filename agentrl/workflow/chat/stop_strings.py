@@ -37,7 +37,7 @@ class Spelling:
         kinds = _decoders(tokenizer)
         if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
             raise ModelError(
-                f"The tokenizer of {tokenizer.name_or_path!r} does not give the bytes of a token, as stop strings need.",
+                f"The tokenizer of {tokenizer.name_or_path!r} does not give the bytes of a token, which stop strings need.",
                 "Leave rollout.stop out.",
             )
         self._name = tokenizer.convert_ids_to_tokens
@@ -53,7 +53,7 @@ class Spelling:
 
 
 class Stops:
-    """A cached matcher of non-empty stop `strings` for one tokenizer, whose ids have the bytes `spelling`."""
+    """Finds stop `strings` in sampled tokens, for one tokenizer. `spelling` has the bytes of each token id."""
 
     def __init__(self, spelling: Spelling, strings: Sequence[str]) -> None:
         self._spelling = spelling

@@ -1,10 +1,10 @@
 """Garbage collection of a run's checkpoint folder: it finds and removes folders and optimizer states that no row needs.
 
-The disk is read first, then the rows. So if a folder exists, the claim under which it was written is in the rows. If the rows
-neither name the folder nor allow this claim to publish, the folder will never be published.
+The disk is read first, then the rows. So the rows contain the claim of the trainer that wrote a folder. A folder is removed if
+no row names it and its trainer can no longer publish it.
 
-When an adapter is removed, its row is marked as removed first. If the process is killed then, the next collection finds the
-files and removes them.
+An adapter's row is marked as removed before its files are removed. If the process is killed in between, the next collection
+removes the files.
 """
 
 import re

@@ -256,8 +256,8 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
-    """Return the manifest of a checkpoint: each file's record by name. `called` is the checkpoint's name in error messages, if
-    the folder is a copy of it. Raise BrokenCheckpoint if the manifest is missing or cannot be read.
+    """Return the manifest of a checkpoint: each file's record by name. If the folder is a copy, `called` is the name of the
+    original checkpoint, for error messages. Raise BrokenCheckpoint if the manifest is missing or cannot be read.
     """
     if not (folder / MANIFEST).is_file():  # opening a pipe would block
         raise broken_error(called or folder, f"{MANIFEST} is missing")

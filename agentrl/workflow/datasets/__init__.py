@@ -64,11 +64,11 @@ class _Source:
 def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
     """Load the tasks of one dataset or several: plug-ins, a user's `package.module:name`, files, folders or hub datasets.
 
-    Several datasets without weights contribute all of their tasks. With weights, the tasks have these proportions, and their
-    number is the largest that the smallest dataset allows.
+    Without weights, all tasks of all datasets are loaded. With weights, tasks are loaded in these proportions until one dataset
+    is used up.
 
     Args:
-        seed: the seed that selects tasks from a dataset of which not all tasks are used.
+        seed: the seed of the random choice of tasks, for datasets of which only a part is used.
 
     Raises:
         ConfigError: a dataset does not exist, or an option for rows is set for a plug-in.

@@ -40,10 +40,10 @@ class Ask:
         counts_only: True to return only the number of the prompt's tokens, without a turn.
         identity: the sha256 of the request's path and body without `stream`. A repeated request has the same one.
         constraint: what the client requires of the turn: a tool call, a JSON schema, at most one call.
-        enforced: True if the sampler keeps the constraint; False if the constraint is a wish.
-        not_applied: the names of the fields that the request sets and that have no effect here, and of wishes.
+        enforced: True if the sampler enforces the constraint; False if only the prompt asks the model for it.
+        not_applied: the names of the request's fields that have no effect here or are not enforced.
         previous: the id of the request whose response this request continues by its id; empty without such a request.
-        kept: values that are stored with the turn, because a request that continues it by its id needs them.
+        kept: values that are stored with the turn for a later request that continues the turn by its id.
         wire: values that only the dialect needs, to build the response.
     """
 

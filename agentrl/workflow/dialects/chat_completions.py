@@ -65,7 +65,7 @@ class StreamEvents:
         self._choices: dict[int, TurnText] = {}
 
     def begin(self) -> bytes:
-        """Return the first event of each choice, which has the role."""
+        """Return the first event of each choice. It contains the role `assistant`."""
         ids: dict[str, Any] = {"prompt_token_ids": list(self._reply.prompt_ids)} if self._ask.token_ids else {}
         role = {"role": "assistant", "content": ""}
         return b"".join(self._event(number, role, root=ids if number == 0 else {}) for number in range(self._ask.count))

@@ -77,7 +77,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType({**TURNS, **COUNTERS})
 
 
 def dialect_of(path: str) -> Dialect:
-    """Return the dialect of a path. For a path of no dialect, return the dialect of the path above it, or else that of chat
-    completions, whose errors are the most common.
+    """Return the dialect of a path. If no dialect has the path, return that of the path above it, otherwise that of chat
+    completions.
     """
     return DIALECTS.get(path, messages if path.startswith(f"{messages.PATH}/") else chat_completions)

@@ -23,7 +23,7 @@ def parse_turn(chat: "Chat", ask: Ask, prompt_ids: Sequence[int], sampled_ids: S
 
 
 class TurnText:
-    """The splitter of one choice into pieces of its thought and its content, while the choice is sampled.
+    """Splits a choice into thought and content while it is sampled, for streaming.
 
     Args:
         ask: the request.

@@ -62,7 +62,7 @@ def list_not_applied(fields: Fields, honoured: frozenset[str], usual: Mapping[st
 
     Args:
         honoured: the fields that have an effect.
-        usual: for some fields, the values that request nothing.
+        usual: for some fields, the values with which the field has no effect in the API either.
     """
     names = [
         name[:MAX_NAME].encode("utf-8", "replace").decode()
@@ -90,8 +90,8 @@ def read_format(fields: Fields, name: str) -> str:
 
     Args:
         fields: the object in the request that has the format.
-        name: the format's field. Its type is `text`, `json_object` or `json_schema`; the schema stands in it or in its
-            `json_schema`.
+        name: the name of the field with the format. The format's type is `text`, `json_object` or `json_schema`. The schema is
+            part of the format, or of its field `json_schema`.
 
     Raises:
         RequestError: the type is unknown, or the schema is invalid (status 400).

@@ -231,7 +231,7 @@ def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = Fal
     """
     hint = "Use --engine rolling."
     if config.model.numerics == "exact" and not backend.keyed:
-        raise ConfigError(f"numerics: exact needs repeatable draws; the engine {backend.name!r} has none.", hint)
+        raise ConfigError(f"numerics: exact needs repeatable draws, which the engine {backend.name!r} does not have.", hint)
     if trains and not backend.logprobs:
         raise ConfigError(f"Training needs the sampler's logprobs; the engine {backend.name!r} returns none.", hint)
     check_options(backend, config.rollout)

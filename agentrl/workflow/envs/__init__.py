@@ -58,7 +58,7 @@ from agentrl.workflow.trajectory import Episode, Message, Task
 class Env:
     """The environment of an episode: prompt, tools and rewards.
 
-    Subclass it (one level) to change `reset`, `step` or `final_reward`. These methods may depend only on their arguments: after
+    Subclass `Env` directly to change `reset`, `step` or `final_reward`. These methods may depend only on their arguments: after
     a crash, and for `replay`, they are called again with the recorded values.
 
     Args:
@@ -67,8 +67,8 @@ class Env:
         rewards: a mapping from reward name to weight. The scalar reward is the weighted sum.
         correct: the names of the reward parts that decide whether an episode is correct (`agentrl eval`: accuracy, pass@k). An
             episode is correct if all of them have the full value, 1. If empty, the env's parts with the largest weight decide
-            (see `stats.evaluation.is_right`). Parts that a run adds never decide. If parts of hooks cannot be told apart from
-            the env's own, no episode is rated as correct or wrong.
+            (see `stats.evaluation.is_right`). Parts that a run adds never decide. If the parts of hooks cannot be distinguished
+            from the env's own, no episode is rated as correct or wrong.
         resumability: what happens after a lost worker: `replay` continues from the record, `restart` starts the episode again.
     """
 

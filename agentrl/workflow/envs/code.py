@@ -1,7 +1,7 @@
 """code: write a function, try it out with the tool python, repair it, and answer with it.
 
-The reward is the share of the hidden tests that the answer passes, plus a tenth of the progress of the tried programs on the
-visible tests. Whether the turns are well formed is recorded with weight 0.
+The reward is the share of the hidden tests that the answer passes, plus a tenth of the share of visible tests that the tried
+programs pass. Whether the turns are well formed is recorded with weight 0.
 """
 
 from agentrl.workflow.envs import Env

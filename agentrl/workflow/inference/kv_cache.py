@@ -77,7 +77,9 @@ class SlotCache(Cache):
 
     @property
     def memory(self) -> object:
-        """The first layer's memory: the same object until the layers, which grow together, get other memory; None before."""
+        """The first layer's memory; None before the first call. If the cache grows, all layers get new memory, so this is
+        another object.
+        """
         return self.layers[0].memory if isinstance(self.layers[0], KeySlots) else None
 
     @property
@@ -188,7 +190,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class StateSlots(LinearAttentionCacheLayerMixin):
     """One layer's states of convolutions and of linear attention, each (slots, ...).
 
-    A slot of zeros means a row that has read no tokens. The model reads and writes views of the slots that `place` selects.
+    If a slot has only zeros, its row has read no token yet. The model reads and writes views of the slots that `place` selects.
     """
 
     def __init__(self, number_of_states: int = 1) -> None:
@@ -200,7 +202,9 @@ class StateSlots(LinearAttentionCacheLayerMixin):
         self.place(slice(0, 0), None, 0)
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
-        """Set the slots of the next call. They hold new rows if `tokens` is None, else rows that continue."""
+        """Set the slots of the next call. If `tokens` is None, new rows begin in these slots. Otherwise, the rows in them
+        continue.
+        """
         self._rows = slots
         for number in range(self.number_of_states):
             self.has_previous_state[number] = tokens is not None and bool(self._states)

@@ -1,8 +1,8 @@
 """A turn from its prompt to its step: for rollouts, for chats, and for requests of agents.
 
-The line of a step is all tokens of its context, up to the end of the step. Sampled text is never tokenized again. If messages
-continue a turn, their prompt is the turn's line, the template's suffix and the new messages. Otherwise all messages are
-rendered and begin a chain. For an agent's request, the step then refers to the line that shares the most tokens with it.
+A step's line is all tokens from the start of its prompt to the end of the step. Sampled text is never tokenized again. If
+messages continue a turn, their prompt is the turn's line, the template's suffix and the new messages. Otherwise all messages
+are rendered and begin a chain. For an agent's request, the step then refers to the line that shares the most tokens with it.
 """
 
 import json
@@ -31,10 +31,10 @@ class Draft:
         context: the complete input of the policy.
         parent: the index of the step whose line the prompt continues or shares; `ROOT` without such a step.
         shared: see `trajectory.Step.shared`.
-        shared_messages: the number of first messages that are also those of the parent's line.
+        shared_messages: the number of messages that the prompt has in common with the conversation of the parent step.
         new_row: why the turn begins a chain; None if it continues its parent or is the episode's first turn.
         chain: the number of the turn's chain. For an agent's turn, the commit determines it.
-        equal: the number of steps that the turn could continue, because they have the same messages. The parent is one of them.
+        equal: the number of steps with the same messages that the turn could continue, including the parent.
     """
 
     messages: tuple[Message, ...]
@@ -131,7 +131,7 @@ def continuing(lines: "Lines", parent: int, new: tuple[Message, ...], ids: Ids, 
 def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str | None) -> Draft:
     """Return the prompt of a request whose messages were all rendered.
 
-    Tokens that it shares with an earlier line are only referred to.
+    If the prompt begins with the tokens of an earlier line, the prompt only refers to these tokens.
 
     Args:
         lines: the lines of the episode.
@@ -177,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class Lines:
-    """The lines of an episode's steps. The line of a step is all tokens of its context, up to the end of the step."""
+    """The lines of an episode's steps. A step's line is all tokens from the start of its prompt to the end of the step."""
 
     steps: list[Step] = field(default_factory=list)
     _ends: dict[int, NDArray[np.int32]] = field(default_factory=dict)
@@ -211,9 +211,10 @@ class Lines:
         return tuple(self._line(index).tolist())
 
     def longest_share(self, ids: Ids) -> tuple[int, int]:
-        """Find the line that shares the longest beginning with the ids.
+        """Find the earlier tokens that have the longest beginning in common with `ids`.
 
-        Return its first step that has all of these tokens, and their number. If no line shares any token, the step is `ROOT`.
+        Return the first step whose tokens contain this beginning, and the number of its tokens. If nothing is in common, the
+        step is `ROOT`.
         """
         id_array = np.asarray(ids, np.int32)
         best, shared = ROOT, 0

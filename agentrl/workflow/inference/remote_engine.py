@@ -2,8 +2,8 @@
 
 Each turn is one request, and one thread waits for the response; the server batches the requests. Before the first turn the
 engine checks the server and asks for its context window (`greet`). It repeats this after the server was unavailable, because
-the window may have changed. If a server does not respond, this does not count as an attempt: on ServiceError the job returns
-its claim and is tried later. A wrong response ends the run.
+the window may have changed. If a server does not respond, the rollout job stops and is tried again later. This does not count
+as a failed attempt. A wrong response ends the run.
 
 This module does not read the base's weights.
 """
@@ -154,9 +154,11 @@ class ServedEngine:
 def _completion(turn: ServerTurn, request: GenerateRequest, limit: int, seconds: float) -> Completion:
     if len(turn.token_ids) != len(turn.logprobs) or not 0 < len(turn.token_ids) <= limit:
         counts = f"{len(turn.token_ids)} ids and {len(turn.logprobs)} logprobs"
-        raise ModelError(f"The engine's server was asked for up to {limit} tokens and answered {counts}.")
+        raise ModelError(f"The engine's server returned {counts} for a request of at most {limit} tokens.")
     if len(turn.top) != (len(turn.token_ids) if request.top_logprobs else 0):
-        raise ModelError(f"The engine's server told the likeliest tokens of {len(turn.top)} places of {len(turn.token_ids)}.")
+        raise ModelError(
+            f"The engine's server returned the likeliest tokens for {len(turn.top)} of {len(turn.token_ids)} tokens."
+        )
     return Completion(tuple(turn.token_ids), tuple(turn.logprobs), turn.finish_reason, seconds, tuple(turn.top))
 
 

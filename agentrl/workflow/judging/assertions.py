@@ -21,8 +21,8 @@ def parse_source(source: str) -> ast.Module:
 
 def read_asserts(source: str, names: Sequence[str], constants: Constants | None = None) -> tuple[list[Case], int]:
     """Return (the cases that test these functions, the number of asserts that are not cases). `names` are the names of the
-    functions. `constants` is an evaluator that several sources share. Its size limit applies to all of them together. Raise
-    ValueError if the source is not Python.
+    functions. `constants` evaluates the constants in the asserts. If several sources share it, its size limit applies to their
+    sum. Raise ValueError if the source is not Python.
     """
     asserts = [node for node in ast.walk(parse_source(source)) if isinstance(node, ast.Assert)]
     constants = constants or Constants()
@@ -50,7 +50,7 @@ def check_names(source: str, program: str) -> None:
     """
     tree, before = parse_source(source), parse_source(program)
     if not any(isinstance(node, ast.Assert) and not _says_nothing(node) for node in ast.walk(tree)):
-        raise ValueError("no test: assert f(...) == value")
+        raise ValueError("it has no test such as `assert f(...) == value`")
     defined_names = {*dir(builtins), "__name__", *bound_names(tree), *bound_names(before)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id not in defined_names and "*" not in defined_names:

@@ -196,7 +196,7 @@ def find_lora_layers(config: ModelConfig, model: Any) -> LoraLayers:
 
     Raises:
         ModelError: the model has no linear layer, or lacks layers that the config names. Configs of older runs list all default
-            layers by name; for these, one existing layer suffices.
+            layers by name, so the model needs to have only one of these.
     """
     head = model.get_output_embeddings()
     linear = {

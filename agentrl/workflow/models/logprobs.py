@@ -2,7 +2,8 @@
 
 The model's body reads every token, and its head computes only the wanted positions (`models.lm_head`). Rows may have a common
 beginning, such as the prompt of a group's episodes. The model then reads this beginning once, and all of its rows use its keys
-and values. Their gradients are summed there. The result differs from that of complete rows only in the order of sums.
+and values. The gradients of these rows are summed in the beginning. The result differs from that of complete rows only in the
+order of sums.
 """
 
 from collections.abc import Callable, Iterator

@@ -305,7 +305,7 @@ def estimate_memory(config: RunConfig, files: ModelFiles, rank: int, slots: int,
 
 
 def shape_of(config: RunConfig, files: ModelFiles, rank: int, on_gpu: bool) -> Shape:
-    """Return the sizes that decide how much memory a run needs. For the arguments see `estimate_memory`."""
+    """Return the model's sizes from which a run's memory is estimated. For the arguments see `estimate_memory`."""
     model = config.model
     bits = 4 if model.load_in_4bit else 8 if model.load_in_8bit else 0
     text = files.config.get("text_config", files.config)

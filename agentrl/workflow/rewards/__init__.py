@@ -86,7 +86,7 @@ class Judge(Tool):
         return result if isinstance(result, ToolResult) else ToolResult(str(result))
 
     def overdue(self) -> AgentRLError:
-        """Return an InfraError: judged code has its own time limits, so the system is at fault."""
+        """Return an InfraError for a judge that took too long: judged code has its own limits, so the system is at fault."""
         return InfraError(f"{self.name} did not judge within {self.timeout_seconds:g} s.")
 
 
@@ -311,8 +311,7 @@ def code_hash(weights: Mapping[str, float], anew: bool = False) -> str:
 
     Args:
         weights: the weights of the rewards by name.
-        anew: True: read the files again. False: use the text that this process first hashed, which is the code that it has
-            loaded.
+        anew: True: hash the current files. False: hash the code that this process has loaded.
     """
     files = {name: "".join(hashed_source(module, anew) for module in _modules(name)) for name in weights}
     text = "\0".join(f"{name}={weight}\0{files[name]}" for name, weight in sorted(weights.items()))

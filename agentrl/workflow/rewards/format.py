@@ -3,8 +3,8 @@
 A turn is well formed if all of these hold:
 
 - it ended by itself, not at the limit on its tokens;
-- every tool call in it could be parsed and is written in the tool format, not as bare JSON (whether the tool exists and the
-    arguments fit does not matter here);
+- every tool call could be parsed and is written in the tool format, not as bare JSON. The tool need not exist, and its
+    arguments may be wrong;
 - its text has no remaining tag: each `<think>` or `<tool_call>` was closed once (a complete call at the very end is also read
     without its closing tag, and counts as closed);
 - if it calls no tool, its last line is `#### N`, or the whole text is a number `N`. N is written as people write numbers: an

@@ -36,7 +36,7 @@ def within(max_tokens: int, cache: int) -> Reward:
     `max_tokens`.
     """
     if not 0 < cache <= max_tokens:
-        raise ValueError(f"the zone of {cache} tokens does not lie within the {max_tokens} that a turn may have")
+        raise ValueError(f"cache must be from 1 to the limit of a turn, {max_tokens} tokens, not {cache}")
 
     def punished(episode: Episode) -> tuple[float, ...]:
         return _punished(episode, max_tokens, cache)

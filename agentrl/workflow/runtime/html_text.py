@@ -47,7 +47,7 @@ class _Words(HTMLParser):
         self.parts += ["\n"] * (tag in self.BREAKS)
 
     def handle_endtag(self, tag: str) -> None:
-        """End a line, or a skipped element."""
+        """Begin a new line after a block, or stop skipping text after a skipped element."""
         self._skipped -= tag in self.SKIPPED and self._skipped > 0
         self._kept -= tag == "pre" and self._kept > 0
         self.parts += ["\n"] * (tag in self.BREAKS)

@@ -57,7 +57,7 @@ class Patience:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Make this object the patience of the current thread during the `with` block."""
+        """Limit the waits of the current thread by this object during the `with` block."""
         before: Patience | None = getattr(_this, "patience", None)
         _this.patience = self
         try:
@@ -67,7 +67,7 @@ class Patience:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """See `waiting`."""
+        """Count the time in the `with` block as a wait. See the function `waiting`."""
         if self._over:
             raise InfraError("The call was cancelled while it waited.")
         self._since = time.monotonic()

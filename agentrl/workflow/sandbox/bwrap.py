@@ -34,7 +34,7 @@ class Profile:
         folders: the folders that the interpreter needs in addition to /usr.
         proc: True if the sandbox can mount a separate /proc.
         disable_userns: True if bwrap can forbid further user namespaces. The system call filter forbids them in any case.
-        nests: True if a zygote can create namespaces inside the sandbox.
+        nests: True if a warm interpreter inside the sandbox (a zygote) can create namespaces for its programs.
     """
 
     bwrap: str

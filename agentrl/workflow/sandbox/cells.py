@@ -6,13 +6,13 @@ request the state forks a *child*, which runs the cell, and waits for it. After 
 becomes the next state. A fork does not copy other threads. So a child that has other threads forks a new process, which becomes
 the next state instead. The host then kills all processes except the next state.
 
-If the cell died, the host keeps the old state, which is unchanged and reports how its child died. If the cell left no room for
-one more process, the child reports that, and waits until the host has killed the processes that the cell started. A process
+If the cell died, the host keeps the old state, which is unchanged and reports how its child died. If the cell has used up the
+allowed number of processes, the child reports that. It then waits until the host has killed the cell's processes. A process
 that the cell forked exits when it reaches the end of the cell, so it does not become a second session.
 
 On the socket the child sends `{"started": true}`, waits for a byte, and runs the cell. The next state sends `{"done": ...}`. A
-child that has no room to fork sends `{"full": true}`, and a state whose child died sends `{"died": code}`. A cell can forge
-these messages. By this it can only claim that it ended, or return other data.
+child that cannot fork sends `{"full": true}`, and a state whose child died sends `{"died": code}`. A cell can forge these
+messages, but it gains nothing: it can only claim that it ended, or return other data.
 
 If the session's parent is the first process of a namespace, it also carries out orders to stop all other processes in one step,
 and to continue them.

@@ -120,7 +120,7 @@ class Container:
         return frames
 
     def wait_for_begin(self, seconds: float) -> bool:
-        """Return whether the program began within `seconds`. `frames` returns what else arrived."""
+        """Return True if the program began within `seconds`. `frames` later returns all other frames that arrived."""
         deadline = time.monotonic() + seconds
         came: list[tuple[bytes, bytes]] = []
         try:

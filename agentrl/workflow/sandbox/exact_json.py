@@ -138,7 +138,7 @@ def _untag(data: Any, depth: int) -> Any:
     if not tag.startswith("$"):
         return {key: _untag(item, depth + 1) for key, item in data.items()}
     if len(data) != 1 or tag not in _READERS or type(data[tag]) is not _READERS[tag][0]:
-        raise ValueError(f"{tag!r:.40} is no tag, or holds something else")
+        raise ValueError(f"{tag!r:.40} is not a known tag, or its value has another type")
     return _READERS[tag][1](_untag(data[tag], depth + 1))
 
 
@@ -181,7 +181,7 @@ def _type(name: str) -> type:
 
 def _special_float(text: str) -> float:
     if text not in ("nan", "inf", "-inf"):
-        raise ValueError(f"{text!r:.40} is no special float")
+        raise ValueError(f"{text!r:.40} is not a special float")
     return float(text)
 
 

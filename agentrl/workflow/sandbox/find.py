@@ -61,8 +61,8 @@ def attempts(settings: Settings) -> Iterator[tuple[str, Sandbox | SandboxUnavail
 
 
 def find_bwrap(settings: Settings) -> Sandbox:
-    """Return the bwrap sandbox with the strictest profile that works on this machine, and with a zygote if possible. Raise
-    SandboxUnavailable if bwrap is not installed, or does not start.
+    """Return the bwrap sandbox with the strictest profile that works on this machine. If possible, it keeps warm interpreters.
+    Raise SandboxUnavailable if bwrap is not installed, or does not start.
     """
     program = shutil.which("bwrap")
     if program is None:

@@ -221,7 +221,9 @@ def descendants(of: int) -> Iterator[tuple[str, int]]:
 
 
 def proportional(pid: str) -> int:
-    """Return a process's proportional set size in bytes: memory that forks share counts once in the sum."""
+    """Return a process's share of memory in bytes (proportional set size). Memory that several processes share is divided among
+    them.
+    """
     fields = words(f"/proc/{pid}/smaps_rollup")
     return int(fields[fields.index("Pss:") + 1]) * 1024 if "Pss:" in fields else 0
 

@@ -23,8 +23,8 @@ class Inside:
         session: True if the program is long-lived and is stopped between requests. If no process outside can stop all of its
             processes in one step, the program becomes the first process of its namespace. The last argument of `main` is then
             the socket for orders to stop and continue.
-        zygote: True if the program forks into new namespaces. The system calls for that are then allowed. The last argument of
-            `main` is the system call filter, which the program installs later.
+        zygote: True if the program is a zygote, which forks a process in new namespaces for each program. The system calls for
+            that are then allowed. The last argument of `main` is the system call filter, which the program installs later.
         reads: paths of this host that the program may read, in addition to its interpreter.
     """
 
@@ -91,7 +91,7 @@ class Launch:
     Args:
         kind: the kind's name in results.
         start: starts a sandbox; raises InfraError if the start fails.
-        nests: True if a zygote can create namespaces inside the sandbox.
+        nests: True if a warm interpreter inside the sandbox (a zygote) can create namespaces for its programs.
     """
 
     kind: str

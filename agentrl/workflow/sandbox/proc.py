@@ -48,7 +48,9 @@ class Waits:
         self.seconds = 0.0
 
     def look(self, processes: Iterable[int]) -> float:
-        """Add the longest wait of a thread of these processes since the last check; return the total, in seconds."""
+        """Find the longest time that a thread of these processes has waited since the last call. Add it to the total, and
+        return the total in seconds.
+        """
         before, self._threads = self._threads, {name: wait for process in processes for name, wait in _waits(process)}
         longest = max((wait - before.get(name, 0) for name, wait in self._threads.items()), default=0)
         self.seconds += max(0, longest) / 1e9

@@ -195,7 +195,7 @@ class _Sources:
         return {name: node for statements in bodies for node in statements for name in _defined_names(node) if bound[name] == 1}
 
     def call(self, caller: types.FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str] | None:
-        """Return the `source` and `args` of the call that `caller` makes; None if it needs what cannot be sent."""
+        """Return the `source` and `args` of the call that `caller` makes; None if they cannot be sent to the other sandbox."""
         node = self._calls.get(_place_of_call(caller))
         if node is None or not isinstance(node.func, ast.Name) or node.func.id not in self._functions:
             return None

@@ -96,7 +96,7 @@ class Zygote:
         self.alive = True
 
     def run(self, program: Program, running: Callable[[], int]) -> CodeResult:
-        """Run a program. Afterwards `alive` says whether the zygote can run another program."""
+        """Run a program. Afterwards, `alive` says whether this warm sandbox can run another program."""
         limits, cgroup = program.limits, self._box.cgroup
         cgroup.set_limits(limits.memory_bytes, limits.processes)
         before, cpu_before = cgroup.events(), cpu_seconds_of(self._box, self._keepers)
@@ -121,7 +121,7 @@ class Zygote:
         return _result(self._kind, limits, use, report["code"], max(report["cpu"], cpu), events)
 
     def close(self) -> None:
-        """End the zygote and all of its processes."""
+        """End this sandbox and all of its processes."""
         self.alive = False
         self._box.close()
         self._line.close()

@@ -78,7 +78,7 @@ class Box:
         self._closed = False
 
     def members(self) -> set[int]:
-        """See `RunningSandbox.members`: the first process and its descendants, whose orphans it inherits."""
+        """See `RunningSandbox.members`. The members are the first process and all of its descendants."""
         if self._closed or wait_readable(self._first, 0):
             return set()  # another process may have its number by now
         if (counted := self.cgroup.members()) is not None:

@@ -111,7 +111,7 @@ class Rollouts:
         if not request.groups:
             return [[] for _ in candidates]
         if len(request.groups) > MAX_GROUPS:
-            raise ValueError(f"{len(request.groups)} groups are more than a search asks for at once: {MAX_GROUPS}")
+            raise ValueError(f"{len(request.groups)} groups are too many for one request; the maximum is {MAX_GROUPS}")
         if self._next >= len(self._record):
             raise Asked(request)
         records = self._record[self._next : self._next + len(request.groups)]

@@ -55,7 +55,9 @@ def deadline(seconds: float) -> Over:
 
 
 def instructions(count: int) -> Over:
-    """Return a function that is True after `count` SQLite instructions, however busy the machine is."""
+    """Return a function that returns True after `count` SQLite instructions. Unlike a time limit, it does not depend on the
+    load.
+    """
     left = iter(range(count // STEP))
     return lambda: next(left, None) is None
 

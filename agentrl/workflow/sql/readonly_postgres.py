@@ -20,7 +20,7 @@ NUMBERS = {"bool", "bytea", "int2", "int4", "int8", "oid", "float4", "float8", "
 
 
 class AnyText(Loader):
-    """A loader of values as the server's text. Bytes that are not UTF-8 (SQL_ASCII) are escaped."""
+    """Loads a value of any type as the text that the server sends. Bytes that are not UTF-8 are escaped."""
 
     def load(self, data: Buffer) -> str:
         return bytes(data).decode(errors="backslashreplace")

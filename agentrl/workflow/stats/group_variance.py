@@ -21,7 +21,9 @@ CUT_OFF = "cut off at a limit"
 
 
 def varies(rewards: Collection[float]) -> bool:
-    """Return True if at least two rewards differ, exactly: a computed deviation is rounded."""
+    """Return True if at least two rewards differ. The rewards are compared exactly, because a standard deviation would be
+    rounded.
+    """
     return len(set(rewards)) > 1
 
 
@@ -44,7 +46,7 @@ def groups_to_plan(varied: int, max_groups: int, planned: int, limit: int) -> in
 
 
 def choose_groups(groups: Sequence[Group], max_groups: int) -> tuple[list[Group], dict[int, str]]:
-    """Return `max_groups` groups with variance, by slot, and why each other group is dropped, by slot."""
+    """Return at most `max_groups` groups with variance, by slot, and for each dropped group the reason, by slot."""
     chosen_groups: list[Group] = []
     dropped = {}
     for group in sorted(groups, key=lambda group: group.slot):

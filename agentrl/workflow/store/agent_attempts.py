@@ -1,8 +1,7 @@
-"""Database queries in the table `agent_attempts` of what runs an agent, an agents worker or the endpoint for external agents:
-the start of the agent, with the hash of its key, and its end.
+"""The start and the end of an agent's attempt in the table `agent_attempts`. Agents workers call these queries, and the
+endpoint calls them for external agents.
 
-`agent_holds` has the rollout's queries on the same table. The rollout inserts the rows, and marks an agent as lost if its
-worker is lost.
+Rollout workers use the queries of `agent_holds` instead. They insert the rows, and mark an agent as lost if its worker is lost.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -194,8 +193,8 @@ def _claimed(agent: int, worker: str) -> Any:
 def extend_agents(tx: Connection, claims: Collection[tuple[int, str]], lease_seconds: float) -> set[int]:
     """Renew the leases of the agents that these (agent, worker) claims still hold, and return the ids of those agents.
 
-    A claim no longer holds its agent if the agent's row is no longer running under that worker, or if the episode has ended or
-    has a newer attempt.
+    A claim loses its agent in three cases: the agent's row is no longer running under that worker, the episode has ended, or
+    the episode has a newer attempt.
     """
     current = select(_EPISODES.id).where(
         _EPISODES.id == _AGENTS.episode_id, _EPISODES.attempt == _AGENTS.attempt, _EPISODES.status.in_(OPEN)

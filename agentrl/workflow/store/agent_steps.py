@@ -220,8 +220,8 @@ def _request_of(row: Row[Any]) -> StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class EarlierAttempt:
-    """A lost attempt at an episode: its steps, and for the index of each of its own steps the request that it answered. The
-    steps that a fork inherits come first.
+    """A lost attempt at an episode: its steps, and the request that each step answered, by the step's index. In a fork, the
+    inherited steps come first, and have no request.
     """
 
     steps: tuple[Step, ...]

@@ -12,7 +12,8 @@ from agentrl.workflow.trajectory import storable
 
 
 def awaits_maker() -> ColumnElement[bool]:
-    """Return the SQL condition on `runs` for runs that must wait because a running run rebuilds their checkpoint.
+    """Return an SQL condition on `runs`. It selects runs that must wait, because another run rebuilds the checkpoint that they
+    need.
 
     A run that trains never meets the condition, because it rebuilds its checkpoints itself.
     """

@@ -129,7 +129,7 @@ class Database:
             raise ServiceError(message, "Set AGENTRL_HOME, or AGENTRL_DATABASE_URL, to another.") from error
         if not _may_be_sqlite(file):  # SQLite takes a short file for an empty one, and writes over it
             message = f"The database {str(file)!r} cannot be used: file is not a database."
-            raise ServiceError(message, "Pass another one; this one was not changed.")
+            raise ServiceError(message, "Use another database. This one was not changed.")
         engine = create_engine(self.url, connect_args={"timeout": 30.0}, pool_size=32, max_overflow=64)
         event.listen(engine, "connect", _configure_sqlite)
         event.listen(engine, "begin", _begin_immediate)

@@ -236,5 +236,7 @@ def find_run_of_group(tx: Connection, group: int) -> int:
     query = select(schema.groups.c.run_id).where(schema.groups.c.id == group)
     run_id = tx.execute(query).scalar_one_or_none() if abs(group) <= MAX_ID else None
     if run_id is None:
-        raise NotFoundError(f"There is no group {group}.", 'agentrl sql "SELECT id, run, task FROM v_groups LIMIT 20"')
+        raise NotFoundError(
+            f"There is no group {group}.", 'List the groups: agentrl sql "SELECT id, run, task FROM v_groups LIMIT 20"'
+        )
     return int(run_id)

@@ -1,9 +1,9 @@
 """Leases of services, groups and iterations, and the handling of lost workers.
 
-A holder renews its lease. If the lease of a claim expires, the next worker that claims the row takes over the work
-(`rollout_claims`, `train_claims`), and the previous worker is recorded as lost. A supervisor that sees a worker end records the
-loss and ends the worker's leases at once. A worker whose GPU failed hands its claims back, which does not count as a loss. A
-run fails after `MAX_DEVICE_LOSSES` failed devices without progress.
+A holder renews its lease. If the lease of a claim expires, another worker may claim the row (`rollout_claims`, `train_claims`).
+The previous worker is then recorded as lost. A supervisor that sees a worker end records the loss and ends the worker's leases
+at once. A worker whose GPU failed hands its claims back, which does not count as a loss. A run fails after `MAX_DEVICE_LOSSES`
+failed devices without progress.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -117,7 +117,7 @@ def _end_leases(tx: Connection, worker: str) -> None:
 
 
 def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, seen_ms: int) -> None:
-    """Write an event that a worker is lost, because the lease of its claim expired and the claim `heir` continues the work.
+    """Write the event that a worker is lost. The lease of its claim has expired, and the claim `heir` continues its work.
 
     Nothing is written if the loss has already been recorded.
 
@@ -155,8 +155,7 @@ def is_held_by(table: Any, worker: str) -> tuple[ColumnElement[bool], ...]:
 def describe_held_work(tx: Connection, run: int, worker: str, role: str) -> str:
     """Return a phrase that names how many claims of the run the worker held.
 
-    Tool calls have no known holder, because all of them are sent again. So for a tools worker the phrase also counts all open
-    calls of the run.
+    The rows do not say which worker holds a tool call. So for a tools worker, the phrase counts all open calls of the run.
     """
     counts = [
         (tx.execute(select(func.count()).select_from(table).where(table.c.run_id == run, *is_held_by(table, worker))), word)

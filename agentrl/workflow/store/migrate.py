@@ -71,7 +71,7 @@ def open_database(url: str) -> Database:
     if is_foreign and database.is_sqlite:
         database.close()
         message = f"The database {str(database.url.database)!r} is not an agentrl database."
-        raise ServiceError(message, "Use another file for the store; this one was not changed.")
+        raise ServiceError(message, "Use another file. This one was not changed.")
     if revision == head():
         return database
     is_known = revision is None or revision in {script.revision for script in _script().walk_revisions()}

@@ -335,9 +335,8 @@ def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None 
     """Add one to the number of messages of each group, and store the time of sending.
 
     Args:
-        sent_ms: the result of `db_clock_ms` from before the message was sent; None for the current time. A worker may receive
-            the message and be lost before this commit. If the stored time were later, the control loop would wait for that
-            message as if it were still in the queue.
+        sent_ms: the database's time (`db_clock_ms`) before the message was sent; None for the current time. With a later time,
+            the control loop would wait for a message that a lost worker has already received.
     """
     marks = {"sent_ms": now_ms() if sent_ms is None else sent_ms, "sends": schema.groups.c.sends + 1}
     tx.execute(update(schema.groups).where(schema.groups.c.id.in_(groups)).values(marks))

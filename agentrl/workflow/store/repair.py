@@ -45,8 +45,8 @@ def mark_broken(tx: Connection, run_id: int, path: str, fault: str) -> int | Non
 
     A run that does not train (such as an evaluation) waits for the run that made the checkpoint, if that run is running.
 
-    An outdated report changes nothing. A report is outdated if the checkpoint has already been rebuilt in another folder, or if
-    its policy version is not the run's newest and no open group samples with it.
+    An outdated report changes nothing. A report is outdated in two cases: the checkpoint has already been rebuilt in another
+    folder, or nobody needs its version (it is not the newest, and no open group samples with it).
 
     Args:
         path: the checkpoint's path.

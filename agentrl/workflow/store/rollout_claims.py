@@ -1,7 +1,8 @@
 """Claims of groups for rollouts: how a group is claimed, handed back and failed, and how its episodes end.
 
-Every write of a rollout is fenced by its group's attempt number. If a worker that was considered lost returns, its attempt
-number is outdated, and its writes are rejected. Results of tool calls are not fenced: the first result is stored.
+Every write of a rollout is accepted only if the group still has the rollout's attempt number. If a worker that was considered
+lost returns, its attempt number is outdated, and its writes are rejected. Results of tool calls have no such condition: the
+first result is stored.
 """
 
 from collections.abc import Mapping, Sequence

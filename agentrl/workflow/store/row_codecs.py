@@ -68,8 +68,8 @@ steps before it.
 
 def step_row(record: StepRecord, run: str, attempt: int, options: int | None = None) -> dict[str, Any]:
     """Return the row of a step for the table `steps`. `step_value` is the inverse. `attempt` is the attempt number of the
-    step's episode. `options` is the id of the row in `request_options` with the request's tools and template options; None
-    without them.
+    step's episode. `options` is the id of the row in `request_options` with the request's tools and template options; None if
+    the request has neither.
     """
     step, request, now = record.step, record.request, datetime.now(UTC)
     answered = request is not None and bool(record.calls) and all(item.result for item in record.calls)

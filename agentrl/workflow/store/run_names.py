@@ -20,7 +20,9 @@ MAX_NAME_CHARS = 64
 
 @sql_read_transaction
 def find_run(tx: Any, run: str, columns: str = "*") -> Row:
-    """Return these columns of the run's row. `run` is the run's name or number. Raise NotFoundError if there is no such run."""
+    """Return the given columns of the run's row. `run` is the run's name or number. Raise NotFoundError if there is no such
+    run.
+    """
     rows = select_rows(tx, f"SELECT {columns} FROM runs WHERE name = :name", name=run)
     if not rows and run.isascii() and run.isdigit() and len(run) < 19:
         rows = select_rows(tx, f"SELECT {columns} FROM runs WHERE id = :id", id=int(run))
@@ -102,7 +104,9 @@ def require_weights(run: str, version: int, collected_at: datetime | None, purpo
 
 @sql_read_transaction
 def find_policy_at(tx: Any, path: str) -> str:
-    """Return `RUN@VERSION` of the policy first published with this checkpoint path; empty without one."""
+    """Return `RUN@VERSION` of the policy that was first published with this checkpoint path. Return an empty text if there is
+    none.
+    """
     query = "SELECT r.name, p.version FROM policies p JOIN runs r ON r.id = p.run_id WHERE p.path = :path ORDER BY p.id LIMIT 1"
     rows = select_rows(tx, query, path=path)
     return f"{rows[0]['name']}@{rows[0]['version']}" if rows else ""

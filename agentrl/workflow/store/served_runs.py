@@ -163,7 +163,9 @@ def _lost_runs(lease_seconds: float) -> Select[Any]:
 
 @transaction
 def end_lost_runs(tx: Connection, lease_seconds: float, only: Collection[int] | None = None) -> list[str]:
-    """End the `serve` runs whose process died, and their episodes. Return their names. `only` restricts it to these ids."""
+    """End the `serve` runs whose process died, and their episodes. Return their names. With `only`, end only the runs with
+    these ids.
+    """
     lost = _lost_runs(lease_seconds)
     lost = lost if only is None else lost.where(_RUNS.id.in_(only))
     rows = tx.execute(lost.order_by(_RUNS.id).with_for_update(of=schema.runs)).all()

@@ -94,7 +94,7 @@ def insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisod
 
 
 def step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:
-    """Return the values of the bind parameters in `THE_STEP`."""
+    """Return the parameters of the SQL condition `THE_STEP`, which selects one step."""
     return {"of_episode": episode, "of_attempt": held.attempts[episode], "of_number": step}
 
 

@@ -64,8 +64,8 @@ def start_once(tx: Connection, call: int, worker: str, seconds: float) -> Litera
     """Commit the start of a call that must not run twice.
 
     Return `ours` if this attempt may run the call, `running` if another attempt may still be running it, and `lost` if the time
-    of the other attempt is over. `worker` is a name that is unique to this attempt. `seconds` is the longest time that the call
-    may take, in seconds.
+    limit of the other attempt has passed. `worker` is a name that is unique to this attempt. `seconds` is the longest time that
+    the call may take, in seconds.
     """
     calls = schema.tool_calls
     started = tx.execute(

@@ -1,8 +1,8 @@
 """Sessions of tools: the worker that runs an episode's interpreter, and the cells with which the interpreter can be rebuilt.
 
 A session belongs to one attempt of an episode. Its cells are the episode's calls of the session's tool, in order. In a fork,
-the cells of the inherited steps come first. The worker that owns the session holds a lease in the session's row. Results of
-calls are not fenced: the first result is stored.
+the cells of the inherited steps come first. The worker that owns the session holds a lease in the session's row. The result of
+a call is stored also if it comes from a worker that has lost the session. The first result counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,7 +84,7 @@ def leave(tx: Connection, owner: str) -> None:
 
 @transaction
 def taint(tx: Connection, key: SessionKey, what: str) -> None:
-    """Mark the episode as tainted: a repeated cell gave another result, `what`. It never trains."""
+    """Mark the episode as tainted, so that it never trains. `what` describes how the result of a repeated cell differs."""
     tx.execute(update(schema.tool_sessions).where(_matches(key)).values(differs=what))
     same = (_EPISODES.id == key.episode) & (_EPISODES.attempt == key.attempt)
     tx.execute(update(schema.episodes).where(same).values(tainted=True))

@@ -57,7 +57,9 @@ class IterationWork:
 
 @dataclass(frozen=True, slots=True)
 class MoreGroupsPlanned:
-    """A refused claim: too few groups had variance. More groups were planned, which must be sent."""
+    """The iteration cannot be claimed yet, because too few groups have different rewards. More groups were planned, and must be
+    sent to workers.
+    """
 
     iteration: int
     varied: int

@@ -268,7 +268,7 @@ def confirm_base(
         other = {"base": (row["base_hash"], base_hash)}
     for name, (expected, here) in other.items():
         raise ModelError(
-            f"Run {row['name']!r} was submitted with {name} {expected[:12]}, but here that of {row['base']!r} is {here[:12]}.",
+            f"Run {row['name']!r} was submitted with {name} {expected[:12]}, but {row['base']!r} has {here[:12]} here.",
             "Copy the same model here, or submit a new run.",
         )
     if row["base_hash"] == "" or not chat_hashes.keys() <= row["manifest"].keys():
@@ -280,8 +280,8 @@ def confirm_base(
 def find_optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str | None:
     """Return the path of the checkpoint whose optimizer state no later update can need; None if there is no such checkpoint.
 
-    The optimizer state is kept for the newest version, for the versions with which rollouts may still sample, and for the
-    version from which the oldest of these can be rebuilt.
+    The optimizer state is kept for the newest version, and for the versions with which rollouts may still sample. It is also
+    kept for the version before the oldest of these, from which that one can be rebuilt.
     """
     trained = select(schema.policies.c.path).where(schema.policies.c.run_id == run, schema.policies.c.kind == "trained")
     trained = trained.where(schema.policies.c.version > 0)  # which a run that starts from another's policy has from there

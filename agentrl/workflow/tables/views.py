@@ -372,7 +372,7 @@ class AnnotationRow(
         annotations a CROSS JOIN episodes e CROSS JOIN iterations i
         WHERE e.id = a.episode_id AND e.attempt <= a.attempt AND i.id = e.iteration_id""",
 ):
-    """What an agent, a tool or a hook said of an episode."""
+    """An annotation of an episode by an agent, a tool or a hook."""
 
     id: int = column("a.id")
     run: str = column("a.run")

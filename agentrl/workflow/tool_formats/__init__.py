@@ -35,8 +35,8 @@ class ToolFormat:
             ends). If one of the calls is wrong, it raises Unreadable (`call_json`) and returns no call.
         write: a function from (the turn's text without its calls, the calls, the tools) to the turn in the form that such a
             model writes.
-        marks: texts that identify the format: it is used if the source of a chat template contains all of them. They are only
-            needed for templates that write no calls themselves.
+        marks: texts that identify the format. If a chat template writes no calls itself, and its source contains all marks, it
+            has this format.
         ends: special tokens that end a turn with calls, in addition to those of the template.
         certain: a pattern of text that is certainly a call; None: `begins`.
         json: True if calls are JSON objects. Then a turn that is one such object is a call too (`chat.parsing`).

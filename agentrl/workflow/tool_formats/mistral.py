@@ -73,7 +73,7 @@ def _call(value: dict[str, Any], end: int) -> ToolCall:
 
 
 def skip_end(text: str, at: int, mark: str) -> int:
-    """Return the index after the mark if only white space precedes the mark; else return `at`."""
+    """If only white space precedes the mark, return the index after the mark. Otherwise, return `at`."""
     match = re.compile(r"\s*+" + re.escape(mark)).match(text, at) if mark else None
     return match.end() if match else at
 

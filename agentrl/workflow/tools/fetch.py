@@ -130,7 +130,7 @@ def _address(url: httpx2.URL, hosts: Sequence[str]) -> str:
 def _is_allowed(allowed: str, host: str, port: int) -> bool:
     entry = ENTRY.fullmatch(allowed.strip().lower())
     if entry is None:
-        raise ConfigError(f"{allowed!r} is not a host, so fetch cannot be allowed to ask it.", HINT)
+        raise ConfigError(f"{allowed!r} is not a host, so the tool fetch cannot access it.", HINT)
     ports = (int(entry["port"]),) if entry["port"] else tuple(PORTS.values())
     name = entry["name"].strip("[]")
     return port in ports and (host.lower().endswith(name[1:]) if name.startswith("*.") else host.lower() == name)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainerBackend:
-    """One way to update.
+    """A trainer that a run can choose.
 
     Args:
         name: the file's name.
-        start: `module:class`; called with a `Policy`, the run's config and its number of iterations, gives a `Trainer`.
-        check: `module:function`; called with the config when a run is submitted, raises ConfigError for what the trainer cannot
-            do. Empty: it does all that a config may ask for.
+        start: `module:class` of the `Trainer`. It is called with a `Policy`, the run's config and its number of iterations.
+        check: `module:function`, which is called with the config when a run is submitted. It raises ConfigError if the trainer
+            does not support an option. Empty: the trainer supports all options.
     """
 
     name: str

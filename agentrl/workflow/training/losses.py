@@ -22,7 +22,7 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """Counts over a complete minibatch, by which losses are divided.
+    """The numbers of a minibatch by which losses are divided.
 
     Args:
         tokens: the number of trained tokens.
@@ -69,7 +69,7 @@ class TokenBatch:
         return torch.where(self.mask, self.logprobs - self.old, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def log_ratio_clamped(self) -> Tensor:
-        """Return (B, T): True for trained tokens with a clamped log ratio, whose ratio has no gradient."""
+        """Return (B, T): True for trained tokens whose log ratio is clamped. The ratio of such a token has no gradient."""
         return self.mask & ((self.logprobs - self.old).abs() > MAX_LOG_RATIO)
 
 
@@ -168,9 +168,9 @@ def clipped_weight(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor,
 def soft_gate(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return SAPO's loss -A sigmoid(tau (r - 1)) 4 / tau.
 
-    Instead of a clip, the gradient fades as the ratio r moves away from 1. tau is tau_positive if A > 0, else tau_negative, so
-    tokens of bad answers lose their gradient sooner. At r = 1, the gradient with respect to r is -A, the same as that of -A r.
-    Source: arXiv 2511.20347, equations 5 and 6.
+    There is no clip. The gradient gets smaller as the ratio r moves away from 1. tau is tau_positive if A > 0, otherwise
+    tau_negative. So the gradient of tokens of bad answers gets smaller sooner. At r = 1, the gradient with respect to r is -A,
+    the same as that of -A r. Source: arXiv 2511.20347, equations 5 and 6.
     """
     assert options.tau_positive is not None  # settled
     assert options.tau_negative is not None

@@ -28,7 +28,7 @@ from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConflictE
 from agentrl.workflow.training.optimizer import LossScale, optimizer_state, set_optimizer_state
 
 AGAIN_HINT = "type the same command again"
-INTERRUPTED_HINT = "Type its command again to go on with it, or pass --force to begin anew."
+INTERRUPTED_HINT = "Type its command again to continue it, or pass --force to start again."
 MIN_SECONDS_APART = 60.0
 """The least time between two checkpoints, in seconds, if no number of steps is set."""
 MAX_TIME_SHARE = 20
@@ -225,7 +225,7 @@ def _check(last: Path, key: str, target: Path) -> None:
 
 def _unusable(folder: Path) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint {str(folder)!r} of an interrupted training is not as it was written.", "Pass --force to begin anew."
+        f"The checkpoint {str(folder)!r} of an interrupted training was changed.", "Pass --force to start again."
     )
 
 

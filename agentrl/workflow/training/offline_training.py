@@ -117,8 +117,8 @@ class Start:
     Args:
         model: the section `model` of the run's config.
         policy: the weights to start from.
-        temperature: the temperature at which the episodes were sampled. The training divides logits by it too. So training on
-            all samples of a policy would not change the policy on average; only the choice of episodes does.
+        temperature: the temperature at which the episodes were sampled. The training divides logits by the same temperature. So
+            only the choice of episodes changes the policy: training on all samples of a policy would not change it on average.
         manifest: the run's manifest, with its hashes of tokenizer and template.
     """
 

@@ -37,7 +37,7 @@ class OomBackoff(Generic[T]):
     _ran_out: bool = field(default=False, init=False)
 
     def attempts(self, items: Sequence[T]) -> Iterator[AbstractContextManager[Pieces[T]]]:
-        """Yield attempts to process all items, until memory suffices for one of them.
+        """Yield attempts to process all items. Stop after the first attempt that has enough memory.
 
         Each attempt is a context manager that yields the pieces. After a failed attempt the pieces are smaller. The next call
         of `attempts` starts with the size that succeeded. Raise InfraError if memory does not suffice even for one item at a

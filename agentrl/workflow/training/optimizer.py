@@ -187,9 +187,10 @@ def next_kl_coef(coef: float, kl: float, episodes: int, options: AlgorithmConfig
 class LossScale:
     """A power of two that multiplies the loss and is divided out of the gradients; 1 unless `module` has float16 weights.
 
-    The gradient of one token among many can be smaller than float16's smallest number, 2**-24, and would become 0. The scale
-    changes no bit of a gradient that neither under- nor overflows. A gradient that overflows is computed again with half the
-    scale. The paper drops that step instead (dynamic loss scaling, Micikevicius et al. 2018, arXiv 1710.03740).
+    The gradient of one token among many can be smaller than float16's smallest number, 2**-24, and would become 0. If a
+    gradient is neither too small nor too large for float16, the scale does not change it. A gradient that overflows is computed
+    again with half the scale. The paper drops that step instead (dynamic loss scaling, Micikevicius et al. 2018, arXiv
+    1710.03740).
 
     Raises:
         ConfigError: the trainable weights are float16, which has too few bits for optimizer steps.

@@ -81,8 +81,8 @@ class PreparedUpdate:
     Args:
         tokens: the layout of the tokens of all used episodes.
         minibatches: one per optimizer step of a pass, at least one.
-        beside: metrics that are the same for all steps.
-        whole: metrics of the update that its steps do not have.
+        beside: metrics that each step repeats.
+        whole: metrics of the update that no step has.
         advantages, dropped: see `Update`.
     """
 

@@ -31,7 +31,8 @@ def _ignore() -> None:
 class Ranks:
     """The place of this process among the ranks of an update. All ranks call the same methods in the same order.
 
-    With `count` 1, every method returns what it got, and nothing is sent. With more, torch's process group has been made.
+    With `count` 1, every method returns its argument, and nothing is sent. With a larger `count`, torch's process group must
+    exist.
 
     Args:
         rank: the number of this process, from 0.

@@ -50,7 +50,7 @@ class UpdatePreview:
         after: `ratio`, `clip_fraction` and `policy_kl` of the same tokens with the weights after the step.
         gradient: (P,), the gradient of the policy's trainable weights on the CPU, clipped to max_grad_norm; None without a
             step.
-        blank: the names, among `critic` and `optimizer`, of the parts that have not been trained yet.
+        blank: the parts that have not been trained yet: `critic`, `optimizer`, both or none.
     """
 
     update: Update

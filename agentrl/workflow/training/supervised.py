@@ -99,7 +99,7 @@ def sft(
 
     Args:
         dataset: a dataset that has demonstrations, or a list of demonstrations.
-        model: `tiny` for a new tiny model, else a folder or hub name.
+        model: `tiny` for a new tiny model, otherwise a folder or hub name.
         target: the model folder to make; see `models.lookup.sft_model_name`.
         recipe: None: `default_recipe`.
         epochs: the number of passes over the demonstrations; it replaces the recipe's number of steps.

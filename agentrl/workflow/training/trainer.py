@@ -302,7 +302,9 @@ class Trainer:
     # checkpoints
 
     def save(self, folder: Path) -> Collection[str]:
-        """Write what the next update reads, and the files of a model. `checkpoints.write` calls this."""
+        """Write the state that the next update needs, such as the optimizer's, and the files with which other programs load the
+        model. `checkpoints.write` calls this.
+        """
         with self._policy.lock:
             self._policy.save_weights(folder / self._policy.weights_name)
             save_file(optimizer_state(self._optimizer, self._parameters), folder / checkpoints.OPTIMIZER)

@@ -99,7 +99,7 @@ class Microbatch:
 def rows_of(episodes: Sequence[Episode]) -> list[Row]:
     """Return the training rows of the episodes, in the order of the episodes and their chains.
 
-    Each episode is used as its client read it (`as_read`). Rows without a trained token are left out.
+    Turns that the client did not receive are left out (`as_read`). Rows without a trained token are left out too.
     """
     rows: list[Row] = []
     for number, (episode, _) in enumerate(map(as_read, episodes)):

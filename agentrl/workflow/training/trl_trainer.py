@@ -202,11 +202,11 @@ def _why_not(group: Group, size: int) -> str | None:
 
 
 def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
-    """Return the number of rows in one forward and backward pass. The number of all rows is a multiple of it.
+    """Return the number of rows in one forward and backward pass. It divides the number of all rows.
 
-    TRL pads every row to the longest prompt plus the longest completion. `tokens` are the most tokens of a microbatch, padding
-    included; the result is at least one row. `at_least` is the least number of microbatches; with fewer rows, each row is a
-    microbatch.
+    TRL pads every row to the longest prompt plus the longest completion. `tokens` is the maximum of tokens in a microbatch,
+    padding included, but a microbatch has at least one row. `at_least` is the minimum number of microbatches. If there are
+    fewer rows, each row is a microbatch.
     """
     width = max(row.prefix + 1 for row in rows) + max(len(row.input_ids) - row.prefix - 1 for row in rows)
     max_rows = max(1, min(tokens // width, len(rows) // at_least))

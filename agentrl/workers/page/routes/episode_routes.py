@@ -246,7 +246,7 @@ class Metric(BaseModel):
 
 
 class Tokens(BaseModel):
-    """Tokens of an episode, chain after chain. `advantages` is null if the segments have the values."""
+    """Tokens of an episode, chain after chain. `advantages` is null if each segment has one advantage for all of its tokens."""
 
     total: int
     start: int

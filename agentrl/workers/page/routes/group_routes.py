@@ -104,7 +104,7 @@ def _cut_message(message: Any) -> Any:
 
 
 class SiblingText(ShownRow):
-    """A text of an episode: of the prompt (`message`), a turn (`sampled`), or the result of a call (`tool`)."""
+    """A text of an episode. It is a message of the prompt (`message`), a turn (`sampled`) or the result of a call (`tool`)."""
 
     step: int
     kind: str
@@ -140,7 +140,9 @@ class PartingAt(BaseModel):
 
 
 class Branch(BaseModel):
-    """The tokens `from_token` to `to_token` - 1. All of these episodes have them in common, and every earlier token."""
+    """A part of the tree of tokens: `from_token` to `to_token` - 1. The branch's episodes have these and all earlier tokens in
+    common.
+    """
 
     from_token: int
     to_token: int
@@ -160,7 +162,9 @@ class Parting(BaseModel):
 
 
 class WholeGroup(BaseModel):
-    """A group. `left_out` counts episodes beyond the limit. `aligned_tokens` of each episode are aligned."""
+    """A group. `left_out` counts the episodes beyond the limit. `parting` compares the first `aligned_tokens` tokens of each
+    episode.
+    """
 
     group: ShownRow
     task: ShownTask

@@ -32,7 +32,7 @@ def _cut_row(row: Mapping[str, Any], max_chars: int) -> Mapping[str, Any]:
 
 
 def cut_value(value: Any, max_chars: int = SHOWN_CHARS) -> tuple[Any, int | None]:
-    """Return the JSON value and None; for one that is too large, the beginning of its text and its full length."""
+    """Return the JSON value and None. If the value is too large, return the beginning of its text and the full length."""
     if isinstance(value, str):
         return value[:max_chars], len(value) if len(value) > max_chars else None
     if not isinstance(value, dict | list):
@@ -59,7 +59,9 @@ LEAST_CHARS = 200
 
 
 class ShownTexts:
-    """A writer of texts into a response. `cut` has the full length of a shortened text, `of` the path of all of it."""
+    """A writer of texts into a response. `cut` has the full length of each shortened text, and `of` the URL path of the full
+    text.
+    """
 
     def __init__(self, max_chars: int = SHOWN_CHARS, max_total_chars: int = ANSWER_CHARS) -> None:
         """Set the limits: the most characters of one text, and of all texts together."""

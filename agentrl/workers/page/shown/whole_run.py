@@ -32,8 +32,8 @@ def list_shown_runs(tx: DriverTransaction, rows: Sequence[RunRow]) -> list[dict[
 
 
 def typed_run(number: int, name: str) -> str:
-    """Return the text that names the run on a command line. It is the run's name, because commands look up names before
-    numbers. If the name does not match NAME_PATTERN, and so may need quotes in a shell, it is the run's number.
+    """Return the text that names the run on a command line. It is the run's name. If the name may need quotes in a shell (it
+    does not match NAME_PATTERN), it is the run's number.
     """
     return name if re.fullmatch(NAME_PATTERN, name) else str(number)
 

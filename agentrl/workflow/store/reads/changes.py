@@ -1,5 +1,5 @@
-"""Changes of a run, for live views: a cursor that selects the rows which changed after an earlier read, and stamps that change
-with every relevant commit.
+"""Changes of a run, for live views. A cursor selects the rows that changed after an earlier read. A stamp is a text that
+changes with every relevant commit.
 
 `mark_changes` returns the cursor. If a later filter has this cursor as `since`, it selects only rows that may be new or
 changed. Take the cursor before reading the lists. The next read then includes all changes that happen meanwhile. Some unchanged

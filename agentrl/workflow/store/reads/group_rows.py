@@ -151,7 +151,8 @@ def load_sibling_fates(tx: Any, run: str, episodes: Sequence[int]) -> dict[int, 
 def load_sibling_readers(tx: Any, episodes: Sequence[int], run_id: int) -> list[Row]:
     """Return the updates that trained on these episodes, all from one run.
 
-    It is the run `run_id` if its updates trained on an episode; else the first run whose updates did.
+    If updates of the run `run_id` trained on an episode, return these. Otherwise, return those of the first run that trained on
+    one.
     """
     query = f"""
         SELECT run_id, iteration_id, episode_id, advantage FROM consumptions

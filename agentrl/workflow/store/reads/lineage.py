@@ -14,7 +14,7 @@ from agentrl.workflow.tables.views import RunRow
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A run from which another run is derived: its id and name, and what the derived run uses of it."""
+    """A run from which another run is derived: its id and name, and the part that the derived run uses."""
 
     id: int
     run: str
@@ -31,7 +31,7 @@ class Relative:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A run that is derived from another run: its id, name and kind, and what it uses of that run."""
+    """A run that is derived from another run: its id, name and kind, and the part that it uses of the other run."""
 
     id: int
     run: str

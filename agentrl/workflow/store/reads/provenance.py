@@ -41,9 +41,9 @@ class Origin:
         run, format, config, manifest, base, base_hash: the name of the episode's run, and columns of the run's row.
         key: the key of the episode's random draws.
         policies: the policy of each step that the episode sampled itself, by step number.
-        collected: the time at which the policy's files were removed, by step number; only for steps whose policy was removed.
+        collected: for each step whose policy's files were removed, the time of the removal, by step number.
         reward_sets: the reward sets of the run, by name.
-        opening: the messages that the first step after a fork read instead of the env's messages; None for the env's messages.
+        opening: for a fork, the messages that its first own step read; None if these are the env's messages.
         clock: the time that the chat template read when it rendered the prompts.
         resources: the texts that the episode used, by name.
     """

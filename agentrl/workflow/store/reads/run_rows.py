@@ -166,8 +166,8 @@ def why_sampling_on(tx: Any, run: str) -> str:
 
 @sql_read_transaction
 def find_most_frequent_failure(tx: Any, run: str) -> Row:
-    """Return the most frequent error of failed and infra_error episodes: `error`, `status`, `episodes`, and the number of all
-    such episodes (`failed`). Empty without one.
+    """Return the most frequent error of failed and infra_error episodes: `error`, `status`, `episodes` (how many have this
+    error), and `failed` (how many have any error). Return an empty mapping if there is none.
     """
     query = """
         SELECT status, error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS failed FROM episodes
@@ -179,8 +179,8 @@ def find_most_frequent_failure(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
-    """Return the most frequent agent error of agent_error episodes: `error`, `episodes`, and the number of all such episodes
-    (`ended`). Empty without one.
+    """Return the most frequent error of episodes that ended as agent_error: `error`, `episodes` (how many have this error), and
+    `ended` (how many ended as agent_error). Return an empty mapping if there is none.
     """
     query = """
         SELECT a.error, count(*) AS episodes, CAST(sum(count(*)) OVER () AS BIGINT) AS ended FROM episodes e

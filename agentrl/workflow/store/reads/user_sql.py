@@ -191,7 +191,9 @@ def _connect_reader(settings: Settings, seconds: float) -> "psycopg.Connection[t
 
 
 def connection_parts(url: "URL") -> dict[str, Any]:
-    """Return the arguments of `psycopg.connect`: libpq and SQLAlchemy quote a URL's password differently."""
+    """Return the parts of a database URL as arguments of `psycopg.connect`. The URL itself cannot be passed, because libpq and
+    SQLAlchemy quote a password differently.
+    """
     return {**url.translate_connect_args(username="user", database="dbname"), **url.query}
 
 
