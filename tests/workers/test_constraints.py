@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from agentrl.workers.jobs import agent_rollout
 from agentrl.workflow.analysis.credit_reasons import returns_of
 from agentrl.workflow.chat import grammar
 from agentrl.workflow.config import ModelConfig
@@ -18,6 +19,7 @@ from agentrl.workflow.store.agent_steps import load_requests
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.training.training_rows import TokenLayout, rows_of
 from agentrl.workflow.trajectory import Group, PolicyRef
+from tests.inference.test_guided_sampling import TOO_COMPLEX
 from tests.support.agents_stage import AGENT, Stage, episode_of, group_of, run_agent, staged
 from tests.support.dialect_clients import CALCULATOR, CHAT_DIALECT, CLIENTS, MESSAGES, RESPONSES, DialectClient, openai_client
 from tests.support.played_runs import start, submission
@@ -211,8 +213,9 @@ def test_strict_api_refuses_wishes_in_the_dialects_shape(
         {"$ref": "#/$defs/nowhere"},
         {"enum": ["x" * 70_000]},
         {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(4000)}},
+        {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{n}}}$"} for n in range(20)]},
     ],
-    ids=["unsatisfiable", "dangling", "large", "many"],
+    ids=["unsatisfiable", "dangling", "large", "many", "hours"],
 )
 def test_impossible_schema_is_refused_in_one_sentence(db: Database, policy: Policy, client: DialectClient, schema: Any) -> None:
     fields = json.loads(json.dumps(schema_of(client)).replace(json.dumps(SCHEMA), json.dumps(schema)))
@@ -221,6 +224,34 @@ def test_impossible_schema_is_refused_in_one_sentence(db: Database, policy: Poli
         assert answer.status_code == 400
         assert len(client.error_of(answer.json())) < 600
         assert not episode_of(db, 1).steps
+
+
+@chat_dialects
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_turn_of_too_complex_schema_is_recorded(db: Database, policy: Policy, client: DialectClient, stream: bool) -> None:
+    fields = json.loads(json.dumps(schema_of(client)).replace(json.dumps(SCHEMA), json.dumps(TOO_COMPLEX)))
+    with placed(db, policy) as place:
+        answer = place.post(client, client.body([client.user("x")], stream=stream, **fields))
+        assert answer.status_code == 200
+        client.ask(place.url, place.key, [client.user("y")], max_tokens=3)
+        (cut, free), requests = episode_of(db, 1).steps, load_requests(db, [1])[1]
+    assert (cut.finish_reason, free.finish_reason) == ("length", "length")
+    assert cut.sampled_ids
+    assert requests[0].asked["grammar"]["kept"] is False
+
+
+@chat_dialects
+def test_turn_whose_grammar_gives_no_token_is_refused(
+    db: Database, policy: Policy, client: DialectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with placed(db, policy) as place:
+        with monkeypatch.context() as patch:
+            patch.setattr(agent_rollout, "grammar_of", lambda ask, ids, chat: "start: nowhere")
+            answer = place.post(client, client.body([client.user("x")], **schema_of(client)))
+        assert answer.status_code == 400
+        assert "cannot be compiled" in client.error_of(answer.json())
+        assert client.ask(place.url, place.key, [client.user("x")], **schema_of(client)).text
+        assert len(episode_of(db, 1).steps) == 1
 
 
 def test_tool_that_is_not_offered_cannot_be_required(db: Database, policy: Policy) -> None:

@@ -26,7 +26,7 @@ from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
 from agentrl.workflow import engines
 from agentrl.workflow.chat import grammar
-from agentrl.workflow.chat.grammar import Constraint
+from agentrl.workflow.chat.grammar import Constraint, GrammarError
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import CLIENTS, AgentConfig, RolloutConfig
 from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError
@@ -417,15 +417,20 @@ class AgentRollout:
     def _commit(self, over: Sequence[AgentTurn]) -> None:
         """Commit sampled turns, then send the responses."""
         fresh = [turn for turn in dict.fromkeys(over) if turn in self._open_turns(turn.call.episode)]
-        records = {turn: self.records.of(turn, self._conversations[turn.call.episode]) for turn in fresh}
-        if not fresh:
+        records: dict[AgentTurn, list[StepRecord]] = {}
+        for turn in fresh:
+            try:
+                records[turn] = self.records.of(turn, self._conversations[turn.call.episode])
+            except GrammarError as error:
+                turn.refuse(_constraint_error(turn.ask.constraint, error))
+                self._close_turn(turn)
+        if not records:
             return
         faultpoint("agent_call.sampled")
-        steps = iter(self.recorder.commit_calls([record for turn in fresh for record in records[turn]]))
+        steps = iter(self.recorder.commit_calls([record for turn_records in records.values() for record in turn_records]))
         faultpoint("agent_call.committed")
-        for turn in fresh:
-            stored = [next(steps) for _ in records[turn]]
-            self._release_turn(turn, records[turn], stored)
+        for turn, turn_records in records.items():
+            self._release_turn(turn, turn_records, [next(steps) for _ in turn_records])
         faultpoint("agent_call.released")
 
     def _open_turns(self, number: int) -> Sequence[AgentTurn]:
@@ -436,7 +441,6 @@ class AgentRollout:
         """Send the committed turn to the waiting requests."""
         number = turn.call.episode
         conversation = self._conversations[number]
-        conversation.open.remove(turn)
         for record, step in zip(records, stored, strict=True):
             conversation.add(step, record.request)
             conversation.keep_session(step, turn.session)
@@ -449,6 +453,13 @@ class AgentRollout:
         else:
             conversation.receivers[turn.call.request_id] = turn.waiting[-1]
             turn.answer(tuple(conversation.turn_of(step.index) for step in stored))
+        self._close_turn(turn)
+
+    def _close_turn(self, turn: AgentTurn) -> None:
+        """Take the requests that came while the turn was being cancelled. End the episode if it waits for this turn only."""
+        number = turn.call.episode
+        conversation = self._conversations[number]
+        conversation.open.remove(turn)
         self._arrived.update(turn.later)
         for call in turn.later:
             self._take(call)
@@ -649,7 +660,7 @@ class AgentSampling:
                 if constraint.needs_grammar:
                     chat.grammars.matcher(grammar.turn_grammar(constraint, ask.tools, chat, ()))
             except ModelError as error:
-                raise RequestError(400, f"{names}: {error.message}", "invalid_constraint", constraint.field_names[0]) from error
+                raise _constraint_error(constraint, error) from error
             return self._without_refused(replace(ask, enforced=True))
         if self.agent.strict_api:
             message = f"{names}: it cannot be enforced, because {obstacle}."
@@ -815,6 +826,12 @@ class AgentRecords:
         fields |= {"not_applied": list(ask.not_applied), KEPT: dict(ask.kept)}
         fields |= {GRAMMAR: _constraint_record(turn, done, message)}
         return {name: value for name, value in fields.items() if value} | dict(turn.noted)
+
+
+def _constraint_error(constraint: Constraint, error: ModelError) -> RequestError:
+    """Return the error for a request whose constraint cannot be enforced."""
+    names = constraint.field_names
+    return RequestError(400, f"{', '.join(names)}: {error.message}", "invalid_constraint", names[0])
 
 
 def _constraint_record(turn: AgentTurn, done: Completion, message: Message) -> dict[str, Any]:
