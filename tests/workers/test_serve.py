@@ -207,7 +207,12 @@ def test_serve_upstream_records_tokens_and_no_secret(world_model: Path, tmp_path
             sampled = routes.sampled[-1]
             assert tuple(said["choices"][0]["token_ids"]) == sampled.ids
             assert made.rows("SELECT sampled_tokens, delivered FROM steps") == [(len(sampled.ids), 1)]
+            turn = {"model": routes.name, "choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}}]}
             lies: list[Any] = [(200, "<html>a portal</html>"), (302, "http://127.0.0.1:1/"), (500, f"bad key {key}")]
+            lies += [(200, [key]), (200, {**turn, "model": key}), (200, {**turn, "model": "x" * 100_000})]
+            lies += [
+                (200, {**turn, "choices": [{**turn["choices"][0], "finish_reason": reason}]}) for reason in (key, "x" * 100_000)
+            ]
             for number, lie in enumerate(lies):
                 routes.instead["/v1/completions"] = lie
                 answer = made.post(X_Agentrl_Episode=f"lie-{number}")
@@ -215,6 +220,7 @@ def test_serve_upstream_records_tokens_and_no_secret(world_model: Path, tmp_path
                 assert key not in answer.text
             del routes.instead["/v1/completions"]
             assert made.post(X_Agentrl_Episode="truth").status_code == 200
+            assert made.rows("SELECT max(length(error)) < 1000 FROM episodes") == [(1,)]
             made.end()
         stored = (tmp_path / "home" / "agentrl.db").read_bytes() + (tmp_path / "home.log").read_bytes()
         assert b"[the key]" in stored
