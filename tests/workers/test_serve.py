@@ -19,9 +19,10 @@ from sqlalchemy import text
 from agentrl.workers.requests.eval_config import in_one_iteration
 from agentrl.workflow.config import build
 from agentrl.workflow.store.migrate import open_database
-from tests.support.dialect_clients import CALCULATOR, CLIENTS, COMPLETIONS, DialectClient
+from tests.support.dialect_clients import CALCULATOR, CLIENTS, COMPLETIONS, MESSAGES, DialectClient
 from tests.support.model_server import kept_port
 from tests.support.model_server import served as served_model
+from tests.workers.test_constraints import SUM, required, schema_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
@@ -131,6 +132,21 @@ def test_serve_client_sampling_choice_is_verified(served: Served) -> None:
     assert verified.returncode == 0, verified.stdout + verified.stderr
     report = json.loads(verified.stdout)["tokens"]
     assert (report["same"], sum(step["mismatches"] + step["ties"] for step in report["steps"])) == (True, 0)
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.path[4:])
+def test_serve_verifies_draws_within_grammars(served: Served, client: DialectClient) -> None:
+    key = f"constrained-{client.path}"
+    client.ask(served.url, key, [client.user("a")], max_tokens=24, **schema_of(client))
+    client.ask(served.url, key, [client.user("b")], tools=[SUM, CALCULATOR], max_tokens=24, **required(client))
+    client.ask(served.url, key, [client.user("c")], max_tokens=6, **({} if client is MESSAGES else {"top_p": 0.7}))
+    episode = served.post("/v1/episode/end", {}, authorization=f"Bearer {key}").json()["episode"]
+    verified = agentrl(served, "replay", str(episode), "--verify", "tokens", "--json")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    report = json.loads(verified.stdout)["tokens"]
+    assert (report["same"], report["unverified"]) == (True, [])
+    assert [step["mismatches"] + step["ties"] for step in report["steps"]] == [0, 0, 0]
+    assert report["limited"] == sum(step["same"] for step in report["steps"][:2]) > 0
 
 
 @pytest.mark.parametrize("client", [*CLIENTS, COMPLETIONS], ids=lambda client: client.path[4:])

@@ -84,6 +84,12 @@ class Constraint:
     def __bool__(self) -> bool:
         return bool(self.tool or self.schema or self.strict or self.one_call)
 
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "Constraint":
+        """Return the constraint that `stored` wrote."""
+        values = {name: record[name] for name in ("tool", "schema", "one_call") if name in record}
+        return cls(**values, strict=tuple(record.get("strict", ())))
+
     @property
     def needs_grammar(self) -> bool:
         """True if only a grammar keeps the constraint. The limit to one call only needs a stop string."""
@@ -167,6 +173,20 @@ def turn_grammar(constraint: Constraint, tools: Sequence[Schema], chat: "Chat", 
     grammar = "\n".join([f"start: {thought}{rule}", *lines])
     if len(grammar) > MAX_SCHEMA_CHARS:
         raise ModelError(f"The schemas have {len(grammar)} characters as a grammar, at most {MAX_SCHEMA_CHARS} are accepted.")
+    return grammar
+
+
+def recorded_grammar(record: Mapping[str, Any], tools: Sequence[Schema], chat: "Chat", prompt_ids: Sequence[int]) -> str:
+    """Return the grammar of a recorded turn, built again. `record` is what `steps.asked` stores of it.
+
+    Raises:
+        ModelError: the library here has another version, or the grammar is another one now. The message says which.
+    """
+    if record.get("library") != library():
+        raise ModelError(f"sampled with {record.get('library')}, here is {library() or 'no llguidance'}")
+    grammar = turn_grammar(Constraint.of_record(record), tools, chat, prompt_ids)
+    if grammar_hash(grammar) != record.get("sha256"):
+        raise ModelError("the grammar is another one than the recorded one")
     return grammar
 
 
