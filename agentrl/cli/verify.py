@@ -41,7 +41,7 @@ def verify(episode: int, what: str, as_json: bool) -> int:
         raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, CHECK_CHOICES))
     origin = find_origin(stored_database(), episode)
     if EXACT in origin.manifest:
-        raise StateError(f"Episode {episode} cannot be verified: it was imported.", f"agentrl replay {episode}")
+        raise StateError(f"Episode {episode} cannot be verified: another system sampled it.", f"agentrl replay {episode}")
     check_format(origin.run, origin.format, "verify")
     parts: tuple[str, ...] = CHECK_CHOICES[:3] if what == "all" else (what,)
     if origin.config.get("agent"):  # no env said anything, and no tool of ours ran

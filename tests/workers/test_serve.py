@@ -244,6 +244,37 @@ def test_serve_upstream_records_tokens_and_no_secret(world_model: Path, tmp_path
         assert b"the-clients-own" not in stored + json.dumps(routes.bodies).encode()
 
 
+def test_serve_records_upstream_that_returns_only_text(world_model: Path, tmp_path: Path) -> None:
+    with kept_port() as port, served_model(world_model, port) as (routes, _):
+        said = {"choices": [{"text": "It is 7.", "finish_reason": "stop", "index": 0}], "model": "any", "usage": {}}
+        routes.instead["/v1/completions"] = (200, said)
+        words = ("--upstream", f"http://127.0.0.1:{port}", "--engine", "openai_text")
+        with serving(world_model, tmp_path / "home", *words) as made:
+            for number in (1, 2):
+                answer = made.post(body={"messages": QUESTION})
+                assert answer.headers["x-agentrl-recorded"] == "text"
+                assert answer.json()["choices"][0]["message"]["content"] == "It is 7."
+                assert answer.json()["usage"]["completion_tokens"] > 1
+                assert made.rows("SELECT count(*) FROM steps") == [(number,)]
+            for field in ("logprobs", "return_token_ids"):
+                refused = made.post(body={"messages": QUESTION, field: True})
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+            for lie in (said | {"choices": []}, {"choices": [{"text": 7}]}, {"choices": [{"text": "x", "finish_reason": "y"}]}):
+                routes.instead["/v1/completions"] = (200, lie)
+                assert made.post(X_Agentrl_Episode=str(lie)[:60]).status_code >= 400
+            text = made.rows("SELECT text FROM steps LIMIT 1")[0][0]
+            assert text.startswith("It is 7.")
+            assert {json.loads(asked)["recorded"] for (asked,) in made.rows("SELECT asked FROM steps")} == {"text"}
+            episode = made.post("/v1/episode/end", {}).json()["episode"]
+            made.end()
+        done = agentrl(made, "replay", str(episode))
+        assert done.returncode == 0, done.stderr
+        assert "It is 7." in done.stdout
+        verified = agentrl(made, "replay", str(episode), "--verify", "tokens")
+        assert verified.returncode != 0
+        assert "another system sampled it" in verified.stderr
+
+
 @pytest.mark.parametrize(
     "words", [["--upstream", "http://u:secret@h"], ["--upstream", "ftp://h"], ["--upstream", "http://h?key=secret"]]
 )

@@ -70,6 +70,8 @@ TIMEOUT = "timeout"
 MAX_OPEN = 64
 """The most open requests of an episode. Further requests get status 429, which tells clients to retry."""
 ANOTHER_CHOICE = "another choice of one request"
+RECORDED, TEXT = "recorded", "text"
+"""The key and the value in `steps.asked` of a turn whose server returned only its text. Its tokens are not the sampled ones."""
 _told_runs: set[int] = set()
 """The ids of runs for which this process has recorded that the run's sampling options replace those of its clients."""
 
@@ -142,7 +144,7 @@ class AgentRollout:
         assert config.agent is not None
         self.limits, self.model = config.rollout, self.work.run
         self.fingerprint, self.policy_version = fingerprint_of(self.work.policy), self.work.policy.version
-        self.allows_side_calls = config.agent.side_calls
+        self.allows_side_calls, self.records_text = config.agent.side_calls, not self.experiment.engine.logprobs
         env, judges = self.experiment.env, self.experiment.judges
         hooks = load_hooks(config.hooks)
         self.recorder = EpisodeRecorder(self.db, self.work, env, hooks, judges, self.limits, self._release)
@@ -365,6 +367,7 @@ class AgentRollout:
             self._drop(call.episode)
             raise RequestError(409, "This episode has ended.", code="episode_over")
         draws = recorded.draws if recorded else tuple(self.sampling.draws(conversation, call, draft))
+        noted = {**noted, RECORDED: TEXT} if self.records_text else noted
         limits = grammar_of(call.ask, draft.context, self.chat)
         turn = AgentTurn(call, draft, draws, conversation.session(draft), noted, limits)
         conversation.open.append(turn)
@@ -640,6 +643,9 @@ class AgentSampling:
         if ask.top_logprobs and not self.engine.top_logprobs:
             message = f"The engine {self.engine.name!r} does not support top_logprobs."
             raise RequestError(400, message, code="unsupported_parameter", param="top_logprobs")
+        if (ask.logprobs or ask.token_ids) and not self.engine.logprobs:
+            message = f"The engine {self.engine.name!r} knows no token ids and no logprobs of its turns."
+            raise RequestError(400, message, "unsupported_parameter", "logprobs" if ask.logprobs else "return_token_ids")
         if ask.stop and "stop" not in self.engine.options:
             message = f"The engine {self.engine.name!r} does not support stop strings."
             raise RequestError(400, message, code="unsupported_parameter", param="stop")

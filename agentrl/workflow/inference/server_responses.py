@@ -89,6 +89,19 @@ class Completions(ServerResponse):
     choices: list[Choice] = Field(min_length=1, fail_fast=True)
 
 
+class TextChoice(ServerResponse):
+    """A turn of an OpenAI-compatible server that returns only its text."""
+
+    text: str
+    finish_reason: str | None = Field(None, max_length=MAX_WORD)
+
+
+class TextCompletions(ServerResponse):
+    """The response of `/v1/completions` without token ids."""
+
+    choices: list[TextChoice] = Field(min_length=1, fail_fast=True)
+
+
 class SlotWindow(ServerResponse):
     """The window of a llama.cpp slot, in tokens."""
 
