@@ -41,7 +41,7 @@ def verify(episode: int, what: str, as_json: bool) -> int:
         raise ConfigError(f"--verify does not know {what!r}.", did_you_mean(what, CHECK_CHOICES))
     origin = find_origin(stored_database(), episode)
     if EXACT in origin.manifest:
-        raise StateError(f"Episode {episode} cannot be verified: it was imported.", f"agentrl replay {episode}")
+        raise StateError(f"Episode {episode} cannot be verified: another system sampled it.", f"agentrl replay {episode}")
     check_format(origin.run, origin.format, "verify")
     parts: tuple[str, ...] = CHECK_CHOICES[:3] if what == "all" else (what,)
     if origin.config.get("agent"):  # no env said anything, and no tool of ours ran
@@ -136,6 +136,7 @@ def _check_tokens(origin: "Origin", experiment: "Experiment") -> "TokensReport":
     from agentrl.workflow.models.policy import open_run_base
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import agent_steps
+    from agentrl.workflow.trajectory import GRAMMAR
 
     where = settings()
     policy = open_run_base(experiment.config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
@@ -152,7 +153,8 @@ def _check_tokens(origin: "Origin", experiment: "Experiment") -> "TokensReport":
         return limits, key_asked(origin.key, options) if is_clients else origin.key
 
     episode = origin.record.episode
-    inputs = (origin.policies, lost, policy, schemas, origin.key, rollout, requests, sampling, origin.clock)
+    constraints = {step: options[GRAMMAR] for step, options in options_by_step.items() if GRAMMAR in options}
+    inputs = (origin.policies, lost, policy, schemas, origin.key, rollout, requests, sampling, origin.clock, constraints)
     return check_tokens(episode, *inputs)
 
 
@@ -273,7 +275,8 @@ def _score_lines(report: "TokensReport") -> Iterator[Line]:
 def _draw_lines(report: "TokensReport") -> Iterator[Line]:
     same, ties, mismatches = (sum(getattr(step, name) for step in report.steps) for name in ("same", "ties", "mismatches"))
     counts = f"{same} same, {ties} ties (within {report.draw_tolerance:g}), {mismatches} mismatches"
-    yield f"draws    {same + ties + mismatches} drawn again: {counts}", line_style(report.draw is None)
+    limited = f" ({report.limited} within a grammar)" if report.limited else ""
+    yield f"draws    {same + ties + mismatches} drawn again{limited}: {counts}", line_style(report.draw is None)
     if (missed := report.draw) is not None:
         yield f"  first: step {missed.step}, token {missed.token}", "red"
         yield f"    recorded: {missed.recorded_id} {quote(missed.recorded)}", ""

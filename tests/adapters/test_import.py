@@ -92,7 +92,7 @@ def test_import_of_exact_traces_can_be_trained_on(
     do_jobs()
     assert value(db, "SELECT status FROM v_runs WHERE run = 'learns'") == "done"
     assert values(db, "SELECT DISTINCT fate FROM v_ledger WHERE run = 'learns'") == ["trained"]
-    assert "cannot be verified: it was imported" in told(capsys, "replay", 1, "--verify", "all", code=6)
+    assert "cannot be verified: another system sampled it" in told(capsys, "replay", 1, "--verify", "all", code=6)
 
 
 def test_import_without_tokens_can_be_imitated_but_not_trained(
@@ -104,7 +104,7 @@ def test_import_without_tokens_can_be_imitated_but_not_trained(
     assert "agentrl sft --from-episodes import-1" in said
     assert "logprobs: not known" in told(capsys, "replay", 1)
     refused = told(capsys, "submit", "--from-episodes", "import-1", code=6)
-    assert "imported without all tokens and logprobs" in refused
+    assert "recorded without all tokens and logprobs" in refused
     assert "agentrl sft --from-episodes import-1" in refused
     rescored = told(capsys, "rescore", "import-1", "--reward", "tool_use")
     assert "agentrl sft --from-episodes import-1 --reward-set tool_use" in rescored

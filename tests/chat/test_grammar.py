@@ -7,10 +7,19 @@ import numpy as np
 import pytest
 
 from agentrl.workflow.chat import grammar
-from agentrl.workflow.chat.grammar import ANY_TOOL, Constraint, call_end, find_obstacle, is_kept, turn_grammar, with_wish
+from agentrl.workflow.chat.grammar import (
+    ANY_TOOL,
+    Constraint,
+    GrammarError,
+    call_end,
+    find_obstacle,
+    is_kept,
+    turn_grammar,
+    with_wish,
+)
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.errors import ModelError
-from agentrl.workflow.trajectory import Message
+from agentrl.workflow.trajectory import Message, ToolCall
 from tests.support.small_models import tokenizer
 
 SCHEMA = {
@@ -128,6 +137,24 @@ def test_schema_without_a_text_is_refused_in_one_sentence(schema: Any, said: str
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{n}}}$"} for n in range(20)]},
+        {"type": "object", "patternProperties": {f"^a{{{n}}}$": {"type": "integer"} for n in range(500)}},
+    ],
+    ids=["patterns", "names"],
+)
+def test_schema_that_takes_hours_is_refused(schema: Any) -> None:
+    with pytest.raises(GrammarError, match="more than 2 s of processor time"):
+        chat_of().grammars.matcher(turn_grammar(Constraint(schema=json.dumps(schema)), (), chat_of(), (5,)))
+
+
+def test_schema_that_only_repeats_itself_has_no_text() -> None:
+    with pytest.raises(GrammarError, match="No text satisfies the constraint"):
+        chat_of().grammars.matcher(turn_grammar(Constraint(schema='{"$ref": "#"}'), (), chat_of(), (5,)))
+
+
 def test_recursive_schema_is_followed() -> None:
     schema = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}}}}
     message, _ = walk(chat_of(), Constraint(schema=json.dumps(schema)), 3, tools=(), tokens=50)
@@ -166,3 +193,12 @@ def test_wish_is_checked_afterwards() -> None:
     assert is_kept(Constraint(schema=SHORT), Message("assistant", '{"n": 4}'), ())
     for wrong in ('{"m": 4}', "n", "[1]"):
         assert not is_kept(Constraint(schema=SHORT), Message("assistant", wrong), ())
+
+
+@pytest.mark.parametrize("required", [7, "n", {"n": 1}, [["n"], {"n": 1}, 7, None]])
+def test_wish_with_invalid_schema_is_checked(required: Any) -> None:
+    schema = {"type": "object", "required": required}
+    assert is_kept(Constraint(schema=json.dumps(schema)), Message("assistant", '{"m": 4}'), ())
+    tools = [{"type": "function", "function": {"name": "other", "parameters": schema}}]
+    called = Message("assistant", "", (ToolCall("other", {"m": 4}),))
+    assert is_kept(Constraint(strict=("other",)), called, tools)

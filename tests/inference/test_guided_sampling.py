@@ -1,5 +1,6 @@
 """Sampling within a grammar, with the real engine and library: equal draws in any batch, logprobs of the whole vocabulary."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.workflow.chat.grammar import ANY_TOOL, WHOLE_MASS, Constraint, turn_grammar
+from agentrl.workflow.chat.grammar import ANY_TOOL, WHOLE_MASS, Constraint, GrammarError, TurnMatcher, turn_grammar
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.errors import ModelError
@@ -47,6 +48,8 @@ def request(policy: Policy, key: int, constraint: Constraint | None = None, **mo
 
 
 REQUIRED = Constraint(ANY_TOOL, one_call=True)
+TOO_COMPLEX = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(2000)}}
+"""A schema that compiles, and that the library cannot follow after the first brace."""
 
 
 def test_guided_turn_is_the_same_alone_and_in_a_batch(policy: Policy, engine: RollingEngine) -> None:
@@ -127,6 +130,29 @@ def test_grammar_without_any_text_fails_its_turn_only(policy: Policy, engine: Ro
         with pytest.raises(ModelError):
             future.result(60)
     assert fine.result(60).token_ids
+
+
+@pytest.mark.parametrize("first", ["", "/[ab]/ "])
+def test_turn_ends_where_its_grammar_becomes_too_complex(policy: Policy, engine: RollingEngine, first: str) -> None:
+    heard: list[int] = []
+    grammar = f"start: {first}%json {json.dumps(TOO_COMPLEX)}"
+    bad = engine.submit(request(policy, 1, grammar=grammar, top_logprobs=2, heard=lambda token: heard.append(token) is None))
+    fine = engine.submit(request(policy, 2))
+    done = bad.result(60)
+    assert done.finish_reason == "length"
+    assert 0 < len(done.token_ids) < 120
+    assert len(done.token_ids) == len(done.logprobs) == len(done.top)
+    assert heard == list(done.token_ids)
+    assert fine.result(60).token_ids
+
+
+def test_grammar_too_complex_for_one_token_fails_its_turn(
+    policy: Policy, engine: RollingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TurnMatcher, "allowed", lambda self, vocabulary: np.zeros(vocabulary, bool))
+    monkeypatch.setattr(TurnMatcher, "has_failed", True)
+    with pytest.raises(GrammarError, match="too complex"):
+        engine.submit(request(policy, 1, REQUIRED)).result(60)
 
 
 def test_allowed_tokens_are_drawn_even_if_their_weights_are_zero() -> None:

@@ -49,7 +49,9 @@ def draw_episode(draw: random.Random, number: int, sample: int) -> Episode:
         parts = index > 0 and draw.random() < 0.3
         chains += parts
         more = {"new_row": "it parts", "parent": ROOT, "chain": chains - 1} if parts else {"chain": chains - 1}
-        step = turn(index, (0,) * draw.randint(1, 3), (0,) * draw.randint(1, 6), **more)
+        sampled = draw.randint(1, 6)
+        guided = tuple(place for place in range(sampled) if index + place and draw.random() < 0.2)
+        step = turn(index, (0,) * draw.randint(1, 3), (0,) * sampled, guided=guided, **more)
         made.append(replace(step, reward=draw.choice((0.0, 0.0, 0.5)), delivered=draw.random() < 0.9 or index == 0))
     reward = draw.choice((0.0, 1.0, 1.0, 2.5))
     return Episode(TASK, sample, tuple(made), "done", "answered", reward=reward, id=number)
@@ -63,7 +65,7 @@ def scored(group: Group) -> list[Scored]:
 def _trained_tokens(episode: Episode) -> int:
     read, _ = as_read(episode)
     idle = reasons_not_to_train(read)
-    return sum(len(step.sampled_ids) for step in read.steps if step.index not in idle)
+    return sum(step.trainable_tokens for step in read.steps if step.index not in idle)
 
 
 def options_of(name: str, convention: str = "verl", **more: object) -> AlgorithmConfig:

@@ -11,7 +11,7 @@ from sqlalchemy import text
 
 from agentrl.workers.page.routes.episode_routes import MAX_TOKENS
 from agentrl.workers.page.shown.token_texts import join_pieces
-from agentrl.workflow.analysis.token_strip import ELSEWHERE
+from agentrl.workflow.analysis.token_strip import ELSEWHERE, GUIDED
 from agentrl.workflow.store import planning, rollout_claims, steps, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
@@ -43,14 +43,19 @@ def first_work(db: Database, name: str = "first") -> GroupWork:
     return claim(db, start(db, submission(name))[0])
 
 
-def trained(db: Database, algorithm: dict[str, Any], rewards: tuple[float, ...] = (0.0, 1.0)) -> int:
-    """A run of one group under that algorithm, its second episode one turn longer; the iteration that is to be recorded."""
+def trained(
+    db: Database, algorithm: dict[str, Any], rewards: tuple[float, ...] = (0.0, 1.0), guided: tuple[int, ...] = ()
+) -> int:
+    """A run of one group under that algorithm, its second episode one turn longer; the iteration that is to be recorded.
+
+    A grammar chose the tokens at the places `guided` of the longer one's last turn.
+    """
     wanted = submission(tasks=1, tasks_per_iteration=1)
     group = start(db, replace(wanted, config={**wanted.config, "algorithm": algorithm}))[0]
     work = claim(db, group)
     for position in (0, 1):
         commit(db, work, turn(0, (1, 2), (3, 4)), position)
-    commit(db, work, turn(1, (5,), (6, 7, 8)), 1)
+    commit(db, work, turn(1, (5,), (6, 7, 8), guided=guided), 1)
     for position, reward in enumerate(rewards):
         ended = finish(db, work, position, reward)
     assert ended.iteration is not None
@@ -417,6 +422,30 @@ def test_episode_returns_are_computed_if_record_agrees(database: Database) -> No
     assert found["metrics"][1]["source"] == "computed"
     part = page.read("/api/episodes/2/tokens", start=3, size=3)
     assert part["advantages"] == found["advantages"][3:6]
+
+
+def test_episode_marks_tokens_that_a_grammar_chose(database: Database) -> None:
+    iteration = trained(database, {"name": "reinforce", "discount": 0.5}, guided=(0, 2))
+    record(database, iteration, {1: 0.0, 2: 1.75 / 3})
+    found = PageOver(database).read("/api/episodes/2/tokens")
+    assert found["advantages"] == [None, None, *map(pytest.approx, (0.25, 0.5)), None, None, pytest.approx(1.0), None]
+    told = [(each["start"], each["end"], each["trains"], each["why_not"]) for each in found["segments"]]
+    assert told == [
+        (0, 2, False, None), (2, 4, True, None), (4, 5, False, None),
+        (5, 6, False, GUIDED), (6, 7, True, None), (7, 8, False, GUIDED),
+    ]  # fmt: skip
+    part = PageOver(database).read("/api/episodes/2/tokens", start=6, size=2)
+    assert part["advantages"] == found["advantages"][6:8]
+    assert [(each["start"], each["end"], each["trains"]) for each in part["segments"]] == [(6, 7, True), (7, 8, False)]
+
+
+def test_episode_credit_weighs_only_tokens_that_train(database: Database) -> None:
+    iteration = trained(database, {"name": "opo"}, guided=(0, 2))
+    record(database, iteration, {1: -0.6, 2: 0.4})
+    page = PageOver(database)
+    assert [page.read(f"/api/episodes/{number}")["advantage"]["agrees"] for number in (1, 2)] == [True, True]
+    segments = page.read("/api/episodes/2/tokens")["segments"]
+    assert [each["advantage"] for each in segments if each["kind"] == "sampled"] == [0.4, None, 0.4, None]
 
 
 def test_episode_whitened_returns_use_the_whole_update(database: Database) -> None:

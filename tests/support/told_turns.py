@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import GroupWork
-from agentrl.workflow.trajectory import CallRecord, Message, Step, StepRecord
+from agentrl.workflow.trajectory import GRAMMAR, CallRecord, Message, Step, StepRecord, StepRequest
 from tests.support.played_runs import sampled
 
 FAST = 0.15
@@ -34,7 +34,7 @@ def commit(db: Database, work: GroupWork, made: Step, position: int = 0, calls: 
 def commit_each(db: Database, work: GroupWork, made: dict[int, Step], calls: tuple[CallRecord, ...] = ()) -> None:
     """A turn of each of these episodes of the work."""
     told = [
-        StepRecord(sampled(work, position).episode, each, work.policy_id, each.message.content, calls)
+        StepRecord(sampled(work, position).episode, each, work.policy_id, each.message.content, calls, _request_of(each))
         for position, each in made.items()
     ]
     steps.commit_sampled(db, work.fence, told)
@@ -55,3 +55,11 @@ def make_tokenizer(folder: Path) -> Path:
 def ids_of(folder: Path, said: str) -> tuple[int, ...]:
     """The text's tokens by the tokenizer in that folder."""
     return tuple(Tokenizer.from_file(str(folder / TOKENIZER)).encode(said).ids)
+
+
+def _request_of(step: Step) -> StepRequest | None:
+    """What an agent asked for the step, if a grammar chose some of its tokens."""
+    if not step.guided:
+        return None
+    asked = {GRAMMAR: {"schema": "{}", "sha256": "0" * 64, "library": "llguidance 1.0.0", "guided": list(step.guided)}}
+    return StepRequest(f"{step.index:032x}", "0" * 64, asked)

@@ -246,6 +246,18 @@ def test_slow_pattern_ends_replay_in_bounded_time(db: Database, counter: Counter
         stage.over()
 
 
+def test_record_that_takes_long_to_search_is_left_out(db: Database, counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_replay, "LOAD_SECONDS", 0.0)
+    with staged(stage_with(db, counter, replay_ignore=["(a|aa)+$"])) as stage:
+        several = [user("a" * 24 + "b" * number) for number in (1, 2, 3)]
+        key = run_agent(db, 1)
+        assert [ask(stage, key, [message]).said for message in several] == ["turn 1", "turn 2", "turn 3"]
+        assert converse(stage, lose(stage), several[0], 1) == ["turn 4"]
+        assert "took more than 0 s" in value(db, "SELECT detail FROM events WHERE kind = 'replay_mismatch'")
+        end_agent(stage, 1)
+        stage.over()
+
+
 def test_text_completions_are_replayed_by_tokens(stage: Stage, counter: Counter) -> None:
     key = run_agent(stage.db, 1)
     first = complete(stage, key, "Once upon")

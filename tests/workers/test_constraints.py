@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from agentrl.workers.jobs import agent_rollout
 from agentrl.workflow.analysis.credit_reasons import returns_of
+from agentrl.workflow.analysis.verify_episode import TokensReport
+from agentrl.workflow.analysis.verify_tokens import check_tokens
 from agentrl.workflow.chat import grammar
+from agentrl.workflow.chat.grammar import recorded_grammar
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.store.agent_steps import load_requests
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.training.training_rows import TokenLayout, rows_of
-from agentrl.workflow.trajectory import Group, PolicyRef
+from agentrl.workflow.trajectory import Episode, Group, PolicyRef
+from tests.inference.test_guided_sampling import TOO_COMPLEX
 from tests.support.agents_stage import AGENT, Stage, episode_of, group_of, run_agent, staged
 from tests.support.dialect_clients import CALCULATOR, CHAT_DIALECT, CLIENTS, MESSAGES, RESPONSES, DialectClient, openai_client
 from tests.support.played_runs import start, submission
@@ -156,6 +161,42 @@ def test_guided_tokens_do_not_train(db: Database, policy: Policy) -> None:
     assert [stretch.tokens for stretch in returns_of(rewarded, 1.0)] == [len(trained), len(free.sampled_ids)]
 
 
+def test_draws_within_a_grammar_are_repeated(db: Database, policy: Policy) -> None:
+    with placed(db, policy) as place:
+        for question in "ab":
+            CHAT_DIALECT.ask(place.url, place.key, [CHAT_DIALECT.user(question)], **schema_of(CHAT_DIALECT))
+        CHAT_DIALECT.ask(place.url, place.key, [CHAT_DIALECT.user("free")], max_tokens=5)
+        episode, work = episode_of(db, 1), place.stage.driver.work
+        requests = load_requests(db, [1])[1]
+    refs, limits = dict.fromkeys(requests, work.policy), place.stage.driver.limits
+    records = {index: request.asked["grammar"] for index, request in requests.items() if "grammar" in request.asked}
+
+    def check(episode: Episode, records: Any = records) -> TokensReport:
+        asked = {index: (request.tools, request.template_options) for index, request in requests.items()}
+        key = work.sampling_key(episode)
+        return check_tokens(episode, refs, {}, policy, (), key, limits, asked, clock=work.clock, constraints=records)
+
+    def with_token(place: int, token: int) -> Episode:
+        first = episode.steps[0]
+        ids = (*first.sampled_ids[:place], token, *first.sampled_ids[place + 1 :])
+        return replace(episode, steps=(replace(first, sampled_ids=ids), *episode.steps[1:]))
+
+    report = check(episode)
+    assert (report.same, report.unverified) == (True, ())
+    assert sum(step.same for step in report.steps) == sum(len(step.sampled_ids) for step in episode.steps)
+    assert report.limited == sum(len(step.sampled_ids) for step in episode.steps[:2])
+    matcher = policy.chat.grammars.matcher(recorded_grammar(records[0], (), policy.chat, ()))
+    (only,) = matcher.allowed(policy.vocabulary).nonzero()[0][:1]
+    for token in range(only + 2, only + 5):  # next to the allowed one in the vocabulary, or not
+        assert check(with_token(0, token)).draw is not None
+    for change in ({"library": "llguidance 0.0.1"}, {"sha256": "0" * 64}, {"schema": "{}"}):
+        report = check(episode, {**records, 0: records[0] | change})
+        assert report.same
+        assert report.limited == len(episode.steps[1].sampled_ids)
+        assert [sentence.partition(" (")[0] for sentence in report.unverified] == ["constrained: not checked"]
+        assert [bool(step.same) for step in report.steps] == [False, True, True]
+
+
 @chat_dialects
 def test_at_most_one_call_ends_the_turn_at_its_mark(db: Database, client: DialectClient) -> None:
     twice = test_agent_rollout.CHAT.turn(
@@ -211,8 +252,9 @@ def test_strict_api_refuses_wishes_in_the_dialects_shape(
         {"$ref": "#/$defs/nowhere"},
         {"enum": ["x" * 70_000]},
         {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(4000)}},
+        {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{n}}}$"} for n in range(20)]},
     ],
-    ids=["unsatisfiable", "dangling", "large", "many"],
+    ids=["unsatisfiable", "dangling", "large", "many", "hours"],
 )
 def test_impossible_schema_is_refused_in_one_sentence(db: Database, policy: Policy, client: DialectClient, schema: Any) -> None:
     fields = json.loads(json.dumps(schema_of(client)).replace(json.dumps(SCHEMA), json.dumps(schema)))
@@ -221,6 +263,34 @@ def test_impossible_schema_is_refused_in_one_sentence(db: Database, policy: Poli
         assert answer.status_code == 400
         assert len(client.error_of(answer.json())) < 600
         assert not episode_of(db, 1).steps
+
+
+@chat_dialects
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_turn_of_too_complex_schema_is_recorded(db: Database, policy: Policy, client: DialectClient, stream: bool) -> None:
+    fields = json.loads(json.dumps(schema_of(client)).replace(json.dumps(SCHEMA), json.dumps(TOO_COMPLEX)))
+    with placed(db, policy) as place:
+        answer = place.post(client, client.body([client.user("x")], stream=stream, **fields))
+        assert answer.status_code == 200
+        client.ask(place.url, place.key, [client.user("y")], max_tokens=3)
+        (cut, free), requests = episode_of(db, 1).steps, load_requests(db, [1])[1]
+    assert (cut.finish_reason, free.finish_reason) == ("length", "length")
+    assert cut.sampled_ids
+    assert requests[0].asked["grammar"]["kept"] is False
+
+
+@chat_dialects
+def test_turn_whose_grammar_gives_no_token_is_refused(
+    db: Database, policy: Policy, client: DialectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with placed(db, policy) as place:
+        with monkeypatch.context() as patch:
+            patch.setattr(agent_rollout, "grammar_of", lambda ask, ids, chat: "start: nowhere")
+            answer = place.post(client, client.body([client.user("x")], **schema_of(client)))
+        assert answer.status_code == 400
+        assert "cannot be compiled" in client.error_of(answer.json())
+        assert client.ask(place.url, place.key, [client.user("x")], **schema_of(client)).text
+        assert len(episode_of(db, 1).steps) == 1
 
 
 def test_tool_that_is_not_offered_cannot_be_required(db: Database, policy: Policy) -> None:

@@ -141,6 +141,7 @@ def test_routes_refuse_wrong_keys_and_bodies(own_database: Database) -> None:
             b"[" * 100_000,
             b"\xff",
             b'{"wait_seconds": NaN}',
+            b'{"run": "a\\u0000b"}',
         ]
         assert [there.post("next", body).status_code for body in bad] == [400] * len(bad)
         ends: list[Any] = [{"answer": 1}, {"error": None}, {"exit_code": 1 << 70}, {"rewards": {"a": "1"}}]
@@ -318,13 +319,32 @@ LIES = [
     (401, b'{"error": {"message": "Wrong key."}}', {}),
     (200, b"x" * (9 << 20), {}),
 ]
+TASK = {
+    "id": f"1-{'a' * 22}",
+    "run": "first",
+    "lease_seconds": 30.0,
+    "limits": {"timeout_seconds": 5.0, "memory_mb": 512, "processes": 64, "output_bytes": 1000},
+    "task": {"key": "k", "messages": [], "metadata": {}, "training": True, "resources": {}},
+    "api_key": "key",
+    "emit_key": "",
+}
+FALSE_TASKS: list[dict[str, Any]] = [
+    *({"lease_seconds": seconds} for seconds in (0, -5, float("nan"), 1e300)),
+    *(
+        {"limits": {**TASK["limits"], **wrong}}
+        for wrong in ({"memory_mb": -1}, {"timeout_seconds": 1e300}, {"processes": 10**30})
+    ),  # type: ignore[dict-item]
+    {"id": "../../next?"},
+]
 
 
 def test_poll_refuses_servers_that_are_no_endpoint() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Liar)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with TaskClient(f"http://127.0.0.1:{server.server_port}", KEY) as client:
-        for lie in LIES:
+        server.lie = (200, json.dumps(TASK).encode(), {})  # type: ignore[attr-defined]
+        assert client.next_task("", 0)
+        for lie in (*LIES, *((200, json.dumps({**TASK, **false}).encode(), {}) for false in FALSE_TASKS)):
             server.lie = lie  # type: ignore[attr-defined]
             with pytest.raises(ConfigError):
                 client.next_task("", 0)

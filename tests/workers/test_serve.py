@@ -19,9 +19,10 @@ from sqlalchemy import text
 from agentrl.workers.requests.eval_config import in_one_iteration
 from agentrl.workflow.config import build
 from agentrl.workflow.store.migrate import open_database
-from tests.support.dialect_clients import CALCULATOR, CLIENTS, COMPLETIONS, DialectClient
+from tests.support.dialect_clients import CALCULATOR, CLIENTS, COMPLETIONS, MESSAGES, DialectClient
 from tests.support.model_server import kept_port
 from tests.support.model_server import served as served_model
+from tests.workers.test_constraints import SUM, required, schema_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
@@ -133,6 +134,21 @@ def test_serve_client_sampling_choice_is_verified(served: Served) -> None:
     assert (report["same"], sum(step["mismatches"] + step["ties"] for step in report["steps"])) == (True, 0)
 
 
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.path[4:])
+def test_serve_verifies_draws_within_grammars(served: Served, client: DialectClient) -> None:
+    key = f"constrained-{client.path}"
+    client.ask(served.url, key, [client.user("a")], max_tokens=24, **schema_of(client))
+    client.ask(served.url, key, [client.user("b")], tools=[SUM, CALCULATOR], max_tokens=24, **required(client))
+    client.ask(served.url, key, [client.user("c")], max_tokens=6, **({} if client is MESSAGES else {"top_p": 0.7}))
+    episode = served.post("/v1/episode/end", {}, authorization=f"Bearer {key}").json()["episode"]
+    verified = agentrl(served, "replay", str(episode), "--verify", "tokens", "--json")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    report = json.loads(verified.stdout)["tokens"]
+    assert (report["same"], report["unverified"]) == (True, [])
+    assert [step["mismatches"] + step["ties"] for step in report["steps"]] == [0, 0, 0]
+    assert report["limited"] == sum(step["same"] for step in report["steps"][:2]) > 0
+
+
 @pytest.mark.parametrize("client", [*CLIENTS, COMPLETIONS], ids=lambda client: client.path[4:])
 def test_serve_verifies_episode_of_each_dialect(served: Served, client: DialectClient) -> None:
     key, history = f"sk-{client.path}", [client.user("What is 15 minus 8?")]
@@ -207,7 +223,12 @@ def test_serve_upstream_records_tokens_and_no_secret(world_model: Path, tmp_path
             sampled = routes.sampled[-1]
             assert tuple(said["choices"][0]["token_ids"]) == sampled.ids
             assert made.rows("SELECT sampled_tokens, delivered FROM steps") == [(len(sampled.ids), 1)]
+            turn = {"model": routes.name, "choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}}]}
             lies: list[Any] = [(200, "<html>a portal</html>"), (302, "http://127.0.0.1:1/"), (500, f"bad key {key}")]
+            lies += [(200, [key]), (200, {**turn, "model": key}), (200, {**turn, "model": "x" * 100_000})]
+            lies += [
+                (200, {**turn, "choices": [{**turn["choices"][0], "finish_reason": reason}]}) for reason in (key, "x" * 100_000)
+            ]
             for number, lie in enumerate(lies):
                 routes.instead["/v1/completions"] = lie
                 answer = made.post(X_Agentrl_Episode=f"lie-{number}")
@@ -215,11 +236,43 @@ def test_serve_upstream_records_tokens_and_no_secret(world_model: Path, tmp_path
                 assert key not in answer.text
             del routes.instead["/v1/completions"]
             assert made.post(X_Agentrl_Episode="truth").status_code == 200
+            assert made.rows("SELECT max(length(error)) < 1000 FROM episodes") == [(1,)]
             made.end()
         stored = (tmp_path / "home" / "agentrl.db").read_bytes() + (tmp_path / "home.log").read_bytes()
         assert b"[the key]" in stored
         assert key.encode() not in stored
         assert b"the-clients-own" not in stored + json.dumps(routes.bodies).encode()
+
+
+def test_serve_records_upstream_that_returns_only_text(world_model: Path, tmp_path: Path) -> None:
+    with kept_port() as port, served_model(world_model, port) as (routes, _):
+        said = {"choices": [{"text": "It is 7.", "finish_reason": "stop", "index": 0}], "model": "any", "usage": {}}
+        routes.instead["/v1/completions"] = (200, said)
+        words = ("--upstream", f"http://127.0.0.1:{port}", "--engine", "openai_text")
+        with serving(world_model, tmp_path / "home", *words) as made:
+            for number in (1, 2):
+                answer = made.post(body={"messages": QUESTION})
+                assert answer.headers["x-agentrl-recorded"] == "text"
+                assert answer.json()["choices"][0]["message"]["content"] == "It is 7."
+                assert answer.json()["usage"]["completion_tokens"] > 1
+                assert made.rows("SELECT count(*) FROM steps") == [(number,)]
+            for field in ("logprobs", "return_token_ids"):
+                refused = made.post(body={"messages": QUESTION, field: True})
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+            for lie in (said | {"choices": []}, {"choices": [{"text": 7}]}, {"choices": [{"text": "x", "finish_reason": "y"}]}):
+                routes.instead["/v1/completions"] = (200, lie)
+                assert made.post(X_Agentrl_Episode=str(lie)[:60]).status_code >= 400
+            text = made.rows("SELECT text FROM steps LIMIT 1")[0][0]
+            assert text.startswith("It is 7.")
+            assert {json.loads(asked)["recorded"] for (asked,) in made.rows("SELECT asked FROM steps")} == {"text"}
+            episode = made.post("/v1/episode/end", {}).json()["episode"]
+            made.end()
+        done = agentrl(made, "replay", str(episode))
+        assert done.returncode == 0, done.stderr
+        assert "It is 7." in done.stdout
+        verified = agentrl(made, "replay", str(episode), "--verify", "tokens")
+        assert verified.returncode != 0
+        assert "another system sampled it" in verified.stderr
 
 
 @pytest.mark.parametrize(

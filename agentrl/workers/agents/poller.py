@@ -15,7 +15,7 @@ from logging import getLogger
 from typing import Any, Self
 
 import httpx2
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from agentrl.workers.agents import agent_programs, processes
 from agentrl.workers.agents.guardian import KILLED, AgentReport
@@ -40,6 +40,10 @@ MAX_BYTES = 8 * 2**20
 STOP_SECONDS = 30.0
 
 
+def _program(command: Sequence[str], **limits: float) -> AgentConfig:
+    return AgentConfig.model_validate({"name": f"{PROGRAM}{shlex.join(command)}", "unsafe": True, **limits})
+
+
 class TaskLimits(BaseModel):
     """The limits of a program, as in the run's config."""
 
@@ -47,6 +51,15 @@ class TaskLimits(BaseModel):
     memory_mb: int
     processes: int
     output_bytes: int
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.config(["true"])
+        return self
+
+    def config(self, command: Sequence[str]) -> AgentConfig:
+        """Return the config of a program under these limits."""
+        return _program(command, **self.model_dump())
 
 
 class TaskBody(BaseModel):
@@ -62,9 +75,9 @@ class TaskBody(BaseModel):
 class PolledTask(BaseModel):
     """The response of the endpoint to a request for a task."""
 
-    id: str
+    id: str = Field(pattern=r"^[\w-]{1,100}$")
     run: str
-    lease_seconds: float
+    lease_seconds: float = Field(gt=0, le=86_400)
     limits: TaskLimits
     task: TaskBody
     api_key: str
@@ -191,7 +204,7 @@ class Poller:
         Raises:
             ConfigError: the endpoint refuses the requests, or the program is not found.
         """
-        command_of(self._config(None))
+        command_of(_program(self.command))
         threads = [threading.Thread(target=self._poll, name=f"poll-{n}", daemon=True) for n in range(self.parallel)]
         for thread in threads:
             thread.start()
@@ -279,17 +292,13 @@ class Poller:
         return "end", body
 
     def _run_program(self, task: PolledTask, keys: list[str], is_stopped: Callable[[], bool]) -> AgentReport | None:
-        agent, given = self._config(task.limits), task.task
+        agent, given = task.limits.config(self.command), task.task
         resources = {name: Prompt(text) for name, text in given.resources.items()}
         agent_task = AgentTask(given.key, given.messages, given.metadata, None, given.training, resources)
         llm = LLM(f"{self.client.url}/v1", task.api_key, task.run)
         with agent_programs.placed(agent, agent_task, llm, {}, task.emit_key) as launch:
             order = replace(launch.order(agent, agent_task, keys), stdin=f"{launch.files}/task.json")
             return processes.run(order, launch.spec(agent), is_stopped)
-
-    def _config(self, limits: TaskLimits | None) -> AgentConfig:
-        values = {} if limits is None else limits.model_dump()
-        return AgentConfig.model_validate({"name": f"{PROGRAM}{shlex.join(self.command)}", "unsafe": True, **values})
 
     def _renew(self, task: PolledTask, over: threading.Event, done: threading.Event) -> None:
         """Renew the task's lease until it is done. Set `over` if the task is no longer this poller's."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Drawn
+from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Drawn, Refused
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.text_length import TooLong
 from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError, ResponseTurn
@@ -225,6 +225,11 @@ class AgentTurn:
         for call in self.waiting:
             call.answered = self.call.request_id
             call.tell(Answered(turns))
+
+    def refuse(self, error: RequestError) -> None:
+        """Refuse every waiting request."""
+        for call in self.waiting:
+            call.tell(Refused(error))
 
     def leave(self) -> None:
         """Tell every waiting request that this process will not answer."""

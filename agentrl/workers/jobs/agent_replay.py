@@ -52,6 +52,8 @@ a contradiction.
 """
 CLEAN_SECONDS = 2.0
 """The most seconds for which the patterns of ignored text may search one request."""
+LOAD_SECONDS = 10.0
+"""The most seconds for which they may search a record. Meanwhile the worker drives no other episode."""
 SHOWN = 60
 """The most characters of each of two different texts in the reason of a contradiction."""
 REPLAYED = "replayed"
@@ -126,14 +128,16 @@ class Cleaner:
 
     patterns: Sequence[str]
     _compiled: "list[regex.Pattern[str]]" = field(init=False)
+    _seconds: float = 0.0
     _until: float = 0.0
 
     def __post_init__(self) -> None:
         self._compiled = [regex.compile(pattern) for pattern in (*_RUN_DEPENDENT, *self.patterns)]
 
-    def begin(self) -> None:
-        """Begin a request, which may be searched for `CLEAN_SECONDS`."""
-        self._until = time.monotonic() + CLEAN_SECONDS
+    def begin(self, seconds: float | None = None) -> None:
+        """Begin a search that may take so many seconds; None: that of one request."""
+        self._seconds = CLEAN_SECONDS if seconds is None else seconds
+        self._until = time.monotonic() + self._seconds
 
     def clean(self, text: str) -> str:
         """Return the text without the ignored parts.
@@ -145,7 +149,7 @@ class Cleaner:
             try:
                 text = pattern.sub("", text, timeout=max(0.001, self._until - time.monotonic()))
             except TimeoutError:
-                message = f"the patterns of agent.replay_ignore took more than {CLEAN_SECONDS:g} s for one request"
+                message = f"the patterns of agent.replay_ignore took more than {self._seconds:g} s"
                 raise Contradiction(message, may_wait=False) from None
         return text
 
@@ -176,6 +180,7 @@ class AgentReplay:
             Contradiction: the patterns took too long.
         """
         replay = cls(Cleaner(patterns))
+        replay.cleaner.begin(LOAD_SECONDS)
         current = EarlierAttempt(tuple(conversation.lines.steps), conversation.requests)
         own = replay._turns_of(current, inherited, len(current.steps))
         turns = [replace(turn, is_inherited=True) for turn in replay._turns_of(current, 0, inherited)]
@@ -261,7 +266,6 @@ class AgentReplay:
         for index, request in attempt.requests.items():
             if not first <= index < last or "." in request.id:
                 continue
-            self.cleaner.begin()
             steps = [attempt.steps[number] for number in choices_of(request.id, by_id) if number < last]
             messages, ids = messages_of(attempt.steps, index)[:-1], lines.tokens(index)
             done = tuple(completion_of(one, attempt.requests[one.index]) for one in steps)

@@ -26,7 +26,7 @@ from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workers.jobs.sampling_server import SamplingServer, sampling_server
 from agentrl.workflow import engines
 from agentrl.workflow.chat import grammar
-from agentrl.workflow.chat.grammar import Constraint
+from agentrl.workflow.chat.grammar import Constraint, GrammarError
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import CLIENTS, AgentConfig, RolloutConfig
 from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError
@@ -70,6 +70,8 @@ TIMEOUT = "timeout"
 MAX_OPEN = 64
 """The most open requests of an episode. Further requests get status 429, which tells clients to retry."""
 ANOTHER_CHOICE = "another choice of one request"
+RECORDED, TEXT = "recorded", "text"
+"""The key and the value in `steps.asked` of a turn whose server returned only its text. Its tokens are not the sampled ones."""
 _told_runs: set[int] = set()
 """The ids of runs for which this process has recorded that the run's sampling options replace those of its clients."""
 
@@ -142,7 +144,7 @@ class AgentRollout:
         assert config.agent is not None
         self.limits, self.model = config.rollout, self.work.run
         self.fingerprint, self.policy_version = fingerprint_of(self.work.policy), self.work.policy.version
-        self.allows_side_calls = config.agent.side_calls
+        self.allows_side_calls, self.records_text = config.agent.side_calls, not self.experiment.engine.logprobs
         env, judges = self.experiment.env, self.experiment.judges
         hooks = load_hooks(config.hooks)
         self.recorder = EpisodeRecorder(self.db, self.work, env, hooks, judges, self.limits, self._release)
@@ -365,6 +367,7 @@ class AgentRollout:
             self._drop(call.episode)
             raise RequestError(409, "This episode has ended.", code="episode_over")
         draws = recorded.draws if recorded else tuple(self.sampling.draws(conversation, call, draft))
+        noted = {**noted, RECORDED: TEXT} if self.records_text else noted
         limits = grammar_of(call.ask, draft.context, self.chat)
         turn = AgentTurn(call, draft, draws, conversation.session(draft), noted, limits)
         conversation.open.append(turn)
@@ -417,15 +420,20 @@ class AgentRollout:
     def _commit(self, over: Sequence[AgentTurn]) -> None:
         """Commit sampled turns, then send the responses."""
         fresh = [turn for turn in dict.fromkeys(over) if turn in self._open_turns(turn.call.episode)]
-        records = {turn: self.records.of(turn, self._conversations[turn.call.episode]) for turn in fresh}
-        if not fresh:
+        records: dict[AgentTurn, list[StepRecord]] = {}
+        for turn in fresh:
+            try:
+                records[turn] = self.records.of(turn, self._conversations[turn.call.episode])
+            except GrammarError as error:
+                turn.refuse(_constraint_error(turn.ask.constraint, error))
+                self._close_turn(turn)
+        if not records:
             return
         faultpoint("agent_call.sampled")
-        steps = iter(self.recorder.commit_calls([record for turn in fresh for record in records[turn]]))
+        steps = iter(self.recorder.commit_calls([record for turn_records in records.values() for record in turn_records]))
         faultpoint("agent_call.committed")
-        for turn in fresh:
-            stored = [next(steps) for _ in records[turn]]
-            self._release_turn(turn, records[turn], stored)
+        for turn, turn_records in records.items():
+            self._release_turn(turn, turn_records, [next(steps) for _ in turn_records])
         faultpoint("agent_call.released")
 
     def _open_turns(self, number: int) -> Sequence[AgentTurn]:
@@ -436,7 +444,6 @@ class AgentRollout:
         """Send the committed turn to the waiting requests."""
         number = turn.call.episode
         conversation = self._conversations[number]
-        conversation.open.remove(turn)
         for record, step in zip(records, stored, strict=True):
             conversation.add(step, record.request)
             conversation.keep_session(step, turn.session)
@@ -449,6 +456,13 @@ class AgentRollout:
         else:
             conversation.receivers[turn.call.request_id] = turn.waiting[-1]
             turn.answer(tuple(conversation.turn_of(step.index) for step in stored))
+        self._close_turn(turn)
+
+    def _close_turn(self, turn: AgentTurn) -> None:
+        """Take the requests that came while the turn was being cancelled. End the episode if it waits for this turn only."""
+        number = turn.call.episode
+        conversation = self._conversations[number]
+        conversation.open.remove(turn)
         self._arrived.update(turn.later)
         for call in turn.later:
             self._take(call)
@@ -629,6 +643,9 @@ class AgentSampling:
         if ask.top_logprobs and not self.engine.top_logprobs:
             message = f"The engine {self.engine.name!r} does not support top_logprobs."
             raise RequestError(400, message, code="unsupported_parameter", param="top_logprobs")
+        if (ask.logprobs or ask.token_ids) and not self.engine.logprobs:
+            message = f"The engine {self.engine.name!r} knows no token ids and no logprobs of its turns."
+            raise RequestError(400, message, "unsupported_parameter", "logprobs" if ask.logprobs else "return_token_ids")
         if ask.stop and "stop" not in self.engine.options:
             message = f"The engine {self.engine.name!r} does not support stop strings."
             raise RequestError(400, message, code="unsupported_parameter", param="stop")
@@ -649,7 +666,7 @@ class AgentSampling:
                 if constraint.needs_grammar:
                     chat.grammars.matcher(grammar.turn_grammar(constraint, ask.tools, chat, ()))
             except ModelError as error:
-                raise RequestError(400, f"{names}: {error.message}", "invalid_constraint", constraint.field_names[0]) from error
+                raise _constraint_error(constraint, error) from error
             return self._without_refused(replace(ask, enforced=True))
         if self.agent.strict_api:
             message = f"{names}: it cannot be enforced, because {obstacle}."
@@ -815,6 +832,12 @@ class AgentRecords:
         fields |= {"not_applied": list(ask.not_applied), KEPT: dict(ask.kept)}
         fields |= {GRAMMAR: _constraint_record(turn, done, message)}
         return {name: value for name, value in fields.items() if value} | dict(turn.noted)
+
+
+def _constraint_error(constraint: Constraint, error: ModelError) -> RequestError:
+    """Return the error for a request whose constraint cannot be enforced."""
+    names = constraint.field_names
+    return RequestError(400, f"{', '.join(names)}: {error.message}", "invalid_constraint", names[0])
 
 
 def _constraint_record(turn: AgentTurn, done: Completion, message: Message) -> dict[str, Any]:

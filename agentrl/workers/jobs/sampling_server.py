@@ -73,6 +73,7 @@ class EpisodeServer(Protocol):
     fingerprint: str
     policy_version: int
     allows_side_calls: bool
+    records_text: bool
 
     def take(self, call: AgentCall) -> None:
         """Queue the request. The rollout answers it later through `call.tell`."""
@@ -264,6 +265,8 @@ async def _reply(
     if not isinstance(accepted, Accepted):
         raise _not_here()
     headers = [(b"x-agentrl-policy-version", str(holder.policy_version).encode())]
+    if holder.records_text:
+        headers.append((b"x-agentrl-recorded", b"text"))
     if ask.counts_only:
         await _write_json(begin, write, COUNTERS[path].count(len(accepted.prompt_ids)), headers)
         return

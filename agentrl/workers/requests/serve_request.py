@@ -10,6 +10,7 @@ from agentrl.workflow.config import CLIENTS, RunConfig, build
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.imported_runs import EXACT
 from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.served_runs import KEEP_DAYS
 from agentrl.workflow.trajectory import PolicyRef, Task
@@ -57,7 +58,8 @@ def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]
 def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str, keep_days: float | None) -> Submission:
     """Return the submission of a served policy. `of` is its run's name or empty. Episodes are kept for `keep_days`."""
     retention = {} if keep_days is None else {KEEP_DAYS: keep_days}
-    return recorded_submission(db, "serve", config, policy, {"of": of} | retention)
+    tokens = {} if Experiment(config).engine.logprobs else {EXACT: False}
+    return recorded_submission(db, "serve", config, policy, {"of": of} | retention | tokens)
 
 
 def recorded_submission(

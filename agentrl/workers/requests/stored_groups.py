@@ -42,7 +42,7 @@ def prepare_stored(
     for source in stored.sources:
         if not source.row["manifest"].get(EXACT, True):
             raise StateError(
-                f"{source.row['name']} was imported without all tokens and logprobs, which reinforcement learning needs.",
+                f"{source.row['name']} was recorded without all tokens and logprobs, which reinforcement learning needs.",
                 f"Imitate it: agentrl sft --from-episodes {source.row['name']}",
             )
     first = stored.sources[0]

@@ -58,7 +58,7 @@ class _Body(BaseModel):
 class NextBody(_Body):
     """The body of a request for a task: the run (empty: any), and how long the request waits for a task, in seconds."""
 
-    run: str = Field("", max_length=200)
+    run: str = Field("", max_length=200, pattern=r"^[^\x00]*$")
     wait_seconds: float = Field(0.0, ge=0, le=MAX_WAIT_SECONDS)
 
 

@@ -12,6 +12,9 @@ from agentrl.workflow.trajectory import ROOT, Episode, Step
 ELSEWHERE = "it trains in the chain that sampled it"
 """The reason why a sampled token does not train at the beginning of another chain."""
 
+GUIDED = "the grammar of its turn chose it, not the policy"
+"""The reason why a token of a turn with a grammar does not train."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPiece:

@@ -284,11 +284,13 @@ class TokensReport:
         prompt: the first difference in a prompt.
         steps: the steps whose tokens were scored and drawn again.
         parents: the number of steps that a fork inherits from its parent; they are verified with the parent.
-        unverified: a sentence for each policy whose weights no longer exist.
+        unverified: a sentence for each policy whose weights no longer exist, and for draws within a grammar that cannot be
+            repeated.
         logprob: the first token whose logprob is beyond the tolerance.
         draw: the first token whose draw is beyond the tolerance.
         ending: the first turn whose recorded end differs from the end that its tokens determine.
         noise: the differences of all tokens together, if rounding noise was measured.
+        limited: the number of draws within a grammar that were repeated.
     """
 
     precision: str
@@ -303,6 +305,7 @@ class TokensReport:
     draw: DrawDifference | None = None
     ending: EndDifference | None = None
     noise: NoiseReport | None = None
+    limited: int = 0
 
     @property
     def same(self) -> bool:

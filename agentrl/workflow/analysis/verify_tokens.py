@@ -25,17 +25,21 @@ from the noise that is measured on the episode (`analysis.rounding_noise`).
 
 With top_k, top_p or min_p, a token may be drawn only up to a limit. Rounding may put the limit on the other side of a token. So
 the limit is also moved by the tolerances, up and down.
+
+The draws of a turn with a grammar are repeated if the same version of the library is installed: the grammar is built again from
+its record, and its masks limit the draws as in the sampler.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import groupby
+from itertools import chain, groupby, islice, repeat
 from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agentrl.workflow.analysis.episode_diff import TokenDifference, common_prefix
@@ -48,6 +52,7 @@ from agentrl.workflow.analysis.verify_episode import (
     StepScore,
     TokensReport,
 )
+from agentrl.workflow.chat.grammar import recorded_grammar
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.engines import Backend
@@ -73,6 +78,7 @@ from agentrl.workflow.trajectory import ROOT, Episode, PolicyRef, SamplingKey, S
 Request = tuple[Sequence[Schema], Mapping[str, Any]]
 """The tools and the chat template options of an agent's request."""
 NO_REQUESTS: Mapping[int, Request] = MappingProxyType({})
+NO_CONSTRAINTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
 Sampling = tuple[RolloutConfig, SamplingKey]
 """The sampling options of a step, and the key of its draws."""
 
@@ -82,8 +88,8 @@ _Value = tuple[float, int, float, TokenNoise | None]
 TOLERANCES = {"exact": (4e-6, 1e-9), "float32": (1e-3, 1e-5), "coarse": (1.0, 0.1)}
 """By precision, the largest allowed differences from the record: of a logprob, in nats, and of a draw, in probability."""
 
-CONSTRAINED = "constrained: the draws of turns with a grammar are not checked"
-"""What a report says of turns whose draws a grammar limited."""
+CONSTRAINED = "constrained: not checked"
+"""The beginning of what a report says of turns with a grammar whose draws cannot be repeated here."""
 
 BLOCK = 1024
 """The number of sampled tokens whose logits are in memory at once: 0.6 GB for 152,000 words in float32."""
@@ -149,6 +155,7 @@ def check_tokens(
     requests: Mapping[int, Request] = NO_REQUESTS,
     sampling: Callable[[int], Sampling] | None = None,
     clock: datetime | None = None,
+    constraints: Mapping[int, Mapping[str, Any]] = NO_CONSTRAINTS,
 ) -> TokensReport:
     """Verify the prompts, the sampled tokens and the ends of turns of the steps that the episode sampled itself.
 
@@ -166,20 +173,26 @@ def check_tokens(
         sampling: a function from a step's index to its sampling options and key, if clients could set them; None: `rollout` and
             `key`.
         clock: the time that chat templates got for the prompts; None: that of the policy's chat.
+        constraints: what `steps.asked` stores of the constraints of turns with a grammar, by the step's index.
     """
     precision = policy.precision
     own = [step for step in episode.steps if step.index >= episode.inherited]
     there = {number: ref for number, ref in policies.items() if number not in gone}
     sampling_of = sampling or (lambda number: (rollout, key))
     rows = open_rows(policy) if there and _has_measurable_noise(policy, rollout.engine) else None
-    tokens = sorted(_rescore(episode, there, policy, sampling_of, rows), key=lambda token: (token.step.index, token.index))
+    chat = policy.chat if clock is None else policy.chat.at(clock)
+    keyed = _is_keyed(rollout.engine)  # else there is no draw to repeat
+    limited = [step for step in own if step.grammar and keyed]
+    grammars, unchecked = _rebuild_grammars(episode, limited, chat, requests, constraints)
+    repeated = {step.index for step in own if keyed and (not step.grammar or step.index in grammars)}
+    tokens = sorted(
+        _rescore(episode, there, policy, sampling_of, rows, grammars), key=lambda token: (token.step.index, token.index)
+    )
     tolerances = _Tolerances(tokens, precision)
     limits = [tolerances.of(token) for token in tokens] or [TOLERANCES[precision]]
-    chat = policy.chat if clock is None else policy.chat.at(clock)
     off = next((token for token in tokens if not token.off <= tolerances.of(token)[0]), None)
-    keyed = _is_keyed(rollout.engine)  # else there is no draw to repeat
-    missed = next((t for t in tokens if _repeats(t.step, keyed) and t.drawn != t.id and t.distance > tolerances.of(t)[1]), None)
-    unchecked = {CONSTRAINED} if keyed and any(step.grammar for step in own) else set()
+    drawn = (token for token in tokens if token.step.index in repeated)
+    missed = next((token for token in drawn if token.drawn != token.id and token.distance > tolerances.of(token)[1]), None)
     return TokensReport(
         precision=precision,
         logprob_tolerance=max(limit for limit, _ in limits),
@@ -188,19 +201,34 @@ def check_tokens(
         prompt=next(
             (difference for step in own if (difference := _prompt_difference(episode, step, chat, schemas, requests))), None
         ),
-        steps=tuple(_score(step, list(group), tolerances, _repeats(step, keyed)) for step, group in _group_by_step(tokens)),
+        steps=tuple(_score(step, list(group), tolerances, step.index in repeated) for step, group in _group_by_step(tokens)),
         parents=episode.inherited,
         unverified=tuple(sorted({*gone.values(), *unchecked})),
         logprob=_logprob_difference(off, chat) if off else None,
         draw=_draw_difference(missed, chat) if missed else None,
         ending=next((wrong for step in own if (wrong := _end_difference(step, chat, sampling_of(step.index)[0].stop))), None),
         noise=tolerances.report(tokens),
+        limited=sum(token.step.index in grammars for token in tokens),
     )
 
 
-def _repeats(step: Step, keyed: bool) -> bool:
-    """Return True if the step's draws can be repeated. A grammar limited other draws, which is not repeated."""
-    return keyed and not step.grammar
+def _rebuild_grammars(
+    episode: Episode,
+    steps: Sequence[Step],
+    chat: Chat,
+    requests: Mapping[int, Request],
+    constraints: Mapping[int, Mapping[str, Any]],
+) -> tuple[dict[int, str], set[str]]:
+    """Return the grammars of these steps, by the step's index, and a sentence for each reason why others have none here."""
+    grammars, unchecked = dict[int, str](), set[str]()
+    for step in steps:
+        tools, _ = requests.get(step.index, ((), {}))
+        prompt_ids = episode.tokens_of(step.index)[: -len(step.sampled_ids) or None]
+        try:
+            grammars[step.index] = recorded_grammar(constraints.get(step.index, {}), tools, chat, prompt_ids)
+        except ModelError as error:
+            unchecked.add(f"{CONSTRAINED} ({error.message})")
+    return grammars, unchecked
 
 
 def _has_measurable_noise(policy: Policy, engine: str) -> bool:
@@ -281,11 +309,12 @@ def _rescore(
     policy: Policy,
     sampling: Callable[[int], Sampling],
     rows: ModelRows | None,
+    grammars: Mapping[int, str],
 ) -> Iterator[_Token]:
     """Score and draw every token of the steps in `policies` again, and yield it.
 
     Each training row is read once per policy and per set of sampling options. With `rows`, each token is read a second time in
-    these model rows, to measure the noise.
+    these model rows, to measure the noise. `grammars` limit the draws of their steps.
     """
     for row in chains_of(episode):
         scored = [step for step in row if step.index in policies and step.sampled_ids]
@@ -296,7 +325,8 @@ def _rescore(
             tokens = [(step, i) for step in steps for i in range(len(step.sampled_ids))]
             draws = torch.cat([_draws(key, len(step.sampled_ids)) for step, key in zip(steps, keys, strict=True)])
             policy.publish(ref)
-            row_values = _values(policy, ids, places, draws, rollout, rows)
+            masks = chain.from_iterable(_masks(step, grammars.get(step.index, ""), policy) for step in steps)
+            row_values = _values(policy, ids, places, draws, rollout, rows, masks)
             yield from (_Token(step, index, *values) for (step, index), values in zip(tokens, row_values, strict=True))
 
 
@@ -316,6 +346,18 @@ def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], 
     return ids, places
 
 
+def _masks(step: Step, grammar: str, policy: Policy) -> Iterator[NDArray[np.bool_] | None]:
+    """Yield which tokens, (V,), the grammar allows at each sampled token; None without a grammar."""
+    if not grammar:
+        yield from repeat(None, len(step.sampled_ids))
+        return
+    matcher = policy.chat.grammars.matcher(grammar)
+    for token in step.sampled_ids:
+        yield matcher.allowed(policy.vocabulary)
+        if token not in policy.chat.end_ids:
+            matcher.take(token)
+
+
 def _draws(key: int, count: int) -> Tensor:
     return torch.from_numpy(uniforms(np.full(count, key, dtype=np.uint64), np.arange(count, dtype=np.uint64)))
 
@@ -327,6 +369,7 @@ def _values(
     draws: Tensor,
     rollout: RolloutConfig,
     rows: ModelRows | None,
+    masks: Iterator[NDArray[np.bool_] | None],
 ) -> Iterator[_Value]:
     """Yield the values of the token at each position. The ids are read again for every `BLOCK` positions."""
     tolerances = TOLERANCES[policy.precision]
@@ -335,7 +378,7 @@ def _values(
         with policy.sampling() as model:
             logits = _logits(model, ids[: positions[-1] + 1], positions, policy.device)
         again = None if rows is None else read_in_company(rows, ids, positions)
-        yield from _chunks(logits, again, ids, positions, draws[start : start + BLOCK], rollout, tolerances)
+        yield from _chunks(logits, again, ids, positions, draws[start : start + BLOCK], rollout, tolerances, masks)
 
 
 def _logits(model: nn.Module, ids: Sequence[int], places: Sequence[int], device: torch.device) -> Tensor:
@@ -352,25 +395,52 @@ def _chunks(
     draws: Tensor,
     rollout: RolloutConfig,
     tolerances: tuple[float, float],
+    masks: Iterator[NDArray[np.bool_] | None],
 ) -> Iterator[_Value]:
-    """Yield the values for the positions of the logits (N, V). `again` are the logits of the second reading."""
+    """Yield the values for the positions of the logits (N, V).
+
+    `again` are the logits of the second reading, `masks` the tokens that a grammar allows at each position.
+    """
     recorded = torch.tensor([ids[place] for place in places], device=logits.device)
     for start in range(0, len(places), CHUNK):
         part = slice(start, start + CHUNK)
         everything, cumulative = distribution(logits[part], rollout.temperature)
         token_ids, numbers = recorded[part], draws[part].to(logits.device)
+        allowed = _stack(list(islice(masks, len(token_ids))), logits)
+        drawable = everything if allowed is None else _within(everything, allowed)
+        if allowed is not None:
+            cumulative = cumulative_probabilities(drawable)
         scores = everything.gather(-1, token_ids[:, None])[:, 0].float().tolist()  # as the sampler records them
         if (rollout.top_k, rollout.top_p, rollout.min_p) == (0, 1.0, 0.0):
             floor, away = None, draw_distance(cumulative, numbers, token_ids)
         else:
-            floor = _floor(scale_logits(logits[part], rollout.temperature), rollout)
-            away = _distance(everything, numbers, token_ids, rollout, tolerances)
-        drawn, _ = sample(logits[part], numbers, rollout.temperature, floor)
+            scaled = scale_logits(logits[part], rollout.temperature)
+            floor = _floor(scaled if allowed is None else scaled.masked_fill(~allowed, -torch.inf), rollout)
+            away = _distance(drawable, numbers, token_ids, rollout, tolerances)
+        if allowed is not None:
+            away = away.where(allowed.gather(-1, token_ids[:, None])[:, 0], 1.0)
+        drawn, _ = sample(logits[part], numbers, rollout.temperature, floor, allowed)
         noise: Sequence[TokenNoise | None] = [None] * len(scores)
         if again is not None:
             second, sums = distribution(again[part], rollout.temperature)
+            sums = sums if allowed is None else cumulative_probabilities(_within(second, allowed))
             noise = compare_readings(everything, second, (cumulative, sums), token_ids)
         yield from zip(scores, drawn.tolist(), away.tolist(), noise, strict=True)
+
+
+def _stack(masks: Sequence[NDArray[np.bool_] | None], logits: Tensor) -> Tensor | None:
+    """Return the masks as one tensor (N, V), in which positions without a grammar allow all tokens; None if all are such."""
+    if all(mask is None for mask in masks):
+        return None
+    whole = np.ones(logits.shape[-1], bool)
+    stacked = np.stack([whole if mask is None or not mask.any() else mask for mask in masks])
+    return torch.from_numpy(stacked).to(logits.device)
+
+
+def _within(logprobs: Tensor, allowed: Tensor) -> Tensor:
+    """Return the logprobs (N, V) of draws within a grammar: the allowed tokens have all of the probability."""
+    limited = logprobs.masked_fill(~allowed, -torch.inf)
+    return torch.where(allowed.all(-1, keepdim=True), logprobs, limited - limited.logsumexp(-1, keepdim=True))
 
 
 def _distance(

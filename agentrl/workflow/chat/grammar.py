@@ -11,14 +11,16 @@ JSON has `, ` and `: ` as separators and no other white space. Otherwise a model
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.call_json import dump_json
-from agentrl.workflow.errors import ModelError
+from agentrl.workflow.errors import InfraError, ModelError
 from agentrl.workflow.tool_formats import Schema, ToolFormat
 from agentrl.workflow.trajectory import Message, ToolCall
 
@@ -35,12 +37,31 @@ MAX_SCHEMA_CHARS = 64 * 1024
 """The most characters of all JSON schemas of a grammar. Compiling takes about 1 ms for each 1,000 characters."""
 MAX_GRAMMARS = 64
 """The most compiled grammars that are kept. Clients may send any number of schemas."""
+CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS = 2, 2**30, 30.0
+"""The limits within which a grammar must compile. The largest schemas that were accepted from real clients take 0.1 s."""
 WHOLE_MASS = 1.0 - 1e-6
 """A token trains if the grammar left at least this share of its probability. Below it, the grammar chose, not the policy."""
 _PROBE = {"zq": 0}
 _COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _TEXT = r"/(.|\n)*/"
 _TAG = re.compile(r"<[^<>\s]+>")
+_CHECK = f"""
+import resource, sys
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_CPU, ({CPU_SECONDS}, {CPU_SECONDS}))
+resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
+from llguidance import LLMatcher
+
+sys.stdout.buffer.write(LLMatcher.validate_grammar(sys.stdin.buffer.read().decode()).encode())
+"""
+"""The program that compiles a grammar in a process that may be killed. Some schemas of 1,000 characters take hours, such as 20
+patterns in an `allOf`, and there are too many kinds of them to detect.
+"""
+
+
+class GrammarError(ModelError):
+    """A grammar that cannot be compiled, that no text satisfies, or that became too complex before the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +84,12 @@ class Constraint:
 
     def __bool__(self) -> bool:
         return bool(self.tool or self.schema or self.strict or self.one_call)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "Constraint":
+        """Return the constraint that `stored` wrote."""
+        values = {name: record[name] for name in ("tool", "schema", "one_call") if name in record}
+        return cls(**values, strict=tuple(record.get("strict", ())))
 
     @property
     def needs_grammar(self) -> bool:
@@ -147,6 +174,20 @@ def turn_grammar(constraint: Constraint, tools: Sequence[Schema], chat: "Chat", 
     grammar = "\n".join([f"start: {thought}{rule}", *lines])
     if len(grammar) > MAX_SCHEMA_CHARS:
         raise ModelError(f"The schemas have {len(grammar)} characters as a grammar, at most {MAX_SCHEMA_CHARS} are accepted.")
+    return grammar
+
+
+def recorded_grammar(record: Mapping[str, Any], tools: Sequence[Schema], chat: "Chat", prompt_ids: Sequence[int]) -> str:
+    """Return the grammar of a recorded turn, built again. `record` is what `steps.asked` stores of it.
+
+    Raises:
+        ModelError: the library here has another version, or the grammar is another one now. The message says which.
+    """
+    if record.get("library") != library():
+        raise ModelError(f"sampled with {record.get('library')}, here is {library() or 'no llguidance'}")
+    grammar = turn_grammar(Constraint.of_record(record), tools, chat, prompt_ids)
+    if grammar_hash(grammar) != record.get("sha256"):
+        raise ModelError("the grammar is another one than the recorded one")
     return grammar
 
 
@@ -288,24 +329,48 @@ class GrammarCompiler:
         """Return the state of the grammar at the beginning of a turn.
 
         Raises:
-            ModelError: the grammar is invalid, too complex, or no text satisfies it.
+            GrammarError: the grammar is invalid, takes too long to compile, or no text satisfies it.
+            InfraError: the process that compiles grammars failed.
         """
         compiled = self._compile(grammar)
         if isinstance(compiled, str):
-            raise ModelError(compiled)
+            raise GrammarError(compiled)
         return TurnMatcher(compiled.deep_copy())
 
     def _compile_fresh(self, grammar: str) -> "LLMatcher | str":
         from llguidance import LLMatcher
 
+        if fault := _find_fault(grammar):
+            return f"The constraint cannot be compiled: {_first_line(fault)}."
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds out whether a first token exists
-        if matcher.is_error():
-            return f"The constraint cannot be compiled: {_first_line(matcher.get_error())}."
-        if matcher.is_stopped() and not matcher.is_accepting():
-            return "No text satisfies the constraint."
-        return matcher
+        if not matcher.is_error():
+            return matcher
+        error = _first_line(matcher.get_error())
+        return (
+            "No text satisfies the constraint."
+            if error == "NoExtensionBias"
+            else f"The constraint cannot be compiled: {error}."
+        )
+
+
+def _find_fault(grammar: str) -> str:
+    """Return why a grammar cannot be compiled within the limits; empty if it can.
+
+    Raises:
+        InfraError: the process that compiles it failed.
+    """
+    command = [sys.executable, "-I", "-c", _CHECK]
+    try:
+        done = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=WALL_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it takes more than {WALL_SECONDS:g} s"
+    if done.returncode < 0:  # killed at a limit
+        return f"it takes more than {CPU_SECONDS} s of processor time, or more than {MEMORY_BYTES >> 20} MiB"
+    if done.returncode:
+        raise InfraError(f"The process that compiles grammars failed: {done.stderr.decode(errors='replace')[-300:]}")
+    return done.stdout.decode()
 
 
 def _first_line(text: str) -> str:
@@ -376,6 +441,5 @@ def _missing_keys(schema: Mapping[str, Any], value: Any) -> Iterator[str]:
     wanted = schema.get("type", "object" if not schema else None)
     if isinstance(wanted, str) and wanted in kinds and not isinstance(value, kinds[wanted]):
         yield "type"
-    elif isinstance(value, dict):
-        required: Iterable[Any] = schema.get("required") or ()
-        yield from (str(name) for name in required if name not in value)
+    elif isinstance(value, dict) and isinstance(required := schema.get("required"), list):
+        yield from (name for name in required if isinstance(name, str) and name not in value)

@@ -180,7 +180,7 @@ class Backend:
         name: the name of the file.
         start: `module:function` of a function from a `Policy` and the machine's `Settings` to an `Engine`.
         keyed: True if the sampled tokens depend only on the request.
-        logprobs: True if every token has a logprob, which training needs.
+        logprobs: True if the tokens are the sampled ones and each has a logprob. Without, only `agentrl serve` records turns.
         weights: the kinds of trained weights that the engine can sample from: `lora` adapters, `full` sets of weights, both or
             neither.
         quantised: True if the engine quantises the base as the config says (4 or 8 bits). Otherwise the server decides.
@@ -232,8 +232,8 @@ def check(backend: Backend, config: RunConfig, trains: bool, trained: bool = Fal
     hint = "Use --engine rolling."
     if config.model.numerics == "exact" and not backend.keyed:
         raise ConfigError(f"numerics: exact needs repeatable draws, which the engine {backend.name!r} does not have.", hint)
-    if trains and not backend.logprobs:
-        raise ConfigError(f"Training needs the sampler's logprobs; the engine {backend.name!r} returns none.", hint)
+    if not backend.logprobs:
+        raise ConfigError(f"The engine {backend.name!r} returns no logprobs: only `agentrl serve` can use it.", hint)
     check_options(backend, config.rollout)
     if not backend.weights or config.model.lora_r is not None:
         check_weights(backend, "full" if config.model.lora_r == 0 else "lora", trains or trained)

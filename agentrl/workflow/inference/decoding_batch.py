@@ -18,9 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl.workflow.chat.grammar import WHOLE_MASS, TurnMatcher
+from agentrl.workflow.chat.grammar import WHOLE_MASS, GrammarError, TurnMatcher
 from agentrl.workflow.engines import Completion, GenerateRequest, Likeliest, nan_error
-from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.model_rows import Kept, ModelRows
 from agentrl.workflow.inference.sampling import (
     allowed_mass,
@@ -160,15 +159,16 @@ class Batch:
         stops = np.isin(ids, self._ends)
         for watched in np.flatnonzero(rows["watched"] & ~stops):
             stops[watched] = self._is_stopped(int(watched))
-        over = stops | (rows["count"] >= rows["limit"]) | np.isnan(logprobs)
-        for row in np.flatnonzero(rows["heard"]):
+        broken = np.isnan(logprobs)
+        over = stops | (rows["count"] >= rows["limit"]) | broken
+        for row in np.flatnonzero(rows["heard"] & ~broken):
             listener = self.turns[int(row)].request.heard
             over[row] |= listener is not None and not listener(int(ids[row]))
         ended = [int(slot) for slot in np.flatnonzero(over)]
         for slot in ended:
-            self._answer(slot, bool(stops[slot]), bool(np.isnan(logprobs[slot])))
+            self._answer(slot, bool(stops[slot]), bool(broken[slot]))
         for slot in reversed(ended):
-            self._free(slot, bool(np.isnan(logprobs[slot])))
+            self._free(slot, bool(broken[slot]))
 
     def evict(self) -> list[ActiveTurn]:
         """Remove all turns from the batch and return them with their sampled tokens. Free all memory."""
@@ -284,7 +284,7 @@ class Batch:
     ) -> None:
         """Draw again for rows with a grammar, write the result into `drawn`, and continue the grammars.
 
-        A row whose grammar allows no token gets NaN as its logprob, which ends its turn with an error.
+        A row whose grammar became too complex, so that it allows no token, gets NaN as its logprob, which ends its turn.
         """
         slots = np.flatnonzero(rows["guided"])
         masks = [self._allowed(int(slot), logits.shape[-1]) for slot in slots]
@@ -327,8 +327,13 @@ class Batch:
         turn = self.turns[slot]
         self._write_back(slot, turn)
         if broken:
-            too_complex = turn.matcher is not None and turn.matcher.has_failed
-            turn.future.set_exception(ModelError("The turn's grammar became too complex.") if too_complex else nan_error())
+            if turn.matcher is None or not turn.matcher.has_failed:
+                turn.future.set_exception(nan_error())
+            elif len(turn.ids) == 1:
+                turn.future.set_exception(GrammarError("The constraint is too complex."))
+            else:  # the tokens before count: a client must not be able to undo a turn by its constraint
+                del turn.ids[-1], turn.logprobs[-1], turn.top[len(turn.ids) :]
+                turn.finish("length")
             return
         if turn.request.follows and (stopped or turn.request.follows_length):
             self._keep(slot, turn)

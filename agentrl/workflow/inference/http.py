@@ -23,6 +23,10 @@ ANSWER_SECONDS = 900.0
 MAX_BYTES = 64 * 1024 * 1024
 """The largest response, in bytes. A turn of 100,000 tokens with likeliest alternatives for each takes half of that."""
 
+HIDDEN = "[the key]"
+SECRET_CHARS = 12
+"""The fewest characters of a key that is hidden in every response, not only in errors."""
+
 _UNAVAILABLE_STATUSES = (429, 502, 503, 504)
 """The HTTP statuses of a server, or of a proxy in front of it, that is temporarily unavailable."""
 
@@ -96,14 +100,14 @@ class Connection:
         until = time.monotonic() + self._seconds
         try:
             with self._client.stream(method, self.url + path, json=body) as response:
-                status, answer = response.status_code, self._body(path, response, until)
+                status, answer = response.status_code, self._without_key(self._body(path, response, until))
         except (httpx2.TransportError, httpx2.DecodingError, RuntimeError) as error:  # RuntimeError: closed meanwhile
             text = f"The {self._who}'s server at {self.url} does not answer: {type(error).__name__}: {error}."
             raise ServiceError(text, f"Start it, or correct {self._variable}_URL.") from error
         if status < 300:
             return answer
         text = " ".join(answer.decode(errors="replace").split())
-        text = text.replace(self._key, "[the key]") if self._key else text  # errors are stored, and some servers quote the key
+        text = text.replace(self._key, HIDDEN) if self._key else text
         if status in _UNAVAILABLE_STATUSES:
             raise ServiceError(f"The {self._who}'s server at {self.url} is not ready: {status} {text:.300}")
         if status in (401, 403):
@@ -111,6 +115,10 @@ class Connection:
         if status >= 500:
             raise InfraError(f"The server at {self.url} failed: {status} {text:.300}")
         raise RequestRefused(self.url, path, status, text)
+
+    def _without_key(self, answer: bytes) -> bytes:
+        """Hide the key, because errors quote responses and are stored. A short key is no secret, and may be a word of JSON."""
+        return answer.replace(self._key.encode(), HIDDEN.encode()) if len(self._key) >= SECRET_CHARS else answer
 
     def _body(self, path: str, response: httpx2.Response, until: float) -> bytes:
         body = bytearray()

@@ -39,7 +39,8 @@ KEEP = 10
 This is enough for nine overlapping iterations and one evaluation.
 """
 
-_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+"""The finish reasons of a server, and ours."""
 _TOKEN = re.compile(r"token_id:([0-9]{1,10})")
 """The pattern of the names that vLLM gives tokens with `return_tokens_as_token_ids`."""
 
@@ -79,7 +80,7 @@ class OpenAIServer:
             ModelError: the base has another name. Only the name can be checked.
         """
         cards = [card for card in self._cards() if not card.parent]
-        ours = {Path(self._policy.config.path).name, self._policy.folder.name}
+        ours = model_names(self._policy)
         fitting = [card for card in cards if _names(card) & ours]
         if not fitting:
             served = sorted(name for card in cards for name in _names(card))
@@ -111,11 +112,11 @@ class OpenAIServer:
         ids = token_ids(choice.token_ids, self._policy.vocabulary, url)
         if choice.prompt_token_ids is not None and tuple(choice.prompt_token_ids) != request.prompt_ids:
             raise ModelError(f"The server at {url} sampled from a prompt other than the given one.")
-        if choice.finish_reason not in _REASONS:
+        if choice.finish_reason not in REASONS:
             raise InfraError(f"The server at {url} ended a turn with {choice.finish_reason!r}.")
         values = choice.logprobs.token_logprobs if choice.logprobs else None
         top = self._top(choice.logprobs, request.top_logprobs) if request.top_logprobs else ()
-        return ServerTurn(ids, logprobs(values, url), _REASONS[choice.finish_reason], top)
+        return ServerTurn(ids, logprobs(values, url), REASONS[choice.finish_reason], top)
 
     def _top(self, response: Logprobs | None, count: int) -> list[Likeliest]:
         url, places = self._connection.url, (response.top_logprobs if response else None) or []
@@ -247,6 +248,11 @@ def _by_id(place: Mapping[str, float], url: str) -> dict[int, float]:
             f"The server at {url} returned the likeliest tokens without their ids.", "Do not request top_logprobs."
         )
     return {int(name[1]): logprob for name, logprob in by_match.items() if name}
+
+
+def model_names(policy: Policy) -> set[str]:
+    """Return the names under which a server may have the policy's base."""
+    return {Path(policy.config.path).name, policy.folder.name}
 
 
 def _names(card: Card) -> set[str]:

@@ -171,7 +171,8 @@ def token_ids(ids: list[int] | None, vocabulary: int, url: str) -> list[int]:
     if ids is None:
         raise ModelError(
             f"The server at {url} does not return token ids.",
-            "Use one that returns them (vLLM's return_token_ids), or --engine rolling.",
+            "Use one that returns them (vLLM's return_token_ids), or --engine rolling. To record only its texts with"
+            " `agentrl serve`: --engine openai_text.",
         )
     strange = next((token for token in ids if not 0 <= token < vocabulary), None)
     if strange is not None:

@@ -14,7 +14,7 @@ from logging import getLogger
 import torch
 
 from agentrl.workflow.engines import Completion, GenerateRequest, closed_error, fail_futures
-from agentrl.workflow.errors import AgentRLError, ModelError
+from agentrl.workflow.errors import AgentRLError, InfraError, ModelError
 from agentrl.workflow.inference.decoding_batch import ActiveTurn, Batch
 from agentrl.workflow.inference.model_rows import open_rows
 from agentrl.workflow.models.device_errors import as_device_lost, classify
@@ -72,8 +72,9 @@ class RollingEngine:
         """Submit a request. If the prompt fills the context, the turn ends at once as `length`, without sampled tokens.
 
         The future raises ModelError (ids outside of the vocabulary, NaN from the model, stop strings with a tokenizer that does
-        not give the bytes of its tokens, a grammar that no text satisfies), CheckpointError (weights that cannot be published),
-        InfraError (the model call failed, or the sampler was closed) or DeviceLost (every later call on this device fails).
+        not give the bytes of its tokens), GrammarError (a grammar that cannot be followed), CheckpointError (weights that
+        cannot be published), InfraError (the model call failed, or the sampler was closed) or DeviceLost (every later call on
+        this device fails).
         """
         room = self._policy.max_context - len(request.prompt_ids)
         turn = ActiveTurn(request, Future(), limit=min(request.max_new_tokens, room))
@@ -87,7 +88,7 @@ class RollingEngine:
                     self._policy.chat.stops(request.stop)
                 if request.grammar:
                     turn.matcher = self._policy.chat.grammars.matcher(request.grammar)
-            except ModelError as error:
+            except (ModelError, InfraError) as error:
                 turn.future.set_exception(error)
             else:
                 self._enqueue(turn)

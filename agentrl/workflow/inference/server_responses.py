@@ -20,6 +20,8 @@ class ServerResponse(BaseModel):
 
 Shape = TypeVar("Shape", bound=ServerResponse)
 MAX_LIKELIEST = 1000
+MAX_WORD, MAX_NAME = 40, 1000
+"""The most characters of a reason for a turn's end, and of a model's name. Errors quote both."""
 
 
 def _few(value: Any) -> Any:
@@ -77,14 +79,27 @@ class Choice(ServerResponse):
     token_ids: list[int] | None = Field(None, fail_fast=True)
     prompt_token_ids: list[int] | None = Field(None, fail_fast=True)
     logprobs: Logprobs | None = None
-    finish_reason: str | None = None
+    finish_reason: str | None = Field(None, max_length=MAX_WORD)
 
 
 class Completions(ServerResponse):
     """The response of `/v1/completions`, with one choice."""
 
-    model: str | None = None
+    model: str | None = Field(None, max_length=MAX_NAME)
     choices: list[Choice] = Field(min_length=1, fail_fast=True)
+
+
+class TextChoice(ServerResponse):
+    """A turn of an OpenAI-compatible server that returns only its text."""
+
+    text: str
+    finish_reason: str | None = Field(None, max_length=MAX_WORD)
+
+
+class TextCompletions(ServerResponse):
+    """The response of `/v1/completions` without token ids."""
+
+    choices: list[TextChoice] = Field(min_length=1, fail_fast=True)
 
 
 class SlotWindow(ServerResponse):
@@ -125,7 +140,7 @@ class LlamaTurn(ServerResponse):
 
     tokens: list[int] | None = Field(None, fail_fast=True)
     completion_probabilities: list[Probability] | None = Field(None, fail_fast=True)
-    stop_type: str | None = None
+    stop_type: str | None = Field(None, max_length=MAX_WORD)
 
 
 _short = Repr()

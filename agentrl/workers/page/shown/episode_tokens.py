@@ -2,12 +2,13 @@
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import groupby
 from typing import Any
 
 from agentrl.workers.page.shown.credit_answers import TokenCredit, credit_tokens, find_reader
 from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
-from agentrl.workflow.analysis.token_strip import ELSEWHERE, TokenPiece, list_pieces, place_chains
+from agentrl.workflow.analysis.token_strip import ELSEWHERE, GUIDED, TokenPiece, list_pieces, place_chains
 from agentrl.workflow.store.reads.episode_relations import load_run_of
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, load_shape
 from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, StepTokens, load_steps, load_tokens
@@ -121,19 +122,32 @@ def _segments(
     shape: EpisodeShape, pieces: Sequence[TokenPiece], credit: TokenCredit, start: int, end: int
 ) -> list[dict[str, Any]]:
     idle = reasons_not_to_train(shape.value)
+    guided = {step.index: frozenset(step.guided) for step in shape.value.steps if step.guided}
     return [
         {
-            "start": max(piece.start, start),
-            "end": min(piece.end, end),
+            "start": first,
+            "end": last,
             "kind": piece.kind,
             "step": piece.step,
             "chain": piece.chain,
-            "trains": _trains(piece, idle),
-            "why_not": _why_not(piece, idle),
-            "advantage": _segment_advantage(piece, credit) if _trains(piece, idle) else None,
+            "trains": _trains(piece, idle) and not is_guided,
+            "why_not": _why_not(piece, idle) or (GUIDED if is_guided else None),
+            "advantage": _segment_advantage(piece, credit) if _trains(piece, idle) and not is_guided else None,
         }
         for piece in pieces
+        for first, last, is_guided in _runs(piece, guided.get(piece.step, frozenset()), start, end)
     ]
+
+
+def _runs(piece: TokenPiece, guided: Set[int], start: int, end: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield the positions of the piece inside the range, divided where tokens that a grammar chose begin or end."""
+    first, last = max(piece.start, start), min(piece.end, end)
+    if piece.kind == "prompt" or not guided:
+        yield first, last, False
+        return
+    for is_guided, run in groupby(range(first, last), lambda place: place - piece.start in guided):
+        places = list(run)
+        yield places[0], places[-1] + 1, is_guided
 
 
 def _trains(piece: TokenPiece, idle: Mapping[int, str]) -> bool:
@@ -158,14 +172,20 @@ def _advantages(
 ) -> list[float | None] | None:
     if credit.of_steps is None or all(values[0] == values[-1] for values in credit.of_steps.values() if values):
         return None
-    idle = reasons_not_to_train(shape.value)
+    idle, steps = reasons_not_to_train(shape.value), {step.index: step for step in shape.value.steps}
     advantages: list[float | None] = []
     for piece in pieces:
         first, last = _within(piece, start, end)
-        values: Sequence[float | None] = credit.of_steps.get(piece.step, ()) if _trains(piece, idle) else ()
-        some = [*values[first:last]]
+        trained = credit.of_steps.get(piece.step, ()) if _trains(piece, idle) else ()
+        some = _spread(trained, frozenset(steps[piece.step].guided))[first:last]
         advantages += some + [None] * (last - first - len(some))
     return advantages
+
+
+def _spread(values: Sequence[float], guided: Set[int]) -> list[float | None]:
+    """Return the values of the tokens that train at the places of these tokens among all sampled ones; None at the others."""
+    rest = iter(values)
+    return [None if place in guided else next(rest) for place in range(len(values) + len(guided))] if values else []
 
 
 def _metrics(episode: int, logprobs: Sequence[float | None], credit: TokenCredit) -> list[dict[str, str]]:

@@ -20,6 +20,7 @@ export function TokensView({ episode, row }) {
   const [at, setAt] = useState(null);
   const words = useMemo(() => colouring(strip, color), [strip.ids.length, color]);
   const segments = useMemo(() => strip.segments, [strip.ids.length]);
+  const reasons = [...new Set(segments.filter((segment) => segment.kind === "sampled" && segment.why_not).map((segment) => segment.why_not))];
   const pick = useHover(setAt, strip.ids.length);
   if (strip.error && !strip.ids.length) return html`<${Problem} error=${strip.error} />`;
   const metrics = strip.metrics || [];
@@ -35,9 +36,9 @@ export function TokensView({ episode, row }) {
     <${TokenChart} strip=${strip} color=${color} words=${words} />
     <div class="strip-tools"><${TokenFacts} strip=${strip} at=${at} color=${color} /></div>
     <div class=${`strip ${only ? "only-sampled" : ""}`} ...${pick} tabindex="0" role="group" aria-label="Tokens: left and right move, the line above tells of each">
-      ${segments.map((segment) => html`<${Segment} key=${segment.start} segment=${segment} strip=${strip} words=${words} hidden=${Boolean(only) && segment.kind !== "sampled"} />`)}
+      ${segments.map((segment, index) => html`<${Segment} key=${segment.start} segment=${segment} begins=${!goesOn(segments[index - 1], segment)} strip=${strip} words=${words} hidden=${Boolean(only) && segment.kind !== "sampled"} />`)}
     </div>
-    <p class="quiet">${number(row.prompt_tokens)} tokens were read and ${number(row.sampled_tokens)} sampled. What was only read is dimmed; so is what no update trains on, with a line under it.</p>`;
+    <p class="quiet">${number(row.prompt_tokens)} tokens were read and ${number(row.sampled_tokens)} sampled. What was only read is dimmed; so is what no update trains on, with a line under it${reasons.length ? `: ${reasons.map(visible).join("; ")}` : ""}.</p>`;
 }
 
 function useStrip(episode) {
@@ -72,7 +73,7 @@ async function readStrip(episode, signal, told) {
 function addSegments(all, pieces) {
   for (const piece of pieces) {
     const last = all[all.length - 1];
-    if (last && last.step === piece.step && last.kind === piece.kind && last.chain === piece.chain && last.end === piece.start) all[all.length - 1] = { ...last, end: piece.end };
+    if (last && last.step === piece.step && last.kind === piece.kind && last.chain === piece.chain && last.trains === piece.trains && last.end === piece.start) all[all.length - 1] = { ...last, end: piece.end };
     else all.push(piece);
   }
 }
@@ -103,13 +104,18 @@ function Scale({ words }) {
   return html`<span class="scale">likely ${shades.map((each) => html`<i key=${each} class=${`odd-${each}`}></i>`)} surprising (${number(-words.most, 3)} or less)</span>`;
 }
 
-function Segment({ segment, strip, words, hidden }) {
+/** Whether a piece is in the turn of the piece before it. */
+function goesOn(before, segment) {
+  return before?.kind === "sampled" && before.step === segment.step && before.chain === segment.chain;
+}
+
+function Segment({ segment, begins, strip, words, hidden }) {
   if (hidden) return null;
   const blocks = [];
   for (let start = segment.start; start < segment.end; start += BLOCK) blocks.push([start, Math.min(segment.end, start + BLOCK)]);
   const kind = segment.kind === "sampled" ? (segment.trains ? "sampled" : "untrained") : "read";
   return html`<span class=${`segment ${kind}`} title=${!segment.trains && segment.kind === "sampled" && segment.why_not ? `not trained on: ${visible(segment.why_not)}` : undefined}>
-    ${segment.kind === "sampled" && html`<span class="turn-mark" aria-hidden="true">turn ${segment.step}</span>`}
+    ${segment.kind === "sampled" && begins && html`<span class="turn-mark" aria-hidden="true">turn ${segment.step}</span>`}
     ${blocks.map(([start, end]) => html`<${Block} key=${start} start=${start} end=${end} segment=${segment} strip=${strip} words=${words} />`)}
   </span>`;
 }

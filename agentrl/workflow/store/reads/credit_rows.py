@@ -62,7 +62,9 @@ def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
     counts: dict[int, int] = {}
     for some in in_parts([row["id"] for row in rows]):
         query = f"""
-            SELECT e.id, CAST(sum(s.sampled_tokens) AS BIGINT) AS tokens FROM episodes e
+            SELECT e.id, CAST(sum(
+              s.sampled_tokens - coalesce(json_array_length(s.asked -> 'grammar' -> 'guided'), 0)) AS BIGINT) AS tokens
+            FROM episodes e
             JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt
             WHERE e.id IN ({among(some)}) AND s.number >= coalesce(e.fork_step, 0) AND NOT s.side_call
             AND (s.delivered OR EXISTS (

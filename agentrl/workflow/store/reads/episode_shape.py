@@ -4,6 +4,7 @@ For a fork, the rows of the inherited steps are those of the parent. In the shap
 tokens, but each token id is 0.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ def _own_steps(tx: Any, episode: Row) -> list[Row]:
 
 STEP_COLUMNS = """
     s.id, s.episode_id, s.number AS step, s.chain, s.parent_step, s.shared_tokens, s.delivered, s.side_call, s.prompt_tokens,
-    s.sampled_tokens, CASE WHEN s.new_row IS NULL THEN 0 ELSE 1 END AS begins"""
+    s.sampled_tokens, CASE WHEN s.new_row IS NULL THEN 0 ELSE 1 END AS begins, s.asked -> 'grammar' ->> 'guided' AS guided"""
 """The columns of a step that `shape_value` needs."""
 
 
@@ -105,6 +106,7 @@ def _step(row: Row) -> Step:
         shared=row["shared_tokens"],
         delivered=row["delivered"],
         side_call=row["side_call"],
+        guided=tuple(json.loads(row["guided"] or "[]")),
     )
 
 
