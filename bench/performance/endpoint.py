@@ -2,8 +2,9 @@
 
 The calls are made by an agent in its own process, one after the other, through the endpoint, into the rollout worker and back,
 each committed before it is released; the sampler's own time is that of the same turn, as its row has it. Whole runs are
-arithmetic by the built-in loop and by the agent of `examples/openai_agent`, in turns: with the tiny model, whose turns cost
-less than a process, and with a wide one of 38M parameters.
+arithmetic by the built-in loop and by the agent of `examples/openai_agent`, in turns, also with `agent.reuse`: with the tiny
+model, whose turns cost less than a process, and with a wide one of 38M parameters. The processor time of an episode is that of
+all worker processes and of the agents that they start.
 """
 
 import json
@@ -70,8 +71,11 @@ def measure() -> Measured:
         called = load()
         with cases.case("endpoint, episodes of a run"):
             wide = {"model.path": str(tiny_calling(Path(folder) / "wide", layers=12, width=512)), "model.lora_r": 8}
-            comparisons = [_runs(crew, "tiny", WHOLE_RUN | tiny, ROUNDS), _runs(crew, "wide", WHOLE_RUN | wide, WIDE_ROUNDS)]
-            pairs = [[each.name, len(each.ours), *_bounds(each.ours, each.other)] for each in comparisons]
+            for name, own, rounds in (("tiny", tiny, ROUNDS), ("wide", wide, WIDE_ROUNDS)):
+                measured, spent = _runs(crew, name, {**WHOLE_RUN, **own}, rounds)
+                comparisons += measured
+                tables.append(Table(f"processor ms of an episode, {name}", ("by", "median", "least", "most"), spent, load()))
+            pairs = [[f"{each.name}, {each.what}", len(each.ours), *_bounds(each.ours, each.other)] for each in comparisons]
             columns = ("runs", "pairs", *COLUMNS[-3:])
             tables.append(Table("episodes/s of an agent to the built-in loop's", columns, pairs, load()))
     with cases.case("endpoint, memory"):
@@ -108,13 +112,22 @@ def _calls(crew: Fleet, kind: str, options: dict[str, Any]) -> tuple[list[float]
     return waited, own
 
 
-def _runs(crew: Fleet, model: str, options: dict[str, Any], rounds: int) -> Comparison:
-    """Episodes per second of the built-in loop and of an agent, in turns."""
-    agent = {"agent.name": "examples.openai_agent.agent:solve"}
-    rates: dict[str, list[float]] = {"loop": [], "agent": []}
+def _runs(crew: Fleet, model: str, options: dict[str, Any], rounds: int) -> tuple[list[Comparison], list[list[object]]]:
+    """Episodes per second of the built-in loop, of an agent and of one that keeps its process, in turns; and the rows of the
+    table of processor time.
+    """
+    agent: dict[str, Any] = {"agent.name": "examples.openai_agent.agent:solve"}
+    kinds: dict[str, dict[str, Any]] = {
+        "loop": {"rollout.max_steps": 4},
+        "agent": agent,
+        "reuse": agent | {"agent.reuse": True},
+    }
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    spent: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(rounds + 1):
-        for kind, more in (("loop", {"rollout.max_steps": 4}), ("agent", agent)):
+        for kind, more in kinds.items():
             name = f"{model}-{kind}-{number}"
+            before = crew.processor_seconds()
             crew.submit(name, options | more)
             crew.wait_for(name)
             rows = crew.rows(
@@ -122,12 +135,18 @@ def _runs(crew: Fleet, model: str, options: dict[str, Any], rounds: int) -> Comp
                 f" JOIN runs r ON r.id = e.run_id WHERE r.name = '{name}' GROUP BY e.iteration_id"
             )
             taken = sum(seconds(last) - seconds(first) for first, last, _ in rows)
+            episodes = sum(count for *_, count in rows)
             if number:
-                rates[kind].append(sum(count for *_, count in rows) / taken)
-    said = f"arithmetic, {model} model, 8 x 8 episodes per iteration, rollouts alone"
-    return Comparison(
-        said, rates["agent"], rates["loop"], "episodes/s", "the built-in loop", "more", "an agent on the openai SDK"
-    )
+                rates[kind].append(episodes / taken)
+                spent[kind].append(1e3 * (crew.processor_seconds() - before) / episodes)
+    name = f"arithmetic, {model} model, 8 x 8 episodes per iteration, rollouts alone"
+    whats = {"agent": "an agent on the openai SDK", "reuse": "the same with agent.reuse"}
+    comparisons = [
+        Comparison(name, rates[kind], rates["loop"], "episodes/s", "the built-in loop", "more", what)
+        for kind, what in whats.items()
+    ]
+    whats = {"loop": "the built-in loop", **whats}
+    return comparisons, [[whats[kind], median(ms), min(ms), max(ms)] for kind, ms in spent.items()]
 
 
 def _bounds(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:

@@ -13,7 +13,9 @@ from typing import Any
 
 from sqlalchemy import text
 
+from agentrl.workers.agents.guardian import descendants
 from agentrl.workers.stack import broker
+from agentrl.workflow.sandbox.proc import processor_seconds
 from agentrl.workflow.settings import Settings
 from tests.support.real_stack import Stack
 
@@ -51,6 +53,11 @@ class Fleet(Stack):
         """All rows of a query."""
         with self.database.read() as tx:
             return list(tx.execute(text(query)).all())
+
+    def processor_seconds(self) -> float:
+        """The processor time of the workers, and of all processes that they have started."""
+        workers = {process.pid for process in self._workers}
+        return sum(map(processor_seconds, workers.union(*map(descendants, workers))))
 
     def end(self) -> None:
         """Ends the workers in good order."""

@@ -1,5 +1,6 @@
 """Agents that do what agents may do, and what they may not. `tests/agents/test_processes.py` runs them."""
 
+import json
 import os
 import signal
 import stat
@@ -150,5 +151,5 @@ def answers_twice(task: Any, llm: Any) -> None:
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                data = b'{"value": 1}'
+                data = json.dumps({"value": os.getpid()}).encode()
                 os.write(descriptor, len(data).to_bytes(8, "little") + data)

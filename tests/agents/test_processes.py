@@ -326,11 +326,18 @@ def test_reused_agent_over_time_is_ended_with_its_process() -> None:
     assert ran("sleeps", reuse=True, timeout_seconds=0.3).error_class == "timeout"
 
 
-@pytest.mark.parametrize("reuse", [True, False])
-def test_agent_with_two_results_is_error(reuse: bool) -> None:
-    report = ran("answers_twice", reuse=reuse)
+def test_agent_with_two_results_is_error() -> None:
+    report = ran("answers_twice")
     assert report.error_class == "answer"
     assert "it has two results" in report.error
+
+
+def test_reused_agent_that_sent_more_gets_a_new_process() -> None:
+    processes_of_results = set()
+    for _ in range(3):
+        processes_of_results.add(str(ran("answers_twice", reuse=True).rewards))
+        time.sleep(0.3)
+    assert len(processes_of_results) == 3
 
 
 def test_agents_do_not_outlive_worker(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def guard(connection: socket.socket, function: Callable[..., Any] | None) -> Non
         if not (order.is_boxed or is_confined):
             is_confined = True
             domain.enter()  # the guardian too: the agent's own lies in it, so that it cannot end its guardian
-        if agent is not None and not (order.reuse and agent.is_alive):
+        if agent is not None and not (order.reuse and agent.is_ready):
             end_descendants()
             agent.close()
             agent = None
@@ -180,9 +180,10 @@ class _Agent:
     channel: socket.socket
 
     @property
-    def is_alive(self) -> bool:
-        """True if the process has not ended."""
-        return not select.select([self.ended], [], [], 0)[0]
+    def is_ready(self) -> bool:
+        """True if the process can run another episode: it has not ended, and has sent nothing after its result."""
+        descriptors: list[Any] = [self.ended, self.channel]
+        return not select.select(descriptors, [], [], 0)[0]
 
     def close(self) -> int:
         """Wait for the end of the process, close the descriptors, and return the exit code."""
@@ -258,7 +259,8 @@ class _Watch:
         """Wait until the agent has ended, or has sent its result if its process is to be used again. Return the (error class,
         error) if a limit ended it; otherwise two empty texts.
         """
-        deadline, looked = time.monotonic() + self.order.timeout_seconds, 0.0
+        looked = time.monotonic()
+        deadline = looked + self.order.timeout_seconds
         agent = self.agent
         descriptors: list[Any] = [agent.ended, agent.output, agent.channel, self.connection]
         while True:
