@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agentrl.workers.agents import domain
+from agentrl.workers.agents import confinement, domain
 from agentrl.workers.agents.kept_output import KeptOutput, add_last_lines
 from agentrl.workflow.agents import LLM, AgentTask, freeze_clock, read_result
 
@@ -65,6 +65,7 @@ class Order:
         output_bytes: the most bytes that the agent may print.
         keys: the secrets that are removed from all output.
         stdin: the file that a program reads as its standard input; empty for an empty input.
+        confinement: what a program may reach if Landlock confines it; None if it does not.
     """
 
     command: list[str]
@@ -80,6 +81,7 @@ class Order:
     output_bytes: int
     keys: list[str] = field(default_factory=list)
     stdin: str = ""
+    confinement: dict[str, Any] | None = None
 
     @property
     def is_boxed(self) -> bool:
@@ -311,6 +313,8 @@ def _become_agent(
             os.close(result)
             resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILES_BYTES // 2,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if order.confinement is not None:
+                confinement.enter(order.confinement)
             os.execvpe(order.command[0], order.command, order.environment)
         code = _call(function, order, result)
     except FileNotFoundError as error:
