@@ -102,6 +102,20 @@ def open_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture(params=["bwrap", "landlock"])
+def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """Each kind of an agent's sandbox; Landlock as in a container of ours, in which bubblewrap does not start."""
+    if request.param == "landlock":
+        (tmp_path / "bwrap").write_text("#!/bin/sh\necho no >&2\nexit 1\n")
+        (tmp_path / "bwrap").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setenv("AGENTRL_IMAGE", "1")
+        settings.cache_clear()
+    yield request.param
+    monkeypatch.undo()
+    settings.cache_clear()
+
+
 @pytest.mark.parametrize("changes", [{}, {"unsafe": True}, {"network": "all"}], ids=["sandbox", "unsafe", "network"])
 def test_program_reads_task_calls_model_and_answers(open_folder: Path, endpoint: str, changes: dict[str, Any]) -> None:
     with inside(open_folder):
@@ -120,6 +134,16 @@ def test_function_agent_may_be_sandboxed(endpoint: str) -> None:
         assert (report.answer, report.rewards) == ("Hi m", {"close": 0.5}), report
 
 
+@pytest.mark.usefixtures("box")
+def test_program_in_each_sandbox_does_its_work(open_folder: Path, endpoint: str) -> None:
+    source = ASKS + "open('own', 'w').write('x'); os.rename('own', 'mine'); os.chmod('mine', 0o600); os.utime('mine')\n"
+    source += "import subprocess; subprocess.run(['sh', '-c', 'test -r mine && touch $HOME/a $TMPDIR/b'], check=True)\n"
+    with inside(open_folder):
+        report = ran(endpoint, script(open_folder, source))
+    assert (report.error_class, report.rewards) == ("", {"own": 0.5}), report
+
+
+@pytest.mark.usefixtures("box")
 def test_program_reaches_only_endpoint(open_folder: Path, endpoint: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -136,8 +160,78 @@ for address in (("127.0.0.1", {port}), ("1.1.1.1", 53), ("127.0.0.1", 5432), ("1
             assert ran(endpoint, script(open_folder, source)).output == "no\n" * 4
 
 
+ATTACKS = """
+import ctypes, os, resource, signal, socket
+libc = ctypes.CDLL(None, use_errno=True)
+PORT, PARENT = OTHER_PORT, os.getppid()
+
+
+def call(number, *args):
+    if libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, args)) < 0:
+        raise OSError(ctypes.get_errno(), "")
+
+
+def fast_open():
+    with socket.socket() as link:
+        link.sendto(b"x", 0x20000000, ("127.0.0.1", PORT))
+
+
+def later_fast_open():
+    with socket.socket() as link:
+        link.setsockopt(6, 30, 1)
+        link.connect(("127.0.0.1", PORT))
+        link.send(b"x")
+
+
+attacks = {
+    "datagrams": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
+    "raw": lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1),
+    "mptcp": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262),
+    "mptcp 6": lambda: socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 262),
+    "sctp": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM, 132),
+    "packets": lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW),
+    "netlink": lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW),
+    "vsock": lambda: socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM),
+    "more bits of a family": lambda: call(41, 1 << 32 | 2, 2, 0),
+    "more bits of a protocol": lambda: call(41, 2, 1, 1 << 32 | 262),
+    "fast open": fast_open,
+    "later fast open": later_fast_open,
+    "listens": lambda: socket.create_server(("127.0.0.1", 0)),
+    "kills": lambda: os.kill(PARENT, signal.SIGCONT),
+    "limits": lambda: resource.prlimit(PARENT, resource.RLIMIT_CPU, (1, 1)),
+    "affinity": lambda: os.sched_setaffinity(PARENT, {0}),
+    "priority": lambda: os.setpriority(os.PRIO_PROCESS, PARENT, 19),
+    "shared memory": lambda: call(29, 77, 4096, 0o1666),
+    "user namespace": lambda: call(272, 0x10000000),
+    "another folder": lambda: open("/tmp/agent-test-written", "w"),
+    "list": lambda: os.listdir("/tmp"),
+    "environment": lambda: open(f"/proc/{PARENT}/environ").read(),
+    "own process": lambda: open("/proc/self/mem").read(1),
+    "device": lambda: os.mknod("device", 0o20600, os.makedev(1, 1)),
+}
+for name, attack in attacks.items():
+    try:
+        attack()
+        print("done:", name)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize("box", ["landlock"], indirect=True)
+@pytest.mark.usefixtures("box")
+def test_program_that_landlock_confines_attacks_in_vain(open_folder: Path, endpoint: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, inside(open_folder):
+        source = ATTACKS.replace("OTHER_PORT", str(other.getsockname()[1]))
+        report = ran(endpoint, script(open_folder, source))
+        other.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            other.accept()
+    assert (report.exit_code, report.output) == (0, "")
+
+
 def test_program_sees_no_rows_dataset_or_outside_processes(
-    open_folder: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+    open_folder: Path, endpoint: str, box: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = open_folder / ".agentrl"
     home.mkdir()
@@ -175,9 +269,10 @@ print("".join(seen).replace("\\0", "\\n"))
         settings.cache_clear()
     for secret in ("rows", "references", "secrets", "hidden", "written", "root:"):
         assert secret not in said
-    assert "OPENAI_API_KEY=secret-key" in said
+    assert "OPENAI_API_KEY=secret-key" in said or box == "landlock", "of its own process"
 
 
+@pytest.mark.usefixtures("box")
 def test_program_key_is_on_no_command_line(open_folder: Path, endpoint: str) -> None:
     with inside(open_folder):
         asked = script(open_folder, "import time; time.sleep(600)")
@@ -199,6 +294,7 @@ def test_program_key_is_on_no_command_line(open_folder: Path, endpoint: str) -> 
     assert "a-very-secret-key" not in found
 
 
+@pytest.mark.usefixtures("box")
 def test_program_writing_too_much_is_ended(open_folder: Path, endpoint: str) -> None:
     source = "f = open('big', 'wb')\nwhile True: f.write(b'x' * (1 << 20))"
     with inside(open_folder):
@@ -206,6 +302,7 @@ def test_program_writing_too_much_is_ended(open_folder: Path, endpoint: str) -> 
     assert report.error_class in ("exit", "files")
 
 
+@pytest.mark.usefixtures("box")
 def test_program_children_end_with_it(open_folder: Path, endpoint: str) -> None:
     started = "['/usr/bin/python3', '-c', 'import time; time.sleep(777)']"
     source = f"import subprocess; subprocess.Popen({started}, start_new_session=True)"
@@ -253,3 +350,11 @@ def test_agent_variables_name_model_of_both_apis() -> None:
     variables = LLM("http://here:1/v1", "key", "run-1").variables
     assert {variables[f"{api}_API_KEY"] for api in ("OPENAI", "ANTHROPIC")} == {"key"}
     assert (variables["OPENAI_BASE_URL"], variables["ANTHROPIC_BASE_URL"]) == ("http://here:1/v1", "http://here:1")
+
+
+@pytest.mark.parametrize("box", ["landlock"], indirect=True)
+@pytest.mark.usefixtures("box")
+def test_program_in_container_reaches_endpoint_or_is_refused() -> None:
+    check_held(AgentConfig(name="cmd:/usr/bin/python3 -c pass"))
+    with pytest.raises(ConfigError, match="can reach only the endpoint"):
+        check_held(AgentConfig(name="cmd:/usr/bin/python3 -c pass", network="all"))

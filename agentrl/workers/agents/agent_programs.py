@@ -2,11 +2,13 @@
 
 A program executes text that the model wrote. In bubblewrap, it can read the system and the folder of the files that its command
 names. It can write only to its own folder. It reaches one network address, which leads to the endpoint. `network: all` gives it
-the complete network, and `unsafe: true` runs it without the sandbox.
+the complete network, and `unsafe: true` runs it without the sandbox. In a container of ours, where bubblewrap cannot run,
+Landlock confines the program (`agents.confinement`).
 """
 
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentrl.workers.agents import agent_bridge, relay
+from agentrl.workers.agents import agent_bridge, confinement, relay
 from agentrl.workers.agents.guardian import Order
 from agentrl.workers.agents.processes import clean_environment
 from agentrl.workflow.agents import CLOCK, LLM, AgentTask
-from agentrl.workflow.agents.agent_limits import FUNCTION, check_held, command_of, folders_of, may_read
+from agentrl.workflow.agents.agent_limits import FUNCTION, bubblewrap_works, check_held, command_of, folders_of, may_read
 from agentrl.workflow.config import AgentConfig
 from agentrl.workflow.datasets import split_mixture
 from agentrl.workflow.emitters import emit_variables
@@ -31,6 +33,7 @@ INSIDE = "/agent"
 """The path inside the sandbox of the program's own folder."""
 SOCKET = "/run/endpoint"
 BRIDGE = "/run/bridge.py"
+ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/passwd", "/etc/group", "/etc/localtime")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class AgentLaunch:
         answer_file: the file in which a program can write its answer; empty for a function.
         files: the folder on this host to which a program can write; empty for a function.
         llm: the model's URL and key, in the form in which the agent reaches them.
+        confinement: what the program may reach if Landlock confines it (`agents.confinement`).
     """
 
     command: list[str]
@@ -52,6 +56,7 @@ class AgentLaunch:
     answer_file: str
     files: str
     llm: LLM
+    confinement: dict[str, Any] | None = None
 
     def spec(self, agent: AgentConfig) -> str:
         """Return the import path of the function that the warm interpreter must import; empty for a program."""
@@ -75,6 +80,7 @@ class AgentLaunch:
             output_bytes=agent.output_bytes,
             reuse=agent.reuse,
             keys=list(keys),
+            confinement=self.confinement,
         )
 
 
@@ -104,7 +110,9 @@ def placed(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-agent-", ignore_cleanup_errors=True)))
         (folder / "files").mkdir()
         (folder / "files" / "task.json").write_text(json.dumps(asdict(task), ensure_ascii=False))
-        if agent.sandboxed:
+        if agent.sandboxed and not bubblewrap_works(agent):
+            yield _confined(agent, folder / "files", llm, config, emit_key, clock)
+        elif agent.sandboxed:
             yield stack.enter_context(_sandboxed(agent, folder, llm, config, emit_key, clock))
         else:
             yield _unsafe(agent, folder / "files", llm, emit_key, clock)
@@ -121,6 +129,27 @@ def _file_variables(folder: str) -> dict[str, str]:
 def _unsafe(agent: AgentConfig, files: Path, llm: LLM, emit_key: str, clock: float | None) -> AgentLaunch:
     environment = clean_environment() | _model(llm, emit_key, clock) | _file_variables(str(files))
     return AgentLaunch(command_of(agent), environment, str(files), str(files / "answer.json"), str(files), llm)
+
+
+def _confined(
+    agent: AgentConfig, files: Path, llm: LLM, config: Mapping[str, Any], emit_key: str, clock: float | None
+) -> AgentLaunch:
+    """Return the launch of a program that Landlock confines. Its endpoint is an address, because it cannot ask for names."""
+    command = command_of(agent)
+    url = urlsplit(llm.base_url)
+    port = url.port or 80
+    address = socket.getaddrinfo(url.hostname, port, type=socket.SOCK_STREAM)[0][4][0]
+    host = f"[{address}]" if ":" in str(address) else address
+    llm = replace(llm, base_url=f"http://{host}:{port}{url.path}")
+    readable = [*ETC, *_readable(command)]
+    confined = confinement.spec(files, readable, _hidden(config), port)
+    environment = _environment(command, str(files), str(files)) | _model(llm, emit_key, clock) | _file_variables(str(files))
+    return AgentLaunch(command, environment, str(files), str(files / "answer.json"), str(files), llm, confined)
+
+
+def _environment(command: list[str], home: str, temporary: str) -> dict[str, str]:
+    environment = {"PATH": os.environ.get("PATH", ""), "HOME": home, "LANG": "C.UTF-8", "TMPDIR": temporary}
+    return environment | ({"PYTHONPATH": os.pathsep.join(_imported(command))} if _imported(command) else {})
 
 
 @contextmanager
@@ -149,8 +178,7 @@ def _sandboxed(
             command = ["/usr/bin/python3", "-I", BRIDGE, SOCKET, *command]
         else:
             args += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf", "--ro-bind-try", "/etc/hosts", "/etc/hosts"]
-        environment = {"PATH": os.environ.get("PATH", ""), "HOME": INSIDE, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
-        environment |= {"PYTHONPATH": os.pathsep.join(_imported(command))} if _imported(command) else {}
+        environment = _environment(command, INSIDE, "/tmp")
         for name, value in (environment | _model(llm, emit_key, clock) | _file_variables(INSIDE)).items():
             args += ["--setenv", name, value]
         options = folder / "options"  # not on a command line, which everybody on this host can read
@@ -181,17 +209,23 @@ def _view(command: list[str], folder: Path, config: Mapping[str, Any]) -> list[s
             ["--symlink", os.readlink(there), str(there)] if there.is_symlink() else ["--ro-bind-try", str(there), str(there)]
         )
         args += link
-    for path in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/passwd", "/etc/group", "/etc/localtime"):
+    for path in ETC:
         args += ["--ro-bind-try", path, path]
     args += ["--size", str(256 << 20), "--tmpfs", "/tmp"]
-    read = {sys.prefix, sys.base_prefix, *_imported(command), *map(str, folders_of(command))}
-    for name in sorted(path for path in read if path != "/" and not f"{path}/".startswith("/usr/")):
-        args += ["--ro-bind", name, name] if may_read(Path(name)) else []
+    read = _readable(command)
+    for name in read:
+        args += ["--ro-bind", name, name]
     for hidden in sorted(_hidden(config)):
         kind = ["--tmpfs", hidden] if Path(hidden).is_dir() else ["--ro-bind", os.devnull, hidden]
         args += kind if any(f"{hidden}/".startswith(f"{path}/") for path in read) else []
     args += ["--proc", "/proc", "--dev", "/dev", "--bind", str(folder / "files"), INSIDE, "--chdir", INSIDE]
     return args
+
+
+def _readable(command: list[str]) -> list[str]:
+    """Return the folders outside of /usr that the program reads: its interpreter's, and those of its files."""
+    read = {sys.prefix, sys.base_prefix, *_imported(command), *map(str, folders_of(command))}
+    return sorted(path for path in read if path != "/" and not f"{path}/".startswith("/usr/") and may_read(Path(path)))
 
 
 def _imported(command: list[str]) -> list[str]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agentrl.workers.agents import domain
+from agentrl.workers.agents import confinement, domain
 from agentrl.workers.agents.kept_output import KeptOutput, add_last_lines
 from agentrl.workflow.agents import LLM, AgentTask, freeze_clock, read_result
 from agentrl.workflow.runtime.socket_pair import socket_pair
@@ -69,6 +69,7 @@ class Order:
         reuse: whether the function's process may run the next episode too.
         keys: the secrets that are removed from all output.
         stdin: the file that a program reads as its standard input; empty for an empty input.
+        confinement: what a program may reach if Landlock confines it; None if it does not.
     """
 
     command: list[str]
@@ -85,6 +86,7 @@ class Order:
     reuse: bool = False
     keys: list[str] = field(default_factory=list)
     stdin: str = ""
+    confinement: dict[str, Any] | None = None
 
     @property
     def is_boxed(self) -> bool:
@@ -397,6 +399,8 @@ def _become_agent(
             channel.close()
             resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILES_BYTES // 2,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if order.confinement is not None:
+                confinement.enter(order.confinement)
             os.execvpe(order.command[0], order.command, order.environment)
         code = _call(function, order, channel)
         while order.reuse and (fields := receive(channel)) is not None:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from agentrl.workflow.config import AgentConfig
-from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.errors import ConfigError, SandboxUnavailable
 from agentrl.workflow.settings import settings
 
 FUNCTION = "agentrl.workers.agents.function"
@@ -30,21 +30,45 @@ def check_held(agent: AgentConfig) -> None:
     Raises:
         ConfigError: the program does not exist, or this machine cannot run the sandbox.
     """
-    if agent.sandboxed:
-        program = shutil.which("bwrap")
-        if program is None:
-            hint = "Install it (apt-get install bubblewrap), or pass --agent-unsafe on a machine that has nothing else to harm."
-            if settings().image:
-                hint = "Pass --agent-unsafe: the agents service itself is a sandbox, shared by all its agents."
-            raise ConfigError("The agent needs bubblewrap, which is not installed here.", hint)
-        if reason := _refusal(program, agent.network == "endpoint"):
-            raise ConfigError(
-                f"The agent needs bubblewrap, which cannot start a sandbox here: {reason}.",
-                "Allow user namespaces (a container's seccomp profile forbids them), or pass "
-                "--agent-unsafe on a machine that has nothing else to harm.",
-            )
+    if agent.sandboxed and not bubblewrap_works(agent):
+        _check_landlock(agent)
     if agent.sandboxed or agent.command:
         command_of(agent)
+
+
+def bubblewrap_works(agent: AgentConfig) -> bool:
+    """Return True if bubblewrap can start the agent's sandbox here; False in a container of ours without bubblewrap, in which
+    Landlock confines agents.
+
+    Raises:
+        ConfigError: bubblewrap is missing or cannot start a sandbox, and this is no container of ours.
+    """
+    program = shutil.which("bwrap")
+    reason = "" if program is None else _refusal(program, agent.network == "endpoint")
+    if program is not None and not reason:
+        return True
+    if settings().image:
+        return False
+    if program is None:
+        hint = "Install it (apt-get install bubblewrap), or pass --agent-unsafe on a machine where nothing else can be harmed."
+        raise ConfigError("The agent needs bubblewrap, which is not installed here.", hint)
+    raise ConfigError(
+        f"The agent needs bubblewrap, which cannot start a sandbox here: {reason}.",
+        "Allow user namespaces (a container's seccomp profile forbids them), or say --agent-unsafe where nothing else "
+        "can be harmed.",
+    )
+
+
+def _check_landlock(agent: AgentConfig) -> None:
+    from agentrl.workflow.sandbox import landlock
+
+    hint = "Pass --agent-unsafe: the agents service itself is a sandbox, shared by all its agents."
+    if agent.network != "endpoint":
+        raise ConfigError("In this container, a sandboxed agent can reach only the endpoint.", hint)
+    try:
+        landlock.check()
+    except SandboxUnavailable as error:
+        raise ConfigError(error.message, hint) from error
 
 
 @cache

@@ -33,7 +33,8 @@ MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK, REFER, TRUNCATE, IOCTL_DEV = 1 << 6, 1 << 9, 1
 EVERY_FILE_RIGHT = (1 << 16) - 1
 EVERY_TCP_RIGHT = 0b11  # bind, connect
 EVERY_SCOPE = 0b11  # abstract unix sockets, signals
-PATH_BENEATH = 1
+CONNECT_TCP = 0b10
+PATH_BENEATH, NET_PORT = 1, 2
 
 READ = EXECUTE | READ_FILE | READ_DIR
 WRITE = EVERY_FILE_RIGHT & ~(MAKE_CHAR | MAKE_SOCK | MAKE_BLOCK | IOCTL_DEV)
@@ -106,6 +107,12 @@ class PathBeneathAttr(ctypes.Structure):
     _fields_ = [("access", ctypes.c_uint64), ("fd", ctypes.c_int32)]
 
 
+class NetPortAttr(ctypes.Structure):
+    """The C structure `landlock_net_port_attr`: a rule that grants TCP rights for a port."""
+
+    _fields_ = [("access", ctypes.c_uint64), ("port", ctypes.c_uint64)]
+
+
 class SockFprog(ctypes.Structure):
     """The C structure `sock_fprog`: a seccomp filter."""
 
@@ -123,7 +130,7 @@ def check_answer(answer: int) -> int:
     return answer
 
 
-def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
+def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]], port: int = 0) -> None:
     """Enter a Landlock domain: give up the file rights `files` and the TCP rights `tcp`, except those that a rule grants.
 
     Afterwards, signals and abstract sockets reach only processes in the domain.
@@ -131,6 +138,7 @@ def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
     Args:
         files, tcp: bit masks of Landlock's rights.
         rules: pairs of a path and the bit mask of the rights below it.
+        port: the port to which TCP may still connect; 0: none.
     """
     attr = RulesetAttr(files, tcp, EVERY_SCOPE)
     ruleset = check_answer(LIBC.syscall(CREATE_RULESET, ctypes.byref(attr), ctypes.c_size_t(ctypes.sizeof(attr)), 0))
@@ -140,8 +148,18 @@ def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]]) -> None:
         beneath = PathBeneathAttr(granted, fd)
         check_answer(LIBC.syscall(ADD_RULE, ruleset, PATH_BENEATH, ctypes.byref(beneath), 0))
         os.close(fd)
+    if port:
+        check_answer(LIBC.syscall(ADD_RULE, ruleset, NET_PORT, ctypes.byref(NetPortAttr(CONNECT_TCP, port)), 0))
     check_answer(LIBC.syscall(RESTRICT_SELF, ruleset, 0))
     os.close(ruleset)
+
+
+def enter_filters(filters: list[str]) -> None:
+    """Enter seccomp filters, in hex."""
+    for hexadecimal in filters:
+        code = bytes.fromhex(hexadecimal)
+        program = SockFprog(len(code) // 8, code)
+        check_answer(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
 
 
 def scope_signals() -> None:
@@ -175,10 +193,7 @@ def confine(spec: Spec) -> None:
     os.chdir(spec["folder"])
     rules = [(path, READ) for path in spec["readable"]] + [(path, READ_FILE | WRITE_FILE) for path in spec["devices"]]
     enter_domain(EVERY_FILE_RIGHT, EVERY_TCP_RIGHT, [*rules, (spec["folder"], WRITE)])
-    for hexadecimal in spec["filters"]:
-        code = bytes.fromhex(hexadecimal)
-        program = SockFprog(len(code) // 8, code)
-        check_answer(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
+    enter_filters(spec["filters"])
 
 
 def become(spec: Spec) -> NoReturn:

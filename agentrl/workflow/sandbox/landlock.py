@@ -36,6 +36,7 @@ from contextlib import ExitStack, suppress
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from agentrl.workflow.errors import SandboxUnavailable
 from agentrl.workflow.runtime.socket_pair import socket_pair
@@ -59,10 +60,14 @@ kernel refuses new processes in the sandbox.
 SLACK_BYTES = 1 << 30
 """The amount of memory by which one process may exceed the memory limit between two checks, in bytes."""
 
-FAMILIES = (
-    *("socket", "connect", "bind", "listen", "memfd_create", "memfd_secret", "inotify_init", "inotify_init1"),
+AGENT_DENIED = (
     *("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl", "msgget", "msgsnd", "msgrcv", "msgctl"),
     *("mq_open", "mq_unlink", "migrate_pages", "move_pages", "process_mrelease", "sched_setattr"),
+)
+"""System calls that are denied to agents' programs, because no IPC namespace makes them harmless."""
+FAMILIES = (
+    *("socket", "connect", "bind", "listen", "memfd_create", "memfd_secret", "inotify_init", "inotify_init1"),
+    *AGENT_DENIED,
 )
 """System calls that are denied because this sandbox has no mount, network or IPC namespace to make them harmless."""
 PROCESS_CALLS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam")
@@ -75,7 +80,6 @@ OWNER_CALLS = (
 """System calls that Landlock does not cover. By these calls, a program of an ordinary user could change all files of that user.
 """
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
-SOCK_STREAM, SOCK_TYPE_MASK = 1, 0xF
 
 
 def abi() -> int:
@@ -105,21 +109,50 @@ def filters(owner: bool) -> tuple[str, str]:
     for name in (*FAMILIES, *(OWNER_CALLS if owner else ())):
         if pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) >= 0:
             syscall_filter.add_rule(denied, name)
+    _deny_calls_on_others(syscall_filter)
+    for option in (PR_SET_PDEATHSIG, PR_SET_DUMPABLE):
+        # The kernel reads 32 bits of it.
+        syscall_filter.add_rule(denied, "prctl", arg(0, pyseccomp.MASKED_EQ, 0xFFFFFFFF, option))
+    for kind in range(seccomp.SOCK_TYPE_MASK + 1):  # a pair of datagram sockets could still send to an address
+        if kind != seccomp.SOCK_STREAM:
+            syscall_filter.add_rule(denied, "socketpair", arg(1, pyseccomp.MASKED_EQ, seccomp.SOCK_TYPE_MASK, kind))
+    return rules.hex(), _exported(syscall_filter)
+
+
+@lru_cache(maxsize=1)
+def agent_filters() -> tuple[str, str]:
+    """Return the filters in hex for an agent's program, which may use TCP, and change the modes and times of its own files.
+
+    Raises:
+        SandboxUnavailable: libseccomp is missing.
+    """
+    rules = seccomp.rules(tcp=True)
+    import pyseccomp
+
+    syscall_filter = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    for name in AGENT_DENIED:
+        if pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) >= 0:
+            syscall_filter.add_rule(pyseccomp.ERRNO(errno.EPERM), name)
+    _deny_calls_on_others(syscall_filter)
+    return rules.hex(), _exported(syscall_filter)
+
+
+def _deny_calls_on_others(syscall_filter: Any) -> None:
+    import pyseccomp
+
+    denied, arg = pyseccomp.ERRNO(errno.EPERM), pyseccomp.Arg
     for name in PROCESS_CALLS:
         syscall_filter.add_rule(denied, name, arg(0, pyseccomp.NE, 0))
     for name in ("setpriority", "ioprio_set"):  # (which, who): the caller is (0, 0) in the first and (1, 0) in the second
         syscall_filter.add_rule(denied, name, arg(0, pyseccomp.GT, 1 if name == "ioprio_set" else 0))
         syscall_filter.add_rule(denied, name, arg(1, pyseccomp.NE, 0))
-    for option in (PR_SET_PDEATHSIG, PR_SET_DUMPABLE):
-        # The kernel reads 32 bits of it.
-        syscall_filter.add_rule(denied, "prctl", arg(0, pyseccomp.MASKED_EQ, 0xFFFFFFFF, option))
-    for kind in range(SOCK_TYPE_MASK + 1):  # a pair of datagram sockets could still send to an address
-        if kind != SOCK_STREAM:
-            syscall_filter.add_rule(denied, "socketpair", arg(1, pyseccomp.MASKED_EQ, SOCK_TYPE_MASK, kind))
+
+
+def _exported(syscall_filter: Any) -> str:
     with TemporaryFile() as file:
         syscall_filter.export_bpf(file)
         file.seek(0)
-        return rules.hex(), file.read().hex()
+        return file.read().hex()
 
 
 def readable_paths(folders: tuple[str, ...]) -> list[str]:

@@ -9,6 +9,7 @@ which a filter cannot read. The C library then uses `clone`, whose flags the fil
 import errno
 from functools import lru_cache
 from tempfile import TemporaryFile
+from typing import Any
 
 from agentrl.workflow.errors import SandboxUnavailable
 
@@ -28,12 +29,17 @@ F_SETSIG, F_NOTIFY = 10, 1026
 
 NEW_NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
-AF_UNIX = 1
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
+SOCK_STREAM, SOCK_TYPE_MASK, IPPROTO_TCP, MSG_FASTOPEN = 1, 0xF, 6, 0x20000000
 
 
-@lru_cache(maxsize=1)
-def rules() -> bytes:
-    """Return the filter as BPF instructions of 8 bytes. Raise SandboxUnavailable if libseccomp is not installed."""
+@lru_cache(maxsize=2)
+def rules(tcp: bool = False) -> bytes:
+    """Return the filter as BPF instructions of 8 bytes. Raise SandboxUnavailable if libseccomp is not installed.
+
+    With `tcp`, the filter allows TCP sockets too, which Landlock then limits. It denies everything that Landlock would not
+    limit: other protocols, and connections without a call of `connect`.
+    """
     try:
         import pyseccomp
     except (ImportError, OSError, RuntimeError) as error:
@@ -52,8 +58,31 @@ def rules() -> bytes:
         syscall_filter.add_rule(denied, "ioctl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, request))
     for command in (F_SETSIG, F_NOTIFY):
         syscall_filter.add_rule(denied, "fcntl", pyseccomp.Arg(1, pyseccomp.MASKED_EQ, 0xFFFFFFFF, command))
-    syscall_filter.add_rule(denied, "socket", pyseccomp.Arg(0, pyseccomp.NE, AF_UNIX))
+    if tcp:
+        _deny_other_than_tcp(syscall_filter, denied)
+    else:
+        syscall_filter.add_rule(denied, "socket", pyseccomp.Arg(0, pyseccomp.NE, AF_UNIX))
     with TemporaryFile() as file:
         syscall_filter.export_bpf(file)
         file.seek(0)
         return file.read()
+
+
+def _deny_other_than_tcp(syscall_filter: Any, denied: Any) -> None:
+    import pyseccomp
+
+    arg = pyseccomp.Arg
+    for place in range(3):  # the kernel reads 32 bits of each, so more bits would be compared wrongly
+        syscall_filter.add_rule(denied, "socket", arg(place, pyseccomp.GT, 0xFFFFFFFF))
+    for family in set(range(AF_INET6)) - {AF_UNIX, AF_INET}:
+        syscall_filter.add_rule(denied, "socket", arg(0, pyseccomp.EQ, family))
+    syscall_filter.add_rule(denied, "socket", arg(0, pyseccomp.GT, AF_INET6))
+    for family in (AF_INET, AF_INET6):
+        of_family = arg(0, pyseccomp.EQ, family)
+        for kind in set(range(SOCK_TYPE_MASK + 1)) - {SOCK_STREAM}:
+            syscall_filter.add_rule(denied, "socket", of_family, arg(1, pyseccomp.MASKED_EQ, SOCK_TYPE_MASK, kind))
+        for protocol in range(1, IPPROTO_TCP):
+            syscall_filter.add_rule(denied, "socket", of_family, arg(2, pyseccomp.EQ, protocol))
+        syscall_filter.add_rule(denied, "socket", of_family, arg(2, pyseccomp.GT, IPPROTO_TCP))
+    for name, place in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)):
+        syscall_filter.add_rule(denied, name, arg(place, pyseccomp.MASKED_EQ, MSG_FASTOPEN, MSG_FASTOPEN))

@@ -1,0 +1,56 @@
+"""The Landlock sandbox of an agent's program, for containers in which bubblewrap cannot run.
+
+The program reads /usr, its interpreter and the folder of its script, without the files that are hidden from agents. It writes
+to its own folder only, which is its HOME too. It connects to the endpoint's port by TCP, and to nothing else. It cannot signal,
+trace or read processes outside. There is no private /tmp, /proc or network, so no other server that listens at the endpoint's
+port may be reachable.
+"""
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+from agentrl.workflow.sandbox import keeper
+
+
+def spec(folder: Path, readable: Sequence[str], hidden: AbstractSet[str], port: int) -> dict[str, Any]:
+    """Return what a program may reach, as JSON values.
+
+    Args:
+        folder: the folder to which the program writes.
+        readable: the files and folders that it reads.
+        hidden: the files and folders below these that it does not read.
+        port: the endpoint's port.
+
+    Raises:
+        SandboxUnavailable: the kernel is too old, or libseccomp is missing.
+    """
+    from agentrl.workflow.sandbox import landlock
+
+    landlock.check()
+    rights = [
+        (str(path), right) for name in landlock.readable_paths(tuple(readable)) for path, right in _read(Path(name), hidden)
+    ]
+    rights += [(path, keeper.READ_FILE | keeper.WRITE_FILE) for path in landlock.DEVICES if Path(path).exists()]
+    return {"rights": [*rights, (str(folder), keeper.WRITE)], "port": port, "filters": landlock.agent_filters()}
+
+
+def enter(spec: dict[str, Any]) -> None:
+    """Confine this process to what `spec` says."""
+    rules = [(str(path), int(right)) for path, right in spec["rights"]]
+    keeper.enter_domain(keeper.EVERY_FILE_RIGHT, keeper.EVERY_TCP_RIGHT, rules, spec["port"])
+    keeper.enter_filters(spec["filters"])
+
+
+def _read(path: Path, hidden: AbstractSet[str]) -> Iterator[tuple[Path, int]]:
+    """Yield the paths below a readable one with the rights on each. Folders with hidden files are listed only."""
+    real = str(path.resolve())
+    if any(f"{real}/".startswith(f"{name}/") for name in hidden):
+        return
+    if not any(name.startswith(f"{real}/") for name in hidden):
+        yield path, keeper.READ
+        return
+    yield path, keeper.READ_DIR
+    for entry in path.iterdir():
+        yield from _read(entry, hidden)
