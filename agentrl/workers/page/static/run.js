@@ -6,7 +6,7 @@ import { lineColor } from "./chart.js";
 import { ConfigView } from "./config.js";
 import { CurvesView, mergeFresh } from "./curves.js";
 import { askCurves, exported, listen, path } from "./data.js";
-import { EpisodesView } from "./episodes.js";
+import { EvidenceTable } from "./evidence.js";
 import { number, plural, seconds, visible } from "./format.js";
 import { LanesView } from "./lanes.js";
 import { LedgerView } from "./ledger.js";
@@ -114,7 +114,7 @@ function TogetherRun({ id, color, remove }) {
 function RunTab({ tab, run, told, live, row, events }) {
   const version = live.version;
   if (tab === "iterations") return html`<${IterationsView} run=${run} live=${live} />`;
-  if (tab === "episodes") return html`<${EpisodesView} run=${run} version=${version} />`;
+  if (tab === "episodes") return html`<${EvidenceTable} run=${run} version=${version} />`;
   if (tab === "tasks") return html`<${TasksView} run=${run} version=${version} />`;
   if (tab === "ledger") return html`<${LedgerView} run=${run} version=${version} />`;
   if (tab === "workers") return html`<${LanesView} run=${run} version=${version} row=${row} />`;
