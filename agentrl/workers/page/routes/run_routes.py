@@ -1,6 +1,6 @@
 """Routes for runs: a list, and one run with its config, curves, events, ledger, lanes, iterations and episodes."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import cut_rows, cut_texts
 from agentrl.workers.page.shown.whole_run import compare_configs, list_shown_runs, load_run
+from agentrl.workflow.analysis.run_health import list_update_troubles
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import (
     curves,
@@ -26,6 +27,7 @@ from agentrl.workflow.store.reads import (
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
 from agentrl.workflow.store.reads.event_rows import EventFilter, EventRow
 from agentrl.workflow.store.reads.evidence_rows import list_evidence
+from agentrl.workflow.store.reads.iteration_changes import load_iteration_changes
 from agentrl.workflow.store.reads.paging import Page, Paging
 from agentrl.workflow.store.reads.run_rows import RunFilter
 from agentrl.workflow.tables.views import IterationRow, UpdateRow
@@ -43,6 +45,7 @@ class ListedRun(BaseModel):
     tokens: int | None
     waits_for: str
     active_at: datetime | None
+    measured: dict[str, Any] | None
 
 
 class RunsPage(BaseModel):
@@ -97,6 +100,13 @@ class ChildRun(SourceRun):
     kind: str
 
 
+class TroubleAnswer(BaseModel):
+    """Something that is off, in a sentence, and the command to type."""
+
+    text: str
+    command: str
+
+
 class WholeRun(BaseModel):
     """A run. `typed` is its name on a command line. `progress` is empty without an open iteration."""
 
@@ -106,6 +116,7 @@ class WholeRun(BaseModel):
     manifest: dict[str, Any]
     progress: dict[str, Any]
     waits_for: str
+    troubles: list[TroubleAnswer]
     sampled_on: str
     tags: list[str]
     notes: list[Note]
@@ -184,10 +195,10 @@ class BesideAnswer(BaseModel):
 
 
 class ErrorClass(BaseModel):
-    """A class of errors: of calls of a tool, or of episodes (`tool` is empty)."""
+    """A class of errors: of calls of a tool (empty: unreadable calls), or of episodes (null)."""
 
     error_class: str
-    tool: str
+    tool: str | None
     errors: int
     episodes: int
 
@@ -216,6 +227,19 @@ class IterationAnswer(BaseModel):
     updates: list[UpdateRow]
     groups: list[dict[str, Any]]
     left_out: int
+    troubles: list[TroubleAnswer]
+
+
+class ChangesAnswer(BaseModel):
+    """What changed in an iteration, against the iteration before it, and by task against the last time."""
+
+    before: int | None
+    numbers: list[dict[str, Any]]
+    parts: list[dict[str, Any]]
+    errors: list[dict[str, Any]]
+    tasks: list[dict[str, Any]]
+    again: int
+    examples: dict[str, EvidenceRow | None]
 
 
 router = APIRouter(prefix="/api", tags=["runs"])
@@ -314,7 +338,17 @@ def read_iteration(store: Store, run: int, number: int) -> Response:
     """Return an iteration: its metrics, its optimizer steps, its groups, and the episodes with their outcomes."""
     details = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
     fields = {"iteration": details.iteration, "updates": details.updates, "groups": [cut_texts(row) for row in details.groups]}
-    return answer({**fields, "left_out": details.left_out})
+    counts = (len(details.groups), sum(group["flat"] for group in details.groups))
+    troubles = [asdict(trouble) for trouble in list_update_troubles(details.iteration, details.updates, *counts)]
+    return answer({**fields, "left_out": details.left_out, "troubles": troubles})
+
+
+@router.get("/runs/{run}/iterations/{number}/changes", response_model=ChangesAnswer)
+def read_changes(store: Store, run: int, number: int) -> Response:
+    """Return what changed in an iteration: by reward part, class of errors and task, with the episodes that show it."""
+    changes = asdict(store.ask_about_run(run, lambda tx, name: load_iteration_changes(tx, name, number)))
+    examples = {name: row and cut_rows([row])[0] for name, row in changes["examples"].items()}
+    return answer({**changes, "tasks": cut_rows(changes["tasks"]), "examples": examples})
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +396,13 @@ def read_beside(store: Store, run: int, episode: int, asked: Asked) -> Response:
         run, lambda tx, name: episode_rows.find_episodes_beside(tx, asked.filter(name), asked.sort, episode)
     )
     return answer({"previous": before, "next": after})
+
+
+@router.get("/runs/{run}/examples", response_model=dict[str, list[EvidenceRow]])
+def list_examples(store: Store, run: int) -> Response:
+    """Return the best and the worst episodes of the run's newest iteration with rewards."""
+    examples = store.ask_about_run(run, lambda tx, name: evidence_rows.load_run_examples(tx, name))
+    return answer({name: cut_rows(rows) for name, rows in examples.items()})
 
 
 @router.get("/runs/{run}/errors", response_model=list[ErrorClass])

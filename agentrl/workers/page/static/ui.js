@@ -85,7 +85,7 @@ export function Tabs({ name, tabs, chosen }) {
     ${tabs.map(
       ([key, label, count]) => html`<a
         key=${key}
-        href=${href(parts, { ...pickKept(query), [name]: key === tabs[0][0] ? undefined : key })}
+        href=${href(parts, { ...pickKept(query), [name]: key === tabs[0][0] && !query.with ? undefined : key })}
         aria-current=${key === chosen ? "page" : undefined}
         >${label}${count !== undefined && html` <span class="count">${number(count)}</span>`}</a
       >`,
@@ -130,6 +130,12 @@ async function writeClipboard(text) {
 export function Command({ line, action }) {
   const plain = visible(line) === line && !/[\t\n]/.test(line);
   return html`<div class="command"><code>${visible(line)}</code>${plain ? html`<${Copy} text=${line} />` : html`<span class="warn">it holds hidden characters: not to be copied</span>`}${action}</div>`;
+}
+
+/** What is off, each with the command to type; `none`: what is said where nothing is. */
+export function Troubles({ of, none = "" }) {
+  if (!of?.length) return none && html`<p class="good">${none}</p>`;
+  return html`<ul class="troubles">${of.map((each) => html`<li key=${each.text}>${visible(each.text)} ${each.command && !exported() && html`<${Command} line=${each.command} />`}</li>`)}</ul>`;
 }
 
 /** A text as somebody wrote it: characters that would not be seen are shown, a long one is folded. */

@@ -10,7 +10,7 @@ from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_re
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, count_episodes, list_episodes
 from agentrl.workflow.store.reads.eval_results import load_questions
 from agentrl.workflow.store.reads.group_rows import load_sibling_fates, load_sibling_parts
-from agentrl.workflow.store.reads.paging import Paging
+from agentrl.workflow.store.reads.paging import Paging, select_values
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.reads.turn_rows import cut_column
 from agentrl.workflow.tables.views import EpisodeRow
@@ -104,7 +104,8 @@ def _load_failed_calls(tx: Any, episodes: Sequence[int]) -> dict[int, Row]:
 @sql_read_transaction
 def count_error_classes(tx: Any, run: str, iteration: int | None = None) -> list[Row]:
     """Return the classes of failed calls and failed episodes of a run, or of one iteration (counted from 1), the most frequent
-    first: `error_class`, `tool` (empty for an episode's own error) and the numbers of `errors` and `episodes`.
+    first: `error_class`, `tool` (None for an episode's own error, empty for an unreadable call) and the numbers of `errors` and
+    `episodes`.
     """
     run_row = run_id_and_name(tx, run)
     args: dict[str, Any] = {"run_id": run_row["id"]} | ({} if iteration is None else {"number": iteration - 1})
@@ -116,6 +117,35 @@ def count_error_classes(tx: Any, run: str, iteration: int | None = None) -> list
         JOIN tool_calls c ON c.episode_id = e.id AND c.attempt = e.attempt
         WHERE c.error_class IS NOT NULL AND c.kind <> 'grade' GROUP BY c.error_class, c.tool
         UNION ALL
-        SELECT e.error_class, '', count(*), count(*) FROM {episodes} AND e.error_class <> '' GROUP BY e.error_class
+        SELECT e.error_class, CAST(NULL AS TEXT), count(*), count(*) FROM {episodes} AND e.error_class <> ''
+        GROUP BY e.error_class
         ORDER BY 3 DESC, 1, 2 LIMIT 50"""
     return select_rows(tx, query, **args)
+
+
+EXAMPLES = 3
+"""The number of episodes of each kind in the examples of a run."""
+
+
+@sql_read_transaction
+def load_run_examples(tx: Any, run: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the `best` and the `worst` episodes of the newest of the run's iterations that has rewards, one for each task."""
+    run_row = run_id_and_name(tx, run)
+    query = """
+        SELECT e.id, e.task_id FROM episodes e WHERE e.status = 'done' AND e.iteration_id = (
+          SELECT max(i.id) FROM iterations i WHERE i.run_id = :id AND i.mean_reward IS NOT NULL)
+        ORDER BY e.reward {way}, e.id"""
+    ids: dict[str, list[int]] = {}
+    for name, way in (("best", "DESC"), ("worst", "ASC")):
+        by_task: dict[int, int] = {}
+        for row in select_rows(tx, query.format(way=way), id=run_row["id"]):
+            by_task.setdefault(row["task_id"], row["id"])
+        ids[name] = [*by_task.values()][:EXAMPLES]
+    rows = load_evidence(tx, run_row["name"], [id for its in ids.values() for id in its])
+    return {name: [rows[id] for id in its] for name, its in ids.items()}
+
+
+def load_evidence(tx: Any, run: str, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Return episodes of a run as evidence, by id. Call this inside a transaction."""
+    rows = select_values(tx, EpisodeRow, f"WHERE id IN ({among(ids)})")
+    return {row["id"]: row for row in add_evidence(tx, run, rows)}
