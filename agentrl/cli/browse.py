@@ -1,4 +1,4 @@
-"""`agentrl runs`, `episodes`, `replay` and `events`: database rows as lists, trees and transcripts."""
+"""`agentrl runs`, `episodes`, `tasks`, `replay` and `events`: database rows as lists, trees and transcripts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from shutil import get_terminal_size
@@ -33,11 +33,18 @@ RUN_MINOR_COLUMNS = ("best", "tags", "kind", "seconds", "dataset", "model", "epi
 """The columns that may be left out on a narrow terminal, the most important column first."""
 EPISODE_COLUMNS = (
     "id", "iteration", "task", "sample", "status", "stop_reason", "reward", "advantage", "steps", "tool_calls=calls",
-    "tool_errors=errors", "sampled_tokens=tokens", "seconds", "final_answer=answer",
+    "tool_errors=errors", "sampled_tokens=tokens", "seconds", "final_answer=answer", "question", "reference", "fate",
 )  # fmt: skip
 EPISODE_MINOR_COLUMNS = (
     "iteration", "final_answer", "tool_calls", "tool_errors", "sampled_tokens", "steps", "seconds", "sample", "advantage",
+    "question", "reference", "fate",
 )  # fmt: skip
+TASK_COLUMNS = (
+    "task_id=id", "task", "question", "reference", "groups=seen", "mean_reward=reward", "last_reward=last", "first_solved",
+    "last_solved", "worst",
+)  # fmt: skip
+TASK_MINOR_COLUMNS = ("first_solved", "last_solved", "question", "last_reward", "groups", "reference", "worst")
+QUESTION_CHARS = 48
 ANSWER_CHARS = 18
 """The most characters of an answer in a list. `replay` shows the complete answer."""
 
@@ -111,6 +118,21 @@ def episodes(
     min_reward: Annotated[float | None, _filter_option("Only with at least this reward.")] = None,
     max_reward: Annotated[float | None, _filter_option("Only with at most this reward.")] = None,
     tool_errors: Annotated[int | None, _integer_filter("Only with at least this many failed tool calls.")] = None,
+    error: Annotated[
+        str | None, _filter_option("Only with an error of this class, of the episode or of a failed call.")
+    ] = None,
+    outcome: Annotated[
+        str | None, _filter_option("Only solved, unsolved, never_solved (tasks) or newly_lost (groups).")
+    ] = None,
+    truncated: Annotated[
+        bool | None, typer.Option("--truncated/--not-truncated", help="Only those cut off at a limit.", show_default=False)
+    ] = None,
+    fate: Annotated[
+        str | None, _filter_option("Only what became of it: trained, no_variance, truncated, too_few, surplus, ...")
+    ] = None,
+    search: Annotated[
+        str | None, typer.Option(help="Only with this text in a message, an argument or a result.", show_default=False)
+    ] = None,
     sort: Annotated[str, _sort_option("id")] = "id",
     limit: Limit = 50,
     offset: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="Skip this many.")] = 0,
@@ -118,7 +140,6 @@ def episodes(
 ) -> None:
     """List a run's episodes."""
     from agentrl.workflow.store.reads import episode_rows, run_rows
-    from agentrl.workflow.store.reads.paging import Paging
 
     _check_words(status, stop_reason)
     _check_sort(sort, episode_rows.EPISODE_ORDERS)
@@ -126,21 +147,82 @@ def episodes(
     run = pick_run(db, run)
     chosen = episode_rows.EpisodeFilter(
         run, iteration, status=status, stop_reason=stop_reason, task=task, min_reward=min_reward, max_reward=max_reward,
-        tool_errors=tool_errors,
+        tool_errors=tool_errors, text=search, error_class=error, outcome=outcome, truncated=truncated, fate=fate,
     )  # fmt: skip
-    page = episode_rows.list_episodes(db, chosen, Paging(limit, offset=offset, sort=sort))
+    rows, more = _find_evidence(db, chosen, sort, limit, offset)
     if as_json:
-        show_json(page.rows)
-    elif page.rows:
-        short = [{**row, "final_answer": one_line(row.final_answer, ANSWER_CHARS)} for row in page.rows]
-        show_rows(short, EPISODE_COLUMNS, EPISODE_MINOR_COLUMNS, below=("error",))
-        say(f"Transcript: agentrl replay {page.rows[0].id}")
+        show_json(rows)
+    elif rows:
+        show_rows([_episode_row(row) for row in rows], EPISODE_COLUMNS, EPISODE_MINOR_COLUMNS, below=("error",))
+        say(f"Transcript: agentrl replay {rows[0]['id']}")
     else:
         say("No episode matches these filters.")
         if not offset and chosen == episode_rows.EpisodeFilter(run) and run_rows.describe_run(db, run).iterations_done:
             say(f"It trained on stored episodes: {trained_on_query(run)}")
-    if page.next:
+    if more:
         say(f"There are more: --offset {offset + limit}")
+
+
+def _find_evidence(db: Any, chosen: Any, sort: str, limit: int, offset: int) -> tuple[list[Any], bool]:
+    """Return the rows from `offset` on, at most `limit`, and whether there are more. A long search reports its progress."""
+    from agentrl.workflow.store.reads.evidence_rows import list_evidence
+    from agentrl.workflow.store.reads.paging import Paging
+
+    page = list_evidence(db, chosen, Paging(limit, offset=offset, sort=sort))
+    rows, searched = [*page.rows], page.searched or 0
+    while page.searched is not None and page.next and len(rows) < limit:
+        say(f"searched {searched:,} of {page.total:,} episodes, going on")
+        page = list_evidence(db, chosen, Paging(limit - len(rows), page.next, sort=sort))
+        rows, searched = [*rows, *page.rows], searched + (page.searched or 0)
+    return rows, bool(page.next)
+
+
+def _episode_row(row: Any) -> dict[str, Any]:
+    call = row["failed_call"]
+    failure = f"{call['tool']}: {call['error_class']}: {call['result'] or ''}" if call else ""
+    short = {"final_answer": one_line(row["final_answer"], ANSWER_CHARS), "question": one_line(row["question"], QUESTION_CHARS)}
+    return {**row, **short, "reference": one_line(row["reference"], ANSWER_CHARS), "error": row["error"] or failure}
+
+
+def tasks(
+    run: NewestRun = None,
+    outcome: Annotated[str | None, _filter_option("Only solved, never_solved or unlearned tasks.")] = None,
+    search: Annotated[
+        str | None, typer.Option(help="Only with this text in the question, the key or the reference.", show_default=False)
+    ] = None,
+    sort: Annotated[str, _sort_option("their first group")] = "",
+    limit: Limit = 50,
+    as_json: Json = False,
+) -> None:
+    """List the tasks of a run: their rewards, when they were solved first and last, or never."""
+    from agentrl.workflow.store.reads import task_rows
+
+    if sort:
+        _check_sort(sort, task_rows.TASK_ORDERS)
+    db = stored_reader()
+    run = pick_run(db, run)
+    rows: list[Any] = []
+    page = None
+    while (page is None or page.next) and len(rows) < limit:
+        cursor = page.next if page else ""
+        page = task_rows.list_tasks(db, run, search or "", sort, task_rows.MAX_TASKS, cursor, outcome or "")
+        rows += page.rows
+    if as_json:
+        show_json(rows[:limit])
+    elif rows:
+        show_rows([_task_row(row) for row in rows[:limit]], TASK_COLUMNS, TASK_MINOR_COLUMNS)
+        say(f"A task is solved when {page.solved_means if page else ''}. Its episodes: agentrl episodes {run} --task KEY")
+    else:
+        say("No task matches these filters.")
+    if len(rows) > limit or (page and page.next):
+        say(f"There are more: --limit {2 * limit}")
+
+
+def _task_row(row: Any) -> dict[str, Any]:
+    worst = row["worst"] and f"{row['worst']['episode']} ({cell(row['worst']['reward'])})"
+    first = row["first_solved"] or "never"
+    short = {"question": one_line(row["question"], QUESTION_CHARS), "reference": one_line(row["reference"], ANSWER_CHARS)}
+    return {**row, **short, "worst": worst, "first_solved": first}
 
 
 def _check_words(status: str | None, stop_reason: str | None) -> None:

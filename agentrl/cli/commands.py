@@ -41,6 +41,8 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "runs": Entry("agentrl.cli.browse:runs", "List the newest runs."),
         "watch": Entry("agentrl.cli.watch:watch", "Follow a run to its end."),
         "episodes": Entry("agentrl.cli.browse:episodes", "List a run's episodes, with filters."),
+        "tasks": Entry("agentrl.cli.browse:tasks", "List a run's tasks: solved when, never, unlearned."),
+        "changes": Entry("agentrl.cli.changes:changes", "Show what changed in an iteration, and what is off."),
         "replay": Entry("agentrl.cli.browse:replay", "Show an episode's transcript, or verify it."),
         "prompts": Entry("agentrl.cli.prompts:prompts", "List the versions of a run's prompts and their gains."),
         "events": Entry("agentrl.cli.browse:events", "List the events of a run."),

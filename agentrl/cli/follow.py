@@ -18,7 +18,7 @@ from agentrl.cli.console import (
 from agentrl.cli.plot import plot
 from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, held_out_line, iteration_seconds
 from agentrl.cli.screen import live_lines
-from agentrl.workflow.runtime.shown_text import Line, cell, format_count, one_line
+from agentrl.workflow.runtime.shown_text import Line, cell
 
 if TYPE_CHECKING:
     from agentrl.workflow.stats.paired_test import PairedComparison
@@ -29,8 +29,6 @@ LINE_EVERY, FEW_ITERATIONS, MAX_SILENCE_SECONDS = 8, 16, 15.0
 run has a line for every `LINE_EVERY`-th iteration, and for the first that ends after `MAX_SILENCE_SECONDS` without a line.
 If an iteration takes longer than that, a line shows its progress.
 """
-FLAT_ITERATIONS = 3
-"""The number of successive iterations without different rewards in any group, after which a reason is shown."""
 ALONE_SECONDS = 10.0
 """The time without a control loop after which a warning is shown, in seconds."""
 ENDED_STATUSES = ("done", "cancelled")
@@ -87,35 +85,12 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
 
 def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
     """Return lines that say why the newest iterations had no training signal."""
-    newest = iterations[-FLAT_ITERATIONS:]
-    flat = len(newest) == FLAT_ITERATIONS and all(0 < row["groups"] <= row["flat_groups"] for row in newest)
-    if run["kind"] != "train" or not flat:
-        return []
-    from agentrl.workflow.algorithms import find_gradient
+    from agentrl.workflow.analysis.run_health import FLAT_ITERATIONS, has_no_signal, list_flat_lines
     from agentrl.workflow.store.reads import run_rows
 
-    facts = run_rows.describe_flat_rewards(db, run["run"], newest[0]["iteration"])
-    if not facts["episodes"] or not find_gradient(facts["algorithm"]).needs_group:
+    if not has_no_signal(run, iterations):
         return []
-    lines = [f"The last {FLAT_ITERATIONS} iterations had no training signal: all rewards are equal within each group."]
-    for part in facts["parts"]:
-        lowest, highest = cell(part["least"]), cell(part["most"])
-        lines.append(f"  {part['part']}: {lowest if lowest == highest else f'{lowest} to {highest}'}")
-    lines.append(
-        f"  of {facts['episodes']} episodes {facts['called']} made a tool call, {facts['unreadable']} an unreadable one"
-    )
-    example = facts["example"]
-    lines.append(f"  example answer: {one_line(example['final_answer'], 100)!r} (agentrl replay {example['id']})")
-    tries = [_more_variance(facts["parts"]), "raise --group-size and --temperature"]
-    tries += ["--tool-format, see the plan of `agentrl submit --dry-run`"] if facts["unreadable"] else []
-    return [*lines, f"  Try: {'; '.join(tries)}"]
-
-
-def _more_variance(parts: Sequence[Row]) -> str:
-    """Return advice on how to get different rewards, based on the present values of the reward parts."""
-    if all(part["most"] <= 0 for part in parts):
-        return "train on demonstrations first (agentrl sft), or try easier tasks or another model"
-    return "harder tasks" if all(part["least"] >= 1 for part in parts) else "a reward with more levels"
+    return list_flat_lines(run_rows.describe_flat_rewards(db, run["run"], iterations[-FLAT_ITERATIONS:][0]["iteration"]))
 
 
 def _gained(db: Any, row: Row) -> list[str]:
@@ -295,19 +270,10 @@ def trained_on_query(run: str) -> str:
 
 
 def _failure_lines(view: RunView) -> list[Line]:
-    failure, agents, name = view.failure, view.agent_error, view.run["run"]
-    lines: list[Line] = []
-    if failure:
-        failed = format_count(failure["failed"], "episode")
-        text = f"{failed} failed, {failure['episodes']} of them with: {one_line(failure['error'], 300)}"
-        lines += [(f"  {text}", "red"), (f"    agentrl episodes {name} --status {failure['status']}", "")]
-    if agents:
-        text = (
-            f"{format_count(agents['ended'], 'episode')} ended with an agent error, {agents['episodes']} with: "
-            f"{one_line(agents['error'], 300)}"
-        )
-        lines += [(f"  {text}", "red"), (f"    agentrl episodes {name} --stop-reason agent_error", "")]
-    return lines
+    from agentrl.workflow.analysis.run_health import list_failures
+
+    troubles = list_failures(view.failure, view.agent_error, view.run["run"])
+    return [line for one in troubles for line in ((f"  {one.text}", "red"), (f"    {one.command}", ""))]
 
 
 def _describe_rewards(rewards: Sequence[float]) -> str:

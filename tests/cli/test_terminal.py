@@ -256,7 +256,30 @@ def test_json_list_has_columns_of_view(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = json.loads(agentrl(capsys, "sql", f"SELECT * FROM {view} LIMIT 1", "--json"))
-    assert json.loads(agentrl(capsys, words, "--limit", "1", "--json"))[0].keys() == asked[0].keys()
+    more = {"task_id", "question", "parts", "failed_call", "fate"} if words == "episodes" else set()
+    assert json.loads(agentrl(capsys, words, "--limit", "1", "--json"))[0].keys() == asked[0].keys() | more
+
+
+def test_tasks_command_lists_outcomes(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    solved = json.loads(agentrl(capsys, "tasks", "--outcome", "solved", "--json"))
+    assert sorted((task["task"], task["first_solved"]) for task in solved) == [("train/0", 1), ("train/1", 1)]
+    assert json.loads(agentrl(capsys, "tasks", "--outcome", "never_solved", "--json")) == []
+    listed = agentrl(capsys, "tasks", run, "--sort", "-task").splitlines()
+    assert [line.split()[1] for line in listed[1:3]] == ["train/1", "train/0"]
+    assert [task["task"] for task in json.loads(agentrl(capsys, "tasks", "--search", "2 + 1", "--json"))] == ["train/1"]
+    assert "never_solved" in agentrl(capsys, "tasks", "--outcome", "never", code=2)
+
+
+def test_episodes_command_searches_and_filters(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    def ids(*filters: str) -> list[int]:
+        return [row["id"] for row in json.loads(agentrl(capsys, "episodes", run, "--json", *filters))]
+
+    right = ids("--min-reward", "1")
+    first, rest = ids("--outcome", "solved", "--limit", "1"), ids("--outcome", "solved", "--offset", "1")
+    assert ids("--outcome", "solved") == first + rest == right
+    assert ids("--search", "what is IT?") == ids("--status", "done")
+    assert ids("--search", "nothing has this") == ids("--error", "code_error") == ids("--truncated") == []
+    assert "newly_lost" in agentrl(capsys, "episodes", run, "--outcome", "new_lost", code=2)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_tasks_route_shows_iteration_that_solved_task(database: Database) -> Non
     one, other = found["rows"]
     assert (one["first_solved"], other["first_solved"]) == (2, 1)
     assert not one["never_solved"]
-    assert found["solved_means"] == "its best episode is right: numeric_answer at full value"
+    assert found["solved_means"] == "an episode is right: numeric_answer at full value"
     assert one["points"] == [[1, 0.25], [2, 0.5], [3, 0.0]]
     assert (one["groups"], one["mean_reward"], one["last_reward"], one["role"]) == (3, 0.25, 0.0, "train")
     assert one["best"]["reward"] == 1.0
@@ -50,13 +50,29 @@ def test_tasks_route_reports_task_never_solved(database: Database) -> None:
         assert row["first_solved"] is None
 
 
+def test_tasks_route_filters_by_outcome(database: Database) -> None:
+    played(database, (0.5, 1.0), (0.5, 0.5), (0.25, 0.0))
+    page = PageOver(database)
+    tasks = {row["task"]: row for row in page.read("/api/runs/1/tasks")["rows"]}
+    named = {outcome: page.read("/api/runs/1/tasks", outcome=outcome)["rows"] for outcome in task_rows.TASK_OUTCOMES}
+    assert {outcome: [row["task"] for row in rows] for outcome, rows in named.items()} == {
+        "solved": [task for task, row in tasks.items() if row["first_solved"] == 1],
+        "never_solved": [task for task, row in tasks.items() if row["never_solved"]],
+        "unlearned": [task for task, row in tasks.items() if row["unlearned"]],
+    }
+    assert all(len(rows) == 1 for rows in named.values())
+    assert named["unlearned"][0]["last_solved"] == 1
+    assert named["unlearned"][0]["question"].startswith("What is 6*")
+    assert page.ask("/api/runs/1/tasks", outcome="solvd")[0] == 422
+
+
 def test_tasks_route_counts_reward_of_one_as_solved_by_default(database: Database) -> None:
     played(database, (0.5, 1.0))
     with database.engine.begin() as tx:
         tx.execute(update(tables.reward_sets).values(weights={}))
     found = PageOver(database).read("/api/runs/1/tasks", sort="id")
     assert [row["first_solved"] for row in found["rows"]] == [None, 1]
-    assert found["solved_means"] == "its best episode's reward is 1 or more"
+    assert found["solved_means"] == "an episode's reward is 1 or more"
 
 
 grown = grown_store({"large": 3})
@@ -77,12 +93,14 @@ def whole_list(page: PageOver, run: int, **asked: Any) -> list[dict[str, Any]]:
 def test_tasks_route_pages_each_task_once_in_every_order(grown: Database) -> None:
     page = PageOver(grown)
     columns = {"id": "task_id", "reward": "mean_reward", "last": "last_reward"}
+    ends = ("best", "worst")
     for order in TASK_ORDERS:
         for way in ("", "-"):
             rows = whole_list(page, 1, sort=f"{way}{order}", size=20)
             assert len({row["task_id"] for row in rows}) == len(rows) == 48
-            shown = [row[columns.get(order, order)] for row in rows if row[columns.get(order, order)] is not None]
-            assert order == "task" or shown == sorted(shown, reverse=bool(way)), order
+            cells = [row[columns.get(order, order)] for row in rows]
+            shown = [cell["reward"] if order in ends else cell for cell in cells if cell is not None]
+            assert order in ("task", "reference") or shown == sorted(shown, reverse=bool(way)), order
     assert [row["task_id"] for row in whole_list(page, 1, size=7)] == list(range(1, 49))
 
 

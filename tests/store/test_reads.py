@@ -196,9 +196,14 @@ def test_list_filters_keep_rows_that_meet_all(grown: Database) -> None:
     check(list_episodes, episodes, lambda row: row.group_id == group, group=group)
     check(list_episodes, EpisodeFilter("old"), lambda row: row.error == "the reward raised", text="REWARD raised")
     check(list_episodes, episodes, lambda row: "84" in row.final_answer, text="84")
-    # Every call's result is 42; only those of failed calls are looked at.
-    failed = values(grown, "SELECT episode_id FROM tool_calls WHERE error_class = 'division_by_zero' AND run = 'large'")
-    check(list_episodes, episodes, lambda row: row.id in failed or "42" in row.final_answer + row.error, text="42")
+    check(list_episodes, EpisodeFilter("old"), lambda row: row.error_class == "RewardError", error_class="RewardError")
+    cut_off = ("max_steps", "max_tokens", "timeout")
+    check(list_episodes, episodes, lambda row: row.stop_reason in cut_off, truncated=True)
+    check(list_episodes, episodes, lambda row: row.stop_reason not in cut_off, truncated=False)
+    fates = {row.episode_id: row.fate for number in (1, 2, 3) for row in ledger.list_fates(grown, "large", number)}
+    check(list_episodes, episodes, lambda row: fates[row.id] == "no_variance", fate="no_variance")
+    check(list_episodes, episodes, lambda row: row.status == "done" and row.reward >= 1, outcome="solved")
+    check(list_episodes, episodes, lambda row: row.status == "done" and row.reward < 1, outcome="unsolved")
     check(list_groups, groups, lambda row: row.iteration == 2 and row.task == "train/20", iteration=2, task="train/20")
     check(list_iterations, IterationFilter("large"), lambda row: row.iteration > 1, after=1)
     check(list_iterations, IterationFilter("live"), lambda row: row.status == "running", status="running")

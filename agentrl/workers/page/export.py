@@ -197,7 +197,7 @@ async def _take_run(recording: _Recording, run: int, around: int) -> list[int]:
         curves = await recording.ask(f"{here}/curves")
         while curves["more"]:
             curves = await recording.ask(f"{here}/curves?after={curves['rows'][-1][0]}")
-        for path in ("events?size=500&sort=-id", "lanes", "episodes?size=50"):
+        for path in ("events?size=500&sort=-id", "lanes", "episodes?size=50", "examples", "errors"):
             await recording.ask(f"{here}/{path}")
         tasks = await recording.ask(f"{here}/tasks?size=25")
         for path in ("annotations?size=100", "prompts", "critic-calls?size=20"):

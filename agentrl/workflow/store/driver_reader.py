@@ -220,11 +220,15 @@ def select_rows(tx: Any, query: str, /, **parameters: Any) -> list[Row]:
     """
     if isinstance(tx, DriverTransaction):
         return tx.rows(query, parameters)
-    is_sqlite = tx.dialect.name == "sqlite"
-    text = _driver_text(query, is_sqlite)
+    text = _driver_text(query, is_sqlite(tx))
     with driver_cursor(tx, text) as cursor:
         cursor.execute(text, parameters)
-        return _read_rows(cursor, _SQLITE_READERS if is_sqlite else _POSTGRES_READERS)
+        return _read_rows(cursor, _SQLITE_READERS if is_sqlite(tx) else _POSTGRES_READERS)
+
+
+def is_sqlite(tx: Any) -> bool:
+    """Return True if the transaction, of the plain driver or of SQLAlchemy, is one of SQLite."""
+    return tx.is_sqlite if isinstance(tx, DriverTransaction) else bool(tx.dialect.name == "sqlite")
 
 
 @contextmanager

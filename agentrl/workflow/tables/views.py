@@ -549,6 +549,15 @@ _FATE_OF = """
     LEFT JOIN consumptions c ON c.run_id = i.run_id AND c.episode_id = e.id AND c.stage = 'train'"""
 
 
+FATES = (
+    "trained", "no_variance", "strayed", "truncated", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed",
+    "infra_error", "cancelled", "evaluated", "forked", "searched", "served", "imported", "waiting", "open",
+)  # fmt: skip
+"""The possible outcomes of a planned episode in a run. `trained` means that an update trained on the episode. Each other
+outcome says why no update did, or why not yet.
+"""
+
+
 class FateRow(
     ViewRow,
     view="v_ledger",

@@ -67,6 +67,8 @@ class ComparedTask(BaseModel):
     difference: float | None
     a_episode: int | None
     b_episode: int | None
+    a_answer: str | None
+    b_answer: str | None
 
 
 class Comparison(BaseModel):
@@ -106,7 +108,17 @@ def compare(store: Store, a: int, b: int) -> Response:
         sides = load_sides(tx, _find_eval(tx, a), _find_eval(tx, b))
         document = _document(sides, eval_results.list_first_episodes(tx, a, b))
         questions = eval_results.load_questions(tx, [row["task_id"] for row in document["tasks"]])
-        return {**document, "tasks": [{**row, "question": questions[row["task_id"]]} for row in document["tasks"]]}
+        answers = eval_results.load_answers(tx, [row[side] for row in document["tasks"] for side in ("a_episode", "b_episode")])
+        tasks = [
+            {
+                **row,
+                "question": questions[row["task_id"]],
+                "a_answer": answers.get(row["a_episode"]),
+                "b_answer": answers.get(row["b_episode"]),
+            }
+            for row in document["tasks"]
+        ]
+        return {**document, "tasks": tasks}
 
     return answer(store.ask(both))
 

@@ -29,13 +29,17 @@ class ListedTask(BaseModel):
 
     task_id: int
     task: str
+    question: str
     reference: str
     role: str | None
     groups: int
     mean_reward: float | None
     last_reward: float | None
+    change: float | None
     first_solved: int | None
+    last_solved: int | None
     never_solved: bool
+    unlearned: bool
     best: Extreme | None
     worst: Extreme | None
     points: list[tuple[int, float]]
@@ -60,7 +64,9 @@ class TaskAnswer(BaseModel):
     reference: str
     metadata: Any
     first_solved: int | None
+    last_solved: int | None
     never_solved: bool
+    unlearned: bool
     solved_means: str
     best: Extreme | None
     worst: Extreme | None
@@ -77,9 +83,10 @@ def list_tasks(
     sort: str = "",
     size: Annotated[int, Query(ge=1, le=1000)] = 25,
     cursor: str = "",
+    outcome: str = "",
 ) -> Response:
     """Return the tasks of the run's groups, at most 40; by default ordered by their first group."""
-    page = store.ask_about_run(run, lambda tx, name: task_rows.list_tasks(tx, name, text, sort, size, cursor))
+    page = store.ask_about_run(run, lambda tx, name: task_rows.list_tasks(tx, name, text, sort, size, cursor, outcome))
     fields = {"rows": cut_rows(page.rows, LISTED_CHARS), "next": page.next}
     return answer({**fields, "solved_means": page.solved_means, "left_out": page.left_out})
 

@@ -1,22 +1,36 @@
 """Routes for runs: a list, and one run with its config, curves, events, ledger, lanes, iterations and episodes."""
 
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Depends, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import cut_rows, cut_texts
 from agentrl.workers.page.shown.whole_run import compare_configs, list_shown_runs, load_run
+from agentrl.workflow.analysis.run_health import list_update_troubles
 from agentrl.workflow.store.driver_reader import DriverTransaction
-from agentrl.workflow.store.reads import curves, episode_rows, event_rows, iteration_rows, lanes, ledger, run_details, run_rows
+from agentrl.workflow.store.reads import (
+    curves,
+    episode_rows,
+    event_rows,
+    evidence_rows,
+    iteration_rows,
+    lanes,
+    ledger,
+    run_details,
+    run_rows,
+)
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
 from agentrl.workflow.store.reads.event_rows import EventFilter, EventRow
+from agentrl.workflow.store.reads.evidence_rows import list_evidence
+from agentrl.workflow.store.reads.iteration_changes import load_iteration_changes
 from agentrl.workflow.store.reads.paging import Page, Paging
 from agentrl.workflow.store.reads.run_rows import RunFilter
-from agentrl.workflow.tables.views import EpisodeRow, IterationRow, UpdateRow
+from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
 
 class ListedRun(BaseModel):
@@ -31,6 +45,7 @@ class ListedRun(BaseModel):
     tokens: int | None
     waits_for: str
     active_at: datetime | None
+    measured: dict[str, Any] | None
 
 
 class RunsPage(BaseModel):
@@ -85,6 +100,13 @@ class ChildRun(SourceRun):
     kind: str
 
 
+class TroubleAnswer(BaseModel):
+    """Something that is off, in a sentence, and the command to type."""
+
+    text: str
+    command: str
+
+
 class WholeRun(BaseModel):
     """A run. `typed` is its name on a command line. `progress` is empty without an open iteration."""
 
@@ -94,6 +116,7 @@ class WholeRun(BaseModel):
     manifest: dict[str, Any]
     progress: dict[str, Any]
     waits_for: str
+    troubles: list[TroubleAnswer]
     sampled_on: str
     tags: list[str]
     notes: list[Note]
@@ -124,11 +147,60 @@ class EventsPage(BaseModel):
     next: str
 
 
-class EpisodesPage(BaseModel):
-    """A page of episodes."""
+class ColumnAnswer(BaseModel):
+    """A column of a list: its title, its meaning, and the order that sorts by it."""
 
-    rows: list[EpisodeRow]
+    key: str
+    title: str
+    meaning: str
+    sort: str
+
+
+class FailedCall(BaseModel):
+    """A failed tool call, with the beginning of its result."""
+
+    step: int
+    tool: str
+    error_class: str
+    result: str | None
+
+
+class EvidenceRow(BaseModel):
+    """An episode: the columns of v_episodes, and what shows what happened in it."""
+
+    model_config = ConfigDict(extra="allow")
+    id: int
+    task_id: int
+    question: str
+    parts: list[dict[str, Any]]
+    failed_call: FailedCall | None
+    fate: str | None
+
+
+class EpisodesPage(BaseModel):
+    """A page of episodes. A search checks `searched` of `total` episodes and may find few; `next` goes on from there."""
+
+    columns: list[ColumnAnswer]
+    rows: list[EvidenceRow]
     next: str
+    searched: int | None
+    total: int | None
+
+
+class BesideAnswer(BaseModel):
+    """The episodes before and after one in a list; null at an end."""
+
+    previous: int | None
+    next: int | None
+
+
+class ErrorClass(BaseModel):
+    """A class of errors: of calls of a tool (empty: unreadable calls), or of episodes (null)."""
+
+    error_class: str
+    tool: str | None
+    errors: int
+    episodes: int
 
 
 class LedgerPage(BaseModel):
@@ -155,6 +227,19 @@ class IterationAnswer(BaseModel):
     updates: list[UpdateRow]
     groups: list[dict[str, Any]]
     left_out: int
+    troubles: list[TroubleAnswer]
+
+
+class ChangesAnswer(BaseModel):
+    """What changed in an iteration, against the iteration before it, and by task against the last time."""
+
+    before: int | None
+    numbers: list[dict[str, Any]]
+    parts: list[dict[str, Any]]
+    errors: list[dict[str, Any]]
+    tasks: list[dict[str, Any]]
+    again: int
+    examples: dict[str, EvidenceRow | None]
 
 
 router = APIRouter(prefix="/api", tags=["runs"])
@@ -253,36 +338,77 @@ def read_iteration(store: Store, run: int, number: int) -> Response:
     """Return an iteration: its metrics, its optimizer steps, its groups, and the episodes with their outcomes."""
     details = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
     fields = {"iteration": details.iteration, "updates": details.updates, "groups": [cut_texts(row) for row in details.groups]}
-    return answer({**fields, "left_out": details.left_out})
+    counts = (len(details.groups), sum(group["flat"] for group in details.groups))
+    troubles = [asdict(trouble) for trouble in list_update_troubles(details.iteration, details.updates, *counts)]
+    return answer({**fields, "left_out": details.left_out, "troubles": troubles})
+
+
+@router.get("/runs/{run}/iterations/{number}/changes", response_model=ChangesAnswer)
+def read_changes(store: Store, run: int, number: int) -> Response:
+    """Return what changed in an iteration: by reward part, class of errors and task, with the episodes that show it."""
+    changes = asdict(store.ask_about_run(run, lambda tx, name: load_iteration_changes(tx, name, number)))
+    examples = {name: row and cut_rows([row])[0] for name, row in changes["examples"].items()}
+    return answer({**changes, "tasks": cut_rows(changes["tasks"]), "examples": examples})
+
+
+@dataclass(frozen=True, slots=True)
+class AskedEpisodes:
+    """The filter of a list of episodes, and its order, as parameters of a request."""
+
+    iteration: int | None = None
+    group: int | None = None
+    status: str | None = None
+    stop_reason: str | None = None
+    task: str | None = None
+    task_id: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    tool_errors: int | None = None
+    text: str | None = None
+    error_class: str | None = None
+    outcome: str | None = None
+    truncated: bool | None = None
+    fate: str | None = None
+    sort: str = ""
+
+    def filter(self, run: str) -> EpisodeFilter:
+        """Return the filter of episodes of the run."""
+        return EpisodeFilter(run, **{field.name: getattr(self, field.name) for field in fields(self) if field.name != "sort"})
+
+
+Asked = Annotated[AskedEpisodes, Depends()]
 
 
 @router.get("/runs/{run}/episodes", response_model=EpisodesPage)
-def list_episodes(
-    store: Store,
-    run: int,
-    iteration: int | None = None,
-    group: int | None = None,
-    status: str | None = None,
-    stop_reason: str | None = None,
-    task: str | None = None,
-    min_reward: float | None = None,
-    max_reward: float | None = None,
-    tool_errors: int | None = None,
-    text: str | None = None,
-    sort: str = "",
-    size: Size = 50,
-    cursor: str = "",
-) -> Response:
-    """Return the run's own episodes, ordered by number by default. Long texts are shortened."""
-    paging = Paging(size=size, cursor=cursor, sort=sort)
+def list_episodes(store: Store, run: int, asked: Asked, size: Size = 50, cursor: str = "") -> Response:
+    """Return the run's own episodes, ordered by number by default. Long texts are shortened. A search ends after a moment."""
+    paging = Paging(size=size, cursor=cursor, sort=asked.sort)
+    page = store.ask_about_run(run, lambda tx, name: list_evidence(tx, asked.filter(name), paging))
+    columns = [{"key": key, **column._asdict()} for key, column in evidence_rows.COLUMNS.items()]
+    document = {"rows": cut_rows(page.rows), "next": page.next, "searched": page.searched, "total": page.total}
+    return answer({"columns": columns, **document})
 
-    def page(tx: DriverTransaction, name: str) -> Page[EpisodeRow]:
-        chosen = EpisodeFilter(
-            *(name, iteration, None, group, status, stop_reason, task, min_reward, max_reward, tool_errors, text)
-        )
-        return episode_rows.list_episodes(tx, chosen, paging)
 
-    return _page(store.ask_about_run(run, page))
+@router.get("/runs/{run}/episodes/{episode}/beside", response_model=BesideAnswer)
+def read_beside(store: Store, run: int, episode: int, asked: Asked) -> Response:
+    """Return the episodes before and after this one in a list of the run's episodes."""
+    before, after = store.ask_about_run(
+        run, lambda tx, name: episode_rows.find_episodes_beside(tx, asked.filter(name), asked.sort, episode)
+    )
+    return answer({"previous": before, "next": after})
+
+
+@router.get("/runs/{run}/examples", response_model=dict[str, list[EvidenceRow]])
+def list_examples(store: Store, run: int) -> Response:
+    """Return the best and the worst episodes of the run's newest iteration with rewards."""
+    examples = store.ask_about_run(run, lambda tx, name: evidence_rows.load_run_examples(tx, name))
+    return answer({name: cut_rows(rows) for name, rows in examples.items()})
+
+
+@router.get("/runs/{run}/errors", response_model=list[ErrorClass])
+def list_errors(store: Store, run: int, iteration: int | None = None) -> Response:
+    """Return the classes of the run's errors, the most frequent first."""
+    return answer(store.ask_about_run(run, lambda tx, name: evidence_rows.count_error_classes(tx, name, iteration)))
 
 
 def _page(page: Page[Any]) -> Response:

@@ -10,13 +10,16 @@ from dataclasses import asdict
 from typing import Any
 
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
+from agentrl.workflow.analysis.run_health import FLAT_ITERATIONS, Trouble, has_no_signal, list_failures, list_flat_lines
 from agentrl.workflow.config import NAME_PATTERN, NO_AGENT, RunConfig, flatten
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import run_details, run_rows
 from agentrl.workflow.store.reads.eval_results import count_evals
+from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
 from agentrl.workflow.store.reads.label_rows import notes_of
 from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
+from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.run_details import StoredConfig, load_summaries
 from agentrl.workflow.tables.views import RunRow
 
@@ -51,6 +54,7 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
         "manifest": run_details.load_manifest(tx, run),
         "progress": run_rows.count_progress(tx, name),
         "waits_for": shown_run["waits_for"],
+        "troubles": [asdict(trouble) for trouble in _list_troubles(tx, shown_run, typed_run(run, name))],
         "sampled_on": run_rows.why_sampling_on(tx, name),
         "tags": shown_run["tags"],
         "notes": cut_rows(notes_of(tx, run), SHOWN_CHARS),
@@ -62,6 +66,22 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
         "open_work": [*work][:OPEN_WORK_SHOWN],
         "evaluations": count_evals(tx, run),
     }
+
+
+def _list_troubles(tx: DriverTransaction, run: Mapping[str, Any], typed: str) -> list[Trouble]:
+    """Return what went wrong in a run, and how to go on."""
+    newest = list_iterations(tx, IterationFilter(run["run"], status="done"), Paging(FLAT_ITERATIONS, sort="-iteration")).rows
+    flat = []
+    if has_no_signal(run, newest):
+        flat = list_flat_lines(run_rows.describe_flat_rewards(tx, run["run"], newest[-1].iteration))
+    troubles = [Trouble("; ".join(line.strip() for line in flat))] if flat else []
+    if run["status"] in ("planned", "running"):
+        return troubles
+    failure = run_rows.find_most_frequent_failure(tx, run["run"])
+    troubles += list_failures(failure, run_rows.find_most_frequent_agent_error(tx, run["run"]), typed)
+    if run["status"] in ("paused", "failed"):
+        troubles.append(Trouble("Resume it when the cause is gone.", f"agentrl resume {typed}"))
+    return troubles
 
 
 def list_config(config: StoredConfig) -> list[dict[str, Any]]:

@@ -72,10 +72,13 @@ function Comparison({ data }) {
 
 function taskColumnsOf(data) {
   const reward = (value, episode) => (episode ? html`<${Link} to=${["episode", episode]}>${number(value, 3)}<//>` : number(value, 3));
+  const said = (key, other) => (row) => html`<span class=${row[key] === row[other] ? "quiet" : ""}>${visible(row[key] ?? "").slice(0, 160)}</span>`;
   return [
     { key: "task", label: "task", wide: true, cell: (row) => html`<${Link} to=${taskPlace(data, row)}>${visible(row.task).slice(0, 120)}<//> <span class="quiet">${visible(row.question).slice(0, 160)}</span>` },
     { key: "a", label: "A", number: true, cell: (row) => reward(row.a, row.a_episode) },
     { key: "b", label: "B", number: true, cell: (row) => reward(row.b, row.b_episode) },
+    { key: "a_answer", label: "answer of A", title: "Of its first episode; quiet where both say the same", cell: said("a_answer", "b_answer") },
+    { key: "b_answer", label: "answer of B", cell: said("b_answer", "a_answer") },
     { key: "difference", label: "B − A", number: true, cell: (row) => html`<span class=${row.difference > 0 ? "good" : row.difference < 0 ? "bad" : "quiet"}>${number(row.difference, 3)}</span>` },
   ];
 }

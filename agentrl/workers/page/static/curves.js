@@ -48,7 +48,17 @@ export function CurvesView({ run, name, version, fresh, events }) {
     <${SeveralCurves} ids=${ids} name=${name} version=${version} fresh=${fresh} axis=${axis} weight=${weight} log=${Boolean(log)} events=${events} added=${added} setOthers=${setOthers} setAdded=${setAdded} />`;
 }
 
-function SeveralCurves({ ids, name, version, fresh, axis, weight, log, events, added, setOthers, setAdded }) {
+/** The reward with the held-out evaluations, as wide as the page. */
+export function RewardChart({ run, name, version, fresh, events }) {
+  return html`<${SeveralCurves} ids=${[String(run)]} name=${name} version=${version} fresh=${fresh} axis="iteration" weight=${0} log=${false} events=${events} added="" only="reward" />`;
+}
+
+/** The values of each column, with what came live. */
+export function columnsByName(curves, fresh) {
+  return columnsOf(mergeFresh(curves, fresh), "iteration", false).of;
+}
+
+function SeveralCurves({ only = "",  ids, name, version, fresh, axis, weight, log, events, added, setOthers, setAdded }) {
   const first = useData(path(`runs/${ids[0]}/curves`), version, askCurves);
   const [rest, setRest] = useState({ runs: [], error: null });
   const wanted = ids.slice(1).join(",");
@@ -67,7 +77,7 @@ function SeveralCurves({ ids, name, version, fresh, axis, weight, log, events, a
     const runs = [{ id: ids[0], name, curves: mergeFresh(curves, fresh) }, ...rest.runs];
     return html`${rest.error && html`<${Problem} error=${rest.error} small />`}
       ${runs.length > 1 && html`<${RunLegend} runs=${runs} setOthers=${setOthers} />`}
-      <${ChartGrid} runs=${runs} axis=${axis} weight=${weight} log=${log} events=${events} added=${added} setAdded=${setAdded} />`;
+      <${ChartGrid} runs=${runs} axis=${axis} weight=${weight} log=${log} events=${events} added=${added} setAdded=${setAdded} only=${only} />`;
   }}<//>`;
 }
 
@@ -85,27 +95,45 @@ export function mergeFresh(curves, fresh) {
   return { ...curves, rows: [...rows.values()].sort((a, b) => a[0] - b[0]) };
 }
 
-function ChartGrid({ runs, axis, weight, log, events, added, setAdded }) {
-  const [wide, setWide] = useChoice("wide");
+function ChartGrid({ runs, axis, weight, log, events, added, setAdded, only }) {
+  const [chosen, setWide] = useChoice("wide");
+  const [unchanged, setUnchanged] = useChoice("unchanged");
+  const wide = only || chosen;
   const tables = useMemo(() => runs.map((run) => ({ ...run, ...columnsOf(run.curves, axis, runs.length > 1) })), [runs.map((run) => run.curves), axis]);
   const marks = runs.length === 1 ? marksOf(events || [], tables[0]) : [];
   const xLabel = axis === "time" && runs.length > 1 ? "minutes" : axis;
-  const common = { weight, log, xLabel, xIsTime: axis === "time" && runs.length === 1, marks, wide, setWide, onPick: (x) => openAt(tables, x) };
-  const shown = CHARTS.map((chart) => ({ chart, lines: linesOf(chart, tables) })).filter(({ lines }) => lines.some((line) => line.y.some((value) => Number.isFinite(value))));
+  const common = { weight, log, xLabel, xIsTime: axis === "time" && runs.length === 1, marks, wide, setWide: only ? undefined : setWide, onPick: (x) => openAt(tables, x) };
+  const shown = CHARTS.filter(({ key }) => !only || key === only).map((chart) => ({ chart, lines: linesOf(chart, tables) })).filter(({ lines }) => lines.some((line) => line.y.some((value) => Number.isFinite(value))));
+  const folds = ({ chart, lines }) => !unchanged && !only && chart.key !== "reward" && constantsOf(lines).length === lines.length;
+  const constant = shown.filter(folds).map(({ chart, lines }) => `${chart.title} ${[...new Set(constantsOf(lines))].map((value) => number(value, 3)).join(", ")}`);
   const own = added.split(",").filter(Boolean);
   return html`<div class="charts">
-    ${shown.map(({ chart, lines }) => html`<${RunChart} key=${chart.key} id=${chart.key} title=${chart.title} note=${noteOf(chart, tables)} lines=${lines} ...${common} />`)}
+    ${shown.filter((each) => !folds(each)).map(({ chart, lines }) => html`<${RunChart} key=${chart.key} id=${chart.key} title=${chart.title} note=${noteOf(chart, tables)} lines=${lines} ...${common} />`)}
     ${own.map((each) => html`<${OwnChart} key=${each} what=${each} runs=${tables} common=${common} remove=${() => setAdded(own.filter((one) => one !== each).join(","))} />`)}
   </div>
+  ${(constant.length > 0 || unchanged) && html`<p class="quiet">${unchanged ? "" : `Unchanged: ${constant.join(" · ")}. `}<button type="button" class="more" onClick=${() => setUnchanged(unchanged ? "" : "1")}>${unchanged ? "fold the charts that never change" : "show them"}</button></p>`}
   ${!shown.length && html`<p class="quiet">No iteration has numbers yet.</p>`}
   ${marks.length > 0 && html`<p class="quiet">Marks on the axis: ${marks.slice(0, 12).map((mark) => mark.text).join(" · ")}${marks.length > 12 ? " …" : ""}</p>`}`;
+}
+
+/** The value of each line that never changes, of at least two points. */
+function constantsOf(lines) {
+  const finite = lines.map((line) => line.y.filter(Number.isFinite)).filter((values) => values.length);
+  return finite.length === lines.length ? finite.filter((values) => values.length > 1 && values.every((value) => value === values[0])).map(([value]) => value) : [];
+}
+
+/** Bands of rewards from 0 to 1 do not leave that range. */
+function clipBands(lines) {
+  if (!lines.every((line) => line.y.every((value) => !Number.isFinite(value) || (value >= 0 && value <= 1)))) return lines;
+  const clip = (values) => values?.map((value) => (Number.isFinite(value) ? Math.min(1, Math.max(0, value)) : value));
+  return lines.map((line) => (line.low ? { ...line, low: clip(line.low), high: clip(line.high) } : line));
 }
 
 /** A chart that can be made as wide as the page, which the address keeps, and whose numbers can be taken along. */
 function RunChart({ id, wide, setWide, remove, ...chart }) {
   const [is, name] = [wide === id, chart.title];
   const save = () => download(`${name.replace(/\W+/g, "-")}.csv`, csv(lineTable(chart.lines, chart.xLabel, chart.xIsTime)), "text/csv");
-  const tools = html`<button type="button" class="copy" aria-pressed=${is} onClick=${() => setWide(is ? "" : id)} aria-label=${`${name} as wide as the page`}>wide</button>
+  const tools = html`${setWide && html`<button type="button" class="copy" aria-pressed=${is} onClick=${() => setWide(is ? "" : id)} aria-label=${`${name} as wide as the page`}>wide</button>`}
     <button type="button" class="copy" onClick=${save} aria-label=${`The numbers of ${name} as CSV`}>CSV</button>
     ${remove && html`<button type="button" class="copy" onClick=${remove} aria-label=${`Remove the chart of ${name}`}>×</button>`}`;
   return html`<${Chart} ...${chart} wide=${is} tools=${tools} />`;
@@ -163,7 +191,7 @@ function linesOf(chart, tables) {
         ...(!several && table.of[low]?.some(Number.isFinite) ? { low: table.of[low], high: table.of[high], over: "over groups" } : {}),
       };
     });
-    return chart.evals && !several ? [...lines, ...evalLines(table)] : lines;
+    return chart.evals && !several ? clipBands([...lines, ...evalLines(table)]) : lines;
   });
 }
 

@@ -4,6 +4,7 @@ import { html, useEffect, useState } from "./vendor/preact.js";
 import { CommandOrButton } from "./actions.js";
 import { ask, exported, isThere, path } from "./data.js";
 import { json, number, plural, seconds, visible } from "./format.js";
+import { WithinList } from "./evidence.js";
 import { readRoute, useChoice } from "./route.js";
 import { TokensView } from "./tokens.js";
 import { Asked, Badge, Facts, Fold, Link, Problem, Tabs, Text, useData } from "./ui.js";
@@ -20,6 +21,7 @@ export function EpisodePage({ episode }) {
 function EpisodeView({ data }) {
   const { episode: row } = data;
   const [tab] = useChoice("tab", "transcript");
+  const [list] = useChoice("list");
   useEffect(() => {
     document.title = `agentrl: episode ${row.id}`;
   }, [row.id]);
@@ -29,6 +31,7 @@ function EpisodeView({ data }) {
       ${row.stop_reason && row.stop_reason !== "answered" ? html`<span class="warn">${visible(row.stop_reason).replaceAll("_", " ")}</span>` : ""}
       ${row.tainted && html`<span class="warn">tainted: not trained on</span>`}
       <${Beside} ...${data.beside} />
+      ${list && html`<${WithinList} episode=${row.id} list=${list} keep=${keepTab()} />`}
     </div>
     ${row.error && html`<p class="bad">${visible(row.error_class)}: ${visible(row.error)}</p>`}
     <${EpisodeFacts} data=${data} row=${row} />

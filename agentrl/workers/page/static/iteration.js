@@ -2,10 +2,11 @@
 
 import { html, useMemo, useRef, useState } from "./vendor/preact.js";
 import { niceTicks } from "./chart.js";
-import { path } from "./data.js";
+import { exported, path } from "./data.js";
+import { EvidenceTable, Examples } from "./evidence.js";
 import { number, percent, plural, seconds, visible } from "./format.js";
 import { go, href, useChoice } from "./route.js";
-import { Asked, Badge, Facts, Link, openable, Table, useData, useWidth } from "./ui.js";
+import { Asked, Badge, Facts, Link, openable, Table, Troubles, useData, useWidth } from "./ui.js";
 
 const UPDATE_COLUMNS = ["rows", "tokens", "loss", "kl", "policy_kl", "entropy", "clip_fraction", "log_ratio_clamped", "ratio", "grad_norm", "learning_rate", "value_loss", "explained_variance", "sampler_difference_mean", "sampler_difference_max", "importance_weight", "importance_outside", "effective_sample_size"];
 const SCATTER = ["reward", "advantage", "sampled_tokens", "prompt_tokens", "steps", "tool_calls", "tool_errors", "seconds", "slot", "sample"];
@@ -21,10 +22,10 @@ export function IterationPage({ run, iteration }) {
       ${number_ > 1 && html`<${Link} to=${["run", run, "iteration", number_ - 1]} rel="prev">← ${number_ - 1}<//>`}
       ${told.data && number_ < told.data.run.iterations && html`<${Link} to=${["run", run, "iteration", number_ + 1]} rel="next">${number_ + 1} →<//>`}
     </div>
-    <${Asked} of=${found} what="the iteration">${(data) => html`<${IterationView} data=${data} />`}<//>`;
+    <${Asked} of=${found} what="the iteration">${(data) => html`<${IterationView} run=${run} iteration=${iteration} data=${data} />`}<//>`;
 }
 
-function IterationView({ data }) {
+function IterationView({ run, iteration, data }) {
   const row = data.iteration;
   const trained = data.groups.flatMap((group) => group.episodes).filter((episode) => episode.fate === "trained").length;
   return html`<${Facts} of=${[
@@ -43,13 +44,52 @@ function IterationView({ data }) {
       ["speed of the update", row.tflops === null ? null : `${number(row.tflops, 3)} TFLOP/s${row.mfu === null ? "" : `, ${percent(row.mfu)} of the peak`}`],
       ["GPU memory of the update", row.peak_memory_bytes === null ? null : `${number(row.peak_memory_bytes / 2 ** 30, 3)} GiB at its peak`],
     ]} />
+    <${Troubles} of=${data.troubles} none=${data.updates.length ? "Nothing is off in the update: ratio, clipped tokens, mismatch of sampler and trainer, effective sample size and gradient are in their usual ranges." : ""} />
+    ${!exported() && html`<${Changes} run=${run} iteration=${iteration} />`}
     <h2>Groups <span class="count">a dot is an episode, by its reward; ${"\u25cb"} was not trained on; a flat group has no variance</span></h2>
     <${GroupGrid} groups=${data.groups} />
     ${data.left_out ? html`<p class="quiet">${plural(data.left_out, "more group")} not shown.</p>` : ""}
+    ${!exported() && data.groups.some((group) => !group.borrowed) && html`<h2>Episodes</h2><${EvidenceTable} run=${run} fixed=${{ iteration }} hidden=${["iteration"]} />`}
     <h2>Update</h2>
-    <${Updates} rows=${data.updates} />
+    <${Updates} rows=${data.updates} iteration=${row} />
     <h2>Episodes, one against the other</h2>
     <${Scatter} groups=${data.groups} />`;
+}
+
+/** What changed against the iteration before, and by task against its last time. */
+function Changes({ run, iteration }) {
+  const found = useData(path(`runs/${run}/iterations/${iteration}/changes`));
+  return html`<${Asked} of=${found} what="what changed">${(data) => {
+    const rows = [...data.numbers.map((row) => ({ ...row, what: row.name })), ...data.parts.map((row) => ({ ...row, what: `part ${visible(row.part)}` })), ...data.errors.map((row) => ({ ...row, what: `errors ${visible(row.tool ?? "episode")} ${visible(row.error_class)}`, error: row.error_class }))].filter((row) => row.now !== null || row.before !== null);
+    return html`${data.before && html`<h2>What changed <span class="count">against iteration ${data.before}</span></h2><div class="beside-each"><${Table} caption="What changed" columns=${changeColumns(run, iteration)} rows=${rows} rowKey=${(row) => row.what} />
+      <div>${data.tasks.length ? html`<${Table} caption="Tasks that changed" columns=${taskChangeColumns(run)} rows=${data.tasks} rowKey=${(row) => row.task_id} to=${(row) => openable(["group", row.group_id])} />` : html`<p class="quiet">${data.again ? `None of its ${plural(data.again, "task")} that were sampled before has another mean reward now.` : "None of its tasks was sampled before, so that no task can be compared."}</p>`}</div></div>`}
+      <${Examples} rows=${[...(data.examples.best?.reward === data.examples.worst?.reward ? [["best and worst", data.examples.best]] : [["best", data.examples.best], ["worst", data.examples.worst]]), ["most changed task, worst episode", data.examples.changed]]} />`;
+  }}<//>`;
+}
+
+function changeColumns(run, iteration) {
+  return [
+    { key: "what", label: "what", cell: (row) => (row.error ? html`<${Link} to=${["run", run, "iteration", iteration]} query=${{ error_class: row.error }}>${row.what}<//>` : row.what) },
+    { key: "before", label: "before", number: true, cell: (row) => number(row.before, 3) },
+    { key: "now", label: "now", number: true, cell: (row) => number(row.now, 3) },
+    { key: "change", label: "change", number: true, cell: (row) => changeOf(row) },
+  ];
+}
+
+function taskChangeColumns(run) {
+  return [
+    { key: "task", label: "task", wide: true, cell: (row) => html`${visible(row.question).slice(0, 120)} <${Link} to=${["run", run, "task", row.task_id]}>${visible(row.task).slice(0, 60)}<//>` },
+    { key: "since", label: "last in iteration", number: true, cell: (row) => html`<${Link} to=${["run", run, "iteration", row.since]}>${row.since}<//>` },
+    { key: "before", label: "then", number: true, cell: (row) => number(row.before, 3) },
+    { key: "now", label: "now", number: true, cell: (row) => number(row.now, 3) },
+    { key: "change", label: "change", number: true, cell: (row) => changeOf(row) },
+  ];
+}
+
+function changeOf({ before, now }) {
+  if (before === null || now === null) return "–";
+  const change = now - before;
+  return change === 0 ? html`<span class="quiet">0</span>` : html`<b>${change > 0 ? "+" : ""}${number(change, 2)}</b>`;
 }
 
 function GroupGrid({ groups }) {
@@ -75,8 +115,9 @@ function Dot({ episode, index, of, least, most }) {
   return html`<a class=${`dot ${kind}`} href=${openable(["episode", episode.id])} title=${what} aria-label=${what} style=${{ left: `${(100 * (index + 0.5)) / of}%`, bottom: `${share * 24}px` }}></a>`;
 }
 
-function Updates({ rows }) {
-  if (!rows.length) return html`<p class="quiet">No update yet.</p>`;
+function Updates({ rows, iteration }) {
+  if (!rows.length && iteration.skipped) return html`<p class="quiet">The update was skipped: ${visible(iteration.skipped)}.</p>`;
+  if (!rows.length) return html`<p class="quiet">${iteration.status === "done" ? "This iteration updates nothing." : iteration.status === "cancelled" ? "The iteration was cancelled before its update." : "No update yet."}</p>`;
   const known = UPDATE_COLUMNS.filter((key) => rows.some((row) => row[key] !== null && row[key] !== undefined));
   const columns = [{ key: "minibatch", label: "step", number: true, cell: (row) => row.minibatch + 1 }, ...known.map((key) => ({ key, label: key.replaceAll("_", " "), number: true, cell: (row) => number(row[key], 4) }))];
   return html`<${Table} caption="Optimizer steps" columns=${columns} rows=${rows} rowKey=${(row) => row.id} />`;

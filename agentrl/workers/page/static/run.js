@@ -6,17 +6,19 @@ import { lineColor } from "./chart.js";
 import { ConfigView } from "./config.js";
 import { CurvesView, mergeFresh } from "./curves.js";
 import { askCurves, exported, listen, path } from "./data.js";
-import { EpisodesView } from "./episodes.js";
+import { EvidenceTable } from "./evidence.js";
 import { number, plural, seconds, visible } from "./format.js";
 import { LanesView } from "./lanes.js";
 import { LedgerView } from "./ledger.js";
 import { Labels } from "./labels.js";
+import { Overview } from "./overview.js";
 import { PromptsView } from "./prompts.js";
-import { go, href, readRoute, useChoice } from "./route.js";
+import { go, href, readRoute, useChoice, useRoute } from "./route.js";
 import { Connection, ShortName } from "./runs.js";
 import { TasksView } from "./tasks.js";
 import { Asked, Badge, Command, Fold, Link, More, openable, Problem, Table, Tabs, useData, useMore, When } from "./ui.js";
 
+const CURVE_CHOICES = ["with", "smooth", "x", "log", "charts", "wide", "unchanged"];
 const MAX_FRESH = 5000;
 const FEW_ITERATIONS = 100;
 const MAX_TOGETHER = 8;
@@ -56,7 +58,8 @@ function joinFresh(before, rows) {
 }
 
 function RunView({ run, told, live }) {
-  const [tab] = useChoice("tab", "curves");
+  const { query } = useRoute();
+  const [tab] = useChoice("tab", CURVE_CHOICES.some((name) => query[name]) ? "curves" : "overview");
   const [others] = useChoice("with");
   const ids = runsTogether(run, others);
   const row = { ...told.run, ...(live.row || {}) };
@@ -66,9 +69,10 @@ function RunView({ run, told, live }) {
   }, [row.run, ids.length]);
   const open = row.status === "running" || row.status === "planned";
   const tabs = [
+    ["overview", "overview"],
     ["curves", "curves"],
     ["iterations", "iterations", row.iterations_done],
-    ["episodes", "episodes", row.episodes_done],
+    ["episodes", "episodes", row.episodes_done || undefined],
     ["tasks", "tasks"],
     ["ledger", "ledger"],
     ["workers", "workers"],
@@ -80,10 +84,10 @@ function RunView({ run, told, live }) {
   ];
   if (tab === "curves" && ids.length > 1) return html`<${Together} ids=${ids} /><div class="together-charts"><${RunTab} tab=${tab} run=${run} told=${told} live=${live} row=${row} events=${events} /></div>`;
   return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]} rel="up">runs<//><span>${visible(row.run)}</span></nav>
-    <div class="row base"><h1>${visible(row.run)}</h1> <${Badge} is=${row.status} title=${visible(row.reason)} /> ${open && html`<${Connection} is=${live.connected} />`} <${Labels} run=${run} told=${told} /></div>
+    <div class="run-head"><h1>${visible(row.run)}</h1> <${Badge} is=${row.status} title=${visible(row.reason)} /> ${open && html`<${Connection} is=${live.connected} />`} <${ShortFacts} row=${row} /></div>
+    <div class="row labels"><${Labels} run=${run} told=${told} /><${Fold} summary="facts and commands"><${RunFacts} row=${row} told=${told} /><//></div>
     ${row.reason && html`<p class=${row.status === "failed" ? "bad" : "quiet"}>${visible(row.reason)}</p>`}
     ${told.waits_for && html`<p class="warn" role="status">waits for ${visible(told.waits_for)}</p>`}
-    <${RunFacts} row=${row} told=${told} />
     ${open && html`<${Progress} of=${live.progress ?? told.progress} row=${row} />`}
     <${Tabs} name="tab" tabs=${tabs} chosen=${tab} />
     <${RunTab} tab=${tab} run=${run} told=${told} live=${live} row=${row} events=${events} />`;
@@ -113,8 +117,9 @@ function TogetherRun({ id, color, remove }) {
 
 function RunTab({ tab, run, told, live, row, events }) {
   const version = live.version;
+  if (tab === "overview") return html`<${Overview} run=${run} told=${told} row=${row} live=${live} events=${events.data?.rows} />`;
   if (tab === "iterations") return html`<${IterationsView} run=${run} live=${live} />`;
-  if (tab === "episodes") return html`<${EpisodesView} run=${run} version=${version} />`;
+  if (tab === "episodes") return html`<${EvidenceTable} run=${run} version=${version} />`;
   if (tab === "tasks") return html`<${TasksView} run=${run} version=${version} />`;
   if (tab === "ledger") return html`<${LedgerView} run=${run} version=${version} />`;
   if (tab === "workers") return html`<${LanesView} run=${run} version=${version} row=${row} />`;
@@ -126,10 +131,26 @@ function RunTab({ tab, run, told, live, row, events }) {
   return html`<${CurvesView} run=${run} name=${row.run} version=${told.evaluations} fresh=${live.fresh} events=${events.data?.rows} />`;
 }
 
+/** What is seen of a run while its page is scrolled. */
+function ShortFacts({ row }) {
+  const left = secondsLeft(row);
+  return html`<span class="short-facts">${[
+    `iteration ${number(row.iterations_done)} of ${number(row.iterations)}`,
+    `reward ${number(row.last_reward, 3)}`,
+    row.best_reward === null || row.best_reward === undefined ? "" : `held out ${number(row.eval_reward, 3)}, best ${number(row.best_reward, 3)} @${row.best_version}`,
+    row.seconds === null ? "" : `took ${seconds(row.seconds)}`,
+    left ? `about ${seconds(left)} left` : "",
+  ].filter(Boolean).map((text) => html`<span key=${text}>${text}</span>`)}</span>`;
+}
+
+function secondsLeft(row) {
+  const since = row.status === "running" && row.started_at ? (Date.now() - Date.parse(row.started_at)) / 1000 : null;
+  return since && row.iterations_done ? ((row.iterations - row.iterations_done) * since) / row.iterations_done : null;
+}
+
 function RunFacts({ row, told }) {
   const word = told.typed;
-  const since = row.status === "running" && row.started_at ? (Date.now() - Date.parse(row.started_at)) / 1000 : null;
-  const left = since && row.iterations_done ? ((row.iterations - row.iterations_done) * since) / row.iterations_done : null;
+  const left = secondsLeft(row);
   return html`<dl class="facts">
     ${[
       ["algorithm", visible(row.algorithm || row.kind)],
@@ -150,9 +171,9 @@ function RunFacts({ row, told }) {
   ${told.children?.length > 0 && html`<${Fold} summary=${`${plural(told.children.length, "run")} came from it`}>
     <ul>${told.children.map((each) => html`<li key=${`${each.id}${each.what}`}><${Link} to=${["run", each.id]}>${visible(each.run)}<//> <span class="quiet">${visible(each.kind)}, ${visible(each.what)}</span></li>`)}</ul>
   <//>`}
-  ${!exported() && html`<${Fold} summary="commands"><div class="commands">
+  ${!exported() && html`<div class="commands">
     ${[`agentrl watch ${word}`, ...(row.status === "running" ? [`agentrl pause ${word}`] : ["paused", "failed"].includes(row.status) ? [`agentrl resume ${word}`] : []), `agentrl eval --policy ${word}`, `agentrl ui --export ${word} --out run-${row.id}.html`].map((line) => html`<${Command} key=${line} line=${line} />`)}
-  </div><//>`}`;
+  </div>`}`;
 }
 
 function Progress({ of, row }) {

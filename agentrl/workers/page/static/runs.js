@@ -44,7 +44,7 @@ export function RunsPage() {
           to=${(row) => href(["run", row.id])}
           sort=${sort || "-id"}
           onSort=${(next) => setSort(next === "-id" ? "" : next)}
-          empty=${text || status || kind || tag ? "No run is so." : "There is no run yet. Make one: agentrl submit --dataset arithmetic --model tiny"}
+          empty=${text || status || kind || tag ? "No run matches." : "There is no run yet. Make one: agentrl submit --dataset arithmetic --model tiny"}
         /><${More} of=${found} />`}
     <//>`;
 }
@@ -58,10 +58,10 @@ function runColumns(chosen, toggle, setTag) {
   return [
     { key: "choose", label: html`<span class="unseen">Choose</span>`, cell: (row) => html`<input type="checkbox" checked=${chosen.includes(row.id)} onChange=${() => toggle(row.id)} aria-label=${`Choose ${visible(row.run)}`} />` },
     { key: "run", label: "run", sort: "run", wide: true, cell: (row) => html`<${Link} to=${["run", row.id]}>${visible(row.run)}<//> ${(row.tags || []).map((tag) => html`<button key=${tag} type="button" class="tag" onClick=${() => setTag(tag)}>${visible(tag)}</button> `)}` },
-    { key: "status", label: "status", sort: "status", cell: (row) => html`<${Badge} is=${row.status} title=${visible(row.reason)} />${row.waits_for && html`<div class="quiet">${visible(row.waits_for)}</div>`}` },
+    { key: "status", label: "status", sort: "status", cell: (row) => html`<${Badge} is=${row.status} title=${visible(row.reason)} />${(row.waits_for || (["paused", "failed"].includes(row.status) && row.reason)) && html`<div class="quiet reason">${visible(row.waits_for || row.reason).slice(0, 200)}</div>`}` },
     { key: "reward", label: "reward", number: true, sort: "reward", title: "Mean reward of the last iteration", cell: (row) => number(row.last_reward, 3) },
     { key: "spark", label: "over iterations", cell: (row) => html`<${Sparkline} points=${row.spark || []} label="reward" />` },
-    { key: "eval", label: "eval", number: true, sort: "best", title: "Held out: the newest, and the best version", cell: (row) => (row.eval_reward === null ? "–" : html`${number(row.eval_reward, 3)}${row.best_reward !== null && row.best_reward !== row.eval_reward ? html`<div class="quiet">best ${number(row.best_reward, 3)} @${row.best_version}</div>` : ""}`) },
+    { key: "eval", label: "eval", number: true, sort: "best", title: "Held out: the newest, and the best version; else the newest evaluation made by hand", cell: evalOf },
     { key: "algorithm", label: "algorithm", cell: (row) => (row.kind === "train" || row.kind === "search" ? visible(row.algorithm) : row.kind) },
     { key: "model", label: "model", short: true, cell: (row) => html`<${ShortName} of=${row.model} />` },
     { key: "dataset", label: "dataset", short: true, cell: (row) => html`<${ShortName} of=${row.dataset} />` },
@@ -71,6 +71,13 @@ function runColumns(chosen, toggle, setTag) {
     { key: "seconds", label: "took", number: true, sort: "seconds", cell: (row) => seconds(row.seconds) },
     { key: "created", label: "submitted", sort: "id", short: true, cell: (row) => html`<${When} at=${row.created_at} />` },
   ];
+}
+
+/** The held-out evaluations of a run, else the newest one that somebody made by hand. An evaluation is its own. */
+function evalOf(row) {
+  if (row.kind === "eval") return number(row.last_reward, 3);
+  if (row.eval_reward !== null) return html`${number(row.eval_reward, 3)}${row.best_reward !== null && row.best_reward !== row.eval_reward ? html`<div class="quiet">best ${number(row.best_reward, 3)} @${row.best_version}</div>` : ""}`;
+  return row.measured ? html`<${Link} to=${["run", row.measured.run_id]} title="An evaluation that was made by hand">${number(row.measured.reward, 3)} @${row.measured.version}<//>` : "–";
 }
 
 /** A name, or the last part of a path, which is whole under the pointer. */

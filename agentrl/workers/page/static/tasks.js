@@ -3,17 +3,25 @@
 import { html } from "./vendor/preact.js";
 import { Chart, Sparkline } from "./chart.js";
 import { exported, path } from "./data.js";
+import { EvidenceTable } from "./evidence.js";
 import { json, number, plural, visible } from "./format.js";
 import { useChoice } from "./route.js";
-import { Asked, Facts, Fold, Link, More, openable, Search, Table, Text, useData, useMore } from "./ui.js";
+import { Asked, Chips, Facts, Fold, Link, More, openable, Search, Table, Text, useData, useMore } from "./ui.js";
+
+const TASK_CHIPS = [
+  ["solved", "outcome=solved", "Tasks that were solved at least once"],
+  ["never solved", "outcome=never_solved", "Tasks that no episode solved"],
+  ["unlearned", "outcome=unlearned", "Tasks that were solved, and not when they were sampled last"],
+];
 
 export function TasksView({ run, version }) {
   const [text, setText] = useChoice("text");
   const [sort, setSort] = useChoice("sort");
-  const found = useMore(path(`runs/${run}/tasks`, { text, sort, size: 25 }), version);
-  return html`${!exported() && html`<div class="controls"><${Search} value=${text} onChange=${setText} label="In the task's key" /></div>`}
+  const [outcome] = useChoice("outcome");
+  const found = useMore(path(`runs/${run}/tasks`, { text, sort, outcome, size: 25 }), version);
+  return html`${!exported() && html`<div class="controls"><${Chips} chips=${TASK_CHIPS} label="Filters" /><${Search} value=${text} onChange=${setText} label="In the question, the key or the reference" /></div>`}
     <${Asked} of=${found} what="the tasks">${(data) => html`<${SolvedMeans} words=${data.solved_means} />${exported() && html`<${TasksInFile} run=${run} rows=${found.rows} more=${Boolean(found.next)} />`}
-      <${Table} caption="Tasks" columns=${taskColumns(run, data.solved_means)} rows=${found.rows} rowKey=${(row) => row.task_id} to=${(row) => openable(["run", run, "task", row.task_id])} sort=${sort} onSort=${exported() ? undefined : setSort} empty="No task is so." /><${More} of=${found} />`}<//>`;
+      <${Table} caption="Tasks" columns=${taskColumns(run, data.solved_means)} rows=${found.rows} rowKey=${(row) => row.task_id} to=${(row) => openable(["run", run, "task", row.task_id])} sort=${sort} onSort=${exported() ? undefined : setSort} empty="No task matches." /><${More} of=${found} />`}<//>`;
 }
 
 /** When a task counts as solved: one good episode is enough, whatever the mean. */
@@ -29,17 +37,24 @@ function TasksInFile({ run, rows, more }) {
 
 function taskColumns(run, means) {
   return [
-    { key: "task", label: "task", wide: true, cell: (row) => html`<${Link} to=${["run", run, "task", row.task_id]}>${visible(row.task).slice(0, 100)}<//>` },
-    { key: "reference", label: "reference", cell: (row) => visible(row.reference).slice(0, 60) },
-    { key: "role", label: "role", cell: (row) => visible(row.role) },
-    { key: "groups", label: "seen", number: true, cell: (row) => number(row.groups) },
-    { key: "mean", label: "mean reward", number: true, cell: (row) => number(row.mean_reward, 3) },
-    { key: "points", label: "over iterations", cell: (row) => html`<${Sparkline} points=${row.points || []} label="reward" />` },
-    { key: "last", label: "last", number: true, cell: (row) => number(row.last_reward, 3) },
-    { key: "solved", label: "first solved", short: true, title: visible(means), cell: (row) => (row.first_solved ? html`<span title=${visible(means)}>at iteration ${row.first_solved}</span>` : row.groups ? html`<span class="warn">never</span>` : "–") },
-    { key: "best", label: "best", short: true, cell: (row) => episodeLink(row.best) },
-    { key: "worst", label: "worst", short: true, cell: (row) => episodeLink(row.worst) },
+    { key: "task", label: "task", sort: "task", cell: (row) => html`<${Link} to=${["run", run, "task", row.task_id]}>${visible(row.task).slice(0, 100)}<//>` },
+    { key: "question", label: "question", sort: "id", wide: true, cell: (row) => visible(row.question).slice(0, 200) },
+    { key: "reference", label: "reference", sort: "reference", cell: (row) => visible(row.reference).slice(0, 60) },
+    { key: "role", label: "role", sort: "role", cell: (row) => visible(row.role) },
+    { key: "groups", label: "seen", sort: "groups", number: true, cell: (row) => number(row.groups) },
+    { key: "mean", label: "mean reward", sort: "reward", number: true, cell: (row) => number(row.mean_reward, 3) },
+    { key: "points", label: "over iterations", sort: "change", title: "Sorted by the last reward less the first", cell: (row) => html`<${Sparkline} points=${row.points || []} label="reward" />` },
+    { key: "last", label: "last", sort: "last", number: true, cell: (row) => number(row.last_reward, 3) },
+    { key: "solved", label: "first solved", sort: "first_solved", short: true, title: visible(means), cell: solvedWhen },
+    { key: "lost", label: "last solved", sort: "last_solved", short: true, cell: (row) => (row.last_solved ? html`at iteration ${row.last_solved}${row.unlearned && html` <span class="bad">unlearned</span>`}` : "–") },
+    { key: "best", label: "best", sort: "best", short: true, cell: (row) => episodeLink(row.best) },
+    { key: "worst", label: "worst", sort: "worst", short: true, cell: (row) => episodeLink(row.worst) },
   ];
+}
+
+function solvedWhen(row) {
+  if (row.first_solved) return `at iteration ${row.first_solved}`;
+  return row.groups ? html`<span class="warn">never</span>` : "–";
 }
 
 function episodeLink(found) {
@@ -62,11 +77,16 @@ export function TaskPage({ run, task }) {
       ${data.metadata && Object.keys(data.metadata).length > 0 && html`<${Fold} summary="metadata"><${Text} value=${json(data.metadata)} mono /><//>`}
       <${SolvedMeans} words=${data.solved_means} />
       ${data.points?.length > 1 && html`<div class="charts"><${Chart} title="mean reward" lines=${[{ label: "reward", color: "--line-1", x: data.points.map(([x]) => x), y: data.points.map(([, y]) => y) }]} /></div>`}
-      <h2>Each time</h2>
-      <${Table} caption="Groups of the task" rows=${data.groups} rowKey=${(row) => row.id} to=${(row) => openable(["group", row.id])} empty="It was not sampled yet." columns=${[
+      <h2>Its episodes</h2>
+      ${exported() || (told.data && !told.data.run.episodes_done) ? html`<${TaskGroups} groups=${data.groups} />` : html`<${EvidenceTable} run=${run} fixed=${{ task_id: task }} hidden=${["question", "reference"]} />`}`}<//>`;
+}
+
+/** The groups of a task, where its episodes cannot be listed: in an exported file, and of stored groups. */
+function TaskGroups({ groups }) {
+  return html`<${Table} caption="Groups of the task" rows=${groups} rowKey=${(row) => row.id} to=${(row) => openable(["group", row.id])} empty="It was not sampled yet." columns=${[
         { key: "iteration", label: "iteration", number: true, cell: (row) => row.iteration },
         { key: "id", label: "group", number: true, cell: (row) => html`<${Link} to=${["group", row.id]}>${row.id}<//>` },
         { key: "mean", label: "mean reward", number: true, cell: (row) => number(row.mean_reward, 3) },
         { key: "episodes", label: "episodes", wide: true, cell: (row) => row.episodes.map((each) => html`<${Link} key=${each.id} to=${["episode", each.id]} class="tag">${number(each.reward, 3)}<//> `) },
-      ]} />`}<//>`;
+      ]} />`;
 }

@@ -3,7 +3,7 @@
 import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
 import { ask, exported, isThere, path } from "./data.js";
 import { ago, moment, number, visible } from "./format.js";
-import { href, readRoute } from "./route.js";
+import { go, href, readRoute, useRoute } from "./route.js";
 
 const AGAIN_MS = 3000;
 const kept = new Map();
@@ -85,7 +85,7 @@ export function Tabs({ name, tabs, chosen }) {
     ${tabs.map(
       ([key, label, count]) => html`<a
         key=${key}
-        href=${href(parts, { ...pickKept(query), [name]: key === tabs[0][0] ? undefined : key })}
+        href=${href(parts, { ...pickKept(query), [name]: key === tabs[0][0] && !query.with ? undefined : key })}
         aria-current=${key === chosen ? "page" : undefined}
         >${label}${count !== undefined && html` <span class="count">${number(count)}</span>`}</a
       >`,
@@ -130,6 +130,12 @@ async function writeClipboard(text) {
 export function Command({ line, action }) {
   const plain = visible(line) === line && !/[\t\n]/.test(line);
   return html`<div class="command"><code>${visible(line)}</code>${plain ? html`<${Copy} text=${line} />` : html`<span class="warn">it holds hidden characters: not to be copied</span>`}${action}</div>`;
+}
+
+/** What is off, each with the command to type; `none`: what is said where nothing is. */
+export function Troubles({ of, none = "" }) {
+  if (!of?.length) return none && html`<p class="good">${none}</p>`;
+  return html`<ul class="troubles">${of.map((each) => html`<li key=${each.text}>${visible(each.text)} ${each.command && !exported() && html`<${Command} line=${each.command} />`}</li>`)}</ul>`;
 }
 
 /** A text as somebody wrote it: characters that would not be seen are shown, a long one is folded. */
@@ -199,7 +205,7 @@ export function useMore(asked, version = 0) {
   const first = useData(asked, version);
   const [more, setMore] = useState({ asked: "", rows: [], next: "", pages: 1, error: null });
   const grown = more.asked === asked && more.pages > 1;
-  const list = grown ? more : { asked, rows: first.data?.rows || [], next: first.data?.next, pages: 1, error: more.asked === asked ? more.error : null };
+  const list = grown ? more : { asked, rows: first.data?.rows || [], next: first.data?.next, searched: first.data?.searched, pages: 1, error: more.asked === asked ? more.error : null };
   useEffect(() => {
     if (!grown || !first.data) return undefined;
     const stop = new AbortController();
@@ -207,25 +213,39 @@ export function useMore(asked, version = 0) {
     return () => stop.abort();
   }, [first.data]);
   const fetchMore = useCallback(() => readPages(asked, list, 2).then((page) => setMore({ ...page, pages: list.pages + 1 }), (error) => setMore({ ...list, error })), [asked, list.next, list.rows.length]);
-  return { ...first, rows: list.rows, next: list.next, fetchMore, moreError: list.error };
+  return { ...first, rows: list.rows, next: list.next, searched: grown ? list.searched : first.data?.searched, fetchMore, moreError: list.error };
 }
 
 /** A list that begins with a page, and has so many of them where there are. */
 async function readPages(asked, first, pages, signal) {
-  let { rows, next } = first;
+  let { rows, next, searched } = first;
   for (let page = 1; page < pages && next; page += 1) {
     const told = await ask(`${asked}${asked.includes("?") ? "&" : "?"}cursor=${encodeURIComponent(next)}`, { signal });
     rows = [...rows, ...told.rows];
     next = told.next;
+    searched = (searched || 0) + (told.searched || 0);
   }
-  return { asked, rows, next, pages, error: null };
+  return { asked, rows, next, searched, pages, error: null };
 }
 
 export function More({ of }) {
   if (of.moreError) return html`<${Problem} error=${of.moreError} small />`;
-  if (!of.next) return null;
+  const total = of.data?.total;
+  const searched = total === null || total === undefined ? "" : `searched ${number(of.searched)} of ${number(total)}`;
+  if (!of.next) return searched && html`<p class="quiet" role="status">${searched}</p>`;
   if (exported()) return html`<p class="quiet">The rest is not in this file.</p>`;
+  if (searched) return html`<p><span class="quiet" role="status">${searched}</span> <button type="button" class="more" onClick=${of.fetchMore}>go on</button></p>`;
   return html`<button type="button" class="more" onClick=${of.fetchMore}>show more</button>`;
+}
+
+/** Filters that are chosen one by one, each a [label, name=value, title]; those of one name exclude one another. */
+export function Chips({ chips, label }) {
+  const { parts, query } = useRoute();
+  return html`<span class="chips" role="group" aria-label=${label}>${chips.map(([text, choice, title]) => {
+    const [name, value] = choice.split("=");
+    const is = query[name] === value;
+    return html`<button key=${choice} type="button" class="chip" aria-pressed=${is} title=${title} onClick=${() => go(href(parts, { ...query, [name]: is ? undefined : value }), { replace: true })}>${text}</button>`;
+  })}</span>`;
 }
 
 /** A text field whose content is told a moment after the last key. `hints`: words that are offered. */

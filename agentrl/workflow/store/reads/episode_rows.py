@@ -1,21 +1,43 @@
 """Lists of episodes in pages, and one complete episode for a transcript. A list reads neither blobs nor long texts."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.store.driver_reader import Row, is_sqlite, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
-from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page, select_values
+from agentrl.workflow.store.reads.paging import (
+    Page,
+    Paging,
+    choose_conditions,
+    escape_like,
+    find_beside,
+    find_order,
+    search_page,
+    select_page,
+    select_values,
+    text_order,
+)
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.store.reads.solved_rule import load_rule
 from agentrl.workflow.store.row_codecs import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
-from agentrl.workflow.tables.views import CallRow, EpisodeRow, RewardRow, StepRow
-from agentrl.workflow.trajectory import Episode, Step
+from agentrl.workflow.tables.views import FATES, CallRow, EpisodeRow, RewardRow, StepRow
+from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
 
+SECONDS = "{seconds}"
+"""The order by seconds, for which the databases have different SQL."""
 EPISODE_ORDERS = {
-    "id": "id", "iteration": "iteration_id", "reward": "reward", "steps": "steps", "calls": "tool_calls",
-    "errors": "tool_errors", "tokens": "sampled_tokens",
+    "id": "id", "iteration": "iteration_id", "question": "task_id", "answer": text_order("final_answer"),
+    "reference": text_order("(SELECT t.reference FROM tasks t WHERE t.id = task_id)"), "status": "status", "reward": "reward",
+    "steps": "steps", "calls": "tool_calls", "errors": "tool_errors", "tokens": "sampled_tokens", "seconds": SECONDS,
 }  # fmt: skip
 """The names by which the list can be sorted, each with its column of `episodes`."""
+OUTCOMES = ("solved", "unsolved", "never_solved", "newly_lost")
+"""The outcomes by which the list can be filtered: the episode is right; it is not; no episode of its task is; its group is not
+solved, but the task's group before was.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +48,13 @@ class EpisodeFilter:
         iteration: the iteration's number, counted from 1.
         since: a cursor of `mark_changes`, to select only episodes that may have changed since then.
         task: the task's key.
+        task_id: the task's number.
         tool_errors: the minimum number of failed tool calls.
-        text: a text that the final answer, the error or the result of a failed tool call contains.
+        error_class: the class of the episode's error, or of a failed tool call.
+        text: a text that a message, a call's arguments or result, the final answer or the error contains.
+        outcome: one of OUTCOMES.
+        truncated: whether the episode was cut off at a limit.
+        fate: one of `ledger.FATES`: what became of the episode in this run.
     """
 
     run: str
@@ -41,6 +68,11 @@ class EpisodeFilter:
     max_reward: float | None = None
     tool_errors: int | None = None
     text: str | None = None
+    task_id: int | None = None
+    error_class: str | None = None
+    outcome: str | None = None
+    truncated: bool | None = None
+    fate: str | None = None
 
 
 _CONDITIONS = {
@@ -48,25 +80,124 @@ _CONDITIONS = {
     "status": "status = :status",
     "stop_reason": "stop_reason = :stop_reason",
     "task": "task_id IN (SELECT id FROM tasks WHERE key = :task)",
+    "task_id": "task_id = :task_id",
     "min_reward": "reward >= :min_reward",
     "max_reward": "reward <= :max_reward",
     "tool_errors": "tool_errors >= :tool_errors",
-    "text": """
-        (lower(final_answer) LIKE lower(:text) ESCAPE '!' OR lower(error) LIKE lower(:text) ESCAPE '!'
-         OR EXISTS (SELECT 1 FROM tool_calls c WHERE c.episode_id = episodes.id AND c.attempt = episodes.attempt
-                    AND c.error_class IS NOT NULL AND lower(c.result) LIKE lower(:text) ESCAPE '!'))""",
 }
+_CALLS = "FROM tool_calls c WHERE c.episode_id = episodes.id AND c.attempt = episodes.attempt"
+_TEXTS = """
+    (lower(final_answer) LIKE lower(:text) ESCAPE '!' OR lower(error) LIKE lower(:text) ESCAPE '!'
+     OR EXISTS (SELECT 1 FROM steps s WHERE s.episode_id = episodes.id AND s.attempt = episodes.attempt
+                AND (lower(s.text) LIKE lower(:text) ESCAPE '!' OR {prompt}))
+     OR EXISTS (SELECT 1 FROM tool_calls c WHERE c.episode_id = episodes.id AND c.attempt = episodes.attempt
+                AND (lower(c.result) LIKE lower(:text) ESCAPE '!' OR {arguments})))"""
+_DOCUMENT = "lower(CAST({column} AS TEXT)) LIKE lower(:{word}) ESCAPE '!'"
+_TESTS = {
+    "error_class": f"""
+        (error_class = :error_class OR tool_errors > 0 AND EXISTS (SELECT 1 {_CALLS} AND c.error_class = :error_class))""",
+    "fate": """
+        EXISTS (SELECT 1 FROM v_ledger l WHERE l.episode_id = episodes.id AND l.run = :run_name AND l.fate = :fate)""",
+}
+"""The conditions that are slow to check, so that a list with one of them is searched in pieces."""
 
 
 @sql_read_transaction
 def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Page[EpisodeRow]:
-    """Return the episodes that the run sampled, ordered by id or by one of EPISODE_ORDERS."""
+    """Return the episodes that the run sampled, ordered by id or by one of EPISODE_ORDERS. Raise ConfigError if there is no
+    such order, outcome or fate.
+
+    A text, an outcome, a class of errors and a fate are searched for in pieces: a page may have few rows, or none, and still be
+    followed by another (see `paging.search_page`).
+    """
+    conditions, tests, values = _conditions(tx, chosen)
+    paging, orders = paging or Paging(), _orders(tx)
+    if tests:
+        return search_page(tx, EpisodeRow, conditions, tests, values, paging, orders, "id", "episodes")
+    return select_page(tx, EpisodeRow, conditions, values, paging, orders, "id", "episodes")
+
+
+@sql_read_transaction
+def count_episodes(tx: Any, chosen: EpisodeFilter) -> int:
+    """Return the number of episodes that a search by this filter has to check."""
+    conditions, _, values = _conditions(tx, chosen)
+    count: int = select_rows(tx, f"SELECT count(*) AS n FROM episodes WHERE {' AND '.join(conditions)}", **values)[0]["n"]
+    return count
+
+
+@sql_read_transaction
+def find_episodes_beside(tx: Any, chosen: EpisodeFilter, sort: str, episode: int) -> tuple[int | None, int | None]:
+    """Return the ids of the episodes before and after this one in the list; None at an end, or if none was found in time."""
+    conditions, tests, values = _conditions(tx, chosen)
+    order = find_order(_orders(tx), sort or "id")
+    return find_beside(tx, conditions, tests, values, order, "episodes", max(-MAX_ID, min(MAX_ID, episode)))
+
+
+def _orders(tx: Any) -> dict[str, str]:
+    if is_sqlite(tx):
+        return {**EPISODE_ORDERS, "seconds": "(julianday(finished_at) - julianday(started_at))"}
+    return {**EPISODE_ORDERS, "seconds": "CAST(extract(epoch FROM finished_at - started_at) AS float8)"}
+
+
+def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Return the filter's conditions, those that are slow to check, and the values of the parameters of both."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if "group" in values and of_run == [OF_RUN]:
         of_run = []  # SQLite would walk through the run
-    paging = paging or Paging()
-    return select_page(tx, EpisodeRow, of_run + conditions, of_it | values, paging, EPISODE_ORDERS, "id", "episodes")
+    tests, test_values = choose_conditions(chosen, _TESTS)
+    if chosen.fate is not None:
+        _check_word(chosen.fate, FATES, "fate")
+        test_values["run_name"] = run_id_and_name(tx, chosen.run)["name"]
+    if chosen.truncated is not None:
+        reasons = ", ".join(f"'{reason}'" for reason in TRUNCATED)
+        conditions.append(f"coalesce(stop_reason, '') {'IN' if chosen.truncated else 'NOT IN'} ({reasons})")
+        values["truncated"] = int(chosen.truncated)
+    if chosen.text is not None:
+        test, texts = _text_test(chosen.text)
+        tests, test_values = [*tests, test], test_values | texts
+    if chosen.outcome is not None:
+        _check_word(chosen.outcome, OUTCOMES, "outcome")
+        outcome, is_test, its = _outcome_condition(tx, chosen, of_run, of_it)
+        (tests if is_test else conditions).append(outcome)
+        values |= its | {"outcome": chosen.outcome}
+    return of_run + conditions, tests, of_it | values | test_values
+
+
+def _check_word(word: str, words: Sequence[str], what: str) -> None:
+    if word not in words:
+        raise ConfigError(f"There is no {what} {word!r:.60}.", did_you_mean(word[:60], words))
+
+
+def _text_test(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the test for a text. In a JSON column, a character may be escaped."""
+    plain = storable(text)
+    values = {"text": f"%{escape_like(plain)}%"}
+    if (escaped := json.dumps(plain)[1:-1]) != plain:
+        values["escaped_text"] = f"%{escape_like(escaped)}%"
+    documents = {
+        name: " OR ".join(_DOCUMENT.format(column=column, word=word) for word in values)
+        for name, column in (("prompt", "s.prompt"), ("arguments", "c.arguments"))
+    }
+    return _TEXTS.format(**documents), values
+
+
+def _outcome_condition(
+    tx: Any, chosen: EpisodeFilter, of_run: Sequence[str], of_it: Mapping[str, Any]
+) -> tuple[str, bool, dict[str, Any]]:
+    """Return the condition of the filter's outcome, whether it is slow to check, and the values of its parameters."""
+    rule, outcome = load_rule(tx, of_it["run_id"]), chosen.outcome
+    some = "1 = 1"
+    if chosen.task_id is not None:
+        some = "m.task_id = :task_id"
+    elif chosen.iteration is not None:
+        some = f"m.task_id IN (SELECT task_id FROM groups WHERE {' AND '.join(of_run)})"
+    if outcome in ("solved", "unsolved"):
+        return f"status = 'done' AND {'NOT ' * (outcome == 'unsolved')}{rule.condition('episodes')}", True, rule.parameters
+    if outcome == "never_solved":
+        never = f"SELECT task_id FROM ({rule.solved_groups(some)}) judged GROUP BY task_id HAVING max(solved) = 0"
+        return f"task_id IN ({never})", False, rule.parameters
+    return f"group_id IN ({rule.lost_groups(some)})", False, rule.parameters
 
 
 @sql_read_transaction

@@ -190,6 +190,14 @@ def load_questions(tx: Any, tasks: Iterable[int]) -> dict[int, str]:
     return {row["id"]: _question(row["messages"]) for row in select_rows(tx, query)}
 
 
+@sql_read_transaction
+def load_answers(tx: Any, episodes: Iterable[int | None]) -> dict[int, str]:
+    """Return the first KEY_CHARS characters of each episode's final answer, by the episode's id."""
+    ids = among(id for id in episodes if id is not None)
+    query = f"SELECT id, substr(final_answer, 1, {KEY_CHARS}) AS answer FROM episodes WHERE id IN ({ids})"
+    return {row["id"]: row["answer"] for row in select_rows(tx, query)}
+
+
 def _question(messages: Any) -> str:
     last = messages[-1] if isinstance(messages, list) and messages else {}
     content = last.get("content") if isinstance(last, dict) else ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.stats.group_variance import mean_and_deviation
-from agentrl.workflow.store.driver_reader import among, select_rows, sql_read_transaction
+from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.changes import since_values
 from agentrl.workflow.store.reads.credit_rows import load_rewards_in
 from agentrl.workflow.store.reads.paging import (
@@ -94,19 +94,14 @@ class IterationDetails:
 def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
     """Return an iteration by its number, counted from 1. Raise NotFoundError if there is no such run or iteration."""
     run_row = run_id_and_name(tx, run)
-    query = """
-        SELECT i.id, r.reward_set FROM iterations i JOIN runs r ON r.id = i.run_id
-        WHERE i.run_id = :run AND i.number = :number"""
-    iterations = select_rows(tx, query, run=run_row["id"], number=storable_value(number) - 1)
-    if not iterations:
-        raise NotFoundError(f"{run_row['name']!r} has no iteration {number}.", f"agentrl watch {run_row['name']}")
-    number_id = iterations[0]["id"]
+    iteration = find_iteration(tx, run_row, number)
+    number_id = iteration["id"]
     groups = [dict(row) for row in select_rows(tx, _GROUPS, iteration=number_id, run=run_row["id"])]
     chosen_groups = _choose_groups(groups)
     episodes = _load_episodes(tx, run_row["id"], [group["id"] for group in chosen_groups])
     borrowed = [group for group in chosen_groups if group["run_id"] != run_row["id"]]
-    if borrowed and iterations[0]["reward_set"] != "default":
-        _score_again(tx, iterations[0]["reward_set"], borrowed, episodes)
+    if borrowed and iteration["reward_set"] != "default":
+        _score_again(tx, iteration["reward_set"], borrowed, episodes)
     fates = _load_fates(tx, run_row["name"], number)
     for group in chosen_groups:
         group["flat"] = group["std_reward"] == 0
@@ -120,6 +115,19 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
         groups=chosen_groups,
         left_out=len(groups) - len(chosen_groups),
     )
+
+
+def find_iteration(tx: Any, run_row: Row, number: int) -> Row:
+    """Return the id and the reward set of an iteration. Call this inside a transaction. `run_row` has the run's id and name.
+    Raise NotFoundError if there is no such iteration.
+    """
+    query = """
+        SELECT i.id, r.reward_set FROM iterations i JOIN runs r ON r.id = i.run_id
+        WHERE i.run_id = :run AND i.number = :number"""
+    iterations = select_rows(tx, query, run=run_row["id"], number=storable_value(number) - 1)
+    if not iterations:
+        raise NotFoundError(f"{run_row['name']!r} has no iteration {number}.", f"agentrl watch {run_row['name']}")
+    return iterations[0]
 
 
 _GROUP = """

@@ -11,16 +11,8 @@ from agentrl.workflow.store.reads.episode_rows import load_episode
 from agentrl.workflow.store.reads.paging import select_values, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.row_codecs import MAX_ID, no_episode_error
-from agentrl.workflow.tables.views import FateRow
+from agentrl.workflow.tables.views import FATES, FateRow
 from agentrl.workflow.token_chains import EQUAL, reasons_not_to_train
-
-FATES = (
-    "trained", "no_variance", "strayed", "truncated", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed",
-    "infra_error", "cancelled", "evaluated", "forked", "searched", "served", "imported", "waiting", "open",
-)  # fmt: skip
-"""The possible outcomes of a planned episode in a run. `trained` means that an update trained on the episode. Each other
-outcome says why no update did, or why not yet.
-"""
 
 WINDOW_EPISODES = 2500
 """The approximate number of episodes that one query counts."""

@@ -6,6 +6,7 @@ cursor belongs to one list with one filter and one order. Other lists reject it.
 """
 
 import json
+import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from hashlib import blake2s
 from typing import Any, Generic, TypeVar
 
 from agentrl.workflow.errors import ConfigError, did_you_mean
-from agentrl.workflow.store.driver_reader import select_rows
+from agentrl.workflow.store.driver_reader import among, select_rows
 from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.tables.view_row import ViewRow
 from agentrl.workflow.trajectory import storable
@@ -26,7 +27,11 @@ BY_NUMBER, FEW_BY_NUMBER = {"id": "id"}, {"id": "id + 0"}
 the order of ids until it finds the few.
 """
 TEXT_COLUMNS = ("run", "status")
-"""The sort columns that contain texts. All other sort columns contain numbers."""
+"""The sort columns that contain texts. All other sort columns, except those of `text_order`, contain numbers."""
+PIECE_SECONDS = 0.6
+"""The time after which a search returns what it has, in seconds. The next page goes on from there."""
+FIRST_WINDOW, MAX_WINDOW = 250, 8000
+"""The numbers of rows that a search checks with one query: at first, and at most."""
 
 
 R = TypeVar("R", bound=ViewRow)
@@ -53,10 +58,15 @@ class Paging:
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[R]):
-    """Some rows of a list. `next` is the cursor of the following page; it is empty on the last page."""
+    """Some rows of a list. `next` is the cursor of the following page; it is empty on the last page.
+
+    A search returns after PIECE_SECONDS, with the rows found so far. `searched` is the number of rows that it checked for this
+    page; None if the list was not searched.
+    """
 
     rows: tuple[R, ...]
     next: str = ""
+    searched: int | None = None
 
 
 def iterate_rows(
@@ -99,25 +109,151 @@ def select_page(
         table: the table in which the ids of the page's rows are looked up, which avoids the view's joins for skipped rows. If
             empty, they are looked up in the view.
     """
-    sort = paging.sort or own
-    column, way = _find_order(orders, sort)
-    if not (1 <= paging.size <= MAX_SIZE and 0 <= paging.offset <= MAX_ID):
-        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows, not {paging.size} (offset {paging.offset}).")
-    digest = blake2s(repr((kind.VIEW, sort, sorted(parameters.items()))).encode(), digest_size=6).hexdigest()
+    column, way, digest, place = _resolve(kind, parameters, paging, orders, own)
     args = {**parameters, "page_size": paging.size + 1, "page_offset": paging.offset}
-    if paging.cursor:
-        place = _parse_cursor(paging.cursor, digest, column)
-        conditions = [*conditions, _after(column, way, place)]
-        args |= place if column != "id" and place["at"] is not None else {"last": place["last"]}
+    if place:
+        conditions = [*conditions, _beyond(column, way, place)]
+        args |= _place_values(column, place)
     records = [dict(row) for row in select_rows(tx, _page_query(kind, table, conditions, column, way), **args)]
     places = [(row.pop("sorted_by"), row["id"]) for row in records]
     rows = tuple(kind(**row) for row in records[: paging.size])
     return Page(rows, encode_cursor(digest, *places[paging.size - 1]) if len(records) > paging.size else "")
 
 
+def search_page(
+    tx: Any,
+    kind: type[R],
+    conditions: Sequence[str],
+    tests: Sequence[str],
+    parameters: Mapping[str, Any],
+    paging: Paging,
+    orders: Mapping[str, str],
+    own: str,
+    table: str,
+) -> Page[R]:
+    """Return a page as `select_page` does, of the rows that also meet `tests`: SQL conditions that are slow to check.
+
+    The rows are checked in the list's order, window after window, until the page is full or PIECE_SECONDS have passed. So a
+    page may have few rows, or none, and still be followed by another. Rows to skip are always skipped, however long it takes.
+    """
+    column, way, digest, place = _resolve(kind, parameters, paging, orders, own)
+    search = _Search(tx, table, conditions, tests, parameters, column, way)
+    places, last = search.run(place, paging.size + paging.offset, paging.offset)
+    ids = [id for _, id in places[paging.offset :]]
+    rows = {row["id"]: row for row in select_values(tx, kind, f"WHERE id IN ({among(ids)})")} if ids else {}
+    following = encode_cursor(digest, *last) if last else ""
+    return Page(tuple(rows[id] for id in ids), following, search.searched)
+
+
+def find_beside(
+    tx: Any,
+    conditions: Sequence[str],
+    tests: Sequence[str],
+    parameters: Mapping[str, Any],
+    order: tuple[str, str],
+    table: str,
+    id: int,
+) -> tuple[int | None, int | None]:
+    """Return the ids of the rows before and after the row `id` in a list; None at an end, or if none was found in time.
+
+    Args:
+        order: the column of the list's order, and ASC or DESC.
+        conditions, tests, parameters, table: those of `search_page`.
+    """
+    column, way = order
+    rows = select_rows(tx, f"SELECT {column} AS sorted_by FROM {table} WHERE id = :id", id=id)
+    if not rows:
+        return None, None
+    place = {"at": rows[0]["sorted_by"], "last": id}
+    searches = (_Search(tx, table, conditions, tests, parameters, column, way, back) for back in (True, False))
+    before, after = (search.run(place, 1)[0] for search in searches)
+    return before[0][1] if before else None, after[0][1] if after else None
+
+
+class _Search:
+    """A walk through the rows of a list in its order, or backwards, that keeps the rows which meet slow conditions."""
+
+    def __init__(
+        self,
+        tx: Any,
+        table: str,
+        conditions: Sequence[str],
+        tests: Sequence[str],
+        parameters: Mapping[str, Any],
+        column: str,
+        way: str,
+        back: bool = False,
+    ) -> None:
+        self.searched = 0
+        self._tx, self._table, self._conditions, self._tests = tx, table, conditions, tests
+        self._parameters, self._column, self._way, self._back = parameters, column, way, back
+
+    def run(
+        self, place: Mapping[str, Any] | None, wanted: int, least: int = 0
+    ) -> tuple[list[tuple[Any, int]], tuple[Any, int] | None]:
+        """Return the places (sort value and id) of at most `wanted` rows, and the place to go on from: None at the end. Do not
+        stop before `least` rows are found.
+        """
+        places: list[tuple[Any, int]] = []
+        size, began = (FIRST_WINDOW if self._tests else wanted + 1), time.monotonic()
+        while True:
+            started = time.monotonic()
+            window = self._read_window(place, size)
+            met = self._meet(window)
+            ended = len(window) < size
+            for index, one in enumerate(window):
+                if one[1] not in met:
+                    continue
+                places.append(one)
+                if len(places) == wanted:
+                    self.searched += index + 1
+                    return places, None if ended and index + 1 == len(window) else one
+            self.searched += len(window)
+            if ended:
+                return places, None
+            place, now = {"at": window[-1][0], "last": window[-1][1]}, time.monotonic()
+            if now - began >= PIECE_SECONDS and len(places) >= least:
+                return places, window[-1]
+            size = min(MAX_WINDOW, 2 * size) if now - started < PIECE_SECONDS / 8 else max(1, size // 2)
+
+    def _read_window(self, place: Mapping[str, Any] | None, size: int) -> list[tuple[Any, int]]:
+        conditions, args = [*self._conditions], {**self._parameters, "window": size}
+        if place:
+            conditions.append(_beyond(self._column, self._way, place, self._back))
+            args |= _place_values(self._column, place)
+        query = f"""
+            SELECT {self._column} AS sorted_by, id FROM {self._table} WHERE {" AND ".join(conditions) or "1 = 1"}
+            ORDER BY {_order_by(self._column, self._way, self._back)} LIMIT :window"""
+        return [(row["sorted_by"], row["id"]) for row in select_rows(self._tx, query, **args)]
+
+    def _meet(self, window: Sequence[tuple[Any, int]]) -> set[int]:
+        ids = [one[1] for one in window]
+        if not self._tests or not ids:
+            return set(ids)
+        query = f"SELECT id FROM {self._table} WHERE id IN ({among(ids)}) AND {' AND '.join(self._tests)}"
+        return {row["id"] for row in select_rows(self._tx, query, **self._parameters)}
+
+
+def _resolve(
+    kind: type[ViewRow], parameters: Mapping[str, Any], paging: Paging, orders: Mapping[str, str], own: str
+) -> tuple[str, str, str, dict[str, Any] | None]:
+    """Return the sort column, ASC or DESC, the digest of the list for its cursors, and the place to start after."""
+    sort = paging.sort or own
+    column, way = find_order(orders, sort)
+    if not (1 <= paging.size <= MAX_SIZE and 0 <= paging.offset <= MAX_ID):
+        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows, not {paging.size} (offset {paging.offset}).")
+    digest = blake2s(repr((kind.VIEW, sort, sorted(parameters.items()))).encode(), digest_size=6).hexdigest()
+    return column, way, digest, _parse_cursor(paging.cursor, digest, column) if paging.cursor else None
+
+
+def _place_values(column: str, place: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters of `_beyond`."""
+    return place if column != "id" and place["at"] is not None else {"last": place["last"]}
+
+
 def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], column: str, way: str) -> str:
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-    order = f"id {way}" if column == "id" else f"{column} {way} NULLS LAST, id {way}"  # no index is in the order of the other
+    order = _order_by(column, way)
     page = f"{column} AS sorted_by FROM {table or kind.VIEW} {where} ORDER BY {order} LIMIT :page_size OFFSET :page_offset"
     if not table:
         return f"SELECT {', '.join(kind.COLUMNS)}, {page}"
@@ -150,20 +286,36 @@ def storable_value(value: Any) -> Any:
     return max(-MAX_ID, min(MAX_ID, value)) if isinstance(value, int) else value
 
 
-def _find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
+def find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
+    """Return the column of a list's order, and ASC or DESC. Raise ConfigError if there is no such order."""
     word = sort.removeprefix("-")
     if word not in orders:
         raise ConfigError(f"The list is not sorted by {word!r:.60}.", did_you_mean(word[:60], orders))
     return orders[word], "DESC" if sort.startswith("-") else "ASC"
 
 
-def _after(column: str, way: str, place: Mapping[str, Any]) -> str:
-    beyond = "<" if way == "DESC" else ">"
+def text_order(column: str) -> str:
+    """Return the SQL by which a list is sorted by a text of any length: its first characters, so that a cursor holds them."""
+    return f"substr({column}, 1, 40)"
+
+
+def _order_by(column: str, way: str, back: bool = False) -> str:
+    if back:
+        way = "ASC" if way == "DESC" else "DESC"
     if column == "id":
-        return f"id {beyond} :last"
+        return f"id {way}"
+    return f"{column} {way} NULLS {'FIRST' if back else 'LAST'}, id {way}"  # no index is in the order of the other
+
+
+def _beyond(column: str, way: str, place: Mapping[str, Any], back: bool = False) -> str:
+    """Return the condition of the rows after a place, or before it (`back`)."""
+    sign = "<" if (way == "DESC") != back else ">"
+    if column == "id":
+        return f"id {sign} :last"
     if place["at"] is None:
-        return f"{column} IS NULL AND id {beyond} :last"
-    return f"({column} {beyond} :at OR {column} = :at AND id {beyond} :last OR {column} IS NULL)"
+        return f"({column} IS NULL AND id {sign} :last{f' OR {column} IS NOT NULL' if back else ''})"
+    nulls = "" if back else f" OR {column} IS NULL"
+    return f"({column} {sign} :at OR {column} = :at AND id {sign} :last{nulls})"
 
 
 def encode_cursor(*parts: Any) -> str:
@@ -203,6 +355,6 @@ def _parse_cursor(cursor: str, digest: str, column: str) -> dict[str, Any]:
 
 
 def _may_hold(column: str, value: Any) -> bool:
-    if column in TEXT_COLUMNS:
+    if column in TEXT_COLUMNS or column.startswith("substr("):
         return isinstance(value, str) and value == storable(value)
     return is_id(value) or isinstance(value, float)

@@ -94,6 +94,8 @@ class RunSummary:
         tokens: the number of tokens that were read and sampled in the finished iterations; None if it is zero or unknown.
         waits_for: what the run's rollouts wait for; empty if no reason to wait is recorded.
         active_at: the time of the newest write for this run.
+        measured: `run_id`, `version` and `reward` of the newest evaluation of its policies that a person started; None without
+            one.
     """
 
     algorithm: str | None
@@ -102,6 +104,7 @@ class RunSummary:
     tokens: int | None
     waits_for: str
     active_at: datetime | None
+    measured: Mapping[str, Any] | None
 
     def shown(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -116,6 +119,7 @@ def load_summaries(tx: Any, runs: Sequence[RunRow]) -> dict[int, RunSummary]:
     algorithms, tags, sparks, sums = _algorithms(tx, ids), load_tags(tx, ids), _sparks(tx, ids), _sums(tx, ids)
     running = [run for run in runs if run.status == "running"]
     waits, steps, events = _waits(tx, running), _newest_steps(tx, running), _newest_events(tx, ids)
+    measured = _measured_by_hand(tx, ids)
     return {
         run.id: RunSummary(
             algorithm=algorithms.get(run.id) if run.kind in LEARNING_KINDS else None,
@@ -127,6 +131,7 @@ def load_summaries(tx: Any, runs: Sequence[RunRow]) -> dict[int, RunSummary]:
                 *(run.created_at, run.started_at, run.finished_at, events.get(run.id), steps.get(run.id)),
                 sums[run.id]["finished_at"] if run.id in sums else None,
             ),
+            measured=measured.get(run.id),
         )
         for run in runs
     }
@@ -153,6 +158,16 @@ def _sparks(tx: Any, ids: Sequence[int]) -> dict[int, list[list[float]]]:
     for row in select_rows(tx, query):
         points.setdefault(row["run_id"], []).append([row["iteration"], row["mean_reward"]])
     return points
+
+
+def _measured_by_hand(tx: Any, ids: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+    query = f"""
+        SELECT mine.run_id AS of_run, m.id AS run_id, min(mine.version) AS version, v.mean_reward AS reward
+        FROM runs m CROSS JOIN evals v CROSS JOIN policies theirs CROSS JOIN policies mine
+        WHERE m.kind = 'eval' AND m.measures_id IS NULL AND v.run_id = m.id AND v.mean_reward IS NOT NULL
+          AND theirs.run_id = m.id AND theirs.path <> '' AND mine.path = theirs.path AND mine.run_id IN ({among(ids)})
+        GROUP BY mine.run_id, m.id, v.mean_reward ORDER BY m.id"""
+    return {row["of_run"]: {name: row[name] for name in ("run_id", "version", "reward")} for row in select_rows(tx, query)}
 
 
 def _sums(tx: Any, ids: Sequence[int]) -> dict[int, Row]:

@@ -28,7 +28,7 @@ RUN_ORDERS = {
 
 @dataclass(frozen=True, slots=True)
 class RunFilter:
-    """A filter of runs. Lists of runs leave out the evaluations that a run planned itself (see `list_evals`).
+    """A filter of runs. Lists leave out the evaluations that a run planned itself, unless `kind` is `eval`.
 
     Args:
         text: a text that the run's name contains.
@@ -60,7 +60,8 @@ _CONDITIONS = {
 def list_runs(tx: Any, chosen: RunFilter | None = None, paging: Paging | None = None) -> Page[RunRow]:
     """Return runs, newest first or ordered by one of RUN_ORDERS."""
     conditions, values = choose_conditions(chosen or RunFilter(), _CONDITIONS)
-    return select_page(tx, RunRow, ["measures IS NULL", *conditions], values, paging or Paging(), RUN_ORDERS, "-id")
+    own = [] if chosen is not None and chosen.kind == "eval" else ["measures IS NULL"]
+    return select_page(tx, RunRow, [*own, *conditions], values, paging or Paging(), RUN_ORDERS, "-id")
 
 
 @sql_read_transaction

@@ -1,8 +1,7 @@
 """The tasks of a run over its iterations: their rewards, when each task was first solved, and its best and its worst episode.
 
-A group counts as solved if its best episode is correct. An episode is correct if all decisive parts of its reward have their
-full value. `stats.evaluation.is_right`, which evaluations use too, says which parts are decisive. If none is, an episode is
-correct if its reward is 1 or more. The number of times that a task was solved in all runs is counted in the same way.
+`solved_rule` says which groups count as solved. A task was unlearned if a group of it was solved, and its newest one is not.
+The number of times that a task was solved in all runs is counted in the same way.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +10,25 @@ from hashlib import blake2s
 from typing import Any
 
 from agentrl.workflow.errors import ConfigError, NotFoundError, did_you_mean
-from agentrl.workflow.stats.evaluation import FULL_VALUE, is_right
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.eval_results import load_questions
 from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, encode_cursor, escape_like, is_id, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.store.reads.solved_rule import MEMBERS, SolvedRule, load_rule
 from agentrl.workflow.trajectory import storable
 
-TASK_ORDERS = {"id": "s.task_id", "task": "t.key", "groups": "groups", "reward": "mean_reward", "last": "last_reward"}
-"""The names by which the list can be sorted, each with its column."""
+TASK_ORDERS = {
+    "id": "s.task_id", "task": "t.key", "reference": "t.reference", "role": "m.role", "groups": "groups",
+    "reward": "mean_reward", "change": "change", "last": "last_reward", "first_solved": "o.first_solved",
+    "last_solved": "o.last_solved", "best": "ends.best", "worst": "ends.worst",
+}  # fmt: skip
+"""The names by which the list can be sorted, each with its column. `change` is the last mean reward less the first one."""
+TASK_OUTCOMES = {
+    "solved": "coalesce(o.solved, 0) > 0",
+    "never_solved": "o.solved = 0",
+    "unlearned": "o.solved > 0 AND o.last_solved < o.last_seen",
+}
+"""The outcomes by which the list can be filtered, each with its condition."""
 MAX_TASKS = 40
 MAX_EPISODES = 20_000
 """The maximum number of episodes that are read for a page. If there are more, those of the first groups are read."""
@@ -45,50 +55,66 @@ class TasksPage:
 
 
 @sql_read_transaction
-def list_tasks(tx: Any, run: str, text: str = "", sort: str = "", size: int = 25, cursor: str = "") -> TasksPage:
+def list_tasks(
+    tx: Any, run: str, text: str = "", sort: str = "", size: int = 25, cursor: str = "", outcome: str = ""
+) -> TasksPage:
     """Return at most MAX_TASKS tasks that have groups in the run, ordered by their first group or by one of TASK_ORDERS. `text`
-    is a text that the task's key or reference contains. Raise NotFoundError if there is no such run. Raise ConfigError if there
-    is no such order, or the cursor does not belong to this list.
+    is a text that the task's key, reference or messages contain. `outcome` is one of TASK_OUTCOMES, or empty for all tasks.
+    Raise NotFoundError if there is no such run. Raise ConfigError if there is no such order or outcome, or the cursor does not
+    belong to this list.
     """
     size = min(size, MAX_TASKS)
     run_id = run_id_and_name(tx, run)["id"]
-    digest = blake2s(f"{run_id} {sort} {text}".encode("utf-8", "replace"), digest_size=6).hexdigest()
-    offset = _parse_cursor(cursor, digest)
-    where = "WHERE lower(t.key) LIKE lower(:text) ESCAPE '!' OR lower(t.reference) LIKE lower(:text) ESCAPE '!'" if text else ""
-    query = _TASKS.format(where=where, order=_order(sort))
-    args: dict[str, Any] = {"id": run_id, "limit": size + 1, "offset": offset}
+    if outcome and outcome not in TASK_OUTCOMES:
+        raise ConfigError(f"There is no outcome {outcome!r:.60}.", did_you_mean(outcome[:60], TASK_OUTCOMES))
+    digest = blake2s(f"{run_id} {sort} {text} {outcome}".encode("utf-8", "replace"), digest_size=6).hexdigest()
+    offset, rule, order = _parse_cursor(cursor, digest), load_rule(tx, run_id), _order(sort)
+    texts = ("t.key", "t.reference", "CAST(t.messages AS TEXT)")
+    matches = " OR ".join(f"lower({column}) LIKE lower(:text) ESCAPE '!'" for column in texts)
+    conditions = [*([f"({matches})"] if text else []), *([TASK_OUTCOMES[outcome]] if outcome else [])]
+    needs_outcome = "o." in " ".join([order, *conditions])
+    outcomes = f"LEFT JOIN ({_OUTCOMES.format(groups=rule.solved_groups())}) o ON o.task_id = s.task_id"
+    query = _TASKS.format(
+        joins=outcomes * needs_outcome + _ENDS * ("ends." in order),
+        where=f"WHERE {' AND '.join(conditions)}" * bool(conditions),
+        order=order,
+    )
+    args: dict[str, Any] = {"run_id": run_id, "limit": size + 1, "offset": offset}
     args |= {"text": f"%{escape_like(storable(text))}%"} if text else {}
-    selected = select_rows(tx, query, **args)
+    selected = select_rows(tx, query, **args | (rule.parameters if needs_outcome else {}))
     rows, more = selected[:size], len(selected) > size
     groups = _load_groups(tx, run_id, [row["task_id"] for row in rows])
-    rule = load_rule(tx, run_id)
-    tasks, left_out = _describe(tx, rule, rows, groups)
+    tasks, left_out = _describe(tx, run_id, rule, rows, groups)
     following = encode_cursor(KIND, digest, offset + size) if more else ""
     return TasksPage(tasks, following, rule.words, left_out)
 
 
-_MEMBERS = """
-    SELECT g.id, g.task_id, i.number + 1 AS iteration, g.mean_reward, g.std_reward FROM iterations i
-    JOIN groups g ON g.iteration_id = i.id WHERE i.run_id = :id
-    UNION ALL
-    SELECT g.id, g.task_id, i.number + 1, g.mean_reward, g.std_reward FROM iterations i
-    JOIN iteration_groups l ON l.iteration_id = i.id JOIN groups g ON g.id = l.group_id WHERE i.run_id = :id"""
+_OUTCOMES = """
+    SELECT task_id, CAST(sum(solved) AS BIGINT) AS solved, min(CASE WHEN solved = 1 THEN iteration END) AS first_solved,
+           max(CASE WHEN solved = 1 THEN iteration END) AS last_solved, max(iteration) AS last_seen
+    FROM ({groups}) judged GROUP BY task_id"""
+_ENDS = f"""
+    LEFT JOIN (SELECT g.task_id, max(e.reward) AS best, min(e.reward) AS worst FROM ({MEMBERS}) g
+               JOIN episodes e ON e.group_id = g.id AND e.status = 'done' GROUP BY g.task_id) ends
+      ON ends.task_id = s.task_id"""
 _TASKS = f"""
-    SELECT s.task_id, t.key AS task, t.reference, m.role, s.groups, s.mean_reward, s.last_reward FROM
+    SELECT s.task_id, t.key AS task, t.reference, m.role, s.groups, s.mean_reward, s.last_reward, s.change FROM
       (SELECT task_id, count(*) AS groups, sum(mean_reward) / count(mean_reward) AS mean_reward, min(id) AS first_group,
-              max(CASE WHEN newest = 1 THEN mean_reward END) AS last_reward
+              max(CASE WHEN newest = 1 THEN mean_reward END) AS last_reward,
+              max(CASE WHEN newest = 1 THEN mean_reward END) - max(CASE WHEN oldest = 1 THEN mean_reward END) AS change
        FROM (SELECT task_id, id, mean_reward,
-                    row_number() OVER (PARTITION BY task_id ORDER BY mean_reward IS NULL, iteration DESC, id DESC) AS newest
-             FROM ({_MEMBERS}) members) ranked GROUP BY task_id) s
-    JOIN tasks t ON t.id = s.task_id LEFT JOIN run_tasks m ON m.run_id = :id AND m.task_id = s.task_id
+                    row_number() OVER (PARTITION BY task_id ORDER BY mean_reward IS NULL, iteration DESC, id DESC) AS newest,
+                    row_number() OVER (PARTITION BY task_id ORDER BY mean_reward IS NULL, iteration, id) AS oldest
+             FROM ({MEMBERS}) members) ranked GROUP BY task_id) s
+    JOIN tasks t ON t.id = s.task_id LEFT JOIN run_tasks m ON m.run_id = :run_id AND m.task_id = s.task_id {{joins}}
     {{where}} ORDER BY {{order}} LIMIT :limit OFFSET :offset"""
 
 
 @sql_read_transaction
 def count_tasks(tx: Any, run_id: int) -> int:
     """Return the number of tasks that have groups in the run with this id."""
-    query = f"SELECT count(DISTINCT task_id) AS tasks FROM ({_MEMBERS}) members"
-    count: int = select_rows(tx, query, id=run_id)[0]["tasks"]
+    query = f"SELECT count(DISTINCT task_id) AS tasks FROM ({MEMBERS}) members"
+    count: int = select_rows(tx, query, run_id=run_id)[0]["tasks"]
     return count
 
 
@@ -113,67 +139,36 @@ def _parse_cursor(cursor: str, digest: str) -> int:
 
 def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[Row]]:
     chosen = among(tasks)
-    query = f"SELECT * FROM ({_MEMBERS}) members WHERE task_id IN ({chosen}) ORDER BY iteration, id"
+    query = f"SELECT * FROM ({MEMBERS}) members WHERE task_id IN ({chosen}) ORDER BY iteration, id"
     by_task: dict[int, list[Row]] = {}
-    for row in select_rows(tx, query, id=run_id):
+    for row in select_rows(tx, query, run_id=run_id):
         by_task.setdefault(row["task_id"], []).append(row)
     return by_task
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """The rule that decides whether an episode is correct."""
-
-    reward_set: str
-    weights: Mapping[str, float]
-    correct: Sequence[str]
-    gives: bool
-    own: Mapping[str, float]
-
-    def judge(self, reward: float, parts: Mapping[str, float]) -> bool:
-        env_parts = parts.keys() - self.own.keys() if self.gives else ()
-        verdict = is_right(parts, self.weights, self.correct, env_parts)
-        return reward >= FULL_VALUE if verdict is None else verdict
-
-    @property
-    def words(self) -> str:
-        """A phrase for users that says when a group counts as solved."""
-        if not self.gives and is_right({}, self.weights, self.correct) is None:
-            return "its best episode's reward is 1 or more"
-        max_weight = max(self.weights.values(), default=0.0)
-        names = self.correct or [name for name, weight in self.weights.items() if weight == max_weight > 0]
-        right = f"its best episode is right: {', '.join(sorted(names)) or 'what the env gives'} at full value"
-        return right if self.reward_set == "default" else f"{right} in {self.reward_set}; the rewards here are the first ones"
-
-
-def load_rule(tx: Any, run_id: int) -> _Rule:
-    """Return the rule that decides whether an episode of the run is correct."""
-    query = """
-        SELECT r.reward_set, r.manifest, coalesce(own.weights, theirs.weights) AS weights FROM runs r
-        LEFT JOIN reward_sets own ON own.run_id = r.id AND own.name = r.reward_set
-        LEFT JOIN reward_sets theirs ON theirs.name = r.reward_set AND theirs.run_id =
-          (SELECT g.run_id FROM run_groups l JOIN groups g ON g.id = l.group_id WHERE l.run_id = r.id ORDER BY g.id LIMIT 1)
-        WHERE r.id = :id"""
-    row = select_rows(tx, query, id=run_id)[0]
-    right_by: Mapping[str, Any] = row["manifest"].get("right_by", {})
-    own = row["weights"] or {}
-    return _Rule(row["reward_set"], right_by.get("weights", own), right_by.get("correct", ()), bool(right_by.get("gives")), own)
-
-
 def _describe(
-    tx: Any, rule: _Rule, rows: Sequence[Row], groups: Mapping[int, Sequence[Row]]
+    tx: Any, run_id: int, rule: SolvedRule, rows: Sequence[Row], groups: Mapping[int, Sequence[Row]]
 ) -> tuple[list[dict[str, Any]], int]:
     """Return the tasks with values of their groups and episodes, and the number of groups whose episodes were not read."""
+    tasks = [row["task_id"] for row in rows]
     ids = sorted(group["id"] for its in groups.values() for group in its)
-    ends = _load_ends(tx, ids)
-    right = _find_right(tx, rule, [*ends.values()])
+    ends, questions = _load_ends(tx, ids), load_questions(tx, tasks)
+    query = f"SELECT * FROM ({_OUTCOMES.format(groups=rule.solved_groups(f'm.task_id IN ({among(tasks)})'))}) outcomes"
+    outcomes = {row["task_id"]: row for row in select_rows(tx, query, run_id=run_id, **rule.parameters)}
     described = []
     for row in rows:
-        mine = groups.get(row["task_id"], ())
+        mine, of_task = groups.get(row["task_id"], ()), outcomes.get(row["task_id"], {})
         its = [ends[group["id"]] for group in mine if group["id"] in ends]
-        solved = [group["iteration"] for group in mine if group["id"] in right]
-        outcome = {"first_solved": solved[0] if solved else None, "never_solved": not solved, "points": _thin(mine)}
-        described.append({**row, **outcome, "best": _chosen(its, max, "best"), "worst": _chosen(its, min, "worst")})
+        first, last = of_task.get("first_solved"), of_task.get("last_solved")
+        outcome = {
+            "first_solved": first,
+            "last_solved": last,
+            "never_solved": first is None,
+            "unlearned": last is not None and last < of_task["last_seen"],
+        }
+        more = {"question": questions.get(row["task_id"], ""), "points": _thin(mine)}
+        extremes = {"best": _chosen(its, max, "best"), "worst": _chosen(its, min, "worst")}
+        described.append({**row, **more, **outcome, **extremes})
     return described, len(ids) - len(ends)
 
 
@@ -187,18 +182,6 @@ def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
     columns = ", ".join(f"(SELECT id {end}) AS {name}, (SELECT reward {end}) AS {name}_reward" for name, end in ends.items())
     query = f"SELECT g.id, {columns} FROM groups g WHERE g.id IN ({among(read)})"
     return {row["id"]: row for row in select_rows(tx, query)}
-
-
-def _find_right(tx: Any, rule: _Rule, groups: Sequence[Row]) -> set[int]:
-    chosen = among(group["best"] for group in groups if group["best"] is not None)
-    query = f"""
-        SELECT w.episode_id, w.part, sum(w.value) AS value FROM rewards w JOIN reward_sets s ON s.id = w.reward_set_id
-        WHERE s.name = :reward_set AND w.episode_id IN ({chosen}) GROUP BY w.episode_id, w.part"""
-    parts: dict[int, dict[str, float]] = {}
-    for row in select_rows(tx, query, reward_set=rule.reward_set):
-        parts.setdefault(row["episode_id"], {})[row["part"]] = row["value"]
-    judged = (group for group in groups if group["best"] is not None)
-    return {group["id"] for group in judged if rule.judge(group["best_reward"], parts.get(group["best"], {}))}
 
 
 def _chosen(groups: Sequence[Row], choose: Any, which: str) -> dict[str, Any] | None:
@@ -232,7 +215,7 @@ def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
         raise NotFoundError(f"{run_row['name']!r} has no task {task}.", f"agentrl episodes {run_row['name']}")
     newest_groups = groups[-MAX_GROUPS:]
     rule = load_rule(tx, run_row["id"])
-    (described,), left_out = _describe(tx, rule, tasks, {task: newest_groups})
+    (described,), left_out = _describe(tx, run_row["id"], rule, tasks, {task: newest_groups})
     episodes = _load_group_episodes(tx, [group["id"] for group in newest_groups])
     return {
         **described,
@@ -290,21 +273,14 @@ def load_solved(tx: Any, run: str = "") -> dict[str, SolvedCount]:
 
 
 def _add_run(tx: Any, run_id: int, counts: dict[str, SolvedCount]) -> None:
-    rule = load_rule(tx, run_id)
-    parts: dict[int, dict[str, float]] = {}
-    query = """
-        SELECT w.episode_id, w.part, sum(w.value) AS value FROM rewards w
-        JOIN reward_sets s ON s.id = w.reward_set_id AND s.run_id = :id AND s.name = 'default'
-        GROUP BY w.episode_id, w.part"""
-    for row in select_rows(tx, query, id=run_id):
-        parts.setdefault(row["episode_id"], {})[row["part"]] = row["value"]
-    query = """
-        SELECT e.id, e.reward, t.content_hash FROM episodes e JOIN tasks t ON t.id = e.task_id
-        WHERE e.run_id = :id AND e.status = 'done' AND e.reward IS NOT NULL"""
-    for row in select_rows(tx, query, id=run_id):
-        right = rule.judge(row["reward"], parts.get(row["id"], {}))
+    rule = load_rule(tx, run_id, "default")
+    query = f"""
+        SELECT t.content_hash, count(*) AS episodes, sum(CASE WHEN {rule.condition("e")} THEN 1 ELSE 0 END) AS rights
+        FROM episodes e JOIN tasks t ON t.id = e.task_id
+        WHERE e.run_id = :id AND e.status = 'done' AND e.reward IS NOT NULL GROUP BY t.content_hash"""
+    for row in select_rows(tx, query, id=run_id, **rule.parameters):
         before = counts.get(row["content_hash"], SolvedCount())
-        counts[row["content_hash"]] = SolvedCount(before.episodes + 1, before.right + right)
+        counts[row["content_hash"]] = SolvedCount(before.episodes + row["episodes"], before.right + int(row["rights"]))
 
 
 @sql_read_transaction

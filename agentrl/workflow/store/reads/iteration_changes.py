@@ -1,0 +1,168 @@
+"""What changed in an iteration: against the iteration before it by reward part and class of errors, and by task against the
+last time that the task was sampled; with the episodes that show it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.eval_results import load_questions
+from agentrl.workflow.store.reads.evidence_rows import count_error_classes, load_evidence
+from agentrl.workflow.store.reads.iteration_rows import find_iteration
+from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.store.reads.solved_rule import MEMBERS
+from agentrl.workflow.trajectory import TRUNCATED
+
+MAX_TASKS = 8
+"""The most tasks that became worse, and that became better, in the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationChanges:
+    """What changed in an iteration.
+
+    Args:
+        before: the number of the iteration before it, from 1; None for the first.
+        numbers: name, `now` and `before` of each sum of the episodes: reward, truncated, failed calls, tokens, turns.
+        parts: part, `now` and `before`: the mean of each part of the reward.
+        errors: error_class, tool, `now` and `before`: the number of errors of each class.
+        tasks: the tasks that changed most against their last group, the worst first: task_id, task, question, `now` and
+            `before` (mean rewards), `since` (the iteration of the last group), `group_id` and `worst` (its worst episode).
+        again: the number of the iteration's tasks that were sampled before.
+        examples: as evidence the `best` and the `worst` episode, and the worst one of the task that changed most (`changed`);
+            None without one.
+    """
+
+    before: int | None
+    numbers: Sequence[Row]
+    parts: Sequence[Row]
+    errors: Sequence[Row]
+    tasks: Sequence[Row]
+    again: int
+    examples: Mapping[str, Row | None]
+
+
+@sql_read_transaction
+def load_iteration_changes(tx: Any, run: str, number: int) -> IterationChanges:
+    """Return what changed in an iteration, by its number from 1. Raise NotFoundError if there is no such run or iteration."""
+    run_row = run_id_and_name(tx, run)
+    numbers = {"now": find_iteration(tx, run_row, number)["id"]}
+    if number > 1:
+        numbers["before"] = find_iteration(tx, run_row, number - 1)["id"]
+    sums = {when: _load_sums(tx, iteration) for when, iteration in numbers.items()}
+    parts = {when: _load_parts(tx, iteration) for when, iteration in numbers.items()}
+    errors = {
+        when: {
+            (row["error_class"], row["tool"]): row["errors"]
+            for row in count_error_classes(tx, run_row["name"], number if when == "now" else number - 1)
+        }
+        for when in numbers
+    }
+    tasks, again = _load_task_changes(tx, run_row["id"], number)
+    names = dict.fromkeys(name for one in parts.values() for name in one)
+    kinds = {kind for one in errors.values() for kind in one}
+    counted = [{"error_class": kind[0], "tool": kind[1], **_both(errors, kind, 0)} for kind in sorted(kinds, key=str)]
+    return IterationChanges(
+        before=number - 1 if number > 1 else None,
+        numbers=[{"name": name, **_both(sums, name)} for name in sums["now"]],
+        parts=[{"part": part, **_both(parts, part)} for part in names],
+        errors=sorted(counted, key=lambda row: (row["before"] or 0) - row["now"]),
+        tasks=tasks,
+        again=again,
+        examples=_load_examples(tx, run_row["name"], numbers["now"], tasks),
+    )
+
+
+def _both(by_time: Mapping[str, Mapping[Any, Any]], key: Any, missing: Any = None) -> dict[str, Any]:
+    return {when: by_time[when].get(key, missing) if when in by_time else None for when in ("now", "before")}
+
+
+_EPISODES = """
+    (SELECT e.* FROM episodes e WHERE e.iteration_id = :iteration
+     UNION ALL
+     SELECT e.* FROM iteration_groups l JOIN episodes e ON e.group_id = l.group_id WHERE l.iteration_id = :iteration) e"""
+
+
+def _load_sums(tx: Any, iteration: int) -> dict[str, float | None]:
+    reasons = ", ".join(f"'{reason}'" for reason in TRUNCATED)
+    query = f"""
+        SELECT count(*) AS episodes, sum(CASE WHEN status = 'done' THEN reward END) AS reward,
+               sum(CASE WHEN status = 'done' THEN 1 ELSE 0 END) AS done,
+               sum(CASE WHEN stop_reason IN ({reasons}) THEN 1 ELSE 0 END) AS truncated,
+               sum(CASE WHEN status IN ('failed', 'infra_error') THEN 1 ELSE 0 END) AS failed,
+               sum(tool_calls) AS calls, sum(tool_errors) AS errors, sum(sampled_tokens) AS tokens, sum(steps) AS turns
+        FROM {_EPISODES}"""
+    (row,) = select_rows(tx, query, iteration=iteration)
+    return {
+        "reward": _share(row["reward"], row["done"]),
+        "truncated episodes": _share(row["truncated"], row["episodes"]),
+        "failed episodes": _share(row["failed"], row["episodes"]),
+        "failed calls": _share(row["errors"], row["calls"]),
+        "tokens of an episode": _share(row["tokens"], row["episodes"]),
+        "turns of an episode": _share(row["turns"], row["episodes"]),
+    }
+
+
+def _share(part: Any, whole: Any) -> float | None:
+    return None if part is None or not whole else float(part) / float(whole)
+
+
+def _load_parts(tx: Any, iteration: int) -> dict[str, float]:
+    query = f"""
+        SELECT part, sum(value) / count(*) AS mean FROM
+          (SELECT w.part, e.id, sum(w.value) AS value FROM {_EPISODES} JOIN rewards w ON w.episode_id = e.id
+           JOIN reward_sets s ON s.id = w.reward_set_id AND s.name = 'default' GROUP BY w.part, e.id) earned
+        GROUP BY part ORDER BY part LIMIT 50"""
+    return {row["part"]: row["mean"] for row in select_rows(tx, query, iteration=iteration)}
+
+
+def _load_task_changes(tx: Any, run_id: int, number: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the tasks that changed most, and the number of the iteration's tasks that were sampled before."""
+    query = f"""
+        SELECT m.id, m.task_id, m.iteration, m.mean_reward FROM ({MEMBERS}) m
+        WHERE m.iteration <= :number AND m.mean_reward IS NOT NULL
+          AND m.task_id IN (SELECT task_id FROM ({MEMBERS}) mine WHERE mine.iteration = :number) ORDER BY m.iteration, m.id"""
+    last: dict[int, Row] = {}
+    changes: dict[int, dict[str, Any]] = {}
+    for row in select_rows(tx, query, run_id=run_id, number=number):
+        if row["iteration"] == number and (before := last.get(row["task_id"])):
+            rewards = {"now": row["mean_reward"], "before": before["mean_reward"]}
+            changes[row["task_id"]] = {
+                "task_id": row["task_id"],
+                "group_id": row["id"],
+                "since": before["iteration"],
+                **rewards,
+            }
+        elif row["iteration"] < number:
+            last[row["task_id"]] = row
+    ordered = sorted(changes.values(), key=lambda row: (row["now"] - row["before"], row["task_id"]))
+    worse = [row for row in ordered if row["now"] < row["before"]][:MAX_TASKS]
+    better = [row for row in ordered if row["now"] > row["before"]][-MAX_TASKS:]
+    return _add_texts(tx, worse + better), len(changes)
+
+
+def _add_texts(tx: Any, changes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the changes of tasks with each task's key, question and worst episode."""
+    ids = [row["task_id"] for row in changes]
+    questions = load_questions(tx, ids)
+    keys = {row["id"]: row["key"] for row in select_rows(tx, f"SELECT id, key FROM tasks WHERE id IN ({among(ids)})")}
+    query = f"""
+        SELECT g.id, (SELECT e.id FROM episodes e WHERE e.group_id = g.id AND e.status = 'done'
+                      ORDER BY e.reward, e.id LIMIT 1) AS worst
+        FROM groups g WHERE g.id IN ({among(row["group_id"] for row in changes)})"""
+    worst = {row["id"]: row["worst"] for row in select_rows(tx, query)}
+    texts = ({"task": keys[id], "question": questions.get(id, "")} for id in ids)
+    return [{**row, **text, "worst": worst.get(row["group_id"])} for row, text in zip(changes, texts, strict=True)]
+
+
+def _load_examples(tx: Any, run: str, iteration: int, changes: Sequence[Row]) -> dict[str, Row | None]:
+    task = max(changes, key=lambda row: abs(row["now"] - row["before"]), default=None)
+    ids: dict[str, int | None] = {"changed": task["worst"] if task else None}
+    for name, way in (("best", "DESC"), ("worst", "ASC")):
+        order = f"e.reward {way}, e.tool_errors {'ASC' if way == 'DESC' else 'DESC'}, e.id"
+        query = f"SELECT e.id FROM {_EPISODES} WHERE e.status = 'done' ORDER BY {order} LIMIT 1"
+        rows = select_rows(tx, query, iteration=iteration)
+        ids[name] = rows[0]["id"] if rows else None
+    evidence = load_evidence(tx, run, [id for id in ids.values() if id is not None])
+    return {name: evidence.get(id) if id is not None else None for name, id in ids.items()}

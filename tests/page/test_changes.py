@@ -1,0 +1,118 @@
+"""What the page is told of an iteration that changed, of a run that stopped, and of evaluations made by hand."""
+
+import pytest
+from sqlalchemy import insert, text
+
+from agentrl.workflow.analysis.run_health import list_update_troubles
+from agentrl.workflow.store import train_commits
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.tables import schema
+from tests.page.test_task_routes import played
+from tests.support.page_answers import PageOver
+from tests.support.played_runs import bad_update, ready, submission, values
+from tests.support.question_store import ERROR, REASON, WHY_FAILED, add_runs
+
+HEALTHY = {
+    "clip_fraction": 0.01, "ratio": 1.0, "sampler_difference_mean": 1e-4, "importance_outside": 0.0,
+    "effective_sample_size": 0.99, "grad_norm": 0.7,
+}  # fmt: skip
+ITERATION = {"run": "first", "iteration": 2, "skipped": "", "tool_calls": 0, "tool_errors": 0}
+
+
+def test_changes_route_explains_drop(sqlite: Database) -> None:
+    add_runs(sqlite)
+    page = PageOver(sqlite)
+    (run,) = values(sqlite, "SELECT id FROM runs WHERE name = 'code'")
+    changes = page.read(f"/api/runs/{run}/iterations/3/changes")
+    numbers = {row["name"]: (row["before"], row["now"]) for row in changes["numbers"]}
+    assert numbers["reward"] == (0.3125, 0.0)
+    assert numbers["failed calls"] == (0.0, 1.0)
+    assert changes["parts"] == [{"part": "numeric_answer", "now": 0.0, "before": 0.3125}]
+    assert changes["errors"] == [{"error_class": "code_error", "tool": "run_code", "now": 4, "before": 0}]
+    assert [(row["task"], row["since"], row["before"], row["now"]) for row in changes["tasks"]] == [
+        ("train/0", 2, 0.5, 0.0),
+        ("train/1", 2, 0.125, 0.0),
+    ]
+    assert changes["examples"]["changed"]["failed_call"]["result"] == ERROR
+    assert changes["examples"]["worst"]["reward"] == 0.0
+    first = page.read(f"/api/runs/{run}/iterations/1/changes")
+    assert (first["before"], first["tasks"], first["again"]) == (None, [], 0)
+    assert page.ask(f"/api/runs/{run}/iterations/9/changes")[0] == 404
+
+
+def test_changes_route_reads_both_databases(database: Database) -> None:
+    played(database, (1.0, 0.5), (0.5, 0.5))
+    page = PageOver(database)
+    changes = page.read("/api/runs/1/iterations/2/changes")
+    assert [(row["before"], row["now"]) for row in changes["tasks"]] == [(0.5, 0.25)]
+    assert changes["again"] == 2
+    examples = page.read("/api/runs/1/examples")
+    assert [row["reward"] for row in examples["best"]] == [0.5, 0.5]
+    assert [row["reward"] for row in examples["worst"]] == [0.0, 0.0]
+
+
+def test_iteration_route_says_why_update_was_skipped(database: Database) -> None:
+    work = ready(database, submission())
+    train_commits.commit_update(database, work, bad_update(), 3)
+    told = PageOver(database).read("/api/runs/1/iterations/1")
+    assert told["updates"] == []
+    assert "The update made no step: the loss is nan." in [trouble["text"] for trouble in told["troubles"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("clip_fraction", 0.4, "clipped"),
+        ("ratio", 2.0, "ratio"),
+        ("ratio", 0.5, "ratio"),
+        ("sampler_difference_mean", 0.3, "sampler"),
+        ("importance_outside", 0.2, "off-policy"),
+        ("effective_sample_size", 0.2, "sample size"),
+        ("grad_norm", 0.0, "gradient"),
+        ("grad_norm", float("inf"), "gradient"),
+    ],
+)
+def test_update_health_names_what_is_off(name: str, value: float, word: str) -> None:
+    assert list_update_troubles(ITERATION, [HEALTHY, HEALTHY], 8, 2) == []
+    (trouble,) = list_update_troubles(ITERATION, [HEALTHY, {**HEALTHY, name: value}], 8, 2)
+    assert word in trouble.text
+    assert list_update_troubles(ITERATION, [{**HEALTHY, name: None}], 8, 2) == []
+
+
+def test_run_route_says_why_run_stopped(sqlite: Database) -> None:
+    add_runs(sqlite)
+    page = PageOver(sqlite)
+    rows = {row["run"]: row for row in page.read("/api/runs")["rows"]}
+    assert (rows["broken"]["status"], rows["broken"]["reason"]) == ("paused", REASON)
+    failed, resume = page.read(f"/api/runs/{rows['broken']['id']}")["troubles"]
+    assert failed["text"] == f"4 episodes failed, 4 of them with: {WHY_FAILED}"
+    assert (failed["command"], resume["command"]) == ("agentrl episodes broken --status failed", "agentrl resume broken")
+    assert page.read(f"/api/runs/{rows['code']['id']}")["troubles"] == []
+
+
+def test_runs_route_finds_evaluations_and_those_made_by_hand(database: Database) -> None:
+    played(database, (1.0, 0.5))
+    with database.engine.begin() as tx:
+        columns = "status, dataset, base, base_hash, seed, format, epochs, iterations, output_dir, config, manifest"
+        for name, measures in (("planned", "1, 0"), ("by-hand", "NULL, NULL")):
+            query = f"""
+                INSERT INTO runs (name, kind, measures_id, measures_version, {columns})
+                SELECT '{name}', 'eval', {measures}, {columns} FROM runs WHERE id = 1"""
+            tx.execute(text(query))
+        policy = "kind, path, sha256"
+        tx.execute(
+            text(f"""
+                INSERT INTO policies (run_id, version, {policy})
+                SELECT r.id, p.version, p.kind, p.path, p.sha256 FROM runs r JOIN policies p ON p.run_id = 1 AND p.version = 1
+                WHERE r.name = 'by-hand'""")
+        )
+        (by_hand,) = tx.execute(text("SELECT id FROM runs WHERE name = 'by-hand'")).scalars()
+        score = {"episodes": 8, "errors": 0, "tasks": 8, "mean_reward": 0.75, "low": 0.5, "high": 0.9, "policy": "first@1"}
+        told = {"dataset": "arithmetic", "split": "test", "accuracy": 0.75, "pass_at": {}}
+        tx.execute(insert(schema.evals).values(run_id=by_hand, **score, **told))
+    page = PageOver(database)
+    assert {row["run"] for row in page.read("/api/runs", kind="eval")["rows"]} == {"planned", "by-hand"}
+    rows = {row["run"]: row for row in page.read("/api/runs")["rows"]}
+    assert {*rows} == {"first", "by-hand"}
+    assert rows["first"]["eval_reward"] is None
+    assert rows["first"]["measured"] == {"run_id": by_hand, "version": 1, "reward": 0.75}

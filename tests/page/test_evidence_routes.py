@@ -1,0 +1,137 @@
+"""The list of evidence over both databases: questions, failed calls, filters, orders, searches in pieces, the way through."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from sqlalchemy import delete, insert
+
+from agentrl.workflow.stats.evaluation import is_right
+from agentrl.workflow.store import steps
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import evidence_rows, paging
+from agentrl.workflow.store.reads.solved_rule import SolvedRule
+from agentrl.workflow.store.rollout_claims import GroupWork
+from agentrl.workflow.store.tool_calls import record_result
+from agentrl.workflow.tables import schema
+from tests.page.test_task_routes import played
+from tests.support.grown_stores import grown_postgres, grown_sqlite, grown_store  # noqa: F401 - fixtures
+from tests.support.page_answers import PageOver
+from tests.support.played_runs import CALL, answered, claim, finish, sampled, start, step, submission, values
+
+grown = grown_store({"large": 3})
+EPISODES = "/api/runs/1/episodes"
+
+
+def listed(page: PageOver, **asked: Any) -> list[int]:
+    """The ids of all pages."""
+    ids: list[int] = []
+    cursor = ""
+    while True:
+        document = page.read(EPISODES, cursor=cursor, **asked)
+        ids += [row["id"] for row in document["rows"]]
+        cursor = document["next"]
+        if not cursor:
+            return ids
+
+
+def fail_call(database: Database, work: GroupWork) -> None:
+    """The work's first episode makes a call, which fails."""
+    ((call,),) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,))])
+    failure = answered("SyntaxError: é", "code_error")
+    assert record_result(database, call, failure, datetime.now(UTC), "tools:1")
+    observed = replace(step(0, (CALL,)), results=(failure,))
+    steps.commit_observed(database, work.fence, [(work.episodes[0].id or 0, observed)])
+
+
+def test_evidence_shows_question_parts_and_failed_call(database: Database) -> None:
+    work = claim(database, start(database, submission())[0])
+    fail_call(database, work)
+    finish(database, work, 0, 0.5, {"numeric_answer": 0.0, "format": 1.0})
+    (row,) = PageOver(database).read(EPISODES, tool_errors=1)["rows"]
+    assert row["question"].startswith("What is 6*")
+    assert {part["part"]: part["value"] for part in row["parts"]} == {"numeric_answer": 0.0, "format": 1.0}
+    failed = row["failed_call"]
+    assert (failed["tool"], failed["error_class"], failed["result"]) == ("calculator", "code_error", "SyntaxError: é")
+    page = PageOver(database)
+    for asked in ({"text": "syntaxerror: é"}, {"text": "6*7"}, {"text": "turn 0"}, {"error_class": "code_error"}):
+        assert listed(page, **asked) == [row["id"]], asked
+    assert listed(page, text="TypeError") == listed(page, error_class="parse_error") == []
+    assert page.read("/api/runs/1/errors") == [{"error_class": "code_error", "tool": "calculator", "errors": 1, "episodes": 1}]
+    assert page.ask(EPISODES, outcome="lost")[0] == page.ask(EPISODES, fate="gone")[0] == 422
+
+
+def test_evidence_lists_each_episode_once_in_every_order(grown: Database) -> None:
+    page = PageOver(grown)
+    everything = values(grown, "SELECT id FROM episodes WHERE run_id = 1 ORDER BY id")
+    for column in evidence_rows.COLUMNS.values():
+        for way in ("", "-"):
+            ids = listed(page, sort=f"{way}{column.sort}", size=100)
+            assert sorted(ids) == everything, column
+    assert listed(page, sort="-id", size=1000) == everything[::-1]
+
+
+def test_evidence_search_goes_on_where_it_stopped(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PageOver(grown)
+    sorts = ("id", "-reward", "answer", "-seconds")
+    whole = {sort: listed(page, sort=sort, text="84", size=1000) for sort in sorts}
+    monkeypatch.setattr(paging, "PIECE_SECONDS", 0.0)
+    monkeypatch.setattr(paging, "FIRST_WINDOW", 37)
+    for sort, ids in whole.items():
+        first = page.read(EPISODES, sort=sort, text="84", size=1000)
+        assert (first["searched"], first["total"]) == (37, 384)
+        assert first["next"]
+        assert listed(page, sort=sort, text="84", size=5) == ids
+        assert 0 < len(ids) < 384
+
+
+def test_evidence_beside_walks_list_both_ways(grown: Database) -> None:
+    page = PageOver(grown)
+    for asked in ({"sort": "-reward"}, {"outcome": "solved", "sort": "reward"}, {"tool_errors": 1}, {}):
+        ids = listed(page, size=1000, **asked)
+        for place in (0, 1, len(ids) // 2, len(ids) - 1):
+            beside = page.read(f"{EPISODES}/{ids[place]}/beside", **asked)
+            before, after = ids[place - 1] if place else None, ids[place + 1] if place + 1 < len(ids) else None
+            assert (beside["previous"], beside["next"]) == (before, after), (asked, place)
+    assert page.read(f"{EPISODES}/999999/beside") == {"previous": None, "next": None}
+
+
+def test_evidence_newly_lost_follows_solved_group(database: Database) -> None:
+    played(database, (1.0, 0.5), (0.5, 0.5), (0.5, 1.0))
+    page = PageOver(database)
+    lost = page.read(EPISODES, outcome="newly_lost")["rows"]
+    assert {row["iteration"] for row in lost} == {2}
+    assert len({row["task_id"] for row in lost}) == 1
+    assert [row["id"] for row in lost] == listed(page, outcome="newly_lost", iteration=2)
+    assert listed(page, outcome="newly_lost", iteration=3) == []
+    assert listed(page, outcome="never_solved") == []
+    assert len(listed(page, outcome="solved")) == 2
+
+
+RULES = [
+    SolvedRule("default", [1], {"a": 1.0, "b": 0.5}, (), False, {"a": 1.0, "b": 0.5}),
+    SolvedRule("default", [1], {"a": 1.0, "b": 1.0}, (), False, {"a": 1.0, "b": 1.0}),
+    SolvedRule("default", [1], {"a": 1.0}, ("b",), False, {"a": 1.0}),
+    SolvedRule("default", [1], {}, (), True, {"b": 1.0}),
+    SolvedRule("default", [1], {"a": 1.0}, (), True, {"a": 1.0}),
+    SolvedRule("default", [1], {"a": 0.5}, (), True, {"a": 0.5}),
+    SolvedRule("default", [1], {"a": 2.0}, (), True, {"a": 2.0}),
+]
+
+
+def test_solved_rule_in_sql_agrees_with_evaluations(database: Database) -> None:
+    work = claim(database, start(database, submission())[0])
+    cases = ({}, {"a": 1.0}, {"b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 0.5, "b": 1.0}, {"a": 1.0, "b": 0.5})
+    finish(database, work, 0, 0.5, {"numeric_answer": 0.5})
+    for parts in cases:
+        with database.engine.begin() as tx:
+            tx.execute(delete(schema.rewards))
+            row = {"reward_set_id": 1, "episode_id": 1, "weight": 1.0, "run": "first"}
+            for part, value in parts.items():
+                tx.execute(insert(schema.rewards).values(part=part, value=value, **row))
+        for rule in RULES:
+            env_parts = parts.keys() - rule.own.keys() if rule.gives else ()
+            verdict = is_right(parts, rule.weights, rule.correct, env_parts)
+            query = f"SELECT count(*) FROM episodes e WHERE e.id = 1 AND {rule.condition('e')}"
+            assert values(database, query, **rule.parameters) == [int(bool(verdict))], (rule, parts)

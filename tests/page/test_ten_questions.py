@@ -1,0 +1,225 @@
+"""Ten questions about runs, asked in a real browser with at most three clicks from the run, and by one command."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from agentrl.workers.page import demo
+from agentrl.workflow.store.migrate import open_database
+from tests.support.browser import Service, Watched, chromium, service, settle
+from tests.support.question_store import ERROR, REASON, WHY_FAILED, add_runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
+
+MAX_CLICKS = 3
+SEES = "text => document.querySelector('main')?.innerText.includes(text)"
+HEADS = "text => document.querySelector('h1')?.innerText === text"
+
+
+@pytest.fixture(scope="module")
+def home() -> Path:
+    """The demo's store, with the runs of `question_store`."""
+    where = demo.open_demo()
+    database = open_database(where.database)
+    add_runs(database)
+    database.close()
+    return where.root
+
+
+@pytest.fixture(scope="module")
+def served(home: Path) -> Iterator[Service]:
+    with service(home) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+class Reader:
+    """A reader who begins at a run's page and clicks."""
+
+    def __init__(self, page: Page, url: str, run: int) -> None:
+        self.page, self.clicks = page, 0
+        page.goto(f"{url}#/run/{run}")
+        page.wait_for_selector("main h1")
+        settle(page)
+
+    def click(self, selector: str) -> None:
+        self.page.locator(selector).first.click()
+        self.clicks += 1
+        assert self.clicks <= MAX_CLICKS
+        self.page.wait_for_timeout(50)
+        settle(self.page)
+
+    def choose(self, label: str, value: str) -> None:
+        self.page.locator(label).select_option(value)
+        self.clicks += 1
+        assert self.clicks <= MAX_CLICKS
+        settle(self.page)
+
+    def sees(self, *texts: str) -> None:
+        for text in texts:
+            self.page.wait_for_function(SEES, arg=text, timeout=15_000)
+
+
+@pytest.fixture
+def read(served: Service, browser: Browser) -> Iterator[Any]:
+    """Begins at the page of the run with that number; nothing may go wrong in the browser."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    watched = Watched(context.new_page())
+    yield lambda run: Reader(watched.page, served.url, run)
+    context.close()
+    assert watched.wrong == []
+
+
+DEMO, CODE, AGENTS, BROKEN = 1, 9, 10, 11
+"""The numbers of the runs in the store."""
+
+
+@pytest.fixture
+def terminal(home: Path) -> Any:
+    """Runs one command, and returns what it prints."""
+
+    def run(*words: str, code: int = 0) -> str:
+        command = [sys.executable, "-m", "agentrl.cli", *words]
+        environment = {**os.environ, "AGENTRL_HOME": str(home)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code, (words, done.stderr)
+        return done.stdout + done.stderr
+
+    return run
+
+
+def test_question_why_reward_dropped(read: Any, terminal: Any) -> None:
+    reader = read(CODE)
+    reader.click("nav.tabs >> text=iterations")
+    reader.click("main td a:text-is('3')")
+    reader.sees("against iteration 2", "errors run_code code_error", "4 of 4 tool calls failed", ERROR, "part numeric_answer")
+    printed = terminal("changes", "code", "--iteration", "3")
+    assert "errors: run_code code_error" in printed
+    assert "4 of 4 tool calls failed." in printed
+
+
+def test_question_which_tasks_are_never_solved(read: Any, terminal: Any) -> None:
+    reader = read(CODE)
+    reader.click("nav.tabs >> text=tasks")
+    reader.click("button:text-is('never solved')")
+    assert reader.page.locator("main tbody tr").count() == 1
+    reader.sees("What is 6*1?", "never")
+    reader.click("button:text-is('unlearned')")
+    assert reader.page.locator("main tbody tr").count() == 1
+    reader.sees("What is 6*0?", "unlearned")
+    assert "train/1" in terminal("tasks", "code", "--outcome", "never_solved")
+    assert "train/0" in terminal("tasks", "code", "--outcome", "unlearned")
+
+
+def test_question_tokens_of_worst_episode(read: Any, terminal: Any) -> None:
+    reader = read(DEMO)
+    reader.click(".examples li:has-text('worst') a")
+    episode = reader.page.url.rpartition("/")[2]
+    reader.click("nav.tabs >> text=tokens")
+    reader.page.wait_for_selector(".strip .t")
+    reader.sees("logprob", "advantage")
+    assert "logprob" in terminal("replay", episode)
+
+
+def test_question_how_two_runs_differ(read: Any, terminal: Any) -> None:
+    reader = read(DEMO)
+    reader.click("nav.tabs >> text=config")
+    reader.choose("main select:has(option[value='7'])", "7")
+    reader.sees("algorithm.name", "grpo", "rloo")
+    reader = read(DEMO)
+    reader.click("nav.tabs >> text=curves")
+    reader.choose("select[aria-label='add another run']", "7")
+    reader.sees("2 runs together", "demo-rloo")
+    assert "rloo" in terminal("sql", "SELECT name, config FROM runs WHERE id IN (1, 7)")
+
+
+def test_question_which_calls_failed(read: Any, terminal: Any) -> None:
+    reader = read(CODE)
+    reader.sees("code_error of run_code: 4 times in 4 episodes")
+    reader.click("main a:has-text('code_error')")
+    reader.sees(ERROR)
+    assert reader.page.locator("main tbody tr").count() == 4
+    printed = terminal("episodes", "code", "--error", "code_error")
+    assert printed.count(ERROR) == 4
+
+
+def test_question_is_run_healthy(read: Any, terminal: Any) -> None:
+    reader = read(DEMO)
+    reader.sees("groups without variance", "of the calls failed", "staleness 0")
+    reader = read(BROKEN)
+    reader.sees(REASON, WHY_FAILED, "agentrl resume broken")
+    assert reader.clicks == 0
+    assert WHY_FAILED in terminal("watch", "broken", code=1)
+
+
+def test_question_where_seconds_went(read: Any, terminal: Any) -> None:
+    reader = read(DEMO)
+    reader.sees("rollout", "update")
+    reader.click("nav.tabs >> text=workers")
+    reader.page.wait_for_selector(".lanes svg")
+    columns = "iteration, rollout_seconds, update_seconds"
+    assert "rollout_seconds" in terminal("sql", f"SELECT {columns} FROM v_iterations WHERE run = 'demo'")
+
+
+def test_question_shares_view_and_run(read: Any, home: Path, tmp_path: Path, terminal: Any) -> None:
+    reader = read(CODE)
+    reader.click("nav.tabs >> text=episodes")
+    reader.click("button:text-is('failed call')")
+    address = reader.page.url
+    reader.page.goto("about:blank")
+    reader.page.goto(address)
+    settle(reader.page)
+    assert reader.page.locator("main tbody tr").count() == 4
+    reader.click("summary:text-is('facts and commands')")
+    reader.sees("agentrl ui --export code")
+    out = tmp_path / "run.html"
+    terminal("ui", "--export", "code", "--out", str(out))
+    assert out.stat().st_size < 2_000_000
+
+
+def test_question_what_policies_say_differently(read: Any, terminal: Any) -> None:
+    reader = read(DEMO)
+    reader.click("nav.tabs >> text=evals")
+    reader.click("main a:has-text('with version')")
+    reader.sees("answer of A", "answer of B", "better on")
+    assert "right more often on 12" in terminal("compare", "demo-eval-0", "demo-eval-20")
+
+
+def test_question_one_task_over_iterations(read: Any, terminal: Any) -> None:
+    reader = read(CODE)
+    reader.click("nav.tabs >> text=tasks")
+    reader.click("main td a:text-is('train/0')")
+    reader.page.wait_for_selector(".chart canvas")
+    assert reader.page.locator("main tbody tr").count() == 8
+    assert len(terminal("episodes", "code", "--task", "train/0").splitlines()) >= 9
+
+
+def test_evidence_is_walked_by_keyboard(read: Any) -> None:
+    reader = read(CODE)
+    reader.click("main a:has-text('code_error')")
+    reader.click("main tbody td a")
+    reader.page.wait_for_selector("a[rel='list-next']")
+    first = reader.page.inner_text("h1")
+    reader.page.keyboard.press("n")
+    reader.page.wait_for_selector("a[rel='list-prev']")
+    assert reader.page.inner_text("h1") != first
+    reader.page.keyboard.press("p")
+    reader.page.wait_for_function(HEADS, arg=first)
+
+
+def test_evidence_shows_chains_of_agents(read: Any) -> None:
+    reader = read(AGENTS)
+    reader.click("nav.tabs >> text=episodes")
+    reader.click("main tbody td a")
+    reader.sees("chain 1")
