@@ -26,6 +26,44 @@ MAX_CONNECTIONS = 4096
 SWEEP_SECONDS = 1.0
 
 
+class _GatheringTransport:
+    """A transport that sends all bytes that are written in one turn of the event loop together, for example the head and the
+    body of a response. Otherwise, each of them is a packet of its own that wakes its receiver.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._pieces: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        """Send the bytes when the present turn of the event loop is over."""
+        if not self._pieces:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._pieces.append(data)
+
+    def close(self) -> None:
+        """Close the connection after all bytes were sent."""
+        self._send()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._pieces.clear()
+        self._transport.abort()
+
+    def get_write_buffer_size(self) -> int:
+        """Return the number of bytes that are not yet sent."""
+        return self._transport.get_write_buffer_size() + sum(map(len, self._pieces))
+
+    def _send(self) -> None:
+        pieces, self._pieces = self._pieces, []
+        if pieces and not self._transport.is_closing():
+            self._transport.write(b"".join(pieces))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class GuardedProtocol(H11Protocol):
     """The connection of one client. `sweep` checks all connections, so a connection needs no timers of its own."""
 
@@ -41,7 +79,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection. If there are too many connections, close it instead."""
-        super().connection_made(transport)
+        super().connection_made(_GatheringTransport(transport))  # type: ignore[arg-type]
         transport.set_write_buffer_limits(high=WAITING_BYTES)
         transport.max_size = 4 * WAITING_BYTES  # type: ignore[attr-defined]  # asyncio reads 256 KiB at once where one lets it
         if len(self.connections) > self.most_connections:
