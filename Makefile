@@ -49,22 +49,27 @@ test-explore: env
 	$(PYTEST) -m hypothesis --hypothesis-profile explore
 
 # What takes some seconds or more: whole runs; kills, exceptions and stalls, each at most once per fault point.
-test-slow: env .venv/.litellm
+test-slow: env build/clients/litellm/.stamp
 	$(PYTEST) -m slow
 
-# Clients that npm installs, in the versions that docs/agents.md names, and those of the environment, against the endpoint.
-clients: env .venv/.litellm build/clients/.stamp
+FRAMEWORKS := $(patsubst tests/clients/frameworks/run_%.py,build/clients/%/.stamp,$(shell grep -l 'dependencies = \[' tests/clients/frameworks/*.py))
+requirements = sed -n 's/.*dependencies = \["\(.*\)"\]$$/\1/p' $< | sed 's/", "/ /g'
+
+# Clients of agents and of frameworks, in the versions that docs/agents.md names, against the endpoint. With SMOLLM=FOLDER, which has
+# SmolLM2-135M-Instruct, Codex and Claude Code also train a model that has its tokenizer.
+clients: env build/clients/.stamp $(FRAMEWORKS)
 	PATH="$(CURDIR)/build/clients/node_modules/.bin:$$PATH" $(BIN)/pytest tests/clients tests/workers/test_dialects.py
 
 build/clients/.stamp: Makefile
 	npm install --prefix build/clients --no-audit --no-fund @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197 \
-		ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/anthropic@3.0.140 zod@4.6.7
+		ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/anthropic@3.0.140 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7 \
+		opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10
 	@touch $@
 
-# An agent whose packages are not ours has an environment of its own.
-.venv/.litellm: .venv/.stamp
-	@$(PYTHON) -m venv build/litellm
-	$(call pip,build/litellm,litellm==1.106.2 mcp==2.3.0)
+# A framework whose packages are not ours has an environment of its own. Its program names them.
+build/clients/%/.stamp: tests/clients/frameworks/run_%.py
+	@$(PYTHON) -m venv build/clients/$*
+	$(call pip,build/clients/$*,$$($(requirements)))
 	@touch $@
 
 # A core of the tests on the lowest and the newest versions that pyproject.toml allows, and on Python 3.13 (PYTHON313, else the one

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from agentrl.workers.page.read_only import ReadOnlyStore
 
-LIMIT_MB = 20.0
+LIMIT_MB = 5.0
 
 
 def ui(

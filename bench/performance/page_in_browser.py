@@ -61,7 +61,8 @@ def _views(database: Database) -> dict[str, str]:
     tabs = ("iterations", "episodes", "tasks", "workers", "annotations", "prompts", "evals", "events", "config")
     return {
         "runs": "#/",
-        "curves": f"#/run/{run}",
+        "overview": f"#/run/{run}",
+        "curves": f"#/run/{run}?tab=curves",
         **{tab: f"#/run/{run}?tab={tab}" for tab in tabs},
         "iteration": f"#/run/{run}/iteration/{iterations // 2 or 1}",
         "group": f"#/group/{group}",

@@ -63,24 +63,6 @@ async def side_by_side(task: Any, llm: Any) -> Answer:
     return Answer(max(texts), {"answers": float(len(several.choices) + len(said))})
 
 
-def smolagents(task: Any, llm: Any) -> Answer:
-    """A ToolCallingAgent: its history is text, so that each of its turns begins a new chain."""
-    from smolagents import OpenAIModel, Tool, ToolCallingAgent
-
-    class Calculator(Tool):
-        name = "calculator"
-        description = "Computes an arithmetic expression exactly."
-        inputs = {"expression": {"type": "string", "description": "for example 12+7"}}  # noqa: RUF012 - as its manual does
-        output_type = "string"
-
-        def forward(self, expression: str) -> str:
-            return calculate(expression)
-
-    model = OpenAIModel(model_id=llm.model, api_base=llm.base_url, api_key=llm.api_key, tool_choice="auto")
-    agent = ToolCallingAgent([Calculator()], model, max_steps=3, verbosity_level=0)
-    return Answer(str(agent.run(task.messages[-1]["content"])))
-
-
 async def pydantic_ai(task: Any, llm: Any) -> Answer:
     """An Agent with a plain tool."""
     from pydantic_ai.models.openai import OpenAIChatModel

@@ -14,7 +14,7 @@ from tests.support.small_models import tiny_random
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 ROOT = Path(__file__).parents[2]
-LITELLM = ROOT / "build" / "litellm" / "bin" / "python"
+LITELLM = ROOT / "build" / "clients" / "litellm" / "bin" / "python"
 """Its pins are not ours: it has an environment of its own, as an agent may (`make test-slow` makes it)."""
 ROOM = 32_768
 """Positions of the model, for what some libraries say first."""
@@ -101,15 +101,9 @@ def test_client_concurrent_calls_are_own_steps(stack: Stack, model: Path) -> Non
     assert count(stack, STEPS, run) == 2 * (4 + 3)
 
 
-def test_client_agent_with_text_history_has_chain_for_each_turn(stack: Stack, model: Path) -> None:
-    run = measured(stack, model, "tests.clients.agents:smolagents", ONCE)
-    assert count(stack, STEPS, run) == 2 * 2
-    assert count(stack, "SELECT count(DISTINCT chain) FROM steps WHERE run = :run", run) == 2
-
-
 def test_client_program_in_own_environment_is_agent(stack: Stack, model: Path) -> None:
     if not LITELLM.exists():
-        missing("litellm (make .venv/.litellm)")
+        missing("litellm (make build/clients/litellm/.stamp)")
     program = Path(__file__).with_name("litellm_agent.py")
     run = measured(stack, model, f"cmd:{LITELLM} {program}", ONCE, TWICE, more=("--agent-unsafe",))
     assert count(stack, STEPS, run) == 2 * (2 + 2)

@@ -6,17 +6,19 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sqlalchemy import text
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.trajectory import Message, ToolCall
-from tests.clients.scripted import answer
+from tests.clients.scripted import ids_of
 from tests.project.documents import DOCS
 from tests.support.agents_stage import Stage, episode_of, group_of, run_agent, staged, wait_for, write
 from tests.support.played_runs import values
@@ -95,6 +97,14 @@ def start_coding_agent(name: str, url: str, key: str, folder: Path) -> "subproce
         options = ["-c", f"model_providers.agentrl={provider}", "-c", 'model_provider="agentrl"', "-m", "any"]
         words = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", *options, "Run it."]
         return start_client(words, folder, OPENAI_API_KEY=key)
+    if name == "opencode":
+        options = {"baseURL": f"{url}/v1", "apiKey": key}
+        provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"any": {}}}
+        words = ["opencode", "run", "--auto", "--title", "any", "-m", "agentrl/any", "Run it."]
+        return start_client(words, folder, OPENCODE_CONFIG_CONTENT=json.dumps({"provider": {"agentrl": provider}}))
+    if name == "qwen":
+        words = ["qwen", "--yolo", "--auth-type", "openai", "-m", "any", "Run it."]
+        return start_client(words, folder, OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY=key)
     quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
     words = ["claude", "-p", "Run it.", "--model", "any", "--allowedTools", "Bash"]
     return start_client(words, folder, ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY=key, **quiet)
@@ -103,8 +113,12 @@ def start_coding_agent(name: str, url: str, key: str, folder: Path) -> "subproce
 CALLS = {
     "codex": ToolCall("exec_command", {"cmd": COMMAND}),
     "claude": ToolCall("Bash", {"command": COMMAND, "description": "Writes a file"}),
+    "opencode": ToolCall("bash", {"command": COMMAND, "description": "Writes a file"}),
+    "qwen": ToolCall("run_shell_command", {"command": COMMAND, "is_background": False}),
 }
 coding_agents = pytest.mark.parametrize("name", CALLS)
+trained_agents = pytest.mark.parametrize("name", ["codex", "claude", "opencode"])
+"""Without qwen-code, which asks again and again if a turn of random weights is empty or cut."""
 
 
 @coding_agents
@@ -140,14 +154,15 @@ def test_vercel_sdk_calls_tools_in_each_api(db: Database) -> None:
     if not (packages / "node_modules" / "ai").exists():
         pytest.skip("the packages of npm are missing: make clients")
     file = shutil.copy(Path(__file__).with_name("vercel.mjs"), packages)
-    engine = ScriptedEngine(lambda request: CHAT.turn(answer(CHAT.decode(request.prompt_ids))))
+    engine = ScriptedEngine(lambda request: ids_of(CHAT, request))
     with staged(Stage(db, group_of(db), engine, CHAT, ROOM)) as stage, endpoint_over(db) as served:
         held(stage)
         words = [node, str(file), f"{served.url}/v1", run_agent(db, 1)]
         said = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
         steps = episode_of(db, 1).steps
-    assert said == [f"{name} 2 漢字 🙂 It is 7." for name in ("responses", "chat", "messages") for _ in range(2)]
-    assert [step.chain for step in steps] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    each = ("2 漢字 🙂 It is 7.", "2 漢字 🙂 It is 7.", "7", "7")
+    assert said == [f"{name} {value}" for name in ("responses", "chat", "messages", "compatible") for value in each]
+    assert [step.chain for step in steps] == [first + more for first in range(0, 16, 4) for more in (0, 0, 1, 1, 2, 3)]
 
 
 def varied(episode: Any) -> float:
@@ -155,19 +170,40 @@ def varied(episode: Any) -> float:
     return hashlib.sha256(repr([step.sampled_ids for step in episode.steps]).encode()).digest()[0] / 256
 
 
-@coding_agents
-def test_coding_agent_trains_by_script_of_manual(tmp_path: Path, name: str) -> None:
-    """One update of random weights, with the script that the manual shows."""
+def make_tiny(folder: Path) -> Path:
+    file = tiny_random(folder) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": ROOM}))
+    return folder
+
+
+def make_two_layers(folder: Path) -> Path:
+    """A random model of two layers with a window of 48k and the tokenizer of SmolLM2 in the folder SMOLLM."""
+    if not (source := os.environ.get("SMOLLM")):
+        pytest.skip("SMOLLM names no folder with SmolLM2-135M-Instruct")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    window = {"num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 48 * 1024}
+    config = AutoConfig.from_pretrained(source, **sizes, **window)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(source) / file, folder)
+    return folder
+
+
+@pytest.mark.parametrize("make", [make_tiny, make_two_layers], ids=["tiny", "smollm"])
+@trained_agents
+def test_coding_agent_trains_by_script_of_manual(tmp_path: Path, name: str, make: Callable[[Path], Path]) -> None:
+    """One update of random weights with checkpointing, with the script that the manual shows."""
     find_program(name)
     (script,) = re.findall(rf"^```sh\n(# {name}\.sh\n.*?)^```", (DOCS / "agents.md").read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / f"{name}.sh").write_text(script)
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"question": "Say seven.", "answer": "7"}) + "\n")
-    model = tiny_random(tmp_path / "model") / "config.json"
-    model.write_text(json.dumps(json.loads(model.read_text()) | {"max_position_embeddings": ROOM}))
+    model = make(tmp_path / "model")
     with embedded_stack(tmp_path, idle_seconds="3600") as stack:
         stack.environment["PYTHONPATH"] = str(DOCS.parent)
-        words = ["submit", "--dataset", str(tmp_path / "tasks.jsonl"), "--model", str(model.parent), "--name", name, "--wait"]
+        words = ["submit", "--dataset", str(tmp_path / "tasks.jsonl"), "--model", str(model), "--name", name, "--wait"]
         words += ["--epochs", "1", "--group-size", "2", "--tasks-per-iteration", "1", "--max-new-tokens", "16"]
+        words += ["--set", "update.gradient_checkpointing=true"]
         agent = ["--agent", f"cmd:sh {tmp_path}/{name}.sh", "--agent-unsafe", "--reward", f"{__name__}:varied"]
         stack.agentrl(*words, *agent)
         with stack.database.read() as tx:

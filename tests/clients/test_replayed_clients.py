@@ -12,7 +12,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.training.training_rows import rows_of
 from agentrl.workflow.trajectory import Message
 from tests.clients.test_npm_clients import CALLS, ROOM, check_rows, coding_agents, run_coding_agent, start_coding_agent, turn_of
-from tests.support.agents_stage import Stage, episode_of, group_of, run_agent, staged, wait_for
+from tests.support.agents_stage import AGENT, Stage, episode_of, group_of, run_agent, staged, wait_for
 from tests.support.played_runs import value
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.served_endpoint import endpoint_over
@@ -56,7 +56,8 @@ def test_killed_coding_agent_gets_recorded_turn(db: Database, tmp_path: Path, na
 def test_coding_agent_lost_at_its_end_is_replayed_exactly(db: Database, tmp_path: Path, name: str) -> None:
     turns = [turn_of(CALLS[name]), CHAT.turn(Message("assistant", "It is done."))]
     engine = ScriptedEngine(lambda _request: turns.pop(0))
-    with staged(Stage(db, group_of(db), engine, CHAT, ROOM)) as stage, endpoint_over(db) as served:
+    agent = {**AGENT, "replay_ignore": [r"PGID: \d+"]}  # qwen-code tells the model the number of the command's process group
+    with staged(Stage(db, group_of(db, agent=agent), engine, CHAT, ROOM)) as stage, endpoint_over(db) as served:
         held(stage)
         key = run_agent(db, 1)
         for folder in folders(tmp_path):

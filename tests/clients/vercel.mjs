@@ -1,12 +1,15 @@
 // The Vercel AI SDK, as its manual writes an agent: `node vercel.mjs URL KEY` prints what each provider says, complete and streamed.
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
-import { generateText, stepCountIs, streamText, tool } from "ai";
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
 const [url, apiKey] = process.argv.slice(2);
 const openai = createOpenAI({ baseURL: url, apiKey });
-const models = { responses: openai("any"), chat: openai.chat("any"), messages: createAnthropic({ baseURL: url, apiKey })("any") };
+const compatible = createOpenAICompatible({ name: "agentrl", baseURL: url, apiKey, supportsStructuredOutputs: true });
+const messages = createAnthropic({ baseURL: url, apiKey })("any");
+const models = { responses: openai("any"), chat: openai.chat("any"), messages, compatible: compatible("any") };
 const calculator = tool({
   description: "Computes an arithmetic expression exactly.",
   inputSchema: z.object({ expression: z.string() }),
@@ -20,4 +23,9 @@ for (const [name, model] of Object.entries(models)) {
     const made = await run(asked);
     console.log(name, (await made.steps).length, await made.text);
   }
+  const output = Output.object({ schema: z.object({ value: z.number() }) });
+  const made = await generateText({ model, output, prompt: `What is 15 minus 8? (${name}, output)`, maxRetries: 0 });
+  console.log(name, made.output.value);
+  const asked = { model, tools: { calculator }, toolChoice: "required", prompt: `What is 15 minus 8? (${name}, required)`, maxRetries: 0 };
+  console.log(name, (await generateText(asked)).toolResults[0].output);
 }

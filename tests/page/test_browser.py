@@ -77,6 +77,7 @@ def views(stack: Stack) -> dict[str, str]:
     return {
         "runs": "#/",
         "run": f"#/run/{run}",
+        "curves": f"#/run/{run}?tab=curves",
         "run-smooth": f"#/run/{run}?smooth=0.6&x=tokens&log=1&charts=v_steps.mean_logprob",
         "run-time": f"#/run/{run}?x=time&with={run + 1}",
         **{tab: f"#/run/{run}?tab={tab}" for tab in tabs},
@@ -262,7 +263,7 @@ def test_chart_stays_in_place_under_pointer(lived: Stack, served: Service, conte
 
 def test_chart_wide_view_is_in_address_and_numbers_download(lived: Stack, served: Service, context: BrowserContext) -> None:
     page = context.new_page()
-    look_at(page, served, views(lived)["run"])
+    look_at(page, served, views(lived)["curves"])
     page.click("button[aria-label='reward as wide as the page']")
     assert "wide=reward" in page.evaluate("location.hash")
     assert page.locator(".chart.wide h3").all_inner_texts() == ["reward"]
@@ -413,7 +414,7 @@ def test_pictures_of_manual_show_the_demo(browser: Browser, tmp_path: Path) -> N
     context = browser.new_context(viewport={"width": 1280, "height": 760})
     page = context.new_page()
     with service(tmp_path, "--demo") as demo:
-        look_at(page, demo, "#/run/1")
+        look_at(page, demo, "#/run/1?tab=curves")
         page.wait_for_selector(".chart canvas >> nth=3")
         page.screenshot(path=PICTURES / "page-run.png")
         look_at(page, demo, "#/episode/33?tab=tokens")

@@ -16,7 +16,7 @@ HEALTHY = {
     "clip_fraction": 0.01, "ratio": 1.0, "sampler_difference_mean": 1e-4, "importance_outside": 0.0,
     "effective_sample_size": 0.99, "grad_norm": 0.7,
 }  # fmt: skip
-ITERATION = {"run": "first", "iteration": 2, "skipped": "", "tool_calls": 0, "tool_errors": 0}
+ITERATION = {"iteration": 2, "skipped": "", "tool_calls": 0, "tool_errors": 0}
 
 
 def test_changes_route_explains_drop(sqlite: Database) -> None:
@@ -73,10 +73,10 @@ def test_iteration_route_says_why_update_was_skipped(database: Database) -> None
     ],
 )
 def test_update_health_names_what_is_off(name: str, value: float, word: str) -> None:
-    assert list_update_troubles(ITERATION, [HEALTHY, HEALTHY], 8, 2) == []
-    (trouble,) = list_update_troubles(ITERATION, [HEALTHY, {**HEALTHY, name: value}], 8, 2)
+    assert list_update_troubles("first", ITERATION, [HEALTHY, HEALTHY], 8, 2) == []
+    (trouble,) = list_update_troubles("first", ITERATION, [HEALTHY, {**HEALTHY, name: value}], 8, 2)
     assert word in trouble.text
-    assert list_update_troubles(ITERATION, [{**HEALTHY, name: None}], 8, 2) == []
+    assert list_update_troubles("first", ITERATION, [{**HEALTHY, name: None}], 8, 2) == []
 
 
 def test_run_route_says_why_run_stopped(sqlite: Database) -> None:

@@ -31,7 +31,7 @@ from tests.support.own_postgres import own_postgres
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
-TABS = ("iterations", "episodes", "tasks", "ledger", "workers", "annotations", "prompts", "evals", "events", "config")
+TABS = ("curves", "iterations", "episodes", "tasks", "ledger", "workers", "annotations", "prompts", "evals", "events", "config")
 INNOCENT = r"""() => {
   const found = [];
   const links = ["href", "src", "xlink:href", "action", "formaction", "data", "srcdoc", "poster", "background", "ping"];
@@ -158,6 +158,8 @@ def hostile_views(home: Path) -> dict[str, str]:
         "episode": f"#/episode/{episode}",
         "failed episode": f"#/episode/{failed}",
         "fork": f"#/episode/{fork}",
+        "search": "#/run/1?tab=episodes&text=script&sort=-answer&error_class=%3Cscript%3E",
+        "list": f"#/episode/{episode}?list=run%3D1%26text%3D%253Cscript%253E",
         "tokens": f"#/episode/{episode}?tab=tokens",
         "advantages": f"#/episode/{episode}?tab=tokens&color=advantage",
         "why": f"#/episode/{episode}?tab=why",
@@ -218,7 +220,7 @@ def test_hostile_text_runs_on_no_hover_or_click(hostile: Path, served: Service, 
     page.locator("button.tag").first.click()
     page.wait_for_selector("main tbody tr")
     page.locator("main tbody tr a").first.click()
-    page.wait_for_selector(".facts")
+    page.wait_for_selector(".run-head")
     assert page.evaluate(INNOCENT) == []
     assert watched.wrong == []
     assert watched.hosts <= {f"127.0.0.1:{served.port}"}

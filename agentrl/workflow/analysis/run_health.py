@@ -74,11 +74,11 @@ def _more_variance(parts: Sequence[Row]) -> str:
     return "harder tasks" if all(part["least"] >= 1 for part in parts) else "a reward with more levels"
 
 
-def list_update_troubles(iteration: Row, updates: Sequence[Row], groups: int, flat: int) -> list[Trouble]:
+def list_update_troubles(run: str, iteration: Row, updates: Sequence[Row], groups: int, flat: int) -> list[Trouble]:
     """Return what is off in an iteration's update: the ratio, clipped tokens, the mismatch of sampler and trainer, the
     effective sample size, the gradient; and in the episodes that it could train on. `flat` of the `groups` have equal rewards.
+    `run` names the run in commands.
     """
-    run = iteration["run"]
     troubles = []
     if iteration["skipped"]:
         troubles.append(Trouble(f"The update made no step: {iteration['skipped']}."))

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import cut_rows, cut_texts
-from agentrl.workers.page.shown.whole_run import compare_configs, list_shown_runs, load_run
+from agentrl.workers.page.shown.whole_run import compare_configs, list_shown_runs, load_run, typed_run
 from agentrl.workflow.analysis.run_health import list_update_troubles
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import (
@@ -338,8 +338,9 @@ def read_iteration(store: Store, run: int, number: int) -> Response:
     """Return an iteration: its metrics, its optimizer steps, its groups, and the episodes with their outcomes."""
     details = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
     fields = {"iteration": details.iteration, "updates": details.updates, "groups": [cut_texts(row) for row in details.groups]}
+    typed = typed_run(run, details.iteration.run)
     counts = (len(details.groups), sum(group["flat"] for group in details.groups))
-    troubles = [asdict(trouble) for trouble in list_update_troubles(details.iteration, details.updates, *counts)]
+    troubles = [asdict(trouble) for trouble in list_update_troubles(typed, details.iteration, details.updates, *counts)]
     return answer({**fields, "left_out": details.left_out, "troubles": troubles})
 
 

@@ -35,6 +35,7 @@ function EpisodeView({ data }) {
     </div>
     ${row.error && html`<p class="bad">${visible(row.error_class)}: ${visible(row.error)}</p>`}
     <${EpisodeFacts} data=${data} row=${row} />
+    <${SecondsBar} data=${data} row=${row} />
     <${Tabs} name="tab" tabs=${tabs} chosen=${tab} />
     ${tab === "tokens" ? html`<${TokensView} episode=${row.id} row=${row} />` : tab === "why" ? html`<${WhyView} data=${data} row=${row} />` : tab === "said" ? html`<${Said} rows=${data.annotations} />` : html`<${Transcript} data=${data} row=${row} />`}`;
 }
@@ -76,6 +77,25 @@ function EpisodeFacts({ data, row }) {
     ["from", data.parent ? html`<${Link} to=${["episode", data.parent.id]}>episode ${data.parent.id}<//>, turn ${data.parent.step}` : null],
   ]} />
   ${data.forks?.length > 0 && html`<p class="quiet">forks: ${data.forks.map((fork, index) => html`${index > 0 && ", "}<${Link} to=${["episode", fork.id]}>${fork.id}<//> at turn ${fork.step} (${number(fork.reward, 3)})`)}</p>`}`;
+}
+
+/** Where the seconds of an episode went, as a bar; what no part explains is waiting. */
+function SecondsBar({ data, row }) {
+  if (!row.seconds || data.next_turn !== null) return null;
+  const calls = data.turns.flatMap((turn) => turn.calls);
+  const sum = (rows, name) => rows.reduce((all, each) => all + (each[name] || 0), 0);
+  const known = [
+    ["sampling", row.generate_seconds || 0, "w-group"],
+    ["tools", row.tool_seconds || 0, "w-call"],
+    ["waiting for a tools worker", sum(calls, "queue_seconds"), "f-truncated"],
+    ["judging", sum(data.grades || [], "seconds"), "w-agent"],
+  ];
+  const rest = row.seconds - known.reduce((all, [, value]) => all + value, 0);
+  const parts = [...known, ["waiting for siblings, batches and messages", Math.max(0, rest), "f-open"]].filter(([, value]) => value > 0);
+  const words = parts.map(([name, value]) => `${name} ${seconds(value)}`).join(", ");
+  const whole = parts.reduce((all, [, value]) => all + value, 0);
+  return html`<div class="bar seconds-bar" role="img" aria-label=${`Of ${seconds(row.seconds)}: ${words}`}>${parts.map(([name, value, kind]) => html`<span key=${name} class=${kind} style=${{ width: `${(100 * value) / whole}%` }} title=${`${name}: ${seconds(value)}`}></span>`)}</div>
+    <p class="legend">${parts.map(([name, value, kind]) => html`<span key=${name}><i class=${`swatch ${kind}`}></i>${name} ${seconds(value)}</span>`)}</p>`;
 }
 
 function rewardParts(rewards) {

@@ -93,7 +93,9 @@ function fateOf(row) {
 /** The way to the next and the previous episode of the list from which an episode was opened. */
 export function WithinList({ episode, list, keep }) {
   const { run, ...filter } = Object.fromEntries(new URLSearchParams(list));
-  const { data } = useData(path(`runs/${run}/episodes/${episode}/beside`, filter));
+  const known = /^\d+$/.test(run);
+  const { data } = useData(known ? path(`runs/${run}/episodes/${episode}/beside`, filter) : null);
+  if (!known) return null;
   const link = (id, rel, text) => (id ? html`<${Link} to=${["episode", id]} query=${{ ...keep, list }} rel=${rel}>${text}<//>` : html`<span class="quiet">${text}</span>`);
   const { iteration, task_id: task, ...chosen } = filter;
   const place = iteration ? ["run", run, "iteration", iteration] : task ? ["run", run, "task", task] : ["run", run];

@@ -97,7 +97,8 @@ _TESTS = {
     "error_class": f"""
         (error_class = :error_class OR tool_errors > 0 AND EXISTS (SELECT 1 {_CALLS} AND c.error_class = :error_class))""",
     "fate": """
-        EXISTS (SELECT 1 FROM v_ledger l WHERE l.episode_id = episodes.id AND l.run = :run_name AND l.fate = :fate)""",
+        id IN (SELECT l.episode_id FROM v_ledger l
+               WHERE l.episode_id IN ({ids}) AND l.run = :run_name AND l.fate = :fate)""",
 }
 """The conditions that are slow to check, so that a list with one of them is searched in pieces."""
 

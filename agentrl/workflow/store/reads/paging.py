@@ -131,7 +131,8 @@ def search_page(
     own: str,
     table: str,
 ) -> Page[R]:
-    """Return a page as `select_page` does, of the rows that also meet `tests`: SQL conditions that are slow to check.
+    """Return a page as `select_page` does, of the rows that also meet `tests`: SQL conditions that are slow to check. In them,
+    `{ids}` stands for the ids of the rows that are checked.
 
     The rows are checked in the list's order, window after window, until the page is full or PIECE_SECONDS have passed. So a
     page may have few rows, or none, and still be followed by another. Rows to skip are always skipped, however long it takes.
@@ -230,7 +231,8 @@ class _Search:
         ids = [one[1] for one in window]
         if not self._tests or not ids:
             return set(ids)
-        query = f"SELECT id FROM {self._table} WHERE id IN ({among(ids)}) AND {' AND '.join(self._tests)}"
+        tests = " AND ".join(self._tests).replace("{ids}", among(ids))
+        query = f"SELECT id FROM {self._table} WHERE id IN ({among(ids)}) AND {tests}"
         return {row["id"] for row in select_rows(self._tx, query, **self._parameters)}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentrl.workflow.stats.evaluation import FULL_VALUE, is_right
 from agentrl.workflow.store.driver_reader import among, select_rows
+from agentrl.workflow.trajectory import storable
 
 MEMBERS = """
     SELECT g.id, g.task_id, i.number + 1 AS iteration, g.mean_reward, g.std_reward FROM iterations i
@@ -44,8 +45,8 @@ class SolvedRule:
     @property
     def parameters(self) -> dict[str, Any]:
         """The values of the parameters in `condition`."""
-        own = {f"own_{place}": name for place, name in enumerate(sorted(self.own))} if self._asks_env else {}
-        return {f"part_{place}": name for place, name in enumerate(self._named)} | own
+        own = {f"own_{place}": storable(name) for place, name in enumerate(sorted(self.own))} if self._asks_env else {}
+        return {f"part_{place}": storable(name) for place, name in enumerate(self._named)} | own
 
     def condition(self, episodes: str) -> str:
         """Return the SQL condition that an episode is right. `episodes` is the name of the table `episodes` in the query."""
