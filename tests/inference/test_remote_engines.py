@@ -405,7 +405,7 @@ def spoilt(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (spoilt(token_ids=[10**400], logprobs={"token_logprobs": [-1.0]}), "sampled the token"),
         (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0]}), "2 ids and 1 logprobs"),
         (spoilt(token_ids=[], logprobs={"token_logprobs": []}), "0 ids"),
-        (spoilt(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13}), "up to 12 tokens"),
+        (spoilt(token_ids=[1] * 13, logprobs={"token_logprobs": [-1.0] * 13}), "at most 12 tokens"),
         (spoilt(prompt_token_ids=[1, *PROMPT]), "a prompt other than the given one"),
         (lambda reply: [reply], "not an object"),
     ],

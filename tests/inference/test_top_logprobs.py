@@ -156,9 +156,9 @@ def of_llama(top: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "spoil", "kind", "said"),
     [
-        ("openai", of_vllm(None), ModelError, "of 0 places of 1"),
-        ("openai", of_vllm([]), ModelError, "of 0 places of 1"),
-        ("openai", of_vllm([{}, {}]), ModelError, "of 2 places of 1"),
+        ("openai", of_vllm(None), ModelError, "for 0 of 1 tokens"),
+        ("openai", of_vllm([]), ModelError, "for 0 of 1 tokens"),
+        ("openai", of_vllm([{}, {}]), ModelError, "for 2 of 1 tokens"),
         ("openai", of_vllm([{"the": -1.0}]), ModelError, "without their ids"),
         ("openai", of_vllm([{"token_id:" + "9" * 5000: -1.0}]), ModelError, "without their ids"),
         ("openai", of_vllm([{f"token_id:{VOCABULARY}": -1.0}]), ModelError, "the model has those below"),

@@ -240,7 +240,7 @@ def test_rollouts_refuse_invalid_candidate(candidate: Any, said: str) -> None:
 
 def test_rollouts_limit_groups_and_need_none_for_no_tasks() -> None:
     rollouts = Rollouts(SEED, [])
-    with pytest.raises(ValueError, match="4097 groups are more"):
+    with pytest.raises(ValueError, match="4097 groups are too many"):
         rollouts(SEED, [TASKS[0]] * 4097)
     assert rollouts(SEED, []) == []
 

@@ -645,7 +645,7 @@ def test_compare_names_differing_sampling_options(here: Database, capsys: pytest
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["one", "shorter"], 2, "one has 2 tasks and shorter 1, of which 1 are the same."),
+        (["one", "shorter"], 2, "one has 2 tasks, shorter has 1, and they share 1."),
         (["one", "elsewhere"], 2, "Cannot compare: 'one' was measured on gsm8k (train), and 'elsewhere' on gsm8k (test)."),
         (["one", "open"], 6, "The evaluation 'open' has no result: it is running."),
         (["one", "trained"], 5, "'trained' has no finished evaluation."),

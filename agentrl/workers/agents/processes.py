@@ -50,8 +50,8 @@ def clean_environment() -> dict[str, str]:
     """Return the environment that agents receive: a part of this process's environment, without database, broker and secrets,
     and the place of the certificates.
     """
-    kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
-    return kept | _certificates(os.environ.get("SSL_CERT_FILE", ""), os.environ.get("SSL_CERT_DIR", ""))
+    variables = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
+    return variables | _certificates(os.environ.get("SSL_CERT_FILE", ""), os.environ.get("SSL_CERT_DIR", ""))
 
 
 @cache
