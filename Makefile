@@ -123,9 +123,11 @@ learn-prompts: env
 demo: env
 	$(BIN)/python -m tests.support.demo_store
 
-# The pictures of docs/page.md: the demo in a real Chromium, photographed by its test.
+# The pictures of docs/page.md: the demo in a real Chromium, photographed by its test; then the README's GIF, of a real run whose
+# worker is killed: five minutes or so.
 pictures: env
 	$(PYTEST) -m slow tests/page/test_browser.py -k pictures && cp build/page/page-*.png docs/
+	$(BIN)/python -m tests.support.readme_gif
 
 # The four trackers for real, in an environment of their own: a run written by processes that are killed, read back, and the cost
 # of a live run: five minutes, into build/trackers.json. `make trackers only=wandb`.

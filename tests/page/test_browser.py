@@ -411,11 +411,11 @@ def test_browser_theme_follows_system_and_choice(served: Service, browser: Brows
 
 def test_pictures_of_manual_show_the_demo(browser: Browser, tmp_path: Path) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
-    context = browser.new_context(viewport={"width": 1280, "height": 760})
+    context = browser.new_context(viewport={"width": 1280, "height": 1000})
     page = context.new_page()
     with service(tmp_path, "--demo") as demo:
-        look_at(page, demo, "#/run/1?tab=curves")
-        page.wait_for_selector(".chart canvas >> nth=3")
+        look_at(page, demo, "#/run/1")
+        page.wait_for_selector(".chart canvas")
         page.screenshot(path=PICTURES / "page-run.png")
         look_at(page, demo, "#/episode/33?tab=tokens")
         page.locator(".segment.sampled .t:not(.odd-0)").first.hover()

@@ -5,12 +5,14 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+from PIL import Image, ImageSequence
 from sqlalchemy import text
 
 from agentrl.workflow.algorithms import gradients
 from agentrl.workflow.plugins import names
 from agentrl.workflow.store.connect import Database
 from tests.project.documents import DOCS, ROOT, between, rows, section
+from tests.support.readme_gif import GIF, MAX_BYTES, MAX_SECONDS
 
 ARCHITECTURE = DOCS / "architecture.md"
 
@@ -45,6 +47,15 @@ def test_readme_tree_names_folders() -> None:
     folders = {f"{folder}/" for file in tracked() for folder in file.parents}
     top = {f"{file.parts[0]}/" for file in tracked() if len(file.parts) > 1 and not file.parts[0].startswith(".")}
     assert top <= paths(tree) <= folders
+
+
+def test_readme_gif_is_short_and_small() -> None:
+    file = ROOT / GIF
+    assert f"]({GIF})" in (ROOT / "README.md").read_text()
+    assert file.stat().st_size <= MAX_BYTES
+    with Image.open(file) as image:
+        seconds = sum(frame.info["duration"] for frame in ImageSequence.Iterator(image)) / 1000
+    assert 6 <= seconds <= MAX_SECONDS
 
 
 def test_architecture_tree_is_the_tree() -> None:
