@@ -135,13 +135,19 @@ def test_question_tokens_of_worst_episode(read: Any, terminal: Any) -> None:
 def test_question_how_two_runs_differ(read: Any, terminal: Any) -> None:
     reader = read(DEMO)
     reader.click("nav.tabs >> text=config")
-    reader.choose("main select:has(option[value='7'])", "7")
-    reader.sees("algorithm.name", "grpo", "rloo")
-    reader = read(DEMO)
-    reader.click("nav.tabs >> text=curves")
-    reader.choose("select[aria-label='add another run']", "7")
-    reader.sees("2 runs together", "demo-rloo")
-    assert "rloo" in terminal("sql", "SELECT name, config FROM runs WHERE id IN (1, 7)")
+    reader.choose("select[aria-label='compare with another run']", "7")
+    reader.sees("2 runs together", "algorithm.name", "grpo", "rloo", "rollout seconds", "Tasks that differ")
+    reader.page.wait_for_selector(".chart canvas")
+    sides = reader.page.locator(".sibling .transcript")
+    sides.nth(1).wait_for()
+    assert sides.count() == 2
+    before = reader.page.inner_text(".siblings")
+    reader.click("main td a:text-is('train/21')")
+    reader.page.wait_for_function("text => document.querySelector('.siblings').innerText !== text", arg=before)
+    reader.sees("of demo, reward", "of demo-rloo, reward")
+    printed = terminal("compare", "demo", "demo-rloo", "--runs")
+    assert "algorithm.name" in printed
+    assert "16 of 24 tasks that both sampled have different rewards." in printed
 
 
 def test_question_which_calls_failed(read: Any, terminal: Any) -> None:
@@ -168,8 +174,9 @@ def test_question_where_seconds_went(read: Any, terminal: Any) -> None:
     reader.sees("rollout", "update")
     reader.click("nav.tabs >> text=workers")
     reader.page.wait_for_selector(".lanes svg")
-    columns = "iteration, rollout_seconds, update_seconds"
-    assert "rollout_seconds" in terminal("sql", f"SELECT {columns} FROM v_iterations WHERE run = 'demo'")
+    printed = terminal("watch", "demo")
+    assert "seconds of its iterations: rollout" in printed
+    assert "seconds of its episodes, added up: sampling" in printed
 
 
 def test_question_shares_view_and_run(read: Any, home: Path, tmp_path: Path, terminal: Any) -> None:

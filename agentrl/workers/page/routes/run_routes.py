@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import cut_rows, cut_texts
-from agentrl.workers.page.shown.whole_run import compare_configs, list_shown_runs, load_run, typed_run
+from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run, typed_run
 from agentrl.workflow.analysis.run_health import list_update_troubles
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import (
@@ -21,7 +21,6 @@ from agentrl.workflow.store.reads import (
     iteration_rows,
     lanes,
     ledger,
-    run_details,
     run_rows,
 )
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
@@ -29,6 +28,7 @@ from agentrl.workflow.store.reads.event_rows import EventFilter, EventRow
 from agentrl.workflow.store.reads.evidence_rows import list_evidence
 from agentrl.workflow.store.reads.iteration_changes import load_iteration_changes
 from agentrl.workflow.store.reads.paging import Page, Paging
+from agentrl.workflow.store.reads.run_differences import RunDifferences, load_run_differences
 from agentrl.workflow.store.reads.run_rows import RunFilter
 from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
@@ -62,20 +62,6 @@ class ConfigRow(BaseModel):
     value: Any
     cut: int | None
     origin: str
-
-
-class ComparedRow(ConfigRow):
-    """A value of the config, and the value of another run."""
-
-    other: Any
-    other_origin: str | None
-    differs: bool
-
-
-class ConfigRows(BaseModel):
-    """The complete config."""
-
-    rows: list[ComparedRow]
 
 
 class Note(BaseModel):
@@ -175,6 +161,36 @@ class EvidenceRow(BaseModel):
     parts: list[dict[str, Any]]
     failed_call: FailedCall | None
     fate: str | None
+
+
+class TaskDifference(BaseModel):
+    """A task that two runs sampled: the mean rewards of its last groups, and an episode of each."""
+
+    task_id: int
+    task: str
+    question: str
+    one: float
+    other: float
+    one_episode: int | None
+    other_episode: int | None
+
+
+class Difference(BaseModel):
+    """A value of the config (`key`) or a number (`name`) of two runs."""
+
+    model_config = ConfigDict(extra="allow")
+    one: Any
+    other: Any
+
+
+class DifferencesAnswer(BaseModel):
+    """How two runs differ. `shared`: the number of tasks that both sampled."""
+
+    runs: list[dict[str, Any]]
+    config: list[Difference]
+    numbers: list[Difference]
+    tasks: list[TaskDifference]
+    shared: int
 
 
 class EpisodesPage(BaseModel):
@@ -279,15 +295,16 @@ def read_run(store: Store, run: int) -> Response:
     return answer(store.ask(lambda tx: load_run(tx, run)))
 
 
-@router.get("/runs/{run}/config", response_model=ConfigRows)
-def read_config(store: Store, run: int, other: int | None = None) -> Response:
-    """Return every value of the run's config; with `other`, also the value of that run."""
+@router.get("/runs/{run}/against/{other}", response_model=DifferencesAnswer)
+def read_differences(store: Store, run: int, other: int) -> Response:
+    """Return how two runs differ: config values, numbers, and the tasks that both sampled. Long texts are shortened."""
 
-    def both(tx: DriverTransaction) -> Any:
-        mine = run_details.find_config(tx, run)
-        return mine, None if other is None else run_details.find_config(tx, other)
+    def read(tx: DriverTransaction) -> RunDifferences:
+        names = [run_rows.run_name(tx, each) for each in (run, other)]
+        return load_run_differences(tx, names[0], names[1])
 
-    return answer({"rows": compare_configs(*store.ask(both))})
+    differences = asdict(store.ask(read))
+    return answer({**differences, "config": cut_rows(differences["config"]), "tasks": cut_rows(differences["tasks"])})
 
 
 @router.get("/runs/{run}/curves", response_model=CurvesAnswer)
