@@ -481,3 +481,14 @@ def test_cut_value_makes_text_of_deep_value() -> None:
     for _ in range(100_000):
         deep = [deep]
     assert cut_value(deep)[1] == 0
+
+
+def test_runs_route_returns_config_values_and_alike(database: Database) -> None:
+    for name, seed, epochs in (("one", 0, 1), ("two", 5, 1), ("three", 0, 2)):
+        planning.submit(database, submission(name, seed=seed, epochs=epochs))
+    page = PageOver(database)
+    three, two, one = page.read("/api/runs", config="seed,never.there")["rows"]
+    assert [row["config"] for row in (one, two)] == [{"seed": 0, "never.there": None}, {"seed": 5, "never.there": None}]
+    assert one["alike"] == two["alike"] != three["alike"]
+    assert page.read("/api/runs")["rows"][0]["config"] == {}
+    assert page.ask("/api/runs?config=" + "x" * 1001)[0] == 422

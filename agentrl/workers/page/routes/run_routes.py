@@ -1,5 +1,6 @@
 """Routes for runs: a list, and one run with its config, curves, events, ledger, lanes, iterations and episodes."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
-from agentrl.workers.page.shown.shown_texts import cut_rows, cut_texts
+from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, cut_rows, cut_texts, cut_value
 from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run, typed_run
 from agentrl.workflow.analysis.run_health import list_update_troubles
 from agentrl.workflow.store.driver_reader import DriverTransaction
@@ -28,7 +29,7 @@ from agentrl.workflow.store.reads.event_rows import EventFilter, EventRow
 from agentrl.workflow.store.reads.evidence_rows import list_evidence
 from agentrl.workflow.store.reads.iteration_changes import load_iteration_changes
 from agentrl.workflow.store.reads.paging import Page, Paging
-from agentrl.workflow.store.reads.run_differences import RunDifferences, load_run_differences
+from agentrl.workflow.store.reads.run_differences import RunDifferences, load_config_columns, load_run_differences
 from agentrl.workflow.store.reads.run_rows import RunFilter
 from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
@@ -48,10 +49,19 @@ class ListedRun(BaseModel):
     measured: dict[str, Any] | None
 
 
+class RunWithConfig(ListedRun):
+    """A run in a list, with `config`: its values of the keys that were asked for, long ones shortened. Runs of the same `alike`
+    differ in nothing but the seed.
+    """
+
+    config: dict[str, Any]
+    alike: str
+
+
 class RunsPage(BaseModel):
     """A page of runs. `next` is the cursor of the next page; empty on the last page."""
 
-    rows: list[ListedRun]
+    rows: list[RunWithConfig]
     next: str
 
 
@@ -263,6 +273,7 @@ router = APIRouter(prefix="/api", tags=["runs"])
 Size = Annotated[int, Query(ge=1, le=1000)]
 """The most rows of a page."""
 LEDGER_ITERATIONS = 50
+MAX_CONFIG_KEYS = 20
 
 
 @router.get("/runs", response_model=RunsPage)
@@ -275,18 +286,28 @@ def list_runs(
     model: str | None = None,
     algorithm: str | None = None,
     tag: str | None = None,
+    config: Annotated[str, Query(max_length=1000)] = "",
     sort: str = "",
     size: Size = 50,
     cursor: str = "",
 ) -> Response:
-    """Return runs, newest first by default. Evaluations of other runs' policies are not included."""
+    """Return runs, newest first by default. Evaluations of other runs' policies are not included.
+
+    `config`: the keys of at most 20 config values to return, separated by commas.
+    """
     chosen = RunFilter(status, kind, dataset, model, text, algorithm, tag)
-    return answer(store.ask(lambda tx: _runs(tx, chosen, Paging(size=size, cursor=cursor, sort=sort))))
+    keys = [key for key in config.split(",") if key][:MAX_CONFIG_KEYS]
+    return answer(store.ask(lambda tx: _runs(tx, chosen, Paging(size=size, cursor=cursor, sort=sort), keys)))
 
 
-def _runs(tx: DriverTransaction, chosen: RunFilter, paging: Paging) -> dict[str, Any]:
+def _runs(tx: DriverTransaction, chosen: RunFilter, paging: Paging, keys: Sequence[str]) -> dict[str, Any]:
     page = run_rows.list_runs(tx, chosen, paging)
-    return {"rows": list_shown_runs(tx, page.rows), "next": page.next}
+    columns = load_config_columns(tx, [row.id for row in page.rows], keys)
+    rows = [{**row, **columns[row["id"]]} for row in list_shown_runs(tx, page.rows)]
+    return {
+        "rows": [{**row, "config": {key: cut_value(row["config"][key], LISTED_CHARS)[0] for key in keys}} for row in rows],
+        "next": page.next,
+    }
 
 
 @router.get("/runs/{run}", response_model=WholeRun)

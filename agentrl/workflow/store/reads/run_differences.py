@@ -1,5 +1,7 @@
 """How two runs differ: in their configs, in their numbers, and on the tasks that both sampled."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +69,23 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a stored config by dotted key. Keys that an older run does not have get their default values."""
     tree = config if config.get("agent") else {**config, "agent": NO_AGENT}
     return {**RunConfig().flat(), **dict(flatten(tree))}
+
+
+SEED_KEYS = ("seed", "name")
+"""The config keys in which runs may differ that are alike."""
+
+
+def load_config_columns(tx: Any, ids: Sequence[int], keys: Sequence[str]) -> dict[int, dict[str, Any]]:
+    """Return for each run `config`, its values of the keys (None for an unknown key), and `alike`, a text that runs share whose
+    configs differ in nothing but SEED_KEYS. Call this inside a transaction.
+    """
+    columns = {}
+    for row in select_rows(tx, f"SELECT id, config FROM runs WHERE id IN ({among(ids)})"):
+        config = flat_config(row["config"])
+        rest = json.dumps({key: value for key, value in config.items() if key not in SEED_KEYS}, sort_keys=True)
+        alike = hashlib.sha256(rest.encode()).hexdigest()[:16]
+        columns[row["id"]] = {"config": {key: config.get(key) for key in keys}, "alike": alike}
+    return columns
 
 
 def _load_tasks(tx: Any, one: int, other: int) -> tuple[list[dict[str, Any]], int]:
