@@ -1,10 +1,12 @@
-"""`agentrl compare`: compares two evaluations task by task, and tests whether chance explains the difference.
+"""`agentrl compare`: compares two evaluations task by task, and tests whether chance explains the difference. With
+`--runs`: two runs, by config, numbers and tasks.
 
 It compares the pair of evaluations whose tasks, rewards and limits are most alike. All runs with the same base have the same
 weights at version 0, so an evaluation of another run may measure the same policy. It is used only if the policy's own
 evaluations are less alike.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from agentrl.cli.console import Json, format_interval, say, show, show_json
+from agentrl.cli.console import Json, format_interval, say, show, show_json, show_rows
 from agentrl.cli.resolve_targets import find_policy, stored_reader
 from agentrl.workers.requests.eval_comparison import (
     MEASURES,
@@ -26,13 +28,14 @@ from agentrl.workers.requests.eval_comparison import (
 )
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError, NotFoundError
-from agentrl.workflow.runtime.shown_text import cell
+from agentrl.workflow.runtime.shown_text import cell, one_line
 
 if TYPE_CHECKING:
     from agentrl.workflow.stats.paired_test import PairedComparison
 
 
 Row = Mapping[str, Any]
+QUESTION_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,18 @@ def compare(
     dataset: Annotated[str | None, typer.Option(help="Only evaluations on this dataset.", show_default=False)] = None,
     split: Annotated[str | None, typer.Option(help="Only evaluations on this split.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the permutation test, used if there are many tasks.")] = 0,
+    runs: Annotated[
+        bool, typer.Option("--runs", help="Compare two runs instead: config, numbers, and the tasks of both.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compare two policies on the tasks that both were measured on: B - A, with a paired sign-flip permutation test.
 
     The p-value is the probability of a difference at least this large if the two policies were equally good.
     """
+    if runs:
+        _compare_runs(first, second, as_json)
+        return
     pair = find_pair(first, second, dataset, split)
     one, other = pair.one, pair.other
     sides = load_sides(stored_reader(), one, other)
@@ -95,6 +104,36 @@ def compare(
         _show_comparison(document)
     for remark in _list_remarks(pair, document):
         say(remark)
+
+
+def _compare_runs(first: str, second: str, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from agentrl.workflow.store.reads.run_differences import load_run_differences
+
+    differences = load_run_differences(stored_reader(), first, second)
+    if as_json:
+        show_json(asdict(differences))
+        return
+    show(f"A {differences.runs[0]['run']}  B {differences.runs[1]['run']}")
+    columns = ("one=A", "other=B")
+    if differences.config:
+        values = [{"key": row["key"], "one": _short(row["one"]), "other": _short(row["other"])} for row in differences.config]
+        show_rows(values, ("key=config", *columns))
+    else:
+        say("Their configs are the same.")
+    show_rows([{**row} for row in differences.numbers], ("name=number", *columns))
+    if differences.tasks:
+        tasks = [{**row, "question": one_line(row["question"], QUESTION_CHARS)} for row in differences.tasks]
+        episodes = ("one_episode=episode of A", "other_episode=episode of B")
+        show_rows(tasks, ("task", "question", *columns, *episodes), ("question",))
+        pair = f"{differences.tasks[0]['one_episode']} --diff {differences.tasks[0]['other_episode']}"
+        say(f"Where the first pair parts: agentrl replay {pair}")
+    say(f"{len(differences.tasks)} of {differences.shared} tasks that both sampled have different rewards.")
+
+
+def _short(value: Any) -> str:
+    return one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), QUESTION_CHARS)
 
 
 def _list_remarks(pair: EvaluationPair, document: Mapping[str, Any]) -> Iterator[str]:

@@ -58,6 +58,7 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
     from agentrl.workflow.store.reads.eval_results import EvalFilter, list_evals
     from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
     from agentrl.workflow.store.reads.paging import iterate_rows
+    from agentrl.workflow.store.reads.run_seconds import load_run_seconds
     from agentrl.workflow.store.run_reports import list_reports
 
     iterations = [] if before is None else before.iterations
@@ -80,6 +81,7 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
         trackers=[
             f"{report.tracker}: {report.error or report.url}" for report in list_reports(db, run) if report.error or report.url
         ],
+        seconds=[] if is_open else load_run_seconds(db, run),
     )
 
 
@@ -241,7 +243,7 @@ def summary(view: RunView) -> list[Line]:
         lines += [(line, "cyan") for line in plot(view.rewards)]
     if view.scores:
         lines.append((f"  {held_out_line(view)}", ""))
-    lines += [(f"  {line}", "") for line in view.gained]
+    lines += [(f"  {line}", "") for line in (*_seconds_lines(view), *view.gained)]
     lines += [(f"  {line}", "yellow") for line in view.flat]
     lines += [(f"  {line}", "") for line in view.trackers]
     lines += _failure_lines(view)
@@ -262,6 +264,16 @@ def summary(view: RunView) -> list[Line]:
         *([(f"    agentrl prompts {name}", "")] if run["kind"] == "search" else []),
         *([(curve, "")] if view.rewards else []),
     ]
+
+
+def _seconds_lines(view: RunView) -> list[str]:
+    """Return lines that say where the run's seconds went."""
+    of = {"run": "its iterations", "episodes": "its episodes, added up"}
+    parts = {
+        name: ", ".join(f"{row['part']} {row['seconds']:.1f} s" for row in view.seconds if row["of"] == kind)
+        for kind, name in of.items()
+    }
+    return [f"seconds of {name}: {text}" for name, text in parts.items() if text]
 
 
 def trained_on_query(run: str) -> str:

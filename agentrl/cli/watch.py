@@ -7,6 +7,7 @@ import typer
 from agentrl.cli.console import Json, show, show_json, show_lines
 from agentrl.cli.follow import follow, load_view, summary
 from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_database
+from agentrl.workflow.store.reads.run_seconds import load_run_seconds
 
 
 def watch(run: NewestRun = None, as_json: Json = False) -> None:
@@ -15,7 +16,8 @@ def watch(run: NewestRun = None, as_json: Json = False) -> None:
     run = pick_run(db, run)
     if as_json:
         view = load_view(db, run)
-        show_json({"run": view.run, "iterations": view.iterations, "progress": view.progress, "evals": view.evals})
+        fields = ("run", "iterations", "progress", "evals")
+        show_json({**{name: getattr(view, name) for name in fields}, "seconds": load_run_seconds(db, run)})
         return
     view = follow(db, run, sys.stdout.isatty(), show)
     show_lines(summary(view))

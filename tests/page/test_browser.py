@@ -91,7 +91,7 @@ def views(stack: Stack) -> dict[str, str]:
         "compare": f"#/compare?a={first}&b={second}",
         "sql": "#/sql",
         "sql-chart": f"#/sql?{'q=SELECT+iteration%2C+mean_reward+FROM+v_iterations'}&as=chart",
-        "config-diff": f"#/run/{run}?tab=config&other={run + 1}&which=all",
+        "two-runs": f"#/run/{run}?with={run + 1}",
     }
 
 

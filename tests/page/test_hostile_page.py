@@ -150,7 +150,6 @@ def hostile_views(home: Path) -> dict[str, str]:
         **{tab: f"#/run/1?tab={tab}" for tab in TABS},
         "live workers": "#/run/2?tab=workers",
         "two prompts": f"#/run/1?tab=prompts&a={resources[0]}&b={resources[1]}",
-        "two configs": "#/run/1?tab=config&other=2&which=all",
         "all of the config": "#/run/1?tab=config&which=all",
         "iteration": "#/run/1/iteration/1",
         "live iteration": "#/run/2/iteration/2",

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text, update
 
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
-from agentrl.workers.page.shown.whole_run import compare_configs, list_config
+from agentrl.workers.page.shown.whole_run import list_config
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.store import planning, train_commits
 from agentrl.workflow.store.blocked_runs import find_wait_reason, wait_for
@@ -181,19 +181,17 @@ def test_run_route_names_sources_and_derived_runs(database: Database) -> None:
     assert [(source["run"], source["what"]) for source in again["sources"]] == [("first", "1 group"), ("forked", "1 group")]
 
 
-def test_config_route_compares_with_other_run_by_key(database: Database) -> None:
+def test_differences_route_shows_config_and_numbers(database: Database) -> None:
     for name, seed in (("one", 0), ("two", 5)):
         planning.submit(database, submission(name, seed=seed))
-    rows = {row["key"]: row for row in PageOver(database).read("/api/runs/1/config", other=2)["rows"]}
-    assert rows["seed"] == {
-        **{"key": "seed", "value": 0, "cut": None, "origin": "default"},
-        **{"other": 5, "other_origin": "given", "differs": True},
-    }
-    assert not rows["env"]["differs"]
-    assert rows["env"]["origin"] == "given"
-    alone = PageOver(database).read("/api/runs/1/config")["rows"]
-    assert all(row["other_origin"] is None and not row["differs"] for row in alone)
-    assert PageOver(database).ask("/api/runs/1/config?other=9")[0] == 404
+    page = PageOver(database)
+    differences = page.read("/api/runs/1/against/2")
+    assert differences["runs"] == [{"id": 1, "run": "one"}, {"id": 2, "run": "two"}]
+    assert differences["config"] == [{"key": "seed", "one": 0, "other": 5}]
+    assert {"name": "episodes_done", "one": 0, "other": 0} in differences["numbers"]
+    assert (differences["tasks"], differences["shared"]) == ([], 0)
+    assert page.ask("/api/runs/1/against/9")[0] == 404
+    assert page.ask("/api/runs/9/against/1")[0] == 404
 
 
 def test_config_route_keeps_unknown_keys_and_fills_new_ones() -> None:
@@ -201,8 +199,6 @@ def test_config_route_keeps_unknown_keys_and_fills_new_ones() -> None:
     rows = {row["key"]: row for row in list_config(StoredConfig(config, None))}
     assert rows["forgotten.option"]["origin"] == rows["seed"]["origin"] == "given"
     assert {key for key, row in rows.items() if row["origin"] == "default"} == RunConfig().flat().keys() - {"seed"}
-    one, other = StoredConfig({"seed": 1}, None), StoredConfig({"seed": 2}, None)
-    assert [row["key"] for row in compare_configs(one, other) if row["differs"]] == ["seed"]
 
 
 def test_config_route_names_origin_of_chosen_values() -> None:
@@ -485,3 +481,14 @@ def test_cut_value_makes_text_of_deep_value() -> None:
     for _ in range(100_000):
         deep = [deep]
     assert cut_value(deep)[1] == 0
+
+
+def test_runs_route_returns_config_values_and_alike(database: Database) -> None:
+    for name, seed, epochs in (("one", 0, 1), ("two", 5, 1), ("three", 0, 2)):
+        planning.submit(database, submission(name, seed=seed, epochs=epochs))
+    page = PageOver(database)
+    three, two, one = page.read("/api/runs", config="seed,never.there")["rows"]
+    assert [row["config"] for row in (one, two)] == [{"seed": 0, "never.there": None}, {"seed": 5, "never.there": None}]
+    assert one["alike"] == two["alike"] != three["alike"]
+    assert page.read("/api/runs")["rows"][0]["config"] == {}
+    assert page.ask("/api/runs?config=" + "x" * 1001)[0] == 422

@@ -135,13 +135,19 @@ def test_question_tokens_of_worst_episode(read: Any, terminal: Any) -> None:
 def test_question_how_two_runs_differ(read: Any, terminal: Any) -> None:
     reader = read(DEMO)
     reader.click("nav.tabs >> text=config")
-    reader.choose("main select:has(option[value='7'])", "7")
-    reader.sees("algorithm.name", "grpo", "rloo")
-    reader = read(DEMO)
-    reader.click("nav.tabs >> text=curves")
-    reader.choose("select[aria-label='add another run']", "7")
-    reader.sees("2 runs together", "demo-rloo")
-    assert "rloo" in terminal("sql", "SELECT name, config FROM runs WHERE id IN (1, 7)")
+    reader.choose("select[aria-label='compare with another run']", "7")
+    reader.sees("2 runs together", "algorithm.name", "grpo", "rloo", "rollout seconds", "Tasks that differ")
+    reader.page.wait_for_selector(".chart canvas")
+    sides = reader.page.locator(".sibling .transcript")
+    sides.nth(1).wait_for()
+    assert sides.count() == 2
+    before = reader.page.inner_text(".siblings")
+    reader.click("main td a:text-is('train/21')")
+    reader.page.wait_for_function("text => document.querySelector('.siblings').innerText !== text", arg=before)
+    reader.sees("of demo, reward", "of demo-rloo, reward")
+    printed = terminal("compare", "demo", "demo-rloo", "--runs")
+    assert "algorithm.name" in printed
+    assert "16 of 24 tasks that both sampled have different rewards." in printed
 
 
 def test_question_which_calls_failed(read: Any, terminal: Any) -> None:
@@ -168,8 +174,9 @@ def test_question_where_seconds_went(read: Any, terminal: Any) -> None:
     reader.sees("rollout", "update")
     reader.click("nav.tabs >> text=workers")
     reader.page.wait_for_selector(".lanes svg")
-    columns = "iteration, rollout_seconds, update_seconds"
-    assert "rollout_seconds" in terminal("sql", f"SELECT {columns} FROM v_iterations WHERE run = 'demo'")
+    printed = terminal("watch", "demo")
+    assert "seconds of its iterations: rollout" in printed
+    assert "seconds of its episodes, added up: sampling" in printed
 
 
 def test_question_shares_view_and_run(read: Any, home: Path, tmp_path: Path, terminal: Any) -> None:
@@ -181,11 +188,26 @@ def test_question_shares_view_and_run(read: Any, home: Path, tmp_path: Path, ter
     reader.page.goto(address)
     settle(reader.page)
     assert reader.page.locator("main tbody tr").count() == 4
-    reader.click("summary:text-is('facts and commands')")
-    reader.sees("agentrl ui --export code")
+    reader.click("button:text-is('share')")
+    dialog = reader.page.locator("dialog[open]")
+    assert address in dialog.inner_text()
+    assert "agentrl ui --export code --out run-9.html" in dialog.inner_text()
     out = tmp_path / "run.html"
     terminal("ui", "--export", "code", "--out", str(out))
     assert out.stat().st_size < 2_000_000
+
+
+def test_question_shares_episode(read: Any, home: Path, tmp_path: Path, terminal: Any) -> None:
+    reader = read(CODE)
+    reader.click(".examples li:has-text('worst') a")
+    episode = reader.page.url.rpartition("/")[2].partition("?")[0]
+    reader.click("button:text-is('share')")
+    reader.page.wait_for_selector("dialog >> text=This run")
+    command = f"agentrl ui --export code --out run-9.html --episode {episode} --limit-mb 1"
+    assert command in reader.page.inner_text("dialog[open]")
+    out = tmp_path / "episode.html"
+    terminal(*command.replace("run-9.html", str(out)).split()[1:])
+    assert out.stat().st_size <= 1_000_000
 
 
 def test_question_what_policies_say_differently(read: Any, terminal: Any) -> None:
@@ -216,6 +238,61 @@ def test_evidence_is_walked_by_keyboard(read: Any) -> None:
     assert reader.page.inner_text("h1") != first
     reader.page.keyboard.press("p")
     reader.page.wait_for_function(HEADS, arg=first)
+
+
+def test_keys_move_focus_with_the_row(read: Any) -> None:
+    reader = read(CODE)
+    reader.click("nav.tabs >> text=episodes")
+    for key, row in (("j", 0), ("j", 1), ("k", 0)):
+        reader.page.keyboard.press(key)
+        focused = reader.page.evaluate("[...document.querySelectorAll('main tbody tr')].indexOf(document.activeElement)")
+        assert focused == row
+    reader.page.keyboard.press("Enter")
+    reader.page.wait_for_selector("h1:has-text('Episode')")
+
+
+def test_search_goes_on_until_25_hits_or_stop(read: Any) -> None:
+    reader = read(CODE)
+    reader.click("nav.tabs >> text=episodes")
+    whole = reader.page.evaluate("fetch('api/runs/9/episodes?size=50').then((answer) => answer.json())")
+    pieces: list[str] = []
+
+    def answer_piece(route: Any) -> None:
+        """A search of 1000 episodes that looks at one in each piece, and finds it."""
+        place = len(pieces)
+        pieces.append(route.request.url)
+        row = {**whole["rows"][place % 16], "id": 1000 + place}
+        route.fulfill(json={**whole, "rows": [row], "next": f"c{place}", "searched": 1, "total": 1000})
+
+    reader.page.route("**/api/runs/9/episodes?*text=*", answer_piece)
+    reader.page.fill("input[type='search']", "area")
+    reader.sees("searched 25 of 1 000")
+    reader.page.wait_for_selector("button:text-is('go on')")
+    assert len(pieces) == 25
+    reader.click("button:text-is('go on')")
+    reader.page.locator("main tbody tr").nth(49).wait_for()
+    reader.page.wait_for_selector("button:text-is('go on')")
+    assert len(pieces) == 50
+
+
+def test_search_can_be_stopped(read: Any) -> None:
+    reader = read(CODE)
+    reader.click("nav.tabs >> text=episodes")
+    pieces: list[str] = []
+
+    def answer_piece(route: Any) -> None:
+        """A search that finds nothing in each piece."""
+        pieces.append(route.request.url)
+        route.fulfill(json={"columns": [], "rows": [], "next": f"c{len(pieces)}", "searched": 1, "total": 10**6})
+
+    reader.page.route("**/api/runs/9/episodes?*text=*", answer_piece)
+    reader.page.fill("input[type='search']", "nothing")
+    reader.click("button:text-is('stop')")
+    reader.page.wait_for_selector("button:text-is('go on')")
+    reader.page.wait_for_timeout(200)
+    stopped = len(pieces)
+    reader.page.wait_for_timeout(500)
+    assert len(pieces) == stopped
 
 
 def test_evidence_shows_chains_of_agents(read: Any) -> None:

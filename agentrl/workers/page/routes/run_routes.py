@@ -1,5 +1,6 @@
 """Routes for runs: a list, and one run with its config, curves, events, ledger, lanes, iterations and episodes."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Annotated, Any
@@ -9,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
-from agentrl.workers.page.shown.shown_texts import cut_rows, cut_texts
-from agentrl.workers.page.shown.whole_run import compare_configs, list_shown_runs, load_run, typed_run
+from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, cut_rows, cut_texts, cut_value
+from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run, typed_run
 from agentrl.workflow.analysis.run_health import list_update_troubles
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import (
@@ -21,7 +22,6 @@ from agentrl.workflow.store.reads import (
     iteration_rows,
     lanes,
     ledger,
-    run_details,
     run_rows,
 )
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
@@ -29,6 +29,7 @@ from agentrl.workflow.store.reads.event_rows import EventFilter, EventRow
 from agentrl.workflow.store.reads.evidence_rows import list_evidence
 from agentrl.workflow.store.reads.iteration_changes import load_iteration_changes
 from agentrl.workflow.store.reads.paging import Page, Paging
+from agentrl.workflow.store.reads.run_differences import RunDifferences, load_config_columns, load_run_differences
 from agentrl.workflow.store.reads.run_rows import RunFilter
 from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
@@ -48,10 +49,19 @@ class ListedRun(BaseModel):
     measured: dict[str, Any] | None
 
 
+class RunWithConfig(ListedRun):
+    """A run in a list, with `config`: its values of the keys that were asked for, long ones shortened. Runs of the same `alike`
+    differ in nothing but the seed.
+    """
+
+    config: dict[str, Any]
+    alike: str
+
+
 class RunsPage(BaseModel):
     """A page of runs. `next` is the cursor of the next page; empty on the last page."""
 
-    rows: list[ListedRun]
+    rows: list[RunWithConfig]
     next: str
 
 
@@ -62,20 +72,6 @@ class ConfigRow(BaseModel):
     value: Any
     cut: int | None
     origin: str
-
-
-class ComparedRow(ConfigRow):
-    """A value of the config, and the value of another run."""
-
-    other: Any
-    other_origin: str | None
-    differs: bool
-
-
-class ConfigRows(BaseModel):
-    """The complete config."""
-
-    rows: list[ComparedRow]
 
 
 class Note(BaseModel):
@@ -177,6 +173,36 @@ class EvidenceRow(BaseModel):
     fate: str | None
 
 
+class TaskDifference(BaseModel):
+    """A task that two runs sampled: the mean rewards of its last groups, and an episode of each."""
+
+    task_id: int
+    task: str
+    question: str
+    one: float
+    other: float
+    one_episode: int | None
+    other_episode: int | None
+
+
+class Difference(BaseModel):
+    """A value of the config (`key`) or a number (`name`) of two runs."""
+
+    model_config = ConfigDict(extra="allow")
+    one: Any
+    other: Any
+
+
+class DifferencesAnswer(BaseModel):
+    """How two runs differ. `shared`: the number of tasks that both sampled."""
+
+    runs: list[dict[str, Any]]
+    config: list[Difference]
+    numbers: list[Difference]
+    tasks: list[TaskDifference]
+    shared: int
+
+
 class EpisodesPage(BaseModel):
     """A page of episodes. A search checks `searched` of `total` episodes and may find few; `next` goes on from there."""
 
@@ -247,6 +273,7 @@ router = APIRouter(prefix="/api", tags=["runs"])
 Size = Annotated[int, Query(ge=1, le=1000)]
 """The most rows of a page."""
 LEDGER_ITERATIONS = 50
+MAX_CONFIG_KEYS = 20
 
 
 @router.get("/runs", response_model=RunsPage)
@@ -259,18 +286,28 @@ def list_runs(
     model: str | None = None,
     algorithm: str | None = None,
     tag: str | None = None,
+    config: Annotated[str, Query(max_length=1000)] = "",
     sort: str = "",
     size: Size = 50,
     cursor: str = "",
 ) -> Response:
-    """Return runs, newest first by default. Evaluations of other runs' policies are not included."""
+    """Return runs, newest first by default. Evaluations of other runs' policies are not included.
+
+    `config`: the keys of at most 20 config values to return, separated by commas.
+    """
     chosen = RunFilter(status, kind, dataset, model, text, algorithm, tag)
-    return answer(store.ask(lambda tx: _runs(tx, chosen, Paging(size=size, cursor=cursor, sort=sort))))
+    keys = [key for key in config.split(",") if key][:MAX_CONFIG_KEYS]
+    return answer(store.ask(lambda tx: _runs(tx, chosen, Paging(size=size, cursor=cursor, sort=sort), keys)))
 
 
-def _runs(tx: DriverTransaction, chosen: RunFilter, paging: Paging) -> dict[str, Any]:
+def _runs(tx: DriverTransaction, chosen: RunFilter, paging: Paging, keys: Sequence[str]) -> dict[str, Any]:
     page = run_rows.list_runs(tx, chosen, paging)
-    return {"rows": list_shown_runs(tx, page.rows), "next": page.next}
+    columns = load_config_columns(tx, [row.id for row in page.rows], keys)
+    rows = [{**row, **columns[row["id"]]} for row in list_shown_runs(tx, page.rows)]
+    return {
+        "rows": [{**row, "config": {key: cut_value(row["config"][key], LISTED_CHARS)[0] for key in keys}} for row in rows],
+        "next": page.next,
+    }
 
 
 @router.get("/runs/{run}", response_model=WholeRun)
@@ -279,15 +316,16 @@ def read_run(store: Store, run: int) -> Response:
     return answer(store.ask(lambda tx: load_run(tx, run)))
 
 
-@router.get("/runs/{run}/config", response_model=ConfigRows)
-def read_config(store: Store, run: int, other: int | None = None) -> Response:
-    """Return every value of the run's config; with `other`, also the value of that run."""
+@router.get("/runs/{run}/against/{other}", response_model=DifferencesAnswer)
+def read_differences(store: Store, run: int, other: int) -> Response:
+    """Return how two runs differ: config values, numbers, and the tasks that both sampled. Long texts are shortened."""
 
-    def both(tx: DriverTransaction) -> Any:
-        mine = run_details.find_config(tx, run)
-        return mine, None if other is None else run_details.find_config(tx, other)
+    def read(tx: DriverTransaction) -> RunDifferences:
+        names = [run_rows.run_name(tx, each) for each in (run, other)]
+        return load_run_differences(tx, names[0], names[1])
 
-    return answer({"rows": compare_configs(*store.ask(both))})
+    differences = asdict(store.ask(read))
+    return answer({**differences, "config": cut_rows(differences["config"]), "tasks": cut_rows(differences["tasks"])})
 
 
 @router.get("/runs/{run}/curves", response_model=CurvesAnswer)

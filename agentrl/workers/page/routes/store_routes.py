@@ -9,6 +9,7 @@ from agentrl import __version__
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.routes import Store
+from agentrl.workflow.config import RunConfig
 from agentrl.workflow.store.connect import database_url
 from agentrl.workflow.store.reads import run_rows, series
 
@@ -25,6 +26,7 @@ class StoreAnswer:
         version: this agentrl's version.
         newest_run: the name of the run that was submitted last; null if there is none.
         actions: the page may do more than read.
+        config_keys: the keys of a run's config, in the order of their declaration.
     """
 
     place: str
@@ -32,13 +34,15 @@ class StoreAnswer:
     version: str
     newest_run: str | None
     actions: bool
+    config_keys: list[str]
 
 
 @router.get("/store", response_model=StoreAnswer)
 def describe_store(store: Store, request: Request) -> Response:
     """Return a description of the page's store."""
     newest = run_rows.find_newest_run(store)
-    return answer({**describe_place(store), "version": __version__, "newest_run": newest, "actions": request.app.state.actions})
+    facts = {"version": __version__, "newest_run": newest, "actions": request.app.state.actions}
+    return answer({**describe_place(store), **facts, "config_keys": [*RunConfig().flat()]})
 
 
 def describe_place(store: ReadOnlyStore) -> dict[str, str]:

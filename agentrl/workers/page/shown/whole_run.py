@@ -1,4 +1,4 @@
-"""Builds the responses about runs: the list, one run, and its config, alone or compared with another run's.
+"""Builds the responses about runs: the list, one run, and its config.
 
 The origin of a config value is the option, variable or file that set it. Other values that differ from the default have the
 origin `settled`, or `given` in runs that recorded no origins.
@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
 from agentrl.workflow.analysis.run_health import FLAT_ITERATIONS, Trouble, has_no_signal, list_failures, list_flat_lines
-from agentrl.workflow.config import NAME_PATTERN, NO_AGENT, RunConfig, flatten
+from agentrl.workflow.config import NAME_PATTERN, RunConfig
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import run_details, run_rows
 from agentrl.workflow.store.reads.eval_results import count_evals
@@ -21,6 +21,7 @@ from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.run_details import StoredConfig, load_summaries
+from agentrl.workflow.store.reads.run_differences import flat_config
 from agentrl.workflow.tables.views import RunRow
 
 CHILDREN_SHOWN = 100
@@ -86,34 +87,8 @@ def _list_troubles(tx: DriverTransaction, run: Mapping[str, Any], typed: str) ->
 
 def list_config(config: StoredConfig) -> list[dict[str, Any]]:
     """Return a row with key, value and origin for each config value. `cut` has the full length of a shortened one."""
-    values, origin = _flat(config.values), _origins(config)
+    values, origin = flat_config(config.values), _origins(config)
     return [{"key": key, **_shown(value), "origin": origin(key, value)} for key, value in values.items()]
-
-
-def compare_configs(config: StoredConfig, other: StoredConfig | None) -> list[dict[str, Any]]:
-    """Return the rows of `list_config` with the `other` run's value and origin, and whether the two values differ."""
-    values, origin = _flat(config.values), _origins(config)
-    if other is None:
-        unknown = {"other": None, "other_origin": None, "differs": False}
-        return [{"key": key, **_shown(value), "origin": origin(key, value), **unknown} for key, value in values.items()]
-    theirs, their_origin = _flat(other.values), _origins(other)
-    return [
-        {
-            "key": key,
-            **_shown(values.get(key)),
-            "origin": origin(key, values.get(key)),
-            "other": cut_value(theirs.get(key))[0],
-            "other_origin": their_origin(key, theirs.get(key)),
-            "differs": values.get(key) != theirs.get(key),
-        }
-        for key in dict.fromkeys((*values, *theirs))
-    ]
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config's values by dotted key. Keys that an older run does not have get their default values."""
-    tree = config if config.get("agent") else {**config, "agent": NO_AGENT}
-    return {**RunConfig().flat(), **dict(flatten(tree))}
 
 
 def _shown(value: Any) -> dict[str, Any]:

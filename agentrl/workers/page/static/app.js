@@ -13,7 +13,7 @@ import { RunsPage } from "./runs.js";
 import { SqlPage } from "./sql.js";
 import { TaskPage } from "./tasks.js";
 import { applyTheme, toggleTheme, useTheme } from "./theme.js";
-import { Link, useData } from "./ui.js";
+import { Command, Link, useData } from "./ui.js";
 
 const KEYS = [
   ["j / k", "next, previous row or part"],
@@ -59,6 +59,7 @@ function viewOf(parts, query) {
 
 function Head({ help }) {
   const theme = useTheme();
+  const [shares, setShares] = useState(false);
   const file = exported();
   return html`<header class="head">
     <${Link} to=${[]} class="word">agentrl<//>
@@ -68,8 +69,31 @@ function Head({ help }) {
     </nav>
     ${file ? html`<span class="quiet grow">a file of ${visible(file.made_at).slice(0, 20)}${file.left_out ? `: ${visible(file.left_out)}` : ""}</span>` : html`<${Place} />`}
     <button type="button" onClick=${toggleTheme} aria-label=${theme === "dark" ? "Light colours" : "Dark colours"}>${theme === "dark" ? "☀" : "☾"}</button>
+    ${!file && html`<button type="button" onClick=${() => setShares(true)}>share</button>`}
     <button type="button" onClick=${help} aria-label="Keys">?</button>
+    ${shares && html`<${Share} close=${() => setShares(false)} />`}
   </header>`;
+}
+
+/** What can be sent to a colleague: the address of this view, and the commands that write its run or its episode into one file. */
+function Share({ close }) {
+  const box = useRef(null);
+  useEffect(() => box.current.showModal(), []);
+  const [kind, id] = useRoute().parts;
+  const episode = useData(kind === "episode" ? path(`episodes/${id}`) : null).data?.episode;
+  const group = useData(kind === "group" ? path(`groups/${id}`) : null).data?.group;
+  const run = kind === "run" ? id : (episode || group)?.run_id;
+  const typed = useData(run ? path(`runs/${run}`) : null).data?.typed;
+  const file = `agentrl ui --export ${typed} --out run-${run}.html`;
+  return html`<dialog ref=${box} onClose=${close} aria-label="Share">
+    <h2>Share</h2>
+    <h3>This view</h3>
+    <p class="quiet">A link for a colleague who can reach this page.</p>
+    <${Command} line=${`${location.origin}${location.pathname}${location.hash}`} />
+    ${typed && episode && html`<h3>This episode</h3><p class="quiet">One file that needs no server: the episode, and as much of its run as 1 MB holds.</p><${Command} line=${`${file} --episode ${episode.id} --limit-mb 1`} />`}
+    ${typed && html`<h3>This run</h3><p class="quiet">One file that needs no server, at most 5 MB.</p><${Command} line=${file} />`}
+    <form method="dialog"><button autofocus>close</button></form>
+  </dialog>`;
 }
 
 function Place() {
@@ -146,6 +170,8 @@ function moveRow(by) {
   const next = rows[Math.max(0, Math.min(rows.length - 1, now + by))];
   rows[now]?.classList.remove("at");
   next.classList.add("at");
+  next.tabIndex = -1; // so that it can have the focus, and a screen reader reads it
+  next.focus({ preventScroll: true });
   next.scrollIntoView({ block: "nearest" });
   return true;
 }

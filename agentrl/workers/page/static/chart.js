@@ -353,15 +353,17 @@ function tellValues(place, { title, shown, marks, data, xLabel, xIsTime }, index
 }
 
 /** A small line without axes. */
-export function Sparkline({ points, width = 120, height = 26, label }) {
+export function Sparkline({ points, band = [], width = 120, height = 26, label }) {
   const known = points.filter(([, value]) => Number.isFinite(value));
   if (known.length < 2) return html`<span class="quiet">${known.length ? number(known[0][1]) : ""}</span>`;
   const xs = known.map(([x]) => x);
   const ys = known.map(([, y]) => y);
-  const [left, right, least, most] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+  const bounds = [...ys, ...band.flatMap(([, low, high]) => [low, high])];
+  const [left, right, least, most] = [Math.min(...xs), Math.max(...xs), Math.min(...bounds), Math.max(...bounds)];
   const at = (x, y) => `${(((x - left) / (right - left || 1)) * (width - 6) + 3).toFixed(1)},${(height - 3 - ((y - least) / (most - least || 1)) * (height - 6)).toFixed(1)}`;
   const [lastX, lastY] = at(...known[known.length - 1]).split(",");
   return html`<svg class="spark" width=${width} height=${height} viewBox=${`0 0 ${width} ${height}`} role="img" aria-label=${`${label}: from ${number(ys[0])} to ${number(ys[ys.length - 1])}`}>
+    ${band.length > 1 && html`<polygon points=${[...band.map(([x, low]) => at(x, low)), ...[...band].reverse().map(([x, , high]) => at(x, high))].join(" ")} />`}
     <polyline points=${known.map(([x, y]) => at(x, y)).join(" ")} fill="none" />
     <circle cx=${lastX} cy=${lastY} r="2.5" />
   </svg>`;

@@ -1,10 +1,11 @@
-// Two evaluations, task by task: is the difference more than chance?
+// Two evaluations, task by task: is the difference more than chance? And two runs: what differs in config, numbers, tasks, transcripts.
 
 import { html, useEffect } from "./vendor/preact.js";
 import { path } from "./data.js";
-import { lastPart, number, plural, visible } from "./format.js";
-import { href, useChoice } from "./route.js";
-import { Asked, Facts, Link, Select, Table, useData } from "./ui.js";
+import { TranscriptBeside } from "./episode.js";
+import { json, lastPart, number, plural, seconds, visible } from "./format.js";
+import { href, readRoute, useChoice } from "./route.js";
+import { Asked, Badge, Facts, Link, Select, Table, useData } from "./ui.js";
 
 const SIDES = [["", "all"], ["worse", "worse in B"], ["better", "better in B"]];
 
@@ -99,4 +100,57 @@ function interval({ low, high }) {
 /** Whether what is right differs by the same number as the reward. */
 function isSame(measures, right) {
   return Boolean(measures && right && ["difference", "low", "high", "p_value"].every((key) => measures[key] === right[key]));
+}
+
+// two runs
+
+const FEW_TASKS = 8;
+
+/** What differs between two runs. `children`: the curves, which stand between the numbers and the tasks. */
+export function RunDifferences({ ids, children }) {
+  const found = useData(path(`runs/${ids[0]}/against/${ids[1]}`));
+  return html`<${Asked} of=${found} what="what differs">${(data) => html`<div class="two"><${Numbers} data=${data} /><${ConfigDifference} data=${data} /></div>`}<//>
+    ${children}
+    ${found.data && html`<${TaskDifferences} data=${found.data} />`}`;
+}
+
+function sideColumns(data, cell) {
+  return [["one", data.runs[0]], ["other", data.runs[1]]].map(([key, run]) => ({ key, label: visible(run.run).slice(0, 40), number: true, cell: (row) => cell(row, key) }));
+}
+
+function Numbers({ data }) {
+  const value = (row, key) => (typeof row[key] === "string" ? html`<${Badge} is=${row[key]} />` : row.name.endsWith("seconds") ? seconds(row[key]) : number(row[key], 4));
+  const columns = [{ key: "name", label: "number", cell: (row) => row.name.replaceAll("_", " ") }, ...sideColumns(data, value)];
+  return html`<section><h2>Final numbers</h2><${Table} caption="Final numbers" columns=${columns} rows=${data.numbers} rowKey=${(row) => row.name} /></section>`;
+}
+
+function ConfigDifference({ data }) {
+  const columns = [{ key: "key", label: "key", cell: (row) => html`<code>${visible(row.key)}</code>` }, ...sideColumns(data, (row, key) => html`<code>${visible(json(row[key])).slice(0, 400)}</code>`)];
+  return html`<section><h2>Config</h2><${Table} caption="Config values that differ" columns=${columns} rows=${data.config} rowKey=${(row) => row.key} empty="Their configs are the same." /></section>`;
+}
+
+function TaskDifferences({ data }) {
+  const [all, setAll] = useChoice("tasks");
+  const [pair, setPair] = useChoice("pair");
+  const first = data.tasks.find((row) => row.one_episode && row.other_episode);
+  const chosen = pair || (first ? pairOf(first) : "");
+  const episodes = chosen.split("-").filter((each) => /^\d+$/.test(each));
+  const { parts, query } = readRoute();
+  const to = (row) => (row.one_episode && row.other_episode ? href(parts, { ...query, pair: pairOf(row) }) : undefined);
+  const columns = [
+    { key: "task", label: "task", wide: true, cell: (row) => html`${to(row) ? html`<a href=${to(row)} aria-current=${pairOf(row) === chosen ? "true" : undefined}>${visible(row.task).slice(0, 120)}</a>` : visible(row.task).slice(0, 120)} <span class="quiet">${visible(row.question).slice(0, 160)}</span>` },
+    ...sideColumns(data, (row, key) => number(row[key], 3)),
+    { key: "difference", label: "difference", number: true, cell: (row) => html`<span class=${row.other > row.one ? "good" : "bad"}>${number(row.other - row.one, 3)}</span>` },
+  ];
+  const rows = all ? data.tasks : data.tasks.slice(0, FEW_TASKS);
+  return html`<h2>Tasks that differ</h2>
+    <p class="quiet">${plural(data.tasks.length, "task")} of ${number(data.shared)} that both sampled, by the last group of each. A click shows two transcripts.</p>
+    <${Table} caption="Tasks that differ" columns=${columns} rows=${rows} rowKey=${(row) => row.task_id} to=${to} empty=${data.shared ? "None differs." : "The runs have no task in common."} />
+    ${rows.length < data.tasks.length && html`<button type="button" class="more" onClick=${() => setAll("all")}>show all ${number(data.tasks.length)} tasks</button>`}
+    ${episodes.length === 2 && html`<h2>Transcripts side by side</h2>${pair && html`<button type="button" class="more" onClick=${() => setPair("")}>the task that differs most</button>`}
+      <div class="siblings">${episodes.map((episode) => html`<${TranscriptBeside} key=${episode} episode=${episode} />`)}</div>`}`;
+}
+
+function pairOf(row) {
+  return `${row.one_episode}-${row.other_episode}`;
 }

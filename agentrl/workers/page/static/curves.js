@@ -247,12 +247,13 @@ function AddChart({ added, setAdded }) {
     </select>`;
 }
 
-function AddRun({ ids, setOthers }) {
+/** A choice of a run to see beside those of `ids`. */
+export function AddRun({ ids, setOthers, label = "add another run" }) {
   const { data } = useData(path("runs", { size: 50 }));
   const rows = (data?.rows || []).filter((row) => !ids.includes(String(row.id)) && row.kind === "train");
   if (!rows.length || ids.length >= 8) return null;
-  return html`<select aria-label="add another run" value="" onChange=${(event) => event.currentTarget.value && setOthers([...ids.slice(1), event.currentTarget.value].join(","))}>
-    <option value="">with another run…</option>
+  return html`<select aria-label=${label} value="" onChange=${(event) => event.currentTarget.value && setOthers([...ids.slice(1), event.currentTarget.value].join(","))}>
+    <option value="">${label}…</option>
     ${rows.map((row) => html`<option key=${row.id} value=${row.id}>${visible(row.run)}</option>`)}
   </select>`;
 }

@@ -104,6 +104,15 @@ function rewardParts(rewards) {
 
 // the transcript
 
+/** The transcript of an episode, for a place beside another one. */
+export function TranscriptBeside({ episode }) {
+  const found = useData(path(`episodes/${episode}`));
+  return html`<${Asked} of=${found} what="the episode">${(data) => html`<section class="sibling" aria-label=${`Episode ${episode}`}>
+    <header><${Link} to=${["episode", episode]}><b>episode ${episode}</b><//> <span class="quiet">of ${visible(data.episode.run)}, reward ${number(data.episode.reward, 3)}, answer ${visible(data.episode.final_answer).slice(0, 120) || "–"}</span></header>
+    <${Transcript} data=${data} row=${data.episode} />
+  </section>`}<//>`;
+}
+
 const ROLES = { system: "system", user: "user", assistant: "model", tool: "tool" };
 
 function Transcript({ data, row }) {
@@ -115,7 +124,7 @@ function Transcript({ data, row }) {
       (page) => setLater((now) => ({ turns: [...now.turns, ...page.turns], next: page.next_turn, error: null })),
       (error) => setLater((now) => ({ ...now, error })),
     );
-  return html`${branches && html`<${ChainTree} chains=${data.chains} turns=${turns} />`}
+  return html`${branches && html`<${ChainTree} chains=${data.chains} turns=${turns} episode=${row.id} />`}
     <ol class="transcript">
       ${turns.length > 0 && html`<${Opening} messages=${missingSystem(data)} episode=${row.id} />`}
       ${!turns.length && (data.task.messages || []).map((message, index) => html`<li key=${`task${index}`}><${Message} message=${message} episode=${row.id} /></li>`)}
@@ -159,14 +168,14 @@ function Part({ of, name, episode, ...how }) {
 }
 
 /** Which turns continue one another: an outside agent may open several chains. */
-function ChainTree({ chains, turns }) {
+function ChainTree({ chains, turns, episode }) {
   const byStep = new Map(turns.map((turn) => [turn.step, turn]));
   const known = new Set(chains.flatMap((chain) => chain.steps));
   const roots = chains.filter((chain) => chain.from_step === null || !known.has(chain.from_step));
   const draw = (chain, depth) => {
     const under = depth < 50 ? chains.filter((each) => each !== chain && chain.steps.includes(each.from_step)) : [];
     const why = byStep.get(chain.steps[0])?.new_row;
-    return html`<li key=${`${chain.chain} ${chain.steps[0]}`}><b>chain ${chain.chain}</b>${chain.from_step === null ? "" : ` after turn ${chain.from_step}${chain.shared_tokens === null ? "" : `, sharing ${plural(chain.shared_tokens, "token")}`}`}: ${chain.steps.slice(0, 60).map((step) => html`<a href=${`#turn-${step}`} onClick=${(event) => (event.preventDefault(), document.getElementById(`turn-${step}`)?.scrollIntoView())}>turn ${step}</a> `)}${chain.steps.length > 60 ? "…" : ""}${why ? html`<span class="quiet">${visible(why)}</span>` : ""}
+    return html`<li key=${`${chain.chain} ${chain.steps[0]}`}><b>chain ${chain.chain}</b>${chain.from_step === null ? "" : ` after turn ${chain.from_step}${chain.shared_tokens === null ? "" : `, sharing ${plural(chain.shared_tokens, "token")}`}`}: ${chain.steps.slice(0, 60).map((step) => html`<a href=${`#turn-${episode}-${step}`} onClick=${(event) => (event.preventDefault(), document.getElementById(`turn-${episode}-${step}`)?.scrollIntoView())}>turn ${step}</a> `)}${chain.steps.length > 60 ? "…" : ""}${why ? html`<span class="quiet">${visible(why)}</span>` : ""}
       ${under.length > 0 && html`<ul>${under.map((each) => draw(each, depth + 1))}</ul>`}</li>`;
   };
   return html`<nav class="chains" aria-label="Chains of turns"><ul>${roots.slice(0, 200).map((chain) => draw(chain, 0))}</ul></nav>`;
@@ -177,7 +186,7 @@ function Turn({ turn, branches, row }) {
   return html`${turn.shared_messages > 0 && html`<li class="quiet">begins with the first ${plural(turn.shared_messages, "message")} of turn ${turn.parent_step}</li>`}
     ${turn.messages.map((message, index) => html`<li key=${`m${turn.step}.${index}`}><${Message} message=${message} episode=${row.id} /></li>`)}
     ${turn.messages_left_out > 0 && html`<li class="quiet">${plural(turn.messages_left_out, "more message")}</li>`}
-    <li class="turn" id=${`turn-${turn.step}`} data-part="">
+    <li class="turn" id=${`turn-${row.id}-${turn.step}`} data-part="">
       <div class="said-by"><b>model</b> <span class="quiet">turn ${turn.step}${branches ? `, chain ${turn.chain}` : ""}, version ${turn.policy_version}, ${plural(turn.sampled_tokens, "token")}, ${seconds(turn.generate_seconds)}${turn.mean_logprob === null ? "" : `, mean logprob ${number(turn.mean_logprob, 3)}`}</span>
         ${turn.inherited && html` <span class="tag">from its parent</span>`}
         ${odd && html` <span class="warn">${visible(turn.finish_reason)}</span>`}

@@ -3,6 +3,7 @@
 import { html, useEffect, useRef, useState } from "./vendor/preact.js";
 import { AnnotationsView } from "./annotations.js";
 import { lineColor } from "./chart.js";
+import { RunDifferences } from "./compare.js";
 import { ConfigView } from "./config.js";
 import { CurvesView, mergeFresh } from "./curves.js";
 import { askCurves, exported, listen, path } from "./data.js";
@@ -82,7 +83,10 @@ function RunView({ run, told, live }) {
     ["events", "events"],
     ["config", "config"],
   ];
-  if (tab === "curves" && ids.length > 1) return html`<${Together} ids=${ids} /><div class="together-charts"><${RunTab} tab=${tab} run=${run} told=${told} live=${live} row=${row} events=${events} /></div>`;
+  if (tab === "curves" && ids.length > 1) {
+    const charts = html`<div class="together-charts"><${RunTab} tab=${tab} run=${run} told=${told} live=${live} row=${row} events=${events} /></div>`;
+    return html`<${Together} ids=${ids} />${ids.length === 2 ? html`<${RunDifferences} ids=${ids}>${charts}<//>` : html`<p class="quiet">Choose two runs to see what differs in config, numbers, tasks and transcripts.</p>${charts}`}`;
+  }
   return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]} rel="up">runs<//><span>${visible(row.run)}</span></nav>
     <div class="run-head"><h1>${visible(row.run)}</h1> <${Badge} is=${row.status} title=${visible(row.reason)} /> ${open && html`<${Connection} is=${live.connected} />`} <${ShortFacts} row=${row} /></div>
     <div class="row labels"><${Labels} run=${run} told=${told} /><${Fold} summary="facts and commands"><${RunFacts} row=${row} told=${told} /><//></div>

@@ -8,6 +8,7 @@ import { go, href, readRoute, useRoute } from "./route.js";
 const AGAIN_MS = 3000;
 const kept = new Map();
 const MAX_KEPT = 60;
+const SOME_HITS = 25;
 const PAPER_WIDTH = 700;
 const PAPER_COLUMN = 325;
 
@@ -213,7 +214,7 @@ export function useMore(asked, version = 0) {
     return () => stop.abort();
   }, [first.data]);
   const fetchMore = useCallback(() => readPages(asked, list, 2).then((page) => setMore({ ...page, pages: list.pages + 1 }), (error) => setMore({ ...list, error })), [asked, list.next, list.rows.length]);
-  return { ...first, rows: list.rows, next: list.next, searched: grown ? list.searched : first.data?.searched, fetchMore, moreError: list.error };
+  return { ...first, asked, rows: list.rows, next: list.next, searched: grown ? list.searched : first.data?.searched, fetchMore, moreError: list.error };
 }
 
 /** A list that begins with a page, and has so many of them where there are. */
@@ -234,8 +235,23 @@ export function More({ of }) {
   const searched = total === null || total === undefined ? "" : `searched ${number(of.searched)} of ${number(total)}`;
   if (!of.next) return searched && html`<p class="quiet" role="status">${searched}</p>`;
   if (exported()) return html`<p class="quiet">The rest is not in this file.</p>`;
-  if (searched) return html`<p><span class="quiet" role="status">${searched}</span> <button type="button" class="more" onClick=${of.fetchMore}>go on</button></p>`;
+  if (searched) return html`<${Searching} key=${of.asked} of=${of} words=${searched} />`;
   return html`<button type="button" class="more" onClick=${of.fetchMore}>show more</button>`;
+}
+
+/** A search goes on by itself until it has some hits more, or is at the end; it can be stopped, and told to go on. */
+function Searching({ of, words }) {
+  const [wanted, setWanted] = useState(SOME_HITS);
+  const [stopped, setStopped] = useState(false);
+  const goes = !stopped && of.rows.length < wanted;
+  useEffect(() => {
+    if (goes) of.fetchMore();
+  }, [goes, of.next]);
+  const goOn = () => {
+    setWanted(of.rows.length + SOME_HITS);
+    setStopped(false);
+  };
+  return html`<p><span class="quiet" role="status">${words}${goes ? "…" : ""}</span> <button type="button" class="more" onClick=${goes ? () => setStopped(true) : goOn}>${goes ? "stop" : "go on"}</button></p>`;
 }
 
 /** Filters that are chosen one by one, each a [label, name=value, title]; those of one name exclude one another. */

@@ -1,0 +1,128 @@
+"""How two runs differ: in their configs, in their numbers, and on the tasks that both sampled."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.workflow.config import NO_AGENT, RunConfig, flatten
+from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
+from agentrl.workflow.store.reads.eval_results import KEY_CHARS, load_questions
+from agentrl.workflow.store.reads.run_details import find_config, load_summaries
+from agentrl.workflow.store.reads.run_rows import describe_run
+from agentrl.workflow.store.reads.run_seconds import load_run_seconds
+from agentrl.workflow.store.reads.solved_rule import MEMBERS
+
+MAX_TASKS = 50
+"""The most tasks in the result."""
+NUMBERS = (
+    *("status", "iterations_done", "episodes_done", "last_reward", "eval_reward", "best_reward", "best_version", "seconds"),
+)
+"""The columns of `RunRow` among the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDifferences:
+    """How two runs differ. The values of the two runs are called `one` and `other`.
+
+    Args:
+        runs: the `id` and the `run` (name) of the two.
+        config: key, `one` and `other` of each value that differs. A key that an old run does not have has its default value.
+        numbers: name, `one` and `other`: the status, the final rewards, tokens, and the seconds of each part of the run.
+        tasks: the tasks whose last groups in the two runs have different mean rewards, those that differ most first: task_id,
+            task, question, `one` and `other` (mean rewards), `one_episode` and `other_episode`: of the run with the lower
+            reward its worst episode, of the other one its best.
+        shared: the number of tasks that both runs sampled.
+    """
+
+    runs: Sequence[Row]
+    config: Sequence[Row]
+    numbers: Sequence[Row]
+    tasks: Sequence[Row]
+    shared: int
+
+
+@sql_read_transaction
+def load_run_differences(tx: Any, one: str, other: str) -> RunDifferences:
+    """Return how two runs differ, by their names or numbers. Raise NotFoundError if one does not exist."""
+    rows = [describe_run(tx, run) for run in (one, other)]
+    configs = [flat_config(find_config(tx, row.id).values) for row in rows]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    values = ((key, *(config.get(key) for config in configs)) for key in keys if key != "name")
+    summaries = load_summaries(tx, rows)
+    numbers = [{name: row[name] for name in NUMBERS} | {"tokens": summaries[row.id].tokens} for row in rows]
+    for row, its in zip(rows, numbers, strict=True):
+        its |= {f"{part['part']} seconds": part["seconds"] for part in load_run_seconds(tx, row.run, episodes=False)}
+    names = dict.fromkeys(name for its in numbers for name in its)
+    tasks, shared = _load_tasks(tx, rows[0].id, rows[1].id)
+    return RunDifferences(
+        runs=[{"id": row.id, "run": row.run} for row in rows],
+        config=[{"key": key, "one": mine, "other": theirs} for key, mine, theirs in values if mine != theirs],
+        numbers=[{"name": name, "one": numbers[0].get(name), "other": numbers[1].get(name)} for name in names],
+        tasks=tasks,
+        shared=shared,
+    )
+
+
+def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a stored config by dotted key. Keys that an older run does not have get their default values."""
+    tree = config if config.get("agent") else {**config, "agent": NO_AGENT}
+    return {**RunConfig().flat(), **dict(flatten(tree))}
+
+
+SEED_KEYS = ("seed", "name")
+"""The config keys in which runs may differ that are alike."""
+
+
+def load_config_columns(tx: Any, ids: Sequence[int], keys: Sequence[str]) -> dict[int, dict[str, Any]]:
+    """Return for each run `config`, its values of the keys (None for an unknown key), and `alike`, a text that runs share whose
+    configs differ in nothing but SEED_KEYS. Call this inside a transaction.
+    """
+    columns = {}
+    for row in select_rows(tx, f"SELECT id, config FROM runs WHERE id IN ({among(ids)})"):
+        config = flat_config(row["config"])
+        rest = json.dumps({key: value for key, value in config.items() if key not in SEED_KEYS}, sort_keys=True)
+        alike = hashlib.sha256(rest.encode()).hexdigest()[:16]
+        columns[row["id"]] = {"config": {key: config.get(key) for key in keys}, "alike": alike}
+    return columns
+
+
+def _load_tasks(tx: Any, one: int, other: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the tasks that differ most, and the number of tasks that both runs sampled."""
+    sides = [_load_last_groups(tx, run) for run in (one, other)]
+    shared = sides[0].keys() & sides[1].keys()
+    changes = {id: sides[1][id]["mean_reward"] - sides[0][id]["mean_reward"] for id in shared}
+    ids = sorted((id for id in shared if changes[id]), key=lambda id: (-abs(changes[id]), id))[:MAX_TASKS]
+    questions = load_questions(tx, ids)
+    query = f"SELECT id, substr(key, 1, {KEY_CHARS}) AS key FROM tasks WHERE id IN ({among(ids)})"
+    keys = {row["id"]: row["key"] for row in select_rows(tx, query)}
+    episodes = _load_extremes(tx, [side[id]["id"] for id in ids for side in sides])
+    return [
+        {
+            "task_id": id,
+            "task": keys[id],
+            "question": questions.get(id, ""),
+            **{name: side[id]["mean_reward"] for name, side in zip(("one", "other"), sides, strict=True)},
+            "one_episode": episodes.get(sides[0][id]["id"], (None, None))[changes[id] > 0],
+            "other_episode": episodes.get(sides[1][id]["id"], (None, None))[changes[id] < 0],
+        }
+        for id in ids
+    ], len(shared)
+
+
+def _load_last_groups(tx: Any, run: int) -> dict[int, Row]:
+    """Return the last group with rewards of each task of a run, by task."""
+    query = f"SELECT id, task_id, mean_reward FROM ({MEMBERS}) m WHERE mean_reward IS NOT NULL ORDER BY iteration, id"
+    return {row["task_id"]: row for row in select_rows(tx, query, run_id=run)}
+
+
+def _load_extremes(tx: Any, groups: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Return the best and the worst episode of each group."""
+    query = f"""
+        SELECT id, group_id FROM episodes WHERE group_id IN ({among(groups)}) AND status = 'done' AND reward IS NOT NULL
+        ORDER BY reward, id"""
+    ordered: dict[int, list[int]] = {}
+    for row in select_rows(tx, query):
+        ordered.setdefault(row["group_id"], []).append(row["id"])
+    return {group: (ids[-1], ids[0]) for group, ids in ordered.items()}
