@@ -630,7 +630,7 @@ def test_llama_cpp_samples_the_base_for_eval_and_chat(
     assert "temperature 1" in refusal(engine, ConfigError, temperature=0.5)
     assert "untrained base" in refusal(engine, ConfigError, policy=trained(trainer, tmp_path / "v1", 0.2))
     routes.spoil = lambda reply: {**reply, "tokens": [VOCABULARY]}
-    assert "the model has those below" in refusal(engine, ModelError)
+    assert "the model has the tokens 0 to" in refusal(engine, ModelError)
     told = "completion_probabilities"
     routes.spoil = lambda reply: {**reply, told: [{**one, "logprob": 1.0} for one in reply[told]]}
     assert "which is above 0" in refusal(engine, InfraError)
