@@ -101,6 +101,6 @@ def _refuse_other_options(chosen: Mapping[str, Any], run_config: RunConfig, base
     if other:
         stored_values = ", ".join(f"model.{key}={there[key]}" for key in other)
         raise ConfigError(
-            f"The weights of {run_config.name!r} are continued as they are, with {stored_values}.",
-            "Leave it out, or pass --lora new.",
+            f"A run that continues the policy of {run_config.name!r} must have {stored_values}.",
+            "Leave your value out, or pass --lora new.",
         )

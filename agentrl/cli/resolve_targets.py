@@ -157,9 +157,15 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
 
 
 def find_trained_policy(policy: str, option: str) -> "tuple[RunConfig, Any, Mapping[str, Any]]":
-    """Return the run's config, the policy and the run's manifest. `policy` is the name of a run's policy. `option` is the
-    option that has this value, for the error message. Raise NotFoundError if the run or the version does not exist. Raise
-    ConfigError if the text names a model.
+    """Return the config of the run that trained a policy, the policy, and the run's manifest.
+
+    Args:
+        policy: RUN or RUN@VERSION.
+        option: the command-line option that has this value, for the error message.
+
+    Raises:
+        NotFoundError: the run or the version does not exist.
+        ConfigError: `policy` is the name of a model.
     """
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.store import run_names

@@ -172,7 +172,7 @@ def test_two_hundred_tools_compile() -> None:
 
 def test_formats_without_json_arguments_cannot_be_enforced() -> None:
     for tool_format in ("pythonic", "qwen_coder", "glm"):
-        assert "has no JSON arguments" in find_obstacle(Constraint(ANY_TOOL), TOOLS, chat_of(tool_format))
+        assert "does not write arguments as JSON" in find_obstacle(Constraint(ANY_TOOL), TOOLS, chat_of(tool_format))
         assert find_obstacle(Constraint(schema=SHORT), (), chat_of(tool_format)) == ""
     assert call_end(TOOLS, chat_of().manner.tool_format) == "</tool_call>"
     assert "no end mark" in find_obstacle(Constraint(one_call=True), TOOLS, chat_of("llama3"))

@@ -400,8 +400,11 @@ def spoilt(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, None]}), "its model probably returned NaN"),
         (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, math.nan]}), "its model probably returned NaN"),
         (spoilt(token_ids=[1], logprobs={"token_logprobs": [-1e300]}), "its model probably returned NaN"),
-        (spoilt(token_ids=[-1], logprobs={"token_logprobs": [-1.0]}), "sampled the token -1, and the model has those below"),
-        (spoilt(token_ids=[VOCABULARY], logprobs={"token_logprobs": [-1.0]}), f"sampled the token {VOCABULARY}, and"),
+        (
+            spoilt(token_ids=[-1], logprobs={"token_logprobs": [-1.0]}),
+            "sampled the token -1, but the model has the tokens 0 to",
+        ),
+        (spoilt(token_ids=[VOCABULARY], logprobs={"token_logprobs": [-1.0]}), f"sampled the token {VOCABULARY}, but"),
         (spoilt(token_ids=[10**400], logprobs={"token_logprobs": [-1.0]}), "sampled the token"),
         (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0]}), "2 ids and 1 logprobs"),
         (spoilt(token_ids=[], logprobs={"token_logprobs": []}), "0 ids"),
@@ -627,7 +630,7 @@ def test_llama_cpp_samples_the_base_for_eval_and_chat(
     assert "temperature 1" in refusal(engine, ConfigError, temperature=0.5)
     assert "untrained base" in refusal(engine, ConfigError, policy=trained(trainer, tmp_path / "v1", 0.2))
     routes.spoil = lambda reply: {**reply, "tokens": [VOCABULARY]}
-    assert "the model has those below" in refusal(engine, ModelError)
+    assert "the model has the tokens 0 to" in refusal(engine, ModelError)
     told = "completion_probabilities"
     routes.spoil = lambda reply: {**reply, told: [{**one, "logprob": 1.0} for one in reply[told]]}
     assert "which is above 0" in refusal(engine, InfraError)

@@ -111,8 +111,8 @@ def test_sft_command_selects_over_runs_of_one_model(
     assert "2 of 16 episodes taken" in agentrl(capsys, *both, "--best", "1")[1]  # the runs' tasks are the same two
     played(own_database, tiny_random(tmp_path / "other", seed=1), "third")
     third = ["--from-episodes", "first", "--from-episodes", "third", "--name", "x"]
-    assert "different base models" in agentrl(capsys, "sft", *third, code=2)[1]
-    assert "different base models" in agentrl(capsys, "dpo", *third, code=2)[1]
+    assert "their base models differ" in agentrl(capsys, "sft", *third, code=2)[1]
+    assert "their base models differ" in agentrl(capsys, "dpo", *third, code=2)[1]
 
 
 def test_tune_commands_refuse_with_sentence_step_and_code(

@@ -26,13 +26,16 @@ LOOK_SECONDS = 0.1
 
 
 def run(config: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stopped: Callable[[], bool]) -> AgentReport | None:
-    """Call the agent in a thread and wait for its end. Return None if `is_stopped` returned True before.
+    """Call the agent in a thread, and wait until it ends. Return None if `is_stopped` returns True before that.
 
     Raises:
-        ConfigError: the agent's path cannot be imported, or its clock should be frozen.
+        ConfigError: the agent's path cannot be imported, or `config.frozen_clock` is set, which needs an own process.
     """
     if config.frozen_clock:
-        raise ConfigError("The clock of an agent that shares its process cannot be frozen.", "Leave agent.frozen_clock out.")
+        raise ConfigError(
+            "agent.frozen_clock cannot be used here: the agent runs in your process, not in one of its own.",
+            "Leave agent.frozen_clock out.",
+        )
     agent, report = find("agents", config.name), AgentReport()
 
     def call() -> None:

@@ -53,10 +53,11 @@ def main(rank: int, count: int, device: str, store: int, descriptor: int, worker
     """Serve commands as one rank until the worker closes the socket.
 
     Args:
+        rank, count: the number of this rank, from 0, and the number of ranks.
         device: the device of this rank.
         store: the descriptor of a file in memory, by which the ranks find each other.
-        descriptor: the inherited end of the socket pair.
-        worker: the pid of the worker, with whose end this process ends.
+        descriptor: the descriptor of this rank's end of the socket pair between it and the worker.
+        worker: the pid of the worker. If the worker ends, the kernel kills this process.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != worker:  # it ended before

@@ -121,5 +121,5 @@ def remark_on_agent(experiment: Experiment) -> Iterator[str]:
 
 def _check_env(name: str | None, env: Env) -> None:
     if type(env).step is not Env.step:
-        message = f"The env {name!r} decides what follows a turn, which is the agent's task."
-        raise ConfigError(message, "Name another --env for its rewards, or leave --agent out.")
+        message = f"The env {name!r} cannot be used with an agent: it decides what follows a turn, and so does the agent."
+        raise ConfigError(message, "Use another --env, of which the run uses only the rewards, or leave --agent out.")

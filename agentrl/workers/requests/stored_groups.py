@@ -138,7 +138,7 @@ def _load_sources(db: Database, source_config: SourceConfig, least: int) -> list
     sources = [load_stored_run(db, run, groups, source_config.reward_set, least) for run, groups in groups_by_run.items()]
     if not any(source.groups for source in sources):
         raise StateError(
-            f"No finished group has {least} done episodes to train on.", f"agentrl episodes {sources[0].row['name']}"
+            f"No finished group has at least {least} episodes that are done.", f"agentrl episodes {sources[0].row['name']}"
         )
     twice = find_episode_counted_twice(db, [group for source in sources for group in source.groups])
     if twice is not None:
@@ -154,4 +154,7 @@ def _check_alike(sources: list[StoredRun], start: PolicyRef) -> None:
     temperatures = {source.row["config"]["rollout"]["temperature"] for source in sources}
     if len(bases) > 1 or len(temperatures) > 1:
         what = "base models" if len(bases) > 1 else "sampling temperatures"
-        raise ConfigError(f"The episodes and the policy have different {what}.", "Train on them in several runs.")
+        raise ConfigError(
+            f"One run cannot use these episodes and this policy: their {what} differ.",
+            f"Submit one run for each of the {what}.",
+        )

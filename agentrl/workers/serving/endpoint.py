@@ -90,7 +90,7 @@ async def _run(database: Database, listening: socket.socket, url: str) -> None:
 
 
 async def publish(database: Database, url: str, lease: float) -> None:
-    """Store the endpoint's URL in the database, and renew its lease until the task is cancelled."""
+    """Store the endpoint's URL in the database, and renew the lease of this row until the asyncio task is cancelled."""
     while True:
         try:
             await asyncio.to_thread(leases.publish_service, database, endpoint_reads.ENDPOINT, url, lease)

@@ -87,10 +87,10 @@ class ServedClients:
         return not self.key or self._is_own(api_key)
 
     async def find_run(self, api_key: str, headers: Mapping[str, str]) -> str:
-        """Return the name of the run.
+        """Return the name of the run, which is the same for all clients.
 
         Raises:
-            ApiError: as of `enter`, if the key is wrong.
+            ApiError: the key is wrong, the client's name is invalid, or the request comes from a web page of another site.
         """
         self._identify(api_key, headers)
         return self.run

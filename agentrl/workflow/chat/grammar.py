@@ -131,7 +131,7 @@ def find_obstacle(constraint: Constraint, tools: Sequence[Schema], chat: "Chat")
     if constraint.needs_grammar and not getattr(chat.tokenizer, "is_fast", False):
         return "the model has no fast tokenizer"
     if (constraint.tool or constraint.strict) and _spell_probe(tools, chat.manner.tool_format) is None:
-        return f"the tool format {chat.manner.tool_format.name} has no JSON arguments"
+        return f"the tool format {chat.manner.tool_format.name} does not write arguments as JSON"
     if constraint.one_call and not constraint.needs_grammar and not call_end(tools, chat.manner.tool_format):
         return f"calls of the tool format {chat.manner.tool_format.name} have no end mark"
     return ""
@@ -244,7 +244,7 @@ def _spell_call(tool: Schema, tools: Sequence[Schema], tool_format: ToolFormat) 
     text = tool_format.write("", [ToolCall(tool["function"]["name"], _PROBE)], tools)
     before, separator, after = text.partition(dump_json(_PROBE))
     if not separator:
-        raise ModelError(f"The tool format {tool_format.name} has no JSON arguments.")
+        raise ModelError(f"The tool format {tool_format.name} does not write arguments as JSON.")
     return before, after
 
 

@@ -254,7 +254,9 @@ class Chat:
             [_PROBE_QUESTION, message], (), generate=False, turns=[*manner.plain([_PROBE_QUESTION, message], tools)]
         )
         if not whole.startswith(prompt):
-            raise ModelError("The chat template cannot render demonstrations: it does not continue its generation prompt.")
+            raise ModelError(
+                "This chat template cannot render demonstrations: assistant messages do not begin with its generation prompt."
+            )
         return whole[len(prompt) :]
 
     def _reads_back(self, text: str, message: Message, tools: Sequence[Schema]) -> bool:

@@ -86,13 +86,21 @@ def _id(number: int) -> str:
 
 
 def manner_of(render: Render, source: str, format_name: str = AUTO) -> Manner:
-    """Find the form in which a template takes messages and calls. Raise ConfigError if the format does not exist.
+    """Find the tool-call format of a chat template, and how messages must be passed to the template.
+
+    With AUTO, the first of these rules that selects a format decides:
+
+    1. The format parses the calls that the template writes. If several do, the one that leaves the least text as content.
+    2. The template's text contains all marks of the format. If several do, the one with the longest marks.
+    3. Hermes.
 
     Args:
+        render: renders messages with the template.
         source: the template's text.
-        format_name: the format that a user chose. With AUTO, use the format that parses the template's own calls; if several
-            do, the one that leaves the least other text. If no format parses them, use one whose marks are in the template; if
-            there is none, Hermes.
+        format_name: the name of a format, or AUTO.
+
+    Raises:
+        ConfigError: no format has this name.
     """
     formats: list[ToolFormat] = [
         find("tool_formats", name) for name in (names("tool_formats") if format_name == AUTO else [format_name])

@@ -93,7 +93,7 @@ class GenerateRequest:
         follows: bool = True,
         session: int | None = None,
     ) -> "GenerateRequest":
-        """Return the request for a complete turn, with the sampling options of the run."""
+        """Return the request for a turn from its first token on, with the run's sampling options (`limits`)."""
         return cls(
             prompt_ids,
             policy,

@@ -176,7 +176,9 @@ def token_ids(ids: list[int] | None, vocabulary: int, url: str) -> list[int]:
         )
     strange = next((token for token in ids if not 0 <= token < vocabulary), None)
     if strange is not None:
-        raise ModelError(f"The server at {url} sampled the token {strange!s:.40}, and the model has those below {vocabulary}.")
+        raise ModelError(
+            f"The server at {url} sampled the token {strange!s:.40}, but the model has the tokens 0 to {vocabulary - 1}."
+        )
     return ids
 
 

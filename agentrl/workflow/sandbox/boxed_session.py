@@ -65,7 +65,7 @@ class BoxedLine:
         return self._receive()
 
     def forget(self) -> None:
-        """See `Line.forget`."""
+        """Discard the messages and the output that have arrived."""
         while drain(self._printed):
             pass
         while spawn.wait_readable(self._socket.fileno(), 0):

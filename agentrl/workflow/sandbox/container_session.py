@@ -41,7 +41,10 @@ class ContainerLine:
         return self._parts.pop(0) if self._parts else (b"", 0)
 
     def forget(self) -> None:
-        """See `Line.forget`. The end of `settle` comes after all messages and output, so nothing older follows."""
+        """Discard the messages and the output that have arrived.
+
+        The container reports the end of `settle` after all of them, so none arrives later.
+        """
         self._parts.clear()
 
     def watch(self, limits: Limits, running: Callable[[], int]) -> Use:

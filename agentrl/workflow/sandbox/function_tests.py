@@ -61,7 +61,7 @@ class Case:
 
 
 def args_of(text: str) -> str:
-    """Return a test's arguments as `exact_json` text, undecoded. Raise ValueError if the text is not a test's."""
+    """Return the arguments in a `Case.text`, still encoded by `exact_json`. Raise ValueError if the text has another form."""
     args, _, _, _ = json.loads(text)
     return json.dumps(args)
 

@@ -17,14 +17,14 @@ class Inside:
 
     Args:
         scripts: the names of the files of this package to run, without suffix. The `main` of the last one is called.
-        files: descriptors that keep their numbers inside; they are the first arguments of `main`.
-        numbers: the arguments of `main` after `files`.
+        files: file descriptors that the program inherits, with the same numbers. They are the first arguments of `main`.
+        numbers: integers; they are the next arguments of `main`.
         stdin, output: the descriptors of the standard streams.
         session: True if the program is long-lived and is stopped between requests. If no process outside can stop all of its
-            processes in one step, the program becomes the first process of its namespace. The last argument of `main` is then
-            the socket for orders to stop and continue.
-        zygote: True if the program is a zygote, which forks a process in new namespaces for each program. The system calls for
-            that are then allowed. The last argument of `main` is the system call filter, which the program installs later.
+            processes in one step, the program becomes the first process of its namespace, and stops the others. In that case
+            the last argument of `main` is the socket from which it reads when to stop and continue them.
+        zygote: True if the program is a zygote, which forks a process in new namespaces for each program. The system call
+            filter then allows this. The last argument of `main` is the filter that the program installs later.
         reads: paths of this host that the program may read, in addition to its interpreter.
     """
 

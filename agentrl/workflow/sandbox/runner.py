@@ -23,9 +23,12 @@ def limit(address_bytes: int, processes: int) -> None:
 
 
 def budget(cpu_seconds: int, max_seconds: int) -> None:
-    """Limit the processor time of this process and of each of its children. `cpu_seconds` is the time after which SIGXCPU ends
-    a process, in seconds. `max_seconds` is the maximum for `cpu_seconds`, in seconds; no process inside can raise it again. One
-    second after `max_seconds`, SIGKILL ends the process.
+    """Limit the processor time of this process and of each of its children.
+
+    Args:
+        cpu_seconds: the soft limit, in seconds: a process that reaches it gets SIGXCPU, which ends it by default.
+        max_seconds: the hard limit less one, in seconds. A process may raise its soft limit up to the hard limit. The kernel
+            kills a process that reaches the hard limit.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, max_seconds + 1))
 

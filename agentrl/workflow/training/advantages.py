@@ -28,15 +28,15 @@ class TokenRewards:
     """The rewards of an update's tokens: N episodes of up to T tokens, padded on the right.
 
     Args:
-        rewards: (N, T) float64. The last token of a step has the step's reward. The last token of each chain has every other
-            reward. If the KL is in the reward, kl_coef x KL is subtracted at each token.
+        rewards: (N, T) float64. The last token of a step has the step's reward. The rewards that belong to no
+            step are at the last token of each chain. If the KL is in the reward, kl_coef x KL is subtracted at each token.
         mask: (N, T), True for a token and False for padding.
         turns: (N, T), the index of each token's step.
         groups: (N,), the number of each episode's group.
-        values: (N, T) float64, the sum of the rewards from each token on, as the critic predicts it; None if the algorithm has
-            no critic.
-        outcomes: (N,) float64, each episode's recorded reward; None: the sum of its tokens' rewards. Sums in different orders
-            differ in their last digit, but equal rewards must stay equal.
+        values: (N, T) float64, the critic's prediction at each token: the sum of the rewards from this token on. None if the
+            algorithm has no critic.
+        outcomes: (N,) float64, each episode's recorded reward; None: the sum of its tokens' rewards. Use recorded rewards to
+            find equal ones: sums in different orders may differ in the last digit.
         chains: (N, T), the number of each token's chain; None: each episode is one chain.
     """
 

@@ -55,7 +55,12 @@ class TokenConstants:
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The training rows of one optimizer step that have a gradient, and the counts over all rows of the step."""
+    """The rows of one optimizer step.
+
+    Args:
+        rows: only the training rows that have a gradient.
+        normaliser: the counts over all rows of the step, also those without a gradient.
+    """
 
     rows: Sequence[Row]
     normaliser: Normaliser
