@@ -137,13 +137,14 @@ def hostile_views(home: Path) -> dict[str, str]:
     column = ATTACKS[0].replace('"', '""')
     drawn = urlencode({"q": f'SELECT run, id, reward AS "{column}" FROM v_episodes LIMIT 200', "as": "chart"})
     wrong = urlencode({"q": f"SELECT '{ATTACKS[0]}' FROM \"{ATTACKS[1].replace(chr(34), '')}\""})
-    choices = ("tab", "x", "with", "charts", "color", "sort", "text", "find", "other", "a", "b")
+    choices = ("tab", "x", "with", "charts", "color", "sort", "text", "find", "cols", "group", "pair", "tokens", "a", "b")
     chosen = urlencode(dict.fromkeys(choices, ATTACKS[0]))
     charts = urlencode({"charts": f"v_steps.mean_logprob,{ATTACKS[0]}.{ATTACKS[1]}", "with": "2"})
     return {
         "runs": "#/",
         "a tag": f"#/?{urlencode({'tag': tag})}",
         "a search": f"#/?{urlencode({'text': ATTACKS[0]})}",
+        "runs with columns": "#/?group=seed&cols=dataset.name,name,-tokens",
         "run": "#/run/1",
         "live run": "#/run/2",
         "two runs": "#/run/1?with=2",
@@ -161,6 +162,8 @@ def hostile_views(home: Path) -> dict[str, str]:
         "list": f"#/episode/{episode}?list=run%3D1%26text%3D%253Cscript%253E",
         "tokens": f"#/episode/{episode}?tab=tokens",
         "advantages": f"#/episode/{episode}?tab=tokens&color=advantage",
+        "transcript in colours": f"#/episode/{episode}?tokens=logprob",
+        "two transcripts": f"#/run/1?with=2&pair={episode}-{failed}&tokens=advantage",
         "why": f"#/episode/{episode}?tab=why",
         "said": f"#/episode/{episode}?tab=said",
         "task": f"#/run/1/task/{task}",

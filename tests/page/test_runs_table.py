@@ -83,7 +83,7 @@ def test_runs_table_tags_before_it_is_saved(page: Page, home: Path) -> None:
     page.click("button[aria-label='Label code']")
     page.fill("input[aria-label='tag or note']", "<b>good</b>")
     page.click("button:text-is('tag')")
-    assert page.locator(".tag.pending").count() == 1
+    page.wait_for_selector("button.tag.pending")
     page.wait_for_selector("button.tag:not(.pending):text-is('<b>good</b>')")
     database = open_database(f"sqlite:///{home}/agentrl.db")
     assert label_rows.list_tags(database, "code") == ["<b>good</b>"]

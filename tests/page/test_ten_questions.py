@@ -240,6 +240,21 @@ def test_evidence_is_walked_by_keyboard(read: Any) -> None:
     reader.page.wait_for_function(HEADS, arg=first)
 
 
+def test_transcript_colours_tokens_and_shows_time(read: Any) -> None:
+    reader = read(DEMO)
+    reader.click(".examples li:has-text('worst') a")
+    lanes = reader.page.locator(".waterfall-row")
+    lanes.first.wait_for()
+    assert lanes.all_inner_texts()[0].startswith("sampling")
+    assert "tools" in [text.strip() for text in lanes.all_inner_texts()]
+    assert reader.page.locator(".waterfall-row").first.locator("[title*='turn 0: sampling']").count() == 1
+    reader.choose("label:has-text('token colours') select", "logprob")
+    reader.page.wait_for_selector(".transcript .turn .strip .t[class*='odd-']")
+    assert reader.page.url.endswith("tokens=logprob")
+    reader.page.locator("label:has-text('token colours') select").select_option("")
+    reader.page.wait_for_selector(".transcript .strip", state="detached")
+
+
 def test_keys_move_focus_with_the_row(read: Any) -> None:
     reader = read(CODE)
     reader.click("nav.tabs >> text=episodes")

@@ -6,7 +6,7 @@ import { ask, exported, isThere, path } from "./data.js";
 import { json, number, plural, seconds, visible } from "./format.js";
 import { WithinList } from "./evidence.js";
 import { readRoute, useChoice } from "./route.js";
-import { TokensView } from "./tokens.js";
+import { TokensView, useTurnTokens } from "./tokens.js";
 import { Asked, Badge, Facts, Fold, Link, Problem, Tabs, Text, useData } from "./ui.js";
 
 const TEXT_PAGE = 200000;
@@ -36,6 +36,7 @@ function EpisodeView({ data }) {
     ${row.error && html`<p class="bad">${visible(row.error_class)}: ${visible(row.error)}</p>`}
     <${EpisodeFacts} data=${data} row=${row} />
     <${SecondsBar} data=${data} row=${row} />
+    <${Waterfall} data=${data} row=${row} />
     <${Tabs} name="tab" tabs=${tabs} chosen=${tab} />
     ${tab === "tokens" ? html`<${TokensView} episode=${row.id} row=${row} />` : tab === "why" ? html`<${WhyView} data=${data} row=${row} />` : tab === "said" ? html`<${Said} rows=${data.annotations} />` : html`<${Transcript} data=${data} row=${row} />`}`;
 }
@@ -98,6 +99,26 @@ function SecondsBar({ data, row }) {
     <p class="legend">${parts.map(([name, value, kind]) => html`<span key=${name}><i class=${`swatch ${kind}`}></i>${name} ${seconds(value)}</span>`)}</p>`;
 }
 
+const MAX_SPANS = 500;
+
+/** When an episode sampled, waited for a tools worker, ran its tools and was judged: a line for each, over its time. */
+function Waterfall({ data, row }) {
+  const [start, end] = [Date.parse(row.started_at), Date.parse(row.finished_at)];
+  if (!(end > start) || data.next_turn !== null) return null;
+  const turns = data.turns.filter((turn) => !turn.inherited && turn.generate_seconds);
+  const calls = turns.flatMap((turn) => turn.calls.map((call) => ({ ...call, step: turn.step })));
+  const timeOf = (at) => Date.parse(at || "");
+  const lanes = [
+    ["sampling", "w-group", turns.map((turn) => [timeOf(turn.sampled_at) - 1000 * turn.generate_seconds, timeOf(turn.sampled_at), `turn ${turn.step}`])],
+    ["waiting for a tools worker", "f-truncated", calls.map((call) => [timeOf(call.created_at), timeOf(call.started_at), `${visible(call.tool)}, turn ${call.step}`])],
+    ["tools", "w-call", calls.map((call) => [timeOf(call.started_at), timeOf(call.finished_at), `${visible(call.tool)}, turn ${call.step}`])],
+    ["judging", "w-agent", (data.grades || []).map((call) => [timeOf(call.started_at), timeOf(call.finished_at), visible(call.tool)])],
+  ].map(([name, kind, spans]) => [name, kind, spans.filter(([from, to]) => to >= from && to > start && from < end).slice(0, MAX_SPANS)]).filter(([, , spans]) => spans.length);
+  const percentOf = (at) => (100 * (Math.min(end, Math.max(start, at)) - start)) / (end - start);
+  if (!lanes.length) return null;
+  return html`<div class="waterfall" role="img" aria-label=${`Over ${seconds((end - start) / 1000)}: ${lanes.map(([name, , spans]) => `${name} ${plural(spans.length, "time")}`).join(", ")}`}>${lanes.map(([name, kind, spans]) => html`<div key=${name} class="waterfall-row"><span class="quiet">${name}</span><div class="waterfall-line">${spans.map(([from, to, what], index) => html`<span key=${index} class=${kind} style=${{ left: `${percentOf(from)}%`, width: `${percentOf(to) - percentOf(from)}%` }} title=${`${what.slice(0, 100)}: ${name} ${seconds((to - from) / 1000)}, after ${seconds(Math.max(0, from - start) / 1000)}`}></span>`)}</div></div>`)}</div>`;
+}
+
 function rewardParts(rewards) {
   return rewards.filter((each) => each.reward_set === "default").slice(0, 8).map((each) => `${visible(each.part)} ${number(each.value, 3)}${each.weight === 1 ? "" : ` × ${number(each.weight)}`}`).join(" + ");
 }
@@ -119,16 +140,19 @@ function Transcript({ data, row }) {
   const [later, setLater] = useState({ turns: [], next: data.next_turn, error: null });
   const turns = [...data.turns, ...later.turns];
   const branches = data.chains?.length > 1;
+  const [switcher, tokensOf] = useTurnTokens(row.id);
+  const hasTokens = isThere(path(`episodes/${row.id}/tokens`, { start: 0, size: FIRST_TOKENS }));
   const fetchLater = () =>
     ask(path(`episodes/${row.id}`, { turn: later.next })).then(
       (page) => setLater((now) => ({ turns: [...now.turns, ...page.turns], next: page.next_turn, error: null })),
       (error) => setLater((now) => ({ ...now, error })),
     );
-  return html`${branches && html`<${ChainTree} chains=${data.chains} turns=${turns} episode=${row.id} />`}
+  return html`${turns.length > 0 && hasTokens && switcher}
+    ${branches && html`<${ChainTree} chains=${data.chains} turns=${turns} episode=${row.id} />`}
     <ol class="transcript">
       ${turns.length > 0 && html`<${Opening} messages=${missingSystem(data)} episode=${row.id} />`}
       ${!turns.length && (data.task.messages || []).map((message, index) => html`<li key=${`task${index}`}><${Message} message=${message} episode=${row.id} /></li>`)}
-      ${turns.map((turn) => html`<${Turn} key=${turn.step} turn=${turn} branches=${branches} row=${row} />`)}
+      ${turns.map((turn) => html`<${Turn} key=${turn.step} turn=${turn} branches=${branches} row=${row} tokens=${tokensOf(turn)} />`)}
     </ol>
     ${later.next !== null && later.next !== undefined && html`<button type="button" class="more" onClick=${fetchLater}>show the turns from ${later.next} on</button>`}
     ${later.error && html`<${Problem} error=${later.error} small />`}
@@ -181,7 +205,7 @@ function ChainTree({ chains, turns, episode }) {
   return html`<nav class="chains" aria-label="Chains of turns"><ul>${roots.slice(0, 200).map((chain) => draw(chain, 0))}</ul></nav>`;
 }
 
-function Turn({ turn, branches, row }) {
+function Turn({ turn, branches, row, tokens }) {
   const odd = turn.finish_reason && turn.finish_reason !== "stop" && turn.finish_reason !== "tool_calls";
   return html`${turn.shared_messages > 0 && html`<li class="quiet">begins with the first ${plural(turn.shared_messages, "message")} of turn ${turn.parent_step}</li>`}
     ${turn.messages.map((message, index) => html`<li key=${`m${turn.step}.${index}`}><${Message} message=${message} episode=${row.id} /></li>`)}
@@ -194,9 +218,10 @@ function Turn({ turn, branches, row }) {
         ${turn.why_not && html` <span class="warn">not trained on: ${visible(turn.why_not)}</span>`}
         ${turn.rewards.map((each) => html` <span class="tag" key=${`${each.reward_set}${each.part}`}>${visible(each.part)} ${number(each.value, 3)}</span>`)}
       </div>
-      ${turn.thought && html`<${Fold} summary=${`thought, ${plural(turn.cut?.thought || turn.thought.length, "character")}`}><${Part} of=${turn} name="thought" episode=${row.id} /><//>`}
-      ${turn.content ? html`<${Part} of=${turn} name="content" episode=${row.id} />` : !turn.calls.length && html`<${Part} of=${turn} name="text" episode=${row.id} />`}
-      ${turn.text && turn.text !== turn.content && html`<${Fold} summary="as it was sampled"><${Part} of=${turn} name="text" episode=${row.id} mono /><//>`}
+      ${tokens}
+      ${!tokens && turn.thought && html`<${Fold} summary=${`thought, ${plural(turn.cut?.thought || turn.thought.length, "character")}`}><${Part} of=${turn} name="thought" episode=${row.id} /><//>`}
+      ${tokens ? "" : turn.content ? html`<${Part} of=${turn} name="content" episode=${row.id} />` : !turn.calls.length && html`<${Part} of=${turn} name="text" episode=${row.id} />`}
+      ${!tokens && turn.text && turn.text !== turn.content && html`<${Fold} summary="as it was sampled"><${Part} of=${turn} name="text" episode=${row.id} mono /><//>`}
       ${turn.calls.map((call) => html`<${Call} key=${call.id} call=${call} row=${row} />`)}
       ${turn.calls_left_out > 0 && html`<p class="quiet">${plural(turn.calls_left_out, "more call")}</p>`}
       ${turn.annotations.length > 0 && html`<${Said} rows=${turn.annotations} />`}

@@ -41,14 +41,30 @@ export function TokensView({ episode, row }) {
     <p class="quiet">${number(row.prompt_tokens)} tokens were read and ${number(row.sampled_tokens)} sampled. What was only read is dimmed; so is what no update trains on, with a line under it${reasons.length ? `: ${reasons.map(visible).join("; ")}` : ""}.</p>`;
 }
 
+/** The tokens of an episode, read page after page; nothing is read without an episode. */
 function useStrip(episode) {
   const [strip, setStrip] = useState({ ids: [], texts: [], logprobs: [], segments: [], total: 0, done: false, error: null, metrics: [] });
   useEffect(() => {
+    if (!episode) return undefined;
     const stop = new AbortController();
     readStrip(episode, stop.signal, setStrip).catch((error) => error.name !== "AbortError" && setStrip((now) => ({ ...now, error })));
     return () => stop.abort();
   }, [episode]);
   return strip;
+}
+
+/** A switch for token colours in a transcript, and `tokensOf(turn)`: the turn's tokens in their colours, null while they are off. */
+export function useTurnTokens(episode) {
+  const [color, setColor] = useChoice("tokens");
+  const strip = useStrip(color ? episode : null);
+  const words = useMemo(() => colouring(strip, color), [strip.ids.length, color]);
+  const bySpan = useMemo(() => Map.groupBy(strip.segments.filter(({ kind }) => kind === "sampled"), ({ chain, step }) => `${chain} ${step}`), [strip.ids.length]);
+  const switcher = html`<div class="controls"><${Select} label="token colours" value=${color} onChange=${setColor} options=${[["", "off"], ["logprob", "logprob"], ["advantage", "advantage"]]} />${color && html`<${Scale} words=${words} />`}${strip.error && html`<${Problem} error=${strip.error} small />`}</div>`;
+  const tokensOf = (turn) => {
+    const segments = color ? bySpan.get(`${turn.chain} ${turn.step}`) : null;
+    return segments ? html`<div class="strip">${segments.map((segment) => html`<${Segment} key=${segment.start} segment=${segment} begins=${false} strip=${strip} words=${words} />`)}</div>` : null;
+  };
+  return [switcher, tokensOf];
 }
 
 async function readStrip(episode, signal, told) {
