@@ -7,7 +7,6 @@ import typer
 from agentrl.cli.console import Json, show, show_json, show_lines
 from agentrl.cli.follow import follow, load_view, summary
 from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_database
-from agentrl.workflow.store.reads.run_seconds import load_run_seconds
 
 
 def watch(run: NewestRun = None, as_json: Json = False) -> None:
@@ -15,6 +14,8 @@ def watch(run: NewestRun = None, as_json: Json = False) -> None:
     db = stored_database()
     run = pick_run(db, run)
     if as_json:
+        from agentrl.workflow.store.reads.run_seconds import load_run_seconds
+
         view = load_view(db, run)
         fields = ("run", "iterations", "progress", "evals")
         show_json({**{name: getattr(view, name) for name in fields}, "seconds": load_run_seconds(db, run)})

@@ -321,7 +321,7 @@ def read_differences(store: Store, run: int, other: int) -> Response:
     """Return how two runs differ: config values, numbers, and the tasks that both sampled. Long texts are shortened."""
 
     def read(tx: DriverTransaction) -> RunDifferences:
-        names = [run_rows.run_name(tx, each) for each in (run, other)]
+        names = [run_rows.run_name(tx, run_id) for run_id in (run, other)]
         return load_run_differences(tx, names[0], names[1])
 
     differences = asdict(store.ask(read))
