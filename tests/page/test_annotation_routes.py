@@ -173,7 +173,6 @@ def test_page_answers_every_path_of_every_kind_of_run(grown: Database) -> None:
     for run in values(grown, "SELECT id FROM runs ORDER BY id"):
         for path in (
             "",
-            "/config",
             "/curves",
             "/events",
             "/ledger",

@@ -86,7 +86,7 @@ def test_page_works_with_postgres_reader_login(postgres: Database, tmp_path: Pat
     played(postgres)
     where = Settings(database_url=reader_of(postgres))
     page, own = PageOver(where), PageOver(postgres)
-    of_run = ("", "/curves", "/ledger", "/lanes", "/tasks", "/events", "/config", "/iterations/1", "/episodes", "/annotations",
+    of_run = ("", "/curves", "/ledger", "/lanes", "/tasks", "/events", "/iterations/1", "/episodes", "/annotations",
               "/prompts", "/critic-calls")  # fmt: skip
     others = ("/runs", "/groups/1", "/episodes/1", "/episodes/1/tokens", "/evals", "/views")
     for path in (*(f"/api/runs/1{end}" for end in of_run), *(f"/api{path}" for path in others)):
