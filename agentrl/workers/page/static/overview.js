@@ -16,8 +16,8 @@ export function Overview({ run, told, row, live, events }) {
   const examples = useData(path(`runs/${run}/examples`), version);
   const errors = useData(path(`runs/${run}/errors`), version);
   return html`<${Troubles} of=${told.troubles} />
-    ${curves.data && html`<${Health} run=${run} of=${columnsByName(curves.data, live.fresh)} />`}
     <${RewardChart} run=${run} name=${row.run} version=${told.evaluations} fresh=${live.fresh} events=${events} />
+    ${curves.data && html`<${Health} run=${run} of=${columnsByName(curves.data, live.fresh)} />`}
     ${errors.data?.length > 0 && html`<h2>What went wrong</h2><${Errors} run=${run} typed=${told.typed} rows=${errors.data} />`}
     ${examples.data?.best.length > 0 && html`<h2>Episodes of the newest iteration</h2>
       <${Examples} rows=${[...examples.data.best.map((each, index) => [index ? `best ${index + 1}` : "best", each]), ...examples.data.worst.map((each, index) => [index ? `worst ${index + 1}` : "worst", each])]} />`}`;
