@@ -92,7 +92,7 @@ def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
 
     if not has_no_signal(run, iterations):
         return []
-    return list_flat_lines(run_rows.describe_flat_rewards(db, run["run"], iterations[-FLAT_ITERATIONS:][0]["iteration"]))
+    return list_flat_lines(run_rows.describe_flat_rewards(db, run["run"], iterations[-FLAT_ITERATIONS]["iteration"]))
 
 
 def _gained(db: Any, row: Row) -> list[str]:

@@ -18,7 +18,7 @@ def watch(run: NewestRun = None, as_json: Json = False) -> None:
 
         view = load_view(db, run)
         fields = ("run", "iterations", "progress", "evals")
-        show_json({**{name: getattr(view, name) for name in fields}, "seconds": load_run_seconds(db, run)})
+        show_json({**{name: getattr(view, name) for name in fields}, "seconds": view.seconds or load_run_seconds(db, run)})
         return
     view = follow(db, run, sys.stdout.isatty(), show)
     show_lines(summary(view))

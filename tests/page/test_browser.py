@@ -14,7 +14,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page
 from sqlalchemy import text
 
-from tests.support.browser import Service, Watched, chromium, service, settle
+from tests.support.browser import Service, Watched, service, settle
 from tests.support.real_stack import SMALL, Stack, embedded_stack
 from tests.support.small_models import tiny_calling
 
@@ -39,12 +39,6 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.agentrl("tag", "first", "good")
         stack.agentrl("note", "first", "a first look")
         yield stack
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from agentrl.workflow.tables import schema
 from bench.performance import synthetic
 from tests.conftest import copy_store
 from tests.support import played_runs
-from tests.support.browser import Service, Watched, chromium, service, settle
+from tests.support.browser import Service, Watched, service, settle
 from tests.support.hostile_rows import ATTACKS, FORMULA, MIXED, fill_with, make_hostile_model, poison
 from tests.support.own_postgres import own_postgres
 
@@ -56,12 +56,6 @@ INNOCENT = r"""() => {
   return found;
 }"""
 """What is in the page that a text of the store must not have brought there."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page
 
-from agentrl.workers.page import demo
 from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.reads import label_rows
-from tests.support.browser import Service, Watched, chromium, service, settle
-from tests.support.question_store import add_runs
+from tests.support.browser import Service, Watched, service, settle
+from tests.support.question_store import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
@@ -19,22 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_modu
 @pytest.fixture(scope="module")
 def home() -> Path:
     """The demo's store, with the runs of `question_store`: "agents" and "broken" differ in nothing but the seed."""
-    where = demo.open_demo()
-    database = open_database(where.database)
-    add_runs(database)
-    database.close()
-    return where.root
+    return open_store()
 
 
 @pytest.fixture(scope="module")
 def served(home: Path) -> Iterator[Service]:
     with service(home, "--actions") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
         yield started
 
 

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page
 
-from agentrl.workers.page import demo
-from agentrl.workflow.store.migrate import open_database
-from tests.support.browser import Service, Watched, chromium, service, settle
-from tests.support.question_store import ERROR, REASON, WHY_FAILED, add_runs
+from tests.support.browser import Service, Watched, service, settle
+from tests.support.question_store import ERROR, REASON, WHY_FAILED, open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
 
@@ -25,22 +23,12 @@ HEADS = "text => document.querySelector('h1')?.innerText === text"
 @pytest.fixture(scope="module")
 def home() -> Path:
     """The demo's store, with the runs of `question_store`."""
-    where = demo.open_demo()
-    database = open_database(where.database)
-    add_runs(database)
-    database.close()
-    return where.root
+    return open_store()
 
 
 @pytest.fixture(scope="module")
 def served(home: Path) -> Iterator[Service]:
     with service(home) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
         yield started
 
 

@@ -2,11 +2,15 @@
 and a run that broke and was resumed. The demo's store has evaluations besides.
 """
 
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
+from agentrl.workers.page import demo
 from agentrl.workflow.store import planning, rollout_claims, steps, train_commits
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
 from agentrl.workflow.store.tool_calls import record_result
 from agentrl.workflow.trajectory import CallRecord, Message, Step, StepRecord, ToolCall, ToolResult
@@ -17,6 +21,14 @@ WRONG = "def area(r) return 3.14 * r"
 ERROR = "SyntaxError: expected ':'"
 REASON = "only 0 of 4 episodes can train"
 WHY_FAILED = "reward 'my_rewards:broken' raised ValueError: no such key"
+
+
+def open_store() -> Path:
+    """Return the home of the demo's store with the runs added."""
+    where = demo.open_demo()
+    with closing(open_database(where.database)) as database:
+        add_runs(database)
+    return where.root
 
 
 def add_runs(database: Database) -> None:

@@ -3,10 +3,9 @@ processes, and reports the result.
 
 The guardian is a separate process, forked by the agent server. It supervises one episode at a time. By default, each episode
 has a new process; with `agent.reuse`, the process of an episode that ended without an error also runs the next one. If the
-guardian is killed, the `Warden` ends the remaining
-processes. The guardian is a subreaper: a process that the agent leaves behind becomes the guardian's child, so no such process
-outlives the guardian. If the other end of its socket is closed, the guardian ends the agent and itself at once. It imports only
-the standard library and `workflow.agents`.
+guardian is killed, the `Warden` ends the remaining processes. The guardian is a subreaper: a process that the agent leaves
+behind becomes the guardian's child, so no such process outlives the guardian. If the other end of its socket is closed, the
+guardian ends the agent and itself at once.
 """
 
 import asyncio
@@ -38,6 +37,7 @@ KILLED = "killed"
 """The error class of an agent that another process or the kernel killed. It counts as lost, not as failed."""
 MAX_RESULT = 1 << 20
 """The largest result of an agent, in bytes."""
+TOO_LARGE = f"it has more than {MAX_RESULT} bytes"
 MAX_FILES_BYTES = 1 << 30
 """The most bytes that a program may write to its folder. A single file may have half of that."""
 MAX_FOLDERS = 10_000
@@ -252,7 +252,7 @@ class _Watch:
         if not self._has_result:
             return None
         if self._result_size > MAX_RESULT:
-            raise ValueError(f"it has more than {MAX_RESULT} bytes")
+            raise ValueError(TOO_LARGE)
         if len(self._result) > self._result_size + LENGTH.size:
             raise ValueError("it has two results")
         return bytes(self._result[LENGTH.size :])
@@ -271,7 +271,7 @@ class _Watch:
             if agent.ended in ready or (self.order.reuse and self._has_result):
                 return "", ""
             if self._has_result and self._result_size > MAX_RESULT:
-                return "answer", f"its answer cannot be read: it has more than {MAX_RESULT} bytes"
+                return "answer", f"its answer cannot be read: {TOO_LARGE}"
             if self.connection in ready:
                 return "stopped", "it was asked to stop"
             now = time.monotonic()
@@ -368,7 +368,7 @@ def _read_answer(path: Path) -> Any:
     with os.fdopen(descriptor, "rb") as file:
         data = file.read(MAX_RESULT + 1)
     if len(data) > MAX_RESULT:
-        raise ValueError(f"it has more than {MAX_RESULT} bytes")
+        raise ValueError(TOO_LARGE)
     return json.loads(data) if data.strip() else None
 
 
@@ -393,9 +393,7 @@ def _become_agent(
             domain.enter()
             domain.drop_capabilities()
         if function is None:
-            os.environ.clear()
-            os.environ.update(order.environment)
-            os.chdir(order.folder)
+            _enter_place(order)
             channel.close()
             resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILES_BYTES // 2,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -418,9 +416,7 @@ def _become_agent(
 
 def _call(function: Callable[..., Any], order: Order, channel: socket.socket) -> int:
     """Call a function agent, and send its result or its exception. Return the exit code."""
-    os.environ.clear()
-    os.environ.update(order.environment)
-    os.chdir(order.folder)
+    _enter_place(order)
     try:
         freeze_clock()
         value = function(AgentTask(**order.task), LLM(**order.llm))
@@ -434,6 +430,12 @@ def _call(function: Callable[..., Any], order: Order, channel: socket.socket) ->
     _flush()
     send(channel, reply)
     return 0 if "value" in reply else 1
+
+
+def _enter_place(order: Order) -> None:
+    os.environ.clear()
+    os.environ.update(order.environment)
+    os.chdir(order.folder)
 
 
 def _flush() -> None:

@@ -92,6 +92,8 @@ class AgentServer:
     source: str = field(init=False)
     _control: socket.socket = field(init=False)
     _idle: list[socket.socket] = field(default_factory=list)
+    _is_closed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _process: "subprocess.Popen[bytes]" = field(init=False)
     _stamps: Mapping[str, object] = field(init=False)
 
@@ -149,7 +151,7 @@ class AgentServer:
         """Return a socket that is connected to a guardian, the process that watches one agent. If no guardian is idle, let the
         interpreter fork one.
         """
-        while self._idle:
+        while self._idle:  # only `close` takes guardians away too, and never at the same time
             guardian = self._idle.pop()
             if not select.select([guardian], [], [], 0)[0]:
                 return guardian
@@ -160,14 +162,17 @@ class AgentServer:
         return ours
 
     def keep(self, guardian: socket.socket) -> None:
-        """Take back the socket of a guardian that takes another order."""
-        self._idle.append(guardian)
+        """Take back the socket of a guardian that takes another order. If the interpreter is closed, the guardian ends."""
+        with self._lock:
+            guardian.close() if self._is_closed else self._idle.append(guardian)
 
     def close(self) -> None:
         """Tell the interpreter to end after its running agents. Wait at most LOOK_SECONDS for its end."""
         self._control.close()
-        for guardian in self._idle:
-            guardian.close()
+        with self._lock:
+            self._is_closed = True
+            for guardian in self._idle:
+                guardian.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_SECONDS)
         _ending[:] = [process for process in (*_ending, self._process) if process.poll() is None]
@@ -229,16 +234,6 @@ class AgentServers:
             guardian = server.begin()
         self._end_oldest()
         return server, guardian
-
-    def keep(self, spec: str, server: AgentServer, guardian: socket.socket) -> None:
-        """Take back the socket of a guardian that takes another order. If its interpreter was replaced, the guardian ends."""
-        with self._lock:
-            place = self._places[spec]
-        with place.lock:
-            if place.server is server:
-                server.keep(guardian)
-            else:
-                guardian.close()
 
     def source(self, spec: str) -> str:
         """Return the current source of the agent's module, as the agent's interpreter has imported it; empty for a program.
@@ -324,5 +319,5 @@ def run(order: Order, spec: str, is_stopped: Callable[[], bool]) -> AgentReport 
     except OSError as error:
         raise InfraError(f"The agent's supervisor process is gone: {error}.") from error
     finally:
-        servers.keep(spec, server, guardian) if takes_more else guardian.close()
+        server.keep(guardian) if takes_more else guardian.close()
     return None

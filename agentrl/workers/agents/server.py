@@ -43,8 +43,8 @@ _ASKED: dict[str, Any] = {
 
 
 def main(control: socket.socket, spec: str, paths: list[str]) -> None:
-    """Import the agent's module, and fork a guardian for each episode. Return when the worker has closed its socket and the
-    last agent has ended.
+    """Import the agent's module, and fork guardians. Return when the worker has closed its socket and the last agent has
+    ended.
     """
     sys.path[:] = paths
     try:
@@ -81,8 +81,7 @@ def _rehearse() -> None:
     if openai is None:
         return
     with suppress(Exception), HTTPServer(("127.0.0.1", 0), _Rehearsal) as server:  # an SDK of another version, say
-        server.timeout = REHEARSAL_SECONDS
-        serving = threading.Thread(target=_answer, args=(server, 3))
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
         options = {"base_url": url, "api_key": "none", "max_retries": 0, "timeout": REHEARSAL_SECONDS}
@@ -93,12 +92,8 @@ def _rehearse() -> None:
                     pass
             asyncio.run(_call_with(openai.AsyncOpenAI(**options)))
         finally:
+            server.shutdown()
             serving.join()  # no thread may run when agents are forked
-
-
-def _answer(server: HTTPServer, requests: int) -> None:
-    for _ in range(requests):
-        server.handle_request()
 
 
 async def _call_with(client: Any) -> None:

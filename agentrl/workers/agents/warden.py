@@ -22,7 +22,7 @@ class Warden:
     """Forks and watches guardians. A guardian is the process that watches one agent.
 
     Args:
-        control: the socket over which the worker sends one file descriptor per episode; guardians do not inherit it.
+        control: the socket over which the worker sends one file descriptor per guardian; guardians do not inherit it.
         function: the function that guardians call; None for programs.
     """
 

@@ -36,10 +36,14 @@ class _GatheringTransport:
         self._pieces: list[bytes] = []
 
     def write(self, data: bytes) -> None:
-        """Send the bytes when the present turn of the event loop is over."""
+        """Send the bytes when the present turn of the event loop is over, or more than WAITING_BYTES are gathered. The
+        connection of a slow client then pauses the writer, as without gathering.
+        """
         if not self._pieces:
             asyncio.get_running_loop().call_soon(self._send)
         self._pieces.append(data)
+        if sum(map(len, self._pieces)) > WAITING_BYTES:
+            self._send()
 
     def close(self) -> None:
         """Close the connection after all bytes were sent."""

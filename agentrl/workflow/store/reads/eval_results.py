@@ -190,6 +190,14 @@ def load_questions(tx: Any, tasks: Iterable[int]) -> dict[int, str]:
     return {row["id"]: _question(row["messages"]) for row in select_rows(tx, query)}
 
 
+def load_task_texts(tx: Any, tasks: Iterable[int]) -> dict[int, dict[str, str]]:
+    """Return the first KEY_CHARS characters of each task's key (`task`) and of its last message (`question`), by task id. Call
+    this inside a transaction.
+    """
+    query = f"SELECT id, substr(key, 1, {KEY_CHARS}) AS key, messages FROM tasks WHERE id IN ({among(tasks)})"
+    return {row["id"]: {"task": row["key"], "question": _question(row["messages"])} for row in select_rows(tx, query)}
+
+
 @sql_read_transaction
 def load_answers(tx: Any, episodes: Iterable[int | None]) -> dict[int, str]:
     """Return the first KEY_CHARS characters of each episode's final answer, by the episode's id."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.eval_results import load_questions
+from agentrl.workflow.store.reads.eval_results import load_task_texts
 from agentrl.workflow.store.reads.evidence_rows import count_error_classes, load_evidence
 from agentrl.workflow.store.reads.iteration_rows import find_iteration
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
@@ -145,15 +145,13 @@ def _load_task_changes(tx: Any, run_id: int, number: int) -> tuple[list[dict[str
 def _add_texts(tx: Any, changes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the changes of tasks with each task's key, question and worst episode."""
     ids = [row["task_id"] for row in changes]
-    questions = load_questions(tx, ids)
-    keys = {row["id"]: row["key"] for row in select_rows(tx, f"SELECT id, key FROM tasks WHERE id IN ({among(ids)})")}
+    texts = load_task_texts(tx, ids)
     query = f"""
         SELECT g.id, (SELECT e.id FROM episodes e WHERE e.group_id = g.id AND e.status = 'done'
                       ORDER BY e.reward, e.id LIMIT 1) AS worst
         FROM groups g WHERE g.id IN ({among(row["group_id"] for row in changes)})"""
     worst = {row["id"]: row["worst"] for row in select_rows(tx, query)}
-    texts = ({"task": keys[id], "question": questions.get(id, "")} for id in ids)
-    return [{**row, **text, "worst": worst.get(row["group_id"])} for row, text in zip(changes, texts, strict=True)]
+    return [{**row, **texts[row["task_id"]], "worst": worst.get(row["group_id"])} for row in changes]
 
 
 def _load_examples(tx: Any, run: str, iteration: int, changes: Sequence[Row]) -> dict[str, Row | None]:

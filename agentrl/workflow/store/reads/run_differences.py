@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.workflow.config import NO_AGENT, RunConfig, flatten
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.eval_results import KEY_CHARS, load_questions
+from agentrl.workflow.store.reads.eval_results import load_task_texts
 from agentrl.workflow.store.reads.run_details import find_config, load_summaries
 from agentrl.workflow.store.reads.run_rows import describe_run
 from agentrl.workflow.store.reads.run_seconds import load_run_seconds
@@ -16,9 +16,7 @@ from agentrl.workflow.store.reads.solved_rule import MEMBERS
 
 MAX_TASKS = 50
 """The most tasks in the result."""
-NUMBERS = (
-    *("status", "iterations_done", "episodes_done", "last_reward", "eval_reward", "best_reward", "best_version", "seconds"),
-)
+NUMBERS = ["status", "iterations_done", "episodes_done", "last_reward", "eval_reward", "best_reward", "best_version", "seconds"]
 """The columns of `RunRow` among the numbers."""
 
 
@@ -94,15 +92,12 @@ def _load_tasks(tx: Any, one: int, other: int) -> tuple[list[dict[str, Any]], in
     shared = sides[0].keys() & sides[1].keys()
     changes = {id: sides[1][id]["mean_reward"] - sides[0][id]["mean_reward"] for id in shared}
     ids = sorted((id for id in shared if changes[id]), key=lambda id: (-abs(changes[id]), id))[:MAX_TASKS]
-    questions = load_questions(tx, ids)
-    query = f"SELECT id, substr(key, 1, {KEY_CHARS}) AS key FROM tasks WHERE id IN ({among(ids)})"
-    keys = {row["id"]: row["key"] for row in select_rows(tx, query)}
+    texts = load_task_texts(tx, ids)
     episodes = _load_extremes(tx, [side[id]["id"] for id in ids for side in sides])
     return [
         {
             "task_id": id,
-            "task": keys[id],
-            "question": questions.get(id, ""),
+            **texts[id],
             **{name: side[id]["mean_reward"] for name, side in zip(("one", "other"), sides, strict=True)},
             "one_episode": episodes.get(sides[0][id]["id"], (None, None))[changes[id] > 0],
             "other_episode": episodes.get(sides[1][id]["id"], (None, None))[changes[id] < 0],
