@@ -64,7 +64,7 @@ def _run_checks(model: str | None) -> Iterator[Check]:
     if where.checkpoints:
         yield _checkpoints(where)
     if where.engine_url:
-        yield _engine(where)
+        yield from _engine(where)
     yield _sandbox(where)
     yield _disk(where)
     yield _gsm8k(where)
@@ -207,16 +207,22 @@ def _checkpoints(where: Any) -> Check:
     return Check("store", "ok", where.checkpoint_root)
 
 
-def _engine(where: Any) -> Check:
-    from agentrl.workflow.inference.http import Connection
+def _engine(where: Any) -> Iterator[Check]:
+    from agentrl.workflow.inference.http import Connection, server_urls
     from agentrl.workflow.inference.server_responses import Cards
 
     try:
-        with closing(Connection(where)) as connection:
-            served = [card.id for card in connection.read(Cards, "/v1/models").data]
+        urls = server_urls(where)
     except AgentRLError as error:
-        return Check("engine", "fail", error.message, error.hint)
-    return Check("engine", "ok", f"{where.engine_url} serves {', '.join(served)}")
+        yield Check("engine", "fail", error.message, error.hint)
+        return
+    for url in urls:
+        try:
+            with closing(Connection(where, url=url)) as connection:
+                names = [card.id for card in connection.read(Cards, "/v1/models").data]
+            yield Check("engine", "ok", f"{url} serves {', '.join(names)}")
+        except AgentRLError as error:
+            yield Check("engine", "fail", error.message, error.hint)
 
 
 def _sandbox(where: Any) -> Check:

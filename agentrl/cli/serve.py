@@ -106,7 +106,7 @@ def _use_upstream(url: str, engine: str | None) -> str:
     """Let the engine of this process sample with the server at the URL, and return the engine's name. Raise ConfigError if the
     URL is invalid, or the engine is none that uses a server.
     """
-    from agentrl.workflow.inference.http import check_url
+    from agentrl.workflow.inference.http import server_urls
     from agentrl.workflow.plugins import find
     from agentrl.workflow.settings import settings
 
@@ -114,7 +114,7 @@ def _use_upstream(url: str, engine: str | None) -> str:
         raise ConfigError(f"--upstream excludes --engine {engine}, which samples in this process.", "Leave --engine out.")
     os.environ["AGENTRL_ENGINE_URL"] = url
     settings.cache_clear()
-    check_url(settings())
+    server_urls(settings())
     return engine or "openai"
 
 

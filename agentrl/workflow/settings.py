@@ -61,7 +61,7 @@ class Settings(BaseSettings):
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
     slots: int = Field(default=128, ge=1, description="Maximum turns sampled at once; fewer while memory is short.")
-    engine_url: str = Field(default="", description="http:// URL of the server of the engines openai, openai_text, llamacpp.")
+    engine_url: str = Field(default="", description="http:// URLs, with commas, for the engines openai, openai_text, llamacpp.")
     engine_key: str = Field(default="", description="Its API key, if it needs one.")
     critic_url: str = Field(default="", description="http:// URL of the critic model of apo and gepa.")
     critic_key: str = Field(default="", description="Its API key, if it needs one.")

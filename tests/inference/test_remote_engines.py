@@ -23,7 +23,7 @@ from agentrl.workflow.checkpoints.sealed_folder import ADAPTER
 from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.engines import Backend, Completion, GenerateRequest
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, InfraError, ModelError, ServiceError
-from agentrl.workflow.inference import exported_adapters, http, openai_engine, server_responses
+from agentrl.workflow.inference import exported_adapters, http, openai_engine, remote_engine, server_responses
 from agentrl.workflow.inference.http import Connection
 from agentrl.workflow.inference.llamacpp_engine import ends_within_character
 from agentrl.workflow.inference.openai_engine import OpenAIServer
@@ -672,12 +672,121 @@ def test_llama_cpp_with_another_vocabulary_is_refused(
 
 
 def test_doctor_reports_model_of_server_or_its_absence(server: tuple[Routes, str], home: Path) -> None:
-    def found(url: str) -> tuple[str, str]:
-        check = doctor._engine(Settings(engine_url=url))
-        return check.state, check.found
+    def checks(urls: str) -> list[tuple[str, str]]:
+        return [(check.state, check.found) for check in doctor._engine(Settings(engine_url=urls))]
 
-    assert found(server[1]) == ("ok", f"{server[1]} serves {server[0].name}")
     with kept_port() as port:
-        state, said = found(f"http://127.0.0.1:{port}")
+        good, (state, said) = checks(f"{server[1]}/v1, http://127.0.0.1:{port}")
+    assert good == ("ok", f"{server[1]} serves {server[0].name}")
     assert state == "fail"
     assert "does not answer" in said
+    assert [state for state, _ in checks("nowhere")] == ["fail"]
+
+
+# --- several servers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def servers(folder: Path) -> Iterator[list[tuple[Routes, str]]]:
+    with ExitStack() as opened:
+        yield [opened.enter_context(served(folder)) for _ in range(2)]
+
+
+def sessions_of(routes: Routes) -> set[int]:
+    """The seeds of the turns that a server was asked for; each session has one."""
+    return {body["seed"] for body in routes.bodies if body["prompt"] == list(PROMPT)}
+
+
+def test_servers_get_sessions_evenly_and_keep_them(
+    servers: list[tuple[Routes, str]], client: Callable[..., ServedEngine]
+) -> None:
+    hold = threading.Event()
+
+    def wait(reply: Any) -> Any:
+        assert hold.wait(60)
+        return reply
+
+    for routes, _ in servers:
+        routes.spoil = wait
+    engine = client(",".join(url for _, url in servers))
+    turns = [engine.submit(ask(key=session, session=session)) for session in range(6)]
+    hold.set()
+    for turn in turns:
+        turn.result(60)
+    first = [sessions_of(routes) for routes, _ in servers]
+    assert [len(sessions) for sessions in first] == [3, 3]
+    for routes, _ in servers:
+        routes.bodies.clear()
+    for session in range(6):
+        engine.submit(ask(key=session, session=session)).result(60)
+    assert [sessions_of(routes) for routes, _ in servers] == first
+
+
+def test_dead_server_costs_only_its_turns_and_returns(
+    folder: Path,
+    client: Callable[..., ServedEngine],
+    trainer: Policy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_engine, "RETRY_SECONDS", 0.3)
+    ref = trained(trainer, tmp_path / "v1", 0.2)
+    with kept_port() as port, served(folder) as (other, other_url):
+        with served(folder, port) as (routes, url):
+            engine = client(f"{url},{other_url}")
+            engine.submit(ask(policy=ref, session=1)).result(60)
+            assert (len(routes.sampled), len(other.sampled)) == (1, 0)
+
+            def die(reply: Any) -> Any:
+                raise ConnectionAbortedError
+
+            routes.spoil = die
+            broken = engine.submit(ask(policy=ref, session=1)).result(60)
+            assert other.sampled[-1].ids == broken.token_ids
+            assert other.loads == [ref.sha256]
+        window = engine.window()
+        for key in range(4):
+            engine.submit(ask(policy=ref, key=key, session=key)).result(60)
+        assert len(other.sampled) == 5
+        with served(folder, port) as (routes, _):
+            time.sleep(0.4)
+            assert engine.window() == window
+            for key in range(4):
+                engine.submit(ask(policy=ref, key=key, session=key + 10)).result(60)
+            assert routes.loads == [ref.sha256]
+    assert torch.allclose(expected(trainer, ref, broken), torch.tensor(broken.logprobs), atol=1e-4)
+    refusal(engine, ServiceError, policy=ref)
+
+
+def test_window_is_smallest_of_servers_that_respond(
+    servers: list[tuple[Routes, str]], client: Callable[..., ServedEngine]
+) -> None:
+    servers[1][0].window = 100
+    assert client(",".join(url for _, url in servers)).window() == 100
+    with kept_port() as port:
+        assert client(f"http://127.0.0.1:{port},{servers[1][1]}").window() == 100
+
+
+def test_list_with_one_wrong_model_is_refused_at_submit(servers: list[tuple[Routes, str]]) -> None:
+    (good, good_url), (wrong, wrong_url) = servers
+    wrong.name = "another"
+    wrong.policy.folder = Path("/models/another")
+    with kept_port() as port:
+        listed = Settings(engine_url=f"{good_url},http://127.0.0.1:{port},{wrong_url}")
+        with pytest.raises(ModelError, match=f"at {wrong_url} serves another, and not {good.name}"):
+            http.check_bases(listed, {good.name})
+        http.check_bases(Settings(engine_url=f"{good_url},http://127.0.0.1:{port}"), {good.name})
+
+
+@pytest.mark.parametrize(
+    ("urls", "who", "said"),
+    [
+        ("http://a:1,http://b:2,http://a:1/v1", "engine", "names http://a:1 twice"),
+        ("http://a:1,", "engine", "is not a server's http URL"),
+        (",".join(f"http://a:{port}" for port in range(65)), "engine", "names 65 servers; at most 64"),
+        ("http://a:1,http://b:2", "critic", "names 2 servers; at most 1"),
+    ],
+)
+def test_server_urls_refuses_bad_lists(urls: str, who: http.Who, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        http.server_urls(Settings(engine_url=urls, critic_url=urls), who)

@@ -121,6 +121,34 @@ def test_remote_run_loses_no_episode_to_server_outage(stack: ForkedStack, model:
 
 
 @pytest.mark.slow
+def test_remote_run_goes_on_while_one_of_two_servers_is_away(stack: ForkedStack, model: Path) -> None:
+    with kept_port() as port, served(model) as (other, other_url):
+        held = threading.Event()
+
+        def answered(reply: dict[str, Any]) -> dict[str, Any]:
+            if len(routes.sampled) > 6:
+                held.wait()
+                raise ConnectionAbortedError
+            return reply
+
+        with served(model, port) as (routes, url):
+            routes.spoil = answered
+            sampling_at(stack, f"{url},{other_url}")
+            run = submit(stack, model, "--max-tasks", "8")
+            stack.wait(lambda: len(routes.sampled) > 6, "the first server's turns, whose last is never answered")
+            held.set()
+        stack.wait_for(run)
+        sampled_by_both = {(each.model, each.ids, float32(each.logprobs)) for each in (*routes.sampled, *other.sampled)}
+        assert recorded(stack, other.name) <= sampled_by_both
+        assert other.loads
+    ended = rows(stack, "SELECT status, count(*) AS n FROM episodes GROUP BY 1")
+    assert [(row.status, row.n) for row in ended] == [("done", 32)]
+    assert rows(stack, "SELECT max(losses) AS n FROM groups")[0].n == 0
+    kinds = {event["kind"] for event in event_rows.list_events(stack.database, event_rows.EventFilter(run)).rows}
+    assert "waiting" not in kinds
+
+
+@pytest.mark.slow
 def test_remote_run_that_server_cannot_serve_fails_with_reason(stack: ForkedStack, model: Path) -> None:
     with served(model) as (routes, url):
         sampling_at(stack, url)

@@ -263,7 +263,7 @@ def _rollout_checks(needs: Requirements) -> Iterator[Callable[[], object]]:
     yield partial(_load_tools, experiment)
     yield partial(check_rewards, experiment.weights)
     yield partial(load_hooks, experiment.config.hooks)
-    yield partial(_check_engine, experiment)
+    yield partial(_check_engine, experiment, needs.base)
     yield partial(_check_model, experiment.config, needs.base)
 
 
@@ -313,11 +313,14 @@ def _check_agent(experiment: Experiment, agent: ReadAgent) -> None:
     check_held(agent_config)
 
 
-def _check_engine(experiment: Experiment) -> None:
-    from agentrl.workflow.inference.http import check_url
+def _check_engine(experiment: Experiment, base: str) -> None:
+    from agentrl.workflow.inference.http import check_bases, server_urls
 
-    if experiment.engine.at_url:
-        check_url(settings())
+    engine = experiment.engine
+    if engine.at_url and engine.weights:  # adapters are of a base, whose name the server must have
+        check_bases(settings(), {Path(experiment.config.model.path).name, Path(base).name})
+    elif engine.at_url:
+        server_urls(settings())
 
 
 def _check_model(config: RunConfig, base: str) -> None:

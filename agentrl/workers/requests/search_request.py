@@ -8,7 +8,7 @@ from agentrl.workflow.config import RunConfig
 from agentrl.workflow.datasets import load_tasks
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.experiment import Experiment
-from agentrl.workflow.inference.http import check_url
+from agentrl.workflow.inference.http import server_urls
 from agentrl.workflow.plugins import find
 from agentrl.workflow.resources import SYSTEM_PROMPT, TOOL
 from agentrl.workflow.search import names_taken
@@ -52,7 +52,7 @@ def resolve_texts(experiment: Experiment) -> RunConfig:
         if config.search.critic is None:
             raise ConfigError(f"{config.algorithm.name} needs a critic model.", "Set its model: -s search.critic=MODEL")
         if not settings().broker_url:  # else the workers' machines know where it is
-            check_url(settings(), "critic")
+            server_urls(settings(), "critic")
     elif config.search.critic is not None:
         raise ConfigError(f"search.critic has no effect with {config.algorithm.name}.", "Leave it out.")
     return config

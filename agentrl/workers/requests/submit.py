@@ -456,10 +456,10 @@ def _check_sampling(config: RunConfig, kind: str) -> None:
 
 def _check_server_url(where: Settings) -> None:
     """Check that the embedded stack can use the setting `engine_url`."""
-    from agentrl.workflow.inference.http import check_url
+    from agentrl.workflow.inference.http import server_urls
 
     if not where.broker_url and (where.engine_url or embedded.find_supervisor(where) is None):
-        check_url(where)
+        server_urls(where)
 
 
 def _check_weights(backend: Backend, config: RunConfig, ref: PolicyRef, trained: bool) -> None:

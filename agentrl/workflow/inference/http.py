@@ -5,23 +5,32 @@ It parses JSON responses and converts refusals to agentrl's errors. It needs no 
 
 import json
 import time
+from collections.abc import Set
+from contextlib import closing, suppress
 from functools import cache
+from pathlib import Path
 from ssl import SSLContext
 from typing import Any, Literal
 
 import httpx2
 
 from agentrl.workflow.errors import ConfigError, InfraError, ModelError, ServiceError
-from agentrl.workflow.inference.server_responses import Shape, read
+from agentrl.workflow.inference.server_responses import Card, Cards, Shape, read
 from agentrl.workflow.settings import Settings
 
 Who = Literal["engine", "critic"]
 CONNECT_SECONDS = 10.0
+CHECK_SECONDS = 2.0
+"""The longest wait for a server that is only checked, in seconds."""
+
 ANSWER_SECONDS = 900.0
 """The longest wait for a response, in seconds. After that the server is treated as unavailable, and the turn fails."""
 
 MAX_BYTES = 64 * 1024 * 1024
 """The largest response, in bytes. A turn of 100,000 tokens with likeliest alternatives for each takes half of that."""
+
+MAX_SERVERS = 64
+"""The most servers of one engine."""
 
 HIDDEN = "[the key]"
 SECRET_CHARS = 12
@@ -52,25 +61,30 @@ class Connection:
     Args:
         settings: the settings with the server's URL and key: `engine_url` and `engine_key`, or `critic_url` and `critic_key`.
         who: the part of agentrl that uses the server: the engine or the critic.
+        url: the server's URL, one of `server_urls`; None: the first.
         max_bytes: the largest response, in bytes; None: `MAX_BYTES`.
         seconds: the longest wait for a response, in seconds.
 
     Raises:
-        ConfigError: the URL is missing or invalid.
+        ConfigError: a URL is missing or invalid.
     """
 
     def __init__(
-        self, settings: Settings, who: Who = "engine", max_bytes: int | None = None, seconds: float = ANSWER_SECONDS
+        self,
+        settings: Settings,
+        who: Who = "engine",
+        max_bytes: int | None = None,
+        seconds: float = ANSWER_SECONDS,
+        url: str | None = None,
     ) -> None:
-        check_url(settings, who)
         self._who, self._variable = who, f"AGENTRL_{who.upper()}"
         self._max_bytes, self._seconds = max_bytes or MAX_BYTES, seconds
-        self.url = str(getattr(settings, f"{who}_url")).rstrip("/").removesuffix("/v1")
+        self.url = url or server_urls(settings, who)[0]
         self._key = str(getattr(settings, f"{who}_key"))
         self._client = httpx2.Client(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             follow_redirects=False,  # the key must not reach another server
-            timeout=httpx2.Timeout(seconds, connect=CONNECT_SECONDS),
+            timeout=httpx2.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)),
             verify=_tls_context(),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=settings.slots),
         )
@@ -131,16 +145,64 @@ class Connection:
         return bytes(body)
 
 
-def check_url(settings: Settings, who: Who = "engine") -> None:
-    """Check that the URL of the server is valid.
+def base_card(connection: Connection, names: Set[str]) -> Card:
+    """Return the card of the base that the server has under one of these names.
 
     Raises:
-        ConfigError: the URL is missing, or is not an http URL with a host.
+        ModelError: the server has no such base. Only the name can be checked.
+        ServiceError, ConfigError, InfraError: see `Connection.read`.
     """
-    url, hint = getattr(settings, f"{who}_url"), f"Set AGENTRL_{who.upper()}_URL=http://HOST:PORT"
-    if not url:
+    cards = [card for card in connection.read(Cards, "/v1/models").data if not card.parent]
+    names_by_card = [{Path(name).name for name in (card.id, card.root) if name} for card in cards]
+    card = next((card for card, its_names in zip(cards, names_by_card, strict=True) if its_names & names), None)
+    if card is None:
+        served = " ".join(sorted(set().union(*names_by_card))) or "nothing"
+        ours = sorted(names)[0]
+        raise ModelError(
+            f"The server at {connection.url} serves {served:.300}, and not {ours}.",
+            f"Start it with that model, or with --served-model-name {ours}.",
+        )
+    return card
+
+
+def check_bases(settings: Settings, names: Set[str]) -> None:
+    """Check that each server that responds now has the base under one of these names.
+
+    Raises:
+        ModelError: a server has no such base.
+        ConfigError: a URL is missing or invalid, or a server refuses the key.
+    """
+    for url in server_urls(settings):
+        with closing(Connection(settings, url=url, seconds=CHECK_SECONDS)) as connection, suppress(ServiceError, InfraError):
+            base_card(connection, names)
+
+
+def connections(settings: Settings) -> list[Connection]:
+    """Return a connection to each of the engine's servers. Raises as `server_urls` does."""
+    return [Connection(settings, url=url) for url in server_urls(settings)]
+
+
+def server_urls(settings: Settings, who: Who = "engine") -> tuple[str, ...]:
+    """Return the URLs in the settings, without `/v1`. An engine may have several servers, with commas. A critic has one.
+
+    Raises:
+        ConfigError: there is no URL, one is not an http URL with a host, two are equal, or there are too many.
+    """
+    setting, hint = getattr(settings, f"{who}_url"), f"Set AGENTRL_{who.upper()}_URL=http://HOST:PORT"
+    if not setting:
         later = "for the workers. If workers are running, stop them with `agentrl down` and submit again"
         raise ConfigError(f"This {who} needs a server's URL.", f"{hint} {later}.")
+    urls = tuple(_checked_url(part.strip(), who, hint) for part in setting.split(","))
+    limit = MAX_SERVERS if who == "engine" else 1
+    if len(urls) > limit:
+        raise ConfigError(f"AGENTRL_{who.upper()}_URL names {len(urls)} servers; at most {limit} is allowed.")
+    twice = next((url for place, url in enumerate(urls) if url in urls[:place]), None)
+    if twice:
+        raise ConfigError(f"AGENTRL_{who.upper()}_URL names {twice} twice.", "Name each server once.")
+    return urls
+
+
+def _checked_url(url: str, who: Who, hint: str) -> str:
     try:
         parsed_url = httpx2.URL(url)
     except httpx2.InvalidURL as error:
@@ -150,6 +212,7 @@ def check_url(settings: Settings, who: Who = "engine") -> None:
         raise ConfigError(message, f"Set AGENTRL_{who.upper()}_KEY to its API key.")
     if parsed_url.scheme not in ("http", "https") or not parsed_url.host:
         raise ConfigError(f"{url!r} is not a server's http URL.", f"{hint}.")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _json(url: str, path: str, answer: bytes) -> Any:

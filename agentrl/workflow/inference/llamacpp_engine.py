@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.workflow.engines import GenerateRequest, Likeliest
 from agentrl.workflow.errors import ConfigError, InfraError, ModelError
-from agentrl.workflow.inference.http import Connection
+from agentrl.workflow.inference.http import Connection, connections
 from agentrl.workflow.inference.remote_engine import ServedEngine, ServerTurn, likeliest, logprobs, seed, token_ids
 from agentrl.workflow.inference.server_responses import MAX_LIKELIEST, LlamaTurn, Probability, Props, TokenizeAnswer
 from agentrl.workflow.models.policy import Policy
@@ -30,12 +30,12 @@ _PROBE = "Ünï 12345.6 == foo_bar(  )\n\n漢字"
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine for the server at the machine's `engine_url`. The server need not run yet.
+    """Return the engine for the servers at the machine's `engine_url`. They need not run yet.
 
     Raises:
-        ConfigError: the URL is missing or invalid.
+        ConfigError: a URL is missing or invalid.
     """
-    return ServedEngine(policy, LlamaServer(policy, Connection(settings)), settings.slots)
+    return ServedEngine(policy, [LlamaServer(policy, one) for one in connections(settings)], settings.slots)
 
 
 class LlamaServer:

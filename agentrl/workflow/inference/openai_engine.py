@@ -24,7 +24,7 @@ from typing import Any
 from agentrl.workflow.engines import GenerateRequest, Likeliest
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
 from agentrl.workflow.inference import exported_adapters
-from agentrl.workflow.inference.http import Connection, RequestRefused
+from agentrl.workflow.inference.http import Connection, RequestRefused, base_card, connections
 from agentrl.workflow.inference.remote_engine import ServedEngine, ServerTurn, likeliest, logprobs, seed, token_ids
 from agentrl.workflow.inference.server_responses import Card, Cards, Choice, Completions, Logprobs
 from agentrl.workflow.models.policy import Policy
@@ -49,12 +49,12 @@ _HOT_TEMPERATURE = 8.0
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine for the server at the machine's `engine_url`. The server need not run yet.
+    """Return the engine for the servers at the machine's `engine_url`. They need not run yet.
 
     Raises:
-        ConfigError: the URL is missing or invalid.
+        ConfigError: a URL is missing or invalid.
     """
-    return ServedEngine(policy, OpenAIServer(policy, Connection(settings)), settings.slots)
+    return ServedEngine(policy, [OpenAIServer(policy, one) for one in connections(settings)], settings.slots)
 
 
 class OpenAIServer:
@@ -79,18 +79,9 @@ class OpenAIServer:
         Raises:
             ModelError: the base has another name. Only the name can be checked.
         """
-        cards = [card for card in self._cards() if not card.parent]
-        ours = model_names(self._policy)
-        fitting = [card for card in cards if _names(card) & ours]
-        if not fitting:
-            served = sorted(name for card in cards for name in _names(card))
-            raise ModelError(
-                f"The server at {self._connection.url} serves {' '.join(served) or 'nothing'}, and not"
-                f" {self._policy.config.path}.",
-                f"Start it with that model, or with --served-model-name {self._policy.folder.name}.",
-            )
-        self._base, self._raw = fitting[0].id, None
-        return fitting[0].max_model_len or self._policy.max_context
+        card = base_card(self._connection, model_names(self._policy))
+        self._base, self._raw = card.id, None
+        return card.max_model_len or self._policy.max_context
 
     def sample(self, request: GenerateRequest, limit: int) -> ServerTurn:
         """Sample one turn. If the server does not have the adapter, publish it first."""
@@ -253,11 +244,6 @@ def _by_id(place: Mapping[str, float], url: str) -> dict[int, float]:
 def model_names(policy: Policy) -> set[str]:
     """Return the names under which a server may have the policy's base."""
     return {Path(policy.config.path).name, policy.folder.name}
-
-
-def _names(card: Card) -> set[str]:
-    """Return the names of a model on the server."""
-    return {Path(name).name for name in (card.id, card.root) if name}
 
 
 def _publish_error(error: RequestRefused | InfraError, folder: Path) -> ConfigError:

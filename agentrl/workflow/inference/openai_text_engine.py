@@ -8,7 +8,7 @@ import math
 
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import InfraError
-from agentrl.workflow.inference.http import Connection
+from agentrl.workflow.inference.http import Connection, connections
 from agentrl.workflow.inference.openai_engine import REASONS, model_names
 from agentrl.workflow.inference.remote_engine import ServedEngine, ServerTurn, seed
 from agentrl.workflow.inference.server_responses import Cards, TextCompletions
@@ -21,12 +21,12 @@ MAX_STOPS = 4
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine for the server at the machine's `engine_url`. The server need not run yet.
+    """Return the engine for the servers at the machine's `engine_url`. They need not run yet.
 
     Raises:
-        ConfigError: the URL is missing or invalid.
+        ConfigError: a URL is missing or invalid.
     """
-    return ServedEngine(policy, OpenAITextServer(policy, Connection(settings)), settings.slots)
+    return ServedEngine(policy, [OpenAITextServer(policy, one) for one in connections(settings)], settings.slots)
 
 
 class OpenAITextServer:

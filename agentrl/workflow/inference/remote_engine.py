@@ -1,15 +1,20 @@
 """The common part of engines that sample with an HTTP server.
 
-Each turn is one request, and one thread waits for the response; the server batches the requests. Before the first turn the
-engine checks the server and asks for its context window (`greet`). It repeats this after the server was unavailable, because
-the window may have changed. If a server does not respond, the rollout job stops and is tried again later. This does not count
-as a failed attempt. A wrong response ends the run.
+Each turn is one request, and one thread waits for the response; the server batches the requests. Before its first turn on a
+server, the engine checks the server and asks for its context window (`greet`). It repeats this after the server was
+unavailable, because the window may have changed. A wrong response ends the run.
+
+With several servers, the turns of a session go to one server, whose prefix cache has the earlier turns. A new session goes to
+the server with the fewest open turns. If a server does not respond, its open turns are sampled again on the other servers, and
+its sessions move there. After `RETRY_SECONDS`, one turn tries the server again. If no server responds, the rollout job stops
+and is tried again later. This does not count as a failed attempt.
 
 This module does not read the base's weights.
 """
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,6 +31,13 @@ ROUNDING = 1e-3
 
 LEAST = -3.4e38
 """The lowest finite float32, rounded. Logprobs are recorded as float32."""
+
+
+RETRY_SECONDS = 10.0
+"""The time until a server that did not respond is tried again, in seconds, while another server responds."""
+
+MAX_SESSIONS = 4096
+"""The most sessions whose server is remembered. A forgotten session goes to the server with the fewest open turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +66,35 @@ class EngineServer(Protocol):
         """Close the connections."""
 
 
+class _Seat:
+    """A server, and the state that the engine keeps of it.
+
+    `window` is None until the server was greeted, and after it did not respond. `retry_at` is the moment on the monotonic clock
+    before which no turn goes to a server that did not respond; 0 while it responds.
+    """
+
+    def __init__(self, server: EngineServer) -> None:
+        self.server = server
+        self.greeting = threading.Lock()
+        self.window: int | None = None
+        self.open_turns = 0
+        self.retry_at = 0.0
+
+
 class ServedEngine:
-    """An engine that samples with a server.
+    """An engine that samples with one or several servers.
 
     Args:
         policy: the policy that names the base and the end tokens; its weights are not read.
-        server: the client for the server.
-        slots: the most open requests. Further requests wait, in the order of their arrival.
+        servers: the clients for the servers; at least one.
+        slots: the most open requests, of all servers together. Further requests wait, in the order of their arrival.
     """
 
-    def __init__(self, policy: Policy, server: EngineServer, slots: int) -> None:
+    def __init__(self, policy: Policy, servers: Sequence[EngineServer], slots: int) -> None:
         self._policy = policy
-        self._server = server
-        self._greeting = threading.Lock()
-        self._window: int | None = None
+        self._seats = [_Seat(server) for server in servers]
+        self._seating = threading.Lock()
+        self._sessions: OrderedDict[int, _Seat] = OrderedDict()
         self._slots = slots
         self._waiting: SimpleQueue[tuple[Future[Completion], GenerateRequest] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -95,23 +122,39 @@ class ServedEngine:
         return future
 
     def window(self) -> int:
-        """Return the most tokens of prompt and response together, as the server reported them at the last `greet`.
-
-        If the server has not been checked yet, call `greet` first.
+        """Return the most tokens of prompt and response together on every server that responds. Check servers that have not
+        been checked.
 
         Raises:
-            ServiceError, ModelError, InfraError: see `submit`.
+            ServiceError: no server responds.
+            ModelError, InfraError: see `submit`.
         """
-        return self._ensure_greeted()
+        windows, refusal = list[int](), None
+        for seat in sorted(self._seats, key=lambda one: one.retry_at):
+            if windows and seat.retry_at > time.monotonic():
+                break
+            try:
+                windows.append(self._greeted_window(seat))
+            except ServiceError as error:
+                refusal, seat.retry_at = error, time.monotonic() + RETRY_SECONDS
+        if not windows and refusal:
+            raise refusal
+        return min(windows)
 
     def release(self, session: int | None = None) -> None:
-        """Do nothing: this engine has no cached values, and the server manages its own cache."""
+        """Forget the server of a session; without `session`, of all sessions. The servers manage their own caches."""
+        with self._seating:
+            if session is None:
+                self._sessions.clear()
+            else:
+                self._sessions.pop(session, None)
 
     def close(self) -> None:
         """Stop the threads. Unfinished requests fail."""
         with self._submitting:
             self._closed = True
-        self._server.close()
+        for seat in self._seats:
+            seat.server.close()
         try:
             while (open_turn := self._waiting.get_nowait()) is not None:
                 open_turn[0].set_exception(closed_error())
@@ -133,22 +176,63 @@ class ServedEngine:
         if not request.prompt_ids:
             raise ModelError("A prompt needs at least one id.")
         self._policy.check(request.policy)
-        try:
-            limit = min(request.max_new_tokens, self._ensure_greeted() - len(request.prompt_ids))
-            if limit < 1:
-                return Completion((), (), "length", 0.0)
-            started = time.perf_counter()
-            turn = self._server.sample(request, limit)
-        except ServiceError:
-            self._window = None
-            raise
+        failed: list[_Seat] = []
+        while True:
+            seat = self._take_seat(request.session, failed)
+            try:
+                return self._sample(seat.server, request, self._greeted_window(seat))
+            except ServiceError:
+                failed.append(seat)
+                if len(failed) == len(self._seats):
+                    raise
+            finally:
+                self._leave_seat(seat, is_down=seat in failed)
+
+    def _sample(self, server: EngineServer, request: GenerateRequest, window: int) -> Completion:
+        limit = min(request.max_new_tokens, window - len(request.prompt_ids))
+        if limit < 1:
+            return Completion((), (), "length", 0.0)
+        started = time.perf_counter()
+        turn = server.sample(request, limit)
         return _completion(turn, request, limit, time.perf_counter() - started)
 
-    def _ensure_greeted(self) -> int:
-        with self._greeting:
-            if self._window is None:
-                self._window = min(self._server.greet(), self._policy.max_context)
-            return self._window
+    def _take_seat(self, session: int | None, failed: Sequence[_Seat]) -> _Seat:
+        """Choose the server of a turn and count the turn there.
+
+        A server that did not respond is chosen if its time of retry has come and the session has no other server. It is also
+        chosen if all others failed for this turn.
+        """
+        with self._seating:
+            now = time.monotonic()
+            seats = [seat for seat in self._seats if seat not in failed]
+            ready = [seat for seat in seats if seat.retry_at <= now]
+            seat = min(ready, key=lambda one: one.open_turns) if ready else min(seats, key=lambda one: one.retry_at)
+            if session is not None:
+                own = self._sessions.get(session)
+                seat = own if own in ready else seat
+                self._sessions[session] = seat
+                self._sessions.move_to_end(session)
+                if len(self._sessions) > MAX_SESSIONS:
+                    self._sessions.popitem(last=False)
+            if seat.retry_at:  # it did not respond: this turn tries it, the others wait for the result elsewhere
+                seat.retry_at = now + RETRY_SECONDS
+            seat.open_turns += 1
+            return seat
+
+    def _leave_seat(self, seat: _Seat, is_down: bool) -> None:
+        with self._seating:
+            seat.open_turns -= 1
+            if is_down:
+                seat.window, seat.retry_at = None, time.monotonic() + RETRY_SECONDS
+            elif seat.window is not None:
+                seat.retry_at = 0.0
+
+    def _greeted_window(self, seat: _Seat) -> int:
+        with seat.greeting:
+            window = seat.window
+            if window is None:
+                window = seat.window = min(seat.server.greet(), self._policy.max_context)
+            return window
 
 
 def _completion(turn: ServerTurn, request: GenerateRequest, limit: int, seconds: float) -> Completion:
