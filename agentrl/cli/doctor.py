@@ -208,7 +208,7 @@ def _checkpoints(where: Any) -> Check:
 
 
 def _engine(where: Any) -> Iterator[Check]:
-    from agentrl.workflow.inference.http import Connection, server_urls
+    from agentrl.workflow.inference.http import Connection, has_development_routes, names_loopback, server_urls
     from agentrl.workflow.inference.server_responses import Cards
 
     try:
@@ -223,6 +223,11 @@ def _engine(where: Any) -> Iterator[Check]:
             yield Check("engine", "ok", f"{url} serves {', '.join(names)}")
         except AgentRLError as error:
             yield Check("engine", "fail", error.message, error.hint)
+            continue
+        if not names_loopback(url) and has_development_routes(where, url):
+            message = f"Whoever reaches {url} controls it: its development routes ask for no key."
+            hint = "Start vLLM without VLLM_SERVER_DEV_MODE, or let it listen where agents and tools cannot reach it."
+            yield Check("engine", "warn", message, hint)
 
 
 def _sandbox(where: Any) -> Check:

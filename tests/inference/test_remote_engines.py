@@ -683,6 +683,37 @@ def test_doctor_reports_model_of_server_or_its_absence(server: tuple[Routes, str
     assert [state for state, _ in checks("nowhere")] == ["fail"]
 
 
+def test_doctor_warns_of_open_development_routes(
+    server: tuple[Routes, str], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes, url = server
+
+    def states() -> list[str]:
+        return [check.state for check in doctor._engine(Settings(engine_url=url))]
+
+    routes.instead["/server_info"] = 200, {"vllm_config": "..."}
+    assert states() == ["ok"]
+    monkeypatch.setattr(http, "names_loopback", lambda url: False)
+    assert states() == ["ok", "warn"]
+    del routes.instead["/server_info"]
+    assert states() == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("url", "is_local"),
+    [
+        ("http://localhost:80", True),
+        ("http://127.0.0.2", True),
+        ("http://[::1]:8000", True),
+        ("http://10.0.0.1", False),
+        ("http://localhost.example.org", False),
+        ("http://[", False),
+    ],
+)
+def test_names_loopback_reads_only_the_host(url: str, is_local: bool) -> None:
+    assert http.names_loopback(url) is is_local
+
+
 # --- several servers --------------------------------------------------------------------------------------------------------
 
 

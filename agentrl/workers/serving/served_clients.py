@@ -14,16 +14,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from ipaddress import ip_address
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from agentrl.workers.http.api_errors import ApiError
 from agentrl.workers.jobs.agent_calls import ANNOTATIONS
 from agentrl.workflow.agents import AgentResult, read_result
 from agentrl.workflow.call_json import parse_digits
 from agentrl.workflow.errors import AgentRLError
+from agentrl.workflow.inference.http import names_loopback
 from agentrl.workflow.rewards import MAX_REWARD
 
 if TYPE_CHECKING:
@@ -241,17 +240,9 @@ def _check_local(headers: Mapping[str, str]) -> None:
     """
     origin = headers.get("origin", "")
     host = headers.get("host", "localhost")
-    if not _names_loopback(f"//{host}") or (origin and not _names_loopback(origin)):
+    if not names_loopback(f"//{host}") or (origin and not names_loopback(origin)):
         message = "Without a key, only this machine is served, as localhost or 127.0.0.1. Set AGENTRL_SERVE_KEY."
         raise ApiError(403, message, "not_local", "permission_error", final=True)
-
-
-def _names_loopback(url: str) -> bool:
-    try:
-        host = urlsplit(url).hostname or ""
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _read_end(body: bytes) -> AgentResult:

@@ -8,14 +8,16 @@ import time
 from collections.abc import Set
 from contextlib import closing, suppress
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import httpx2
 
-from agentrl.workflow.errors import ConfigError, InfraError, ModelError, ServiceError
-from agentrl.workflow.inference.server_responses import Card, Cards, Shape, read
+from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ModelError, ServiceError
+from agentrl.workflow.inference.server_responses import Card, Cards, ServerResponse, Shape, read
 from agentrl.workflow.settings import Settings
 
 Who = Literal["engine", "critic"]
@@ -177,9 +179,30 @@ def check_bases(settings: Settings, names: Set[str]) -> None:
             base_card(connection, names)
 
 
+def has_development_routes(settings: Settings, url: str) -> bool:
+    """Return whether the server is a vLLM with VLLM_SERVER_DEV_MODE. Its routes for development ask for no key, and whoever
+    reaches them can run methods of the server's processes (`/collective_rpc`). False if the server does not respond.
+    """
+    with closing(Connection(settings, url=url, max_bytes=2**20, seconds=CHECK_SECONDS)) as connection:
+        try:
+            connection.read(ServerResponse, "/server_info")
+        except AgentRLError:
+            return False
+        return True
+
+
 def connections(settings: Settings) -> list[Connection]:
     """Return a connection to each of the engine's servers. Raises as `server_urls` does."""
     return [Connection(settings, url=url) for url in server_urls(settings)]
+
+
+def names_loopback(url: str) -> bool:
+    """Return whether the URL's host is this machine's loopback address: `localhost` or 127.0.0.1, for example."""
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def server_urls(settings: Settings, who: Who = "engine") -> tuple[str, ...]:
