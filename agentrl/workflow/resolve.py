@@ -59,7 +59,8 @@ def resolve(
     for origin, layer in layers:
         for key, value in layer.items():
             if key not in KEYS:
-                raise ConfigError(f"Unknown option {key!r:.100} ({origin}).", _suggest(key, value))
+                place = "-s" if origin == "flag" else origin
+                raise ConfigError(f"Unknown option {key!r:.100} ({place}).", _suggest(key, value))
             values[key] = value
             origins[key] = origin
             other = INSTEAD.get(key)

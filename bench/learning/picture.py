@@ -41,7 +41,7 @@ def _panel(panel: Axes, one: Summary, grpo: Summary | None) -> None:
     panel.fill_between(iterations, one.low, one.high, color=OURS, alpha=0.25, linewidth=0)
     panel.plot(iterations, one.mean, color=OURS, linewidth=1.3)
     panel.set_title(f"{one.algorithm}  {one.last:.3f}", fontsize=8.5, loc="left", pad=3)
-    panel.set_ylim(0, 1)
+    panel.set_ylim(0, 1.02)  # a line at 1 is whole
     panel.set_xlim(1, len(one.mean))
     panel.set_xticks([1, *(len(one.mean) * part // 4 for part in (1, 2, 3, 4))])
     panel.set_yticks([0, 0.5, 1])

@@ -68,7 +68,7 @@ def draw(found: Sequence[Result], file: Path) -> None:
             panel.plot(range(1, len(smooth) + 1), smooth, linewidth=1.2, label=f"seed {one['seed']}")
         panel.set_title(cell, fontsize=9)
         panel.set_xlabel("iteration")
-        panel.set_ylim(0, 1)
+        panel.set_ylim(0, 1.02)  # a line at 1 is whole
         panel.legend(frameon=False, fontsize=7)
     for panel in panels[::columns]:
         panel.set_ylabel(f"reward, mean of {WINDOW}")
