@@ -16,7 +16,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint format address wheel-test release compose-test docs clean
+.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint format address wheel-test release compose-test vllm-test docs clean
 
 env: .venv/.stamp
 
@@ -215,6 +215,11 @@ release: .venv/.twine
 
 # The whole stack in a project of its own (another stack of this folder keeps its volumes): runs with a reward of one's own, with
 # math_answer, with agents (a function, a program), with programs in the tools service's sandbox; two rollout workers; a lost Redis.
+# The engine vllm with a real vLLM (3 GB, once), without a GPU too.
+vllm-test: env
+	test -f build/vllm/engines/vllm/installed || AGENTRL_HOME=build/vllm $(BIN)/agentrl engine install vllm
+	AGENTRL_VLLM_HOME=build/vllm $(BIN)/pytest tests/inference/test_real_vllm.py
+
 compose-test: .env
 	COMPOSE='$(COMPOSE)' .ci/compose
 

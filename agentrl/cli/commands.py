@@ -69,6 +69,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "up": Entry("agentrl.cli.stack:up", "Start the embedded stack."),
         "down": Entry("agentrl.cli.stack:down", "Stop it; unfinished runs continue after the next `up`."),
         "worker": Entry("agentrl.cli.stack:worker", "Run one worker in this process until SIGTERM."),
+        "engine": Entry("agentrl.cli.engine:engine", "Install engines for --engine: vllm."),
         "agent": Entry("agentrl.cli.agent:agent", "Run agents of a stack elsewhere: ask it for tasks."),
         "logs": Entry("agentrl.cli.logs:logs", "Show the logs of the workers; -f follows."),
         "gc": Entry("agentrl.cli.maintenance:gc", "Remove checkpoint files that no row needs."),

@@ -63,8 +63,7 @@ def _run_checks(model: str | None) -> Iterator[Check]:
     yield from _broker(where)
     if where.checkpoints:
         yield _checkpoints(where)
-    if where.engine_url:
-        yield from _engine(where)
+    yield from _engine(where)
     yield _sandbox(where)
     yield _disk(where)
     yield _gsm8k(where)
@@ -208,9 +207,14 @@ def _checkpoints(where: Any) -> Check:
 
 
 def _engine(where: Any) -> Iterator[Check]:
+    from agentrl.workflow.engines import vllm
     from agentrl.workflow.inference.http import Connection, has_development_routes, names_loopback, server_urls
     from agentrl.workflow.inference.server_responses import Cards
 
+    if version := vllm.installed_version(where):
+        yield Check("engine", "ok", f"vLLM {version} in {vllm.python_of(where).parents[1]}")
+    if not where.engine_url:
+        return
     try:
         urls = server_urls(where)
     except AgentRLError as error:

@@ -63,6 +63,7 @@ class Settings(BaseSettings):
     slots: int = Field(default=128, ge=1, description="Maximum turns sampled at once; fewer while memory is short.")
     engine_url: str = Field(default="", description="http:// URLs, with commas, for the engines openai, openai_text, llamacpp.")
     engine_key: str = Field(default="", description="Its API key, if it needs one.")
+    vllm_args: str = Field(default="", description="More arguments of the server of the engine vllm, as in a shell.")
     critic_url: str = Field(default="", description="http:// URL of the critic model of apo and gepa.")
     critic_key: str = Field(default="", description="Its API key, if it needs one.")
     search: str = Field(
@@ -140,7 +141,7 @@ class Settings(BaseSettings):
             raise ValueError("write http://HOST/PATH or https://HOST/PATH")
         return url
 
-    @field_validator("notify_command")
+    @field_validator("notify_command", "vllm_args")
     @classmethod
     def _is_command(cls, command: str) -> str:
         shlex.split(command)  # raises ValueError for a quotation without an end

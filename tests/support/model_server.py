@@ -118,6 +118,8 @@ class Routes:
             return 404, {"error": {"message": f"The model `{model}` does not exist.", "code": 404}}
         if len(prompt) + body["max_tokens"] > self.window:
             return 400, {"error": {"message": f"This model's maximum context length is {self.window} tokens.", "code": 400}}
+        if not 0 <= body["temperature"] <= 2:
+            return 400, {"error": {"message": f"temperature must be in [0, 2], got {body['temperature']}.", "code": 400}}
         by_id = body.get("return_tokens_as_token_ids", False)
         done = self._sample(model, prompt, body["max_tokens"], body["temperature"], body["seed"], by_id * body["logprobs"])
         likeliest: list[dict[str, float]] = [{"x": self._likeliest(prompt, body["temperature"])}]

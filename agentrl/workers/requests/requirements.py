@@ -30,7 +30,7 @@ from agentrl.workflow.errors import AgentRLError, ConfigError, ModelError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.models.lookup import check_on_hub, local_folder
-from agentrl.workflow.plugins import code_of
+from agentrl.workflow.plugins import code_of, find
 from agentrl.workflow.rewards import check_rewards
 from agentrl.workflow.settings import digest, is_url, settings
 from agentrl.workflow.tools import Tool
@@ -314,13 +314,9 @@ def _check_agent(experiment: Experiment, agent: ReadAgent) -> None:
 
 
 def _check_engine(experiment: Experiment, base: str) -> None:
-    from agentrl.workflow.inference.http import check_bases, server_urls
-
-    engine = experiment.engine
-    if engine.at_url and engine.weights:  # adapters are of a base, whose name the server must have
-        check_bases(settings(), {Path(experiment.config.model.path).name, Path(base).name})
-    elif engine.at_url:
-        server_urls(settings())
+    if experiment.engine.check:
+        check: Callable[..., None] = find("engine", experiment.engine.check)
+        check(settings(), {Path(experiment.config.model.path).name, Path(base).name})
 
 
 def _check_model(config: RunConfig, base: str) -> None:

@@ -179,6 +179,8 @@ class Backend:
     Args:
         name: the name of the file.
         start: `module:function` of a function from a `Policy` and the machine's `Settings` to an `Engine`.
+        check: `module:function` of a function that each rollout worker calls before a run is written. It gets the machine's
+            `Settings` and the names of the base, and raises an error if the engine cannot work there. Empty: none.
         keyed: True if the sampled tokens depend only on the request.
         logprobs: True if the tokens are the sampled ones and each has a logprob. Without, only `agentrl serve` records turns.
         weights: the kinds of trained weights that the engine can sample from: `lora` adapters, `full` sets of weights, both or
@@ -200,6 +202,7 @@ class Backend:
     quantised: bool
     options: frozenset[str]
     local: bool
+    check: str = ""
     at_url: bool = False
     top_logprobs: bool = False
     grammars: bool = False

@@ -5,6 +5,7 @@ from agentrl.workflow.engines import Backend
 llamacpp = Backend(
     name="llamacpp",
     start="agentrl.workflow.inference.llamacpp_engine:start",
+    check="agentrl.workflow.inference.http:check_urls",
     keyed=False,
     logprobs=True,
     weights=frozenset(),

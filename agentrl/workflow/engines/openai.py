@@ -5,6 +5,7 @@ from agentrl.workflow.engines import Backend
 openai = Backend(
     name="openai",
     start="agentrl.workflow.inference.openai_engine:start",
+    check="agentrl.workflow.inference.http:check_bases",
     keyed=False,
     logprobs=True,
     weights=frozenset({"lora"}),

@@ -5,6 +5,7 @@ from agentrl.workflow.engines import Backend
 openai_text = Backend(
     name="openai_text",
     start="agentrl.workflow.inference.openai_text_engine:start",
+    check="agentrl.workflow.inference.http:check_urls",
     keyed=False,
     logprobs=False,
     weights=frozenset(),

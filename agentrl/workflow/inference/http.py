@@ -179,6 +179,11 @@ def check_bases(settings: Settings, names: Set[str]) -> None:
             base_card(connection, names)
 
 
+def check_urls(settings: Settings, names: Set[str] = frozenset()) -> None:
+    """Check the URLs of servers whose base has no certain name. Raise ConfigError if one is missing or invalid."""
+    server_urls(settings)
+
+
 def has_development_routes(settings: Settings, url: str) -> bool:
     """Return whether the server is a vLLM with VLLM_SERVER_DEV_MODE. Its routes for development ask for no key, and whoever
     reaches them can run methods of the server's processes (`/collective_rpc`). False if the server does not respond.

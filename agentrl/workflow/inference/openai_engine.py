@@ -44,8 +44,8 @@ REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 _TOKEN = re.compile(r"token_id:([0-9]{1,10})")
 """The pattern of the names that vLLM gives tokens with `return_tokens_as_token_ids`."""
 
-_HOT_TEMPERATURE = 8.0
-"""The temperature of the test request for the logprobs mode. It is so high that even the likeliest token is unlikely."""
+_COLD_TEMPERATURE, _HOT_TEMPERATURE = 0.25, 2.0
+"""The temperatures of the test requests for the logprobs mode. 2 is the highest that vLLM allows."""
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
@@ -156,7 +156,7 @@ class OpenAIServer:
             return
         raw = self._raw  # read once: another thread may greet the server meanwhile
         if raw is None:
-            raw = self._raw = abs(self._likeliest(1.0) - self._likeliest(_HOT_TEMPERATURE)) < 0.02
+            raw = self._raw = abs(self._likeliest(_COLD_TEMPERATURE) - self._likeliest(_HOT_TEMPERATURE)) < 0.02
         if raw and request.temperature != 1:
             raise ConfigError(
                 f"The server gives logprobs at temperature 1, and the run samples at {request.temperature:g}.",
