@@ -5,12 +5,26 @@ import { RewardChart, columnsByName } from "./curves.js";
 import { askCurves, exported, path } from "./data.js";
 import { Examples } from "./evidence.js";
 import { number, percent, plural, seconds, visible } from "./format.js";
+import { SearchView } from "./search.js";
 import { Command, Link, Troubles, useData } from "./ui.js";
 
 const SOME_FLAT = 0.5;
 const SOME_FAILED = 0.25;
 
-export function Overview({ run, told, row, live, events }) {
+export function Overview(given) {
+  return given.row.kind === "search" ? html`<${SearchOverview} ...${given} />` : html`<${LearningOverview} ...${given} />`;
+}
+
+/** A search is one iteration, so that its curves are dots. */
+function SearchOverview({ run, told, live }) {
+  const errors = useData(path(`runs/${run}/errors`), live.version);
+  return html`<${SearchView} run=${run} version=${live.version}>
+    <${Troubles} of=${told.troubles} />
+    ${errors.data?.length > 0 && html`<h2>What went wrong</h2><${Errors} run=${run} typed=${told.typed} rows=${errors.data} />`}
+  <//>`;
+}
+
+function LearningOverview({ run, told, row, live, events }) {
   const version = live.version;
   const curves = useData(path(`runs/${run}/curves`), told.evaluations, askCurves);
   const examples = useData(path(`runs/${run}/examples`), version);
