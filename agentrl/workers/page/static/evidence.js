@@ -1,3 +1,4 @@
+// @ts-check
 // Evidence: the one table of episodes, of a run, of an iteration, of a task; and the way from one episode of it to the next.
 
 import { html } from "./vendor/preact.js";

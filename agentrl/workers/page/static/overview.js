@@ -1,3 +1,4 @@
+// @ts-check
 // The overview of a run: how it learns, whether it is healthy, what went wrong, and episodes that show it.
 
 import { html } from "./vendor/preact.js";
@@ -42,13 +43,14 @@ function Health({ run, of }) {
   const at = of.status.lastIndexOf("done");
   if (at < 0) return null;
   const now = (name) => of[name][at];
+  /** @type {[string, boolean][]} */
   const facts = [
     [`${number(now("flat_groups"))} of ${plural(now("groups"), "group")} without variance`, now("flat_groups") / now("groups") > SOME_FLAT],
     [`${percent(now("tool_error_rate"))} of the calls failed`, now("tool_error_rate") > SOME_FAILED],
     [`${number(now("trainable"))} of ${plural(now("episodes"), "episode")} usable`, now("trainable") < now("episodes")],
     [`staleness ${number(now("staleness"))}`, now("staleness") > 1],
     [`rollout ${seconds(now("rollout_seconds"))}, update ${seconds(now("update_seconds"))}`, false],
-    ...(now("skipped") ? [[`update skipped: ${visible(now("skipped"))}`, true]] : []),
+    ...(now("skipped") ? [/** @type {[string, boolean]} */ ([`update skipped: ${visible(now("skipped"))}`, true])] : []),
   ];
   return html`<p class="health" role="status"><${Link} to=${["run", run, "iteration", now("iteration")]}>iteration ${now("iteration")}:<//> ${facts.filter(([text]) => !text.includes("–")).map(([text, off]) => html`<span key=${text} class=${off ? "warn" : "quiet"}>${text}</span>`)}</p>`;
 }

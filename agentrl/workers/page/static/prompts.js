@@ -1,3 +1,4 @@
+// @ts-check
 // The texts that a run works with, version by version, what they earned, and what two versions differ in.
 
 import { html, useEffect, useRef } from "./vendor/preact.js";

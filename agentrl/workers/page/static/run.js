@@ -1,3 +1,4 @@
+// @ts-check
 // A run: what it is and what it waits for, its curves, iterations, episodes, tasks, ledger, workers, events, config.
 
 import { html, useEffect, useRef, useState } from "./vendor/preact.js";

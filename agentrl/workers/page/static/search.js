@@ -1,3 +1,4 @@
+// @ts-check
 // A prompt search: what it gained, the tree of what it tried, and how one candidate came about.
 
 import { html, useEffect, useRef } from "./vendor/preact.js";
