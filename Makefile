@@ -1,4 +1,4 @@
-# `make quickstart` shows what this is; `make lint test test-slow` is what CI runs. Most targets make the environment first.
+# `make quickstart` shows what this is; `make lint lint-page test test-slow` is what CI runs. Most targets make the environment first.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # An index with other builds of torch, for example https://download.pytorch.org/whl/cpu (smaller) or .../whl/cu130.
@@ -16,7 +16,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint format address wheel-test release compose-test vllm-test docs clean
+.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint lint-page format address wheel-test release compose-test vllm-test docs clean
 
 env: .venv/.stamp
 
@@ -168,6 +168,13 @@ lint: env
 	for file in examples/*/*.py; do $(BIN)/mypy --strict $$file || exit 1; done
 	$(BIN)/lint-imports
 	$(BIN)/python -m bench.generated --check
+
+# The types of the page's own scripts, by the compiler of TypeScript, which npx fetches. Without npx nothing is checked.
+lint-page:
+	@if command -v npx >/dev/null; then \
+		npx --yes -p typescript@5.9.3 tsc --noEmit --allowJs --target esnext --module esnext --moduleResolution node \
+			agentrl/workers/page/static/*.js; \
+	else echo 'npx is missing, so the scripts of the page are not checked.'; fi
 
 # The Trainer's typed keywords, the tables of options and views, the types of columns.
 generated: env

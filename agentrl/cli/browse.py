@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from agentrl.cli.console import Json, say, show, show_json, show_lines, show_rows
+from agentrl.cli.console import Json, say, show, show_json, show_lines, show_rows, walk_tree
 from agentrl.cli.follow import trained_on_query
 from agentrl.cli.options import MAX_INTEGER
 from agentrl.cli.replay_diff import diff as compared
@@ -333,18 +333,16 @@ def _run_document(relative: Relative, children: Children) -> dict[str, Any]:
     return {**relative.row, "from": sources, "children": below}
 
 
-def _tree_rows(relative: Relative, children: Children, first: str = "", rest: str = "") -> Iterator[tuple[str, ...]]:
+def _tree_rows(root: Relative, children: Children) -> Iterator[tuple[str, ...]]:
     """Yield the cells of the run, and of all runs below it."""
-    row, sources = relative.row, relative.sources
-    origins = [f"{source.run}: {source.what}" if index else source.what for index, source in enumerate(sources)]
-    done = f"{row['iterations_done']}/{row['iterations']}"
-    name = one_line(row["run"], max(10, MAX_NAME_CHARS - len(first)))
-    kind = [] if row["kind"] == "train" else [row["kind"]]
-    yield f"{first}{name}", row["status"], done, cell(row["last_reward"]), ": ".join(filter(None, [*kind, "; ".join(origins)]))
-    below = children.get(row["id"], ())
-    for index, child in enumerate(below):
-        last = index + 1 == len(below)
-        yield from _tree_rows(child, children, f"{rest}{'`- ' if last else '|- '}", f"{rest}{'   ' if last else '|  '}")
+    for branch, relative in walk_tree([root], lambda relative: children.get(relative.row["id"], ())):
+        row, sources = relative.row, relative.sources
+        origins = [f"{source.run}: {source.what}" if index else source.what for index, source in enumerate(sources)]
+        done = f"{row['iterations_done']}/{row['iterations']}"
+        name = one_line(row["run"], max(10, MAX_NAME_CHARS - len(branch)))
+        kind = [] if row["kind"] == "train" else [row["kind"]]
+        origin = ": ".join(filter(None, [*kind, "; ".join(origins)]))
+        yield f"{branch}{name}", row["status"], done, cell(row["last_reward"]), origin
 
 
 def _tree_lines(cells: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:

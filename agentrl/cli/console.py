@@ -11,13 +11,16 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from agentrl.workflow.runtime.shown_text import Line, cell, clean, one_line, plain
 
+T = TypeVar("T")
+MAX_BRANCH_CHARS = 60
+"""The most characters of the lines that connect a node of a tree. Of a deeper node, only the last ones are drawn."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -45,12 +48,27 @@ def show_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Print a table on stdout. On a narrow terminal, lines wrap; no column is left out."""
-    titles = [one_line(column) for column in columns]
-    cells = [[cell(value) for value in row] for row in rows]
+    show_cells([one_line(column) for column in columns], [[cell(value) for value in row] for row in rows])
+
+
+def show_cells(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Print a table as `show_table` does, of texts that are on one line and may begin with spaces."""
     if sys.stdout.isatty() and max(map(len, _align_rows(titles, cells))) + len(titles) < console().width:
         _rich_table(titles, cells)
         return
     show_lines((line, "" if index else "bold") for index, line in enumerate(_align_rows(titles, cells)))
+
+
+def walk_tree(roots: Sequence[T], children: Callable[[T], Sequence[T]]) -> Iterator[tuple[str, T]]:
+    """Yield each node of a tree after its parent, with the lines that connect it, which are drawn before its name."""
+    nodes = [(root, "", "") for root in reversed(roots)]
+    while nodes:
+        node, branch, below = nodes.pop()
+        yield branch[-MAX_BRANCH_CHARS:], node
+        lower = children(node)
+        for place in reversed(range(len(lower))):
+            is_last = place + 1 == len(lower)
+            nodes.append((lower[place], below + ("`- " if is_last else "|- "), below + ("   " if is_last else "|  ")))
 
 
 def show_rows(

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,7 +21,7 @@ from agentrl.cli.screen import live_lines
 from agentrl.workflow.runtime.shown_text import Line, cell
 
 if TYPE_CHECKING:
-    from agentrl.workflow.stats.paired_test import PairedComparison
+    from agentrl.workflow.store.reads.search_tree import SearchTree
 
 POLL_SECONDS = 0.5
 LINE_EVERY, FEW_ITERATIONS, MAX_SILENCE_SECONDS = 8, 16, 15.0
@@ -98,8 +98,9 @@ def _flat_lines(db: Any, run: Row, iterations: Sequence[Row]) -> list[str]:
 def _gained(db: Any, row: Row) -> list[str]:
     if row["kind"] != "search" or row["status"] in OPEN_STATUSES:
         return []
+    from agentrl.workflow.store.reads.search_tree import load_search_tree
 
-    return list(gain_lines(gain_of(db, row["run"])))
+    return gain_lines(load_search_tree(db, row["run"]))
 
 
 def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
@@ -144,7 +145,7 @@ class _Lines:
 
     def show(self, view: RunView) -> None:
         for row, seconds in list(zip(view.iterations, iteration_seconds(view.iterations), strict=True))[self.listed_count :]:
-            if self._is_due(row, view.run["iterations"]):
+            if view.run["kind"] != "search" and self._is_due(row, view.run["iterations"]):  # its mean reward says nothing
                 self.write(iteration_line(row, view.run["iterations"], seconds))
                 self.wrote = time.monotonic()
         self.listed_count = len(view.iterations)
@@ -238,12 +239,13 @@ def summary(view: RunView) -> list[Line]:
     lines = [(f"{name}: {run['status']}" + (f" after {format_duration(run['seconds'])}" if run["seconds"] else ""), "bold")]
     if run["reason"]:
         lines.append((f"  {run['reason']}", "yellow"))
-    if view.rewards:
+    lines += [(f"  {line}", "") for line in view.gained]
+    if view.rewards and not view.gained:
         lines.append((f"  {_describe_rewards(view.rewards)}", ""))
         lines += [(line, "cyan") for line in plot(view.rewards)]
     if view.scores:
         lines.append((f"  {held_out_line(view)}", ""))
-    lines += [(f"  {line}", "") for line in (*_seconds_lines(view), *view.gained)]
+    lines += [(f"  {line}", "") for line in _seconds_lines(view)]
     lines += [(f"  {line}", "yellow") for line in view.flat]
     lines += [(f"  {line}", "") for line in view.trackers]
     lines += _failure_lines(view)
@@ -262,7 +264,7 @@ def summary(view: RunView) -> list[Line]:
         (f"    {listed if run['episodes_done'] or not view.rewards else trained_on_query(name)}", ""),
         ("    agentrl replay EPISODE", ""),
         *([(f"    agentrl prompts {name}", "")] if run["kind"] == "search" else []),
-        *([(curve, "")] if view.rewards else []),
+        *([(curve, "")] if view.rewards and run["kind"] != "search" else []),
     ]
 
 
@@ -323,22 +325,11 @@ def _no_control_loop_hint(run: str) -> str:
     return f"No control loop is running, so {run} may not make progress. Start one: {start}"
 
 
-def gain_of(db: Any, run: str) -> "PairedComparison | None":
-    """Return the gain of a prompt search on the held-out tasks; None if it was not measured."""
-    from agentrl.workflow.stats.paired_test import compare_paired
-    from agentrl.workflow.store.reads.resource_rows import find_held_out
-
-    measured = find_held_out(db, run)
-    gain = compare_paired(measured.seed, measured.chosen)
-    return gain if gain.tasks else None
-
-
-def gain_lines(gain: "PairedComparison | None") -> Iterator[str]:
-    """Yield lines about the gain of a prompt search."""
+def gain_lines(tree: "SearchTree") -> list[str]:
+    """Return lines about what a prompt search gained."""
+    gain = tree.gain
     if gain is None:
-        return
-    yield f"held out: {gain.tasks} tasks that no selection has used"
-    interval = {"low": gain.low, "high": gain.high, "interval_by": gain.interval_by}
-    difference = f"{cell(gain.difference)}  {format_interval(interval)}  p {cell(gain.p_value)} ({gain.method})"
-    yield f"  reward {cell(gain.first)} -> {cell(gain.second)}  difference {difference}"
-    yield f"  better on {gain.won}, worse on {gain.lost}, equal on {gain.tied}"
+        return [tree.sentences]
+    interval = format_interval({"low": gain.low, "high": gain.high, "interval_by": gain.interval_by})
+    difference = f"difference {cell(gain.difference)}, {interval}, p {cell(gain.p_value)} ({gain.method})"
+    return [tree.sentences, f"  {difference}; better on {gain.won}, worse on {gain.lost}, equal on {gain.tied}"]

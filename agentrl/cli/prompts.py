@@ -1,18 +1,18 @@
-"""`agentrl prompts`: lists the versions of the texts that a run uses, and the gain of a prompt search."""
+"""`agentrl prompts`: lists the versions of the texts that a run uses; of a prompt search, what it gained, and the tree."""
 
 from collections.abc import Iterator
-from difflib import unified_diff
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.console import Json, say, show, show_json, show_table
-from agentrl.cli.follow import gain_lines, gain_of
+from agentrl.cli.console import Json, say, show, show_cells, show_json, show_table, walk_tree
+from agentrl.cli.follow import gain_lines
 from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_reader
 from agentrl.workflow.errors import ConfigError, NotFoundError
 from agentrl.workflow.runtime.shown_text import cell, clean, one_line
 
 if TYPE_CHECKING:
+    from agentrl.workflow.store.reads.search_tree import SearchCandidate, SearchTree
     from agentrl.workflow.tables.views import ResourceRow
 
 SHOWN = 60
@@ -33,7 +33,8 @@ def prompts(
 ) -> None:
     """List the versions of a run's prompts and other texts, with the origin and the mean reward of each version.
 
-    A version is a number, or `best` for the version that a search chose. `show` prints a text and nothing else.
+    Of a prompt search, print what it gained and the tree of what it tried; `*` marks the way to the best version. A version is
+    a number, or `best` for the version that a search chose. `show` prints a text and nothing else.
     """
     from agentrl.workflow.store.reads.paging import iterate_rows
     from agentrl.workflow.store.reads.resource_rows import ResourceFilter, list_resources
@@ -75,34 +76,47 @@ def _version(rows: "list[ResourceRow]", word: str) -> "ResourceRow":
 
 
 def _list(db: Any, run: str, rows: "list[ResourceRow]", as_json: bool) -> None:
-    from agentrl.workflow.store.reads.resource_rows import count_critic_calls
+    from agentrl.workflow.store.reads.run_rows import describe_run
+    from agentrl.workflow.store.reads.search_tree import load_search_tree
 
-    gain = gain_of(db, run)
+    tree = load_search_tree(db, run) if describe_run(db, run).kind == "search" else None
     if as_json:
         measures = ("first", "second", "difference", "low", "high", "p_value", "tasks", "won", "lost", "tied")
-        show_json({"run": rows[0].run, "versions": rows, "held_out": gain and {name: getattr(gain, name) for name in measures}})
+        gain = tree.gain if tree and tree.gain_on == "held_out" else None
+        held_out = gain and {name: getattr(gain, name) for name in measures}
+        show_json({"run": rows[0].run, "versions": rows, "held_out": held_out, "gained": tree and tree.sentences})
         return
-    heads = ("name", "version", "from", "how", "episodes", "reward", "choosing", "", "text")
-    show_table(
-        heads,
-        [
-            (
-                *(row.name, row.version, row.parent_version, row.note, row.episodes_done, row.mean_reward, row.choose_reward),
-                *("chosen" if row.chosen else "", one_line(row.text, SHOWN)),
-            )
-            for row in rows
-        ],
-    )
-    for line in gain_lines(gain):
+    if tree is None:
+        heads = ("name", "version", "from", "how", "episodes", "reward", "text")
+        names = ("name", "version", "parent_version", "note", "episodes_done", "mean_reward")
+        show_table(heads, [(*(row[name] for name in names), one_line(row.text, SHOWN)) for row in rows])
+        return
+    for line in gain_lines(tree):
         show(line)
-    if gain is None and all(row.version == 0 for row in rows) and (calls := count_critic_calls(db, run)):
-        say(f"The critic was called {calls} times, and none of its edits could be used. Its answers:")
-        say(f"  agentrl sql \"SELECT answer FROM v_critic_calls WHERE run = '{run}'\"")
+    _show_tree(tree)
+    if len(tree.candidates) == 1:
+        say(f"The critic's answers: agentrl sql \"SELECT answer FROM v_critic_calls WHERE run = '{run}'\"")
     if any(row.chosen and row.version for row in rows):
         say(f"Show the text: agentrl prompts {run} show best")
 
 
+def _show_tree(tree: "SearchTree") -> None:
+    children: dict[int | None, list[SearchCandidate]] = {}
+    for one in tree.candidates:
+        children.setdefault(one.parent, []).append(one)
+    cells = []
+    for branch, one in walk_tree(children.get(None, ()), lambda one: children.get(one.number, ())):
+        score, tasks = one.score(one.scored_on)
+        numbers = (score, tasks, one.score("held_out")[0], one.episodes, one.status, one.note)
+        label = f"{branch}{one_line(one.label)}{' *' if one.on_path else ''}"
+        cells.append([label, *map(cell, numbers), one_line(one.difference, SHOWN)])
+    show_cells(("version", "score", "tasks", "held out", "episodes", "status", "how", "new text"), cells)
+    if tree.left_out:
+        say(f"Not shown: {tree.left_out} that were tried later.")
+
+
 def _diff_lines(one: "ResourceRow", other: "ResourceRow") -> Iterator[str]:
+    from agentrl.workflow.store.reads.search_tree import diff_lines
+
     title, other_title = (f"{row.name}@{row.version}  reward {cell(row.mean_reward)}" for row in (one, other))
-    before, after = clean(one.text).splitlines(), clean(other.text).splitlines()
-    yield from unified_diff(before, after, title, other_title, lineterm="", n=2)
+    yield from diff_lines(one.text, other.text, title, other_title)

@@ -53,17 +53,39 @@ def test_annotations_route_shows_deep_value_as_text(grown: Database) -> None:
     assert PageOver(grown).read("/api/runs/1/annotations", size=1)["rows"][0]["data"].startswith('{"value": [[[')
 
 
-def test_prompts_route_shows_gain_on_unread_tasks(database: Database) -> None:
+def test_search_route_shows_gain_and_tree(database: Database) -> None:
     work = begun(database)
     search_rounds.add_round(database, work, planned(database, work, "choose", SEED, BETTER))
     work = rolled_out(database, work, (0.25, 0.75))
     search_rounds.add_round(database, work, planned(database, work, "held_out", SEED, BETTER))
     search_rounds.finish_search(database, rolled_out(database, work, (0.0, 1.0)), BETTER)
-    found = PageOver(database).read("/api/runs/1/prompts")
-    assert [(row["name"], row["version"], row["chosen"]) for row in found["rows"]] == [
-        ("prompt", 0, False), ("tone", 0, True), ("prompt", 1, True),
+    page = PageOver(database)
+    found = page.read("/api/runs/1/search")
+    assert found["sentences"] == "The best version (prompt @1) solves 1 of 1 held-out task; the first solved 0."
+    assert (found["gain"]["difference"], found["gain"]["tasks"], found["gain"]["low"]) == (1.0, 1, None)
+    assert [(row["number"], row["parent"], row["score"], row["held_out"], row["on_path"]) for row in found["candidates"]] == [
+        (0, None, 0.25, 0.0, True), (1, 0, 0.75, 1.0, True),
     ]  # fmt: skip
-    assert (found["held_out"]["difference"], found["held_out"]["tasks"], found["held_out"]["low"]) == (1.0, 1, None)
+    (text_row,) = page.read("/api/runs/1/search/1")["texts"]
+    assert text_row["diff"].splitlines()[1:] == [f"-{SEED['prompt']}", f"+{BETTER['prompt']}"]
+    assert page.read("/api/runs/1/search/0")["texts"][0]["diff"] is None
+    group = found["candidates"][1]["group"]
+    assert [row["reward"] for row in page.read("/api/runs/1/episodes", texts_of=group)["rows"]] == [0.75, 0.75, 1.0, 1.0]
+    assert page.read("/api/runs/1/episodes", texts_of=10**30)["rows"] == []
+    assert page.ask("/api/runs/1/search/9")[0] == 404
+
+
+def test_search_route_refuses_other_kinds_and_cuts_texts(grown: Database) -> None:
+    assert PageOver(grown).ask("/api/runs/1/search")[0] == 404
+    with grown.engine.begin() as tx:
+        tx.execute(update(tables.runs).where(tables.runs.c.id == 1).values(kind="search"))
+        tx.execute(update(tables.resources).where(tables.resources.c.id == 2).values(text="x" * 100_000, parent_version=0))
+        tx.execute(update(tables.critic_calls).values(answer="x" * 100_000, messages=[{"content": "y" * 100_000}]))
+    page = PageOver(grown)
+    found = page.read("/api/runs/1/search/1")
+    assert len(found["texts"][0]["text"]) == len(found["texts"][0]["diff"]) == SHOWN_CHARS
+    assert found["texts"][0]["cut"]["text"] == 100_000
+    assert [len(row[name]) for row in found["critic"] for name in ("answer", "messages")] == [SHOWN_CHARS] * 2
 
 
 def test_prompts_and_critic_calls_are_paged_and_cut(grown: Database) -> None:
@@ -76,7 +98,6 @@ def test_prompts_and_critic_calls_are_paged_and_cut(grown: Database) -> None:
         assert len(first["rows"][0][column]) == SHOWN_CHARS
         assert first["rows"][0]["cut"] == {column: 100_000}
         assert len(page.read(f"/api/runs/1/{path}", size=2, cursor=first["next"])["rows"]) == 1
-    assert page.read("/api/runs/1/prompts")["held_out"] is None
 
 
 # series

@@ -19,11 +19,12 @@ from agentrl.workers.page.read_only import Busy, ReadOnlyStore
 from agentrl.workers.page.service import STATIC
 from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import planning, tags_and_notes, train_commits
+from agentrl.workflow.store import planning, search_rounds, tags_and_notes, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import curves
 from agentrl.workflow.tables import schema as tables
 from bench.performance import synthetic
+from tests.search.test_search_rows import BETTER, SEED, begun, planned, rolled_out
 from tests.support.browser import Watched, chromium, settle
 from tests.support.page_answers import PageOver
 from tests.support.played_runs import claim_training, play, start, submission, update_of, values
@@ -276,6 +277,35 @@ def test_export_works_in_offline_browser(trained: Database, tmp_path: Path) -> N
         assert page.title() != "owned"
         assert watched.wrong == []
         assert {unquote(host) for host in watched.hosts} <= {""}
+
+
+def test_export_shows_search_tree_and_candidates(database: Database, tmp_path: Path) -> None:
+    work = begun(database)
+    search_rounds.add_round(database, work, planned(database, work, "choose", SEED, BETTER))
+    work = rolled_out(database, work, (0.25, 0.75))
+    request = [{"role": "user", "content": "Improve it."}]
+    search_rounds.record_answer(database, work.run_id, "critic", "k", request, f"<prompt>{EVIL}</prompt>", 0.5)
+    evil = {**SEED, "prompt": f"{EVIL} {{question}}"}
+    search_rounds.add_round(database, work, planned(database, work, "held_out", SEED, evil))
+    search_rounds.finish_search(database, rolled_out(database, work, (0.0, 1.0)), evil)
+    out = tmp_path / "run.html"
+    assert export.write_export(store(database), "first", out, [], LIMIT) == ""
+    answers = recorded(out)["answers"]
+    page_over = PageOver(database)
+    for path in ("search", "search/0", "search/1", "search/2"):
+        assert answers[f"api/runs/1/{path}"] == page_over.read(f"/api/runs/1/{path}"), path
+    with chromium() as browser:
+        page = browser.new_context(offline=True).new_page()
+        watched = Watched(page)
+        page.goto(f"file://{out}")
+        watched.see("The best version (prompt @2) solves 1 of 1 held-out task; the first solved 0.")
+        for label, row in (("prompt @1", "step by step"), ("prompt @2", "owned")):
+            page.click(f"main td a:text-is('{label}')")
+            page.wait_for_selector(f".candidate[aria-label='Version {label}'] .diff .added:has-text('{row}')")
+            assert page.locator(".candidate tbody tr").count() == 2, label
+            assert page.locator("main .problem").count() == 0
+        assert page.title() != "owned"
+        assert watched.wrong == []
 
 
 def test_export_records_every_page_of_curves_turns_and_tokens(

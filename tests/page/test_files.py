@@ -45,6 +45,10 @@ def test_page_files_import_existing_files_one_by_line() -> None:
             assert "import(" not in line, (file.name, line)
 
 
+def test_page_files_ask_for_types_to_be_checked() -> None:
+    assert [file.name for file in OWN if not file.read_text().startswith("// @ts-check\n")] == []
+
+
 def test_page_files_make_no_markup_of_text_and_ask_no_other_host() -> None:
     for file in OWN:
         text = file.read_text()

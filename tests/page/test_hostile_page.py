@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from agentrl.workflow.errors import NotFoundError, ServiceError
 from agentrl.workflow.store import planning, steps
@@ -77,9 +77,25 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, migrated_file: Path) -> Pa
     home = tmp_path_factory.mktemp("hostile")
     model = make_hostile_model(home)
     with closing(store_in(home, migrated_file)) as database, database.engine.begin() as tx:
-        synthetic.fill(tx, {"mine": 2, "live": 2})
+        synthetic.fill(tx, {"mine": 2, "sought": 3, "live": 2})
         poison(tx, model)
+        make_search(tx)
     return home
+
+
+def make_search(tx: Connection) -> None:
+    """Makes run 2 a search: its versions are one text's, each made from the one before by a critic, and the last is huge."""
+    for statement in (
+        "UPDATE runs SET kind = 'search' WHERE id = 2",
+        "UPDATE resources SET name = (SELECT min(name) FROM resources WHERE run_id = 2) WHERE run_id = 2",
+        "UPDATE resources SET parent_version = version - 1 WHERE run_id = 2 AND version > 0",
+        "UPDATE resources SET chosen = (version = 1) WHERE run_id = 2",
+        "UPDATE resources SET text = text || replace(hex(zeroblob(:big)), '00', char(10) || text) "
+        "WHERE run_id = 2 AND version > 0",
+        "UPDATE critic_calls SET answer = answer || (SELECT group_concat(text, '') FROM resources WHERE run_id = 2) "
+        "WHERE run_id = 2",
+    ):
+        tx.execute(text(statement), {"big": 1000} if ":big" in statement else {})
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +142,7 @@ def hostile_views(home: Path) -> dict[str, str]:
     evals = [row[0] for row in ask(home, "SELECT run_id FROM evals ORDER BY run_id")]
     fork = ask(home, "SELECT id FROM episodes WHERE parent_id IS NOT NULL LIMIT 1")[0][0]
     tag = ask(home, "SELECT tag FROM run_tags WHERE run_id = 1")[0][0]
+    ((sought, found),) = ask(home, "SELECT min(group_id), min(id) FROM episodes WHERE run_id = 2")
     resources = [row[0] for row in ask(home, "SELECT id FROM resources WHERE run_id = 1 ORDER BY id LIMIT 2")]
     all_rows = urlencode({"q": "SELECT * FROM v_episodes ORDER BY id LIMIT 200"})
     column = ATTACKS[0].replace('"', '""')
@@ -140,14 +157,20 @@ def hostile_views(home: Path) -> dict[str, str]:
         "a search": f"#/?{urlencode({'text': ATTACKS[0]})}",
         "runs with columns": "#/?group=seed&cols=dataset.name,name,-tokens",
         "run": "#/run/1",
-        "live run": "#/run/2",
+        "live run": "#/run/3",
         "two runs": "#/run/1?with=2",
         **{tab: f"#/run/1?tab={tab}" for tab in TABS},
-        "live workers": "#/run/2?tab=workers",
+        "live workers": "#/run/3?tab=workers",
         "two prompts": f"#/run/1?tab=prompts&a={resources[0]}&b={resources[1]}",
         "all of the config": "#/run/1?tab=config&which=all",
         "iteration": "#/run/1/iteration/1",
-        "live iteration": "#/run/2/iteration/2",
+        "live iteration": "#/run/3/iteration/2",
+        "search run": "#/run/2",
+        "candidate": "#/run/2?candidate=2",
+        "first candidate": "#/run/2?candidate=0",
+        "candidate's episodes": f"#/run/2?tab=episodes&texts_of={sought}",
+        "candidate's episode": f"#/episode/{found}?list=run%3D2%26texts_of%3D{sought}",
+        "critic": "#/run/2?tab=prompts",
         "group": f"#/group/{group}",
         "episode": f"#/episode/{episode}",
         "failed episode": f"#/episode/{failed}",
@@ -188,6 +211,9 @@ def test_hostile_text_runs_in_no_view(hostile: Path, served: Service, context: B
         look_at(watched.page, served, address)
         unfold(watched.page)
         problem = watched.page.query_selector("main .problem")
+        if name in ("search run", "candidate"):
+            assert watched.page.query_selector(".candidate .diff .removed"), watched.page.inner_text("main")[:2000]
+            assert watched.page.query_selector(".candidate .message"), watched.page.inner_text("main")[:2000]
         found = watched.page.evaluate(INNOCENT)
         shown += "pwned" in watched.page.inner_text("main")
         found += [f"problem: {problem.inner_text()[:300]}"] if problem and name not in REFUSED else []
@@ -257,8 +283,24 @@ def test_hostile_run_runs_nothing_in_export(hostile: Path, context: BrowserConte
         found += [f"problem: {problem.inner_text()[:300]}"] if problem and name != "no place" else []
         bad |= {name: found} if found else {}
         watched.wrong.clear()
+    ended = command(hostile, "ui", "--export", "2", "--out", str(tmp_path / "search.html"))
+    assert ended.returncode == 0, ended.stdout
+    for name in ("search run", "candidate", "first candidate", "critic"):
+        go_to(page, f"{(tmp_path / 'search.html').as_uri()}{views[name]}")
+        unfold(page)
+        assert page.query_selector("main .problem") is None, (name, page.inner_text("main .problem"))
+        bad |= {name: found} if (found := [*page.evaluate(INNOCENT), *watched.wrong]) else {}
+        watched.wrong.clear()
     assert bad == {}
     assert watched.hosts <= {"", "blank"}
+
+
+def test_hostile_search_prints_no_control_characters(hostile: Path) -> None:
+    for name in ("prompts", "watch"):
+        ended = command(hostile, name, "2")
+        assert ended.returncode == 0, ended.stdout
+        assert "pwned" in ended.stdout
+        assert [char for char in "\x1b\x07\u202e\u200b" if char in ended.stdout] == []
 
 
 # Bad input

@@ -1,5 +1,6 @@
 """The rows of a search: rounds are added once, versions are kept once, answers are kept once, and what was chosen is marked."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from agentrl.workers.requests.search_request import divide
 from agentrl.workflow.config import RunConfig, build
-from agentrl.workflow.errors import ConfigError, Fenced
+from agentrl.workflow.errors import ConfigError, Fenced, NotFoundError
 from agentrl.workflow.store import planning, search_rounds
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import Submission
@@ -15,15 +16,15 @@ from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.reads.resource_rows import (
     CriticCallFilter,
     ResourceFilter,
-    find_held_out,
     list_critic_calls,
     list_resources,
 )
+from agentrl.workflow.store.reads.search_tree import MAX_DIFF_LINES, diff_lines, load_candidate, load_search_tree
 from agentrl.workflow.store.run_resources import VersionOrigin
 from agentrl.workflow.store.search_rounds import PlannedGroup
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.trajectory import Message, Task
-from tests.support.played_runs import claim, claim_training, finish, play, start, submission, value, values
+from tests.support.played_runs import claim, claim_training, fail, finish, play, start, submission, value, values
 
 SEED = {"prompt": "Solve {question}.", "tone": "Be kind."}
 BETTER = {"prompt": "Solve {question} step by step.", "tone": "Be kind."}
@@ -73,8 +74,9 @@ def test_search_rows_record_rounds_and_mark_choice(database: Database) -> None:
     rows = list_resources(database, ResourceFilter("first")).rows
     told = {(row.name, row.version, row.parent_version, row.chosen, row.choose_reward, row.episodes_done) for row in rows}
     assert told == {("prompt", 0, None, False, 0.25, 4), ("prompt", 1, 0, True, 0.75, 4), ("tone", 0, None, True, 0.5, 8)}
-    held_out = find_held_out(database, "first")
-    assert (list(held_out.seed.values()), list(held_out.chosen.values())) == ([0.0], [1.0])
+    tree = load_search_tree(database, "first")
+    assert tree.sentences == "The best version (prompt @1) solves 1 of 1 held-out task; the first solved 0."
+    assert (tree.gain_on, tree.gain and (tree.gain.first, tree.gain.second)) == ("held_out", (0.0, 1.0))
     assert values(database, "SELECT status FROM runs") == ["done"]
     assert values(database, "SELECT detail FROM events WHERE kind = 'chosen'") == ["prompt@1, tone@0"]
     assert set(values(database, "SELECT fate FROM v_ledger")) == {"searched"}
@@ -82,6 +84,123 @@ def test_search_rows_record_rounds_and_mark_choice(database: Database) -> None:
         value(database, "SELECT count(*) FROM v_episode_resources WHERE name = 'prompt' AND version = 1 AND role = 'choose'")
         == 2
     )
+
+
+BOTH = {"prompt": "Solve {question} step by step.", "tone": "Be brief."}
+SHORT = {"prompt": "Solve {question}.", "tone": "Be brief."}
+
+
+def add_and_roll_out(db: Database, work: IterationWork, *trials: tuple[Any, Any, float]) -> IterationWork:
+    """Tries texts on the task for choosing: (texts, those from which they were made, reward)."""
+    (task,) = search_rounds.load_search_tasks(db, work.run_id).choose
+    groups = [PlannedGroup(task, texts, VersionOrigin(f"edit {n}", before)) for n, (texts, before, _) in enumerate(trials)]
+    search_rounds.add_round(db, work, groups)
+    return rolled_out(db, work, tuple(reward for *_, reward in trials))
+
+
+def test_search_tree_has_candidates_with_parents_and_scores(database: Database) -> None:
+    work = begun(database)
+    assert load_search_tree(database, "first").sentences == "No version has been tried yet."
+    work = add_and_roll_out(database, work, (SEED, None, 0.25))
+    open_tree = load_search_tree(database, "1")
+    assert open_tree.sentences == "No other version has been tried yet. The first scores 0.25 on 1 task for choosing."
+    work = add_and_roll_out(database, work, (BETTER, SEED, 0.5), (SHORT, SEED, 0.25))
+    work = add_and_roll_out(database, work, (BOTH, BETTER, 0.75), (SEED, None, 0.75))
+    tree = load_search_tree(database, "first")
+    assert [(one.label, one.parent, one.score("choose"), one.on_path) for one in tree.candidates] == [
+        ("prompt @0, tone @0", None, (0.5, 1), True),
+        ("prompt @1", 0, (0.5, 1), True),
+        ("tone @1", 0, (0.25, 1), False),
+        ("tone @1", 1, (0.75, 1), True),
+    ]
+    assert [one.note for one in tree.candidates] == ["edit 0", "edit 0", "edit 1", ""]
+    added = ["Solve {question}.", "... step by step.", "... brief.", "... brief."]
+    assert [one.difference for one in tree.candidates] == added
+    assert tree.sentences == (
+        "So far, the best version (tone @1) scores 0.75 on 1 task for choosing; the first scored 0.5. "
+        "Held-out tasks are measured at the end."
+    )
+    origin = load_candidate(database, "first", 1)
+    assert [(one.name, one.version, one.parent_text, one.text) for one in origin.texts] == [
+        ("prompt", 1, SEED["prompt"], BETTER["prompt"])
+    ]
+    groups = [one.group for one in tree.candidates]
+    listed = [
+        episode_rows.list_episodes(database, episode_rows.EpisodeFilter("first", texts_of=group)).rows for group in groups
+    ]
+    assert [len(rows) for rows in listed] == [one.episodes for one in tree.candidates] == [4, 2, 2, 2]
+    search_rounds.finish_search(database, work, SEED)
+    ended = load_search_tree(database, "first")
+    assert [one.is_best for one in ended.candidates] == [True, False, False, False]
+    assert (
+        ended.sentences
+        == "None of the 3 other versions was better than the first. The first scores 0.5 on 1 task for choosing."
+    )
+    with pytest.raises(NotFoundError, match="has no candidate 4"):
+        load_candidate(database, "first", 4)
+
+
+def test_search_tree_has_choice_without_trial(database: Database) -> None:
+    work = add_and_roll_out(database, begun(database), (SEED, None, 0.25))
+    search_rounds.finish_search(database, work, BETTER)
+    tree = load_search_tree(database, "first")
+    assert [(one.status, one.is_best, one.group is None) for one in tree.candidates] == [
+        ("tried", False, False),
+        ("untried", True, True),
+    ]
+    assert tree.sentences.startswith("The search chose tone @0, prompt @1, which was not measured")
+    assert {one.text for one in load_candidate(database, "first", 1).texts} == {*BETTER.values()}
+
+
+def test_search_tree_refuses_run_that_is_no_search(database: Database) -> None:
+    start(database, submission("trained"))
+    with pytest.raises(NotFoundError, match="trained is not a prompt search"):
+        load_search_tree(database, "trained")
+
+
+def test_search_tree_counts_failed_episode_as_nothing(database: Database) -> None:
+    work = begun(database)
+    (task,) = search_rounds.load_search_tasks(database, work.run_id).choose
+    search_rounds.add_round(database, work, [PlannedGroup(task, SEED, VersionOrigin("the beginning"))])
+    (group,) = planning.start_iteration(database, work.id)
+    taken = claim(database, group)
+    finish(database, taken, 0, 1.0)
+    fail(database, taken, 1)
+    (only,) = load_search_tree(database, "first").candidates
+    assert (only.status, only.score("choose")) == ("tried", (0.5, 1))
+
+
+def test_search_tree_finds_what_critic_said(database: Database) -> None:
+    work = add_and_roll_out(database, begun(database), (SEED, None, 0.0))
+    critique = "It does not think step by step."
+    edit = f"Here: <prompt>\n{BETTER['prompt']}\n</prompt>"
+    request = f"<critique>{critique}</critique>"
+    said = {"a": ("Criticise.", "It"), "b": ("Criticise.", critique), "c": (request, edit), "d": ("?", edit[:9])}
+    for key, (prompt, answer) in said.items():
+        search_rounds.record_answer(database, work.run_id, "m", key, [{"role": "user", "content": prompt}], answer, 0.5)
+    add_and_roll_out(database, work, (BETTER, SEED, 1.0))
+    origin = load_candidate(database, "first", 1)
+    assert [row["answer"] for row in origin.critic] == [edit, critique]
+    assert origin.critic[0]["messages"] == request
+    assert load_candidate(database, "first", 0).critic == []
+
+
+def test_search_tree_bounds_what_it_compares_and_searches(database: Database) -> None:
+    before, after = ("\n".join(f"{'ab' * 30}{number % 7}" for number in range(start, start + 9000)) for start in (0, 3))
+    began = time.process_time()
+    lines = diff_lines(before, f"\x1b[31m{after}")
+    assert time.process_time() - began < 2
+    assert lines[-1] == f"... {9000 - MAX_DIFF_LINES} more lines not compared"
+    assert "\x1b" not in "".join(lines)
+    long = {**SEED, "prompt": "{question}" + "ab" * 16_000}
+    work = add_and_roll_out(database, begun(database), (SEED, None, 0.0))
+    for number in range(30):
+        asked = [{"role": "user", "content": "ab" * 200_000}]
+        search_rounds.record_answer(database, work.run_id, "m", str(number), asked, "ab" * 50_000, 0.5)
+    add_and_roll_out(database, work, (long, SEED, 1.0))
+    began = time.process_time()
+    assert load_candidate(database, "first", 1).critic == []
+    assert time.process_time() - began < 5
 
 
 def test_search_rows_of_repeated_task_have_other_draws(database: Database) -> None:

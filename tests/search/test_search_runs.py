@@ -89,7 +89,16 @@ def test_search_run_resumes_identically_after_kill(stack: Stack, critic: Scripte
     assert run.resources == {"prompt": best["text"]}
     assert len(list(run.prompts().rows())) == len(shown["versions"])
     assert {row.model for row in run.critic_calls().rows()} == {"scripted"}
-    assert "held out: 6 tasks that no selection has used" in stack.agentrl("watch", "killed")
+    label = f"prompt @{best['version']}"
+    assert shown["gained"] == f"The best version ({label}) scores 1 on 6 held-out tasks; the first scored 0.1."
+    for said in (stack.agentrl("watch", "killed"), stack.agentrl("prompts", "killed")):
+        assert shown["gained"] in said
+        assert "better on 6, worse on 0, equal on 0" in said
+        assert "one iteration" not in said
+    tree = stack.agentrl("prompts", "killed").splitlines()[2:]
+    assert tree[1].startswith("prompt @0 *")
+    assert any(line.lstrip("`|- ").startswith(f"{label} *") for line in tree)
+    assert any(line.startswith("|  |- prompt @") for line in tree)
 
 
 COUNT = "SELECT count(*) FROM groups g JOIN runs r ON r.id = g.run_id WHERE r.name = :run AND g.status = 'done'"
@@ -150,7 +159,7 @@ def test_search_run_reports_critic_without_edits(stack: Stack, critic: ScriptedC
     command = [sys.executable, "-m", "agentrl.cli", "prompts", "vain"]
     done = subprocess.run(command, env=stack.environment, capture_output=True, text=True, check=True)
     asked = value(stack.database, "SELECT count(*) FROM v_critic_calls WHERE run = 'vain'")
-    assert f"The critic was called {asked} times, and none of its edits could be used." in done.stderr
+    assert f"The critic was called {asked} times, and none of its edits could be used." in done.stdout
     assert "agentrl sql" in done.stderr
 
 

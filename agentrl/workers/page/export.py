@@ -169,6 +169,7 @@ async def _record(
         recording = _Recording(client, room, progress)
         tasks = await _take_run(recording, run, around)
         await _take_chosen(recording, run, episodes, (room + around) / 1e6)
+        await recording.many(_search(recording, run))
         tasks += await _take_more_tasks(recording, run)
         free = room - recording.size
         recording.limit = room - int(free * (1 - ITERATIONS_SHARE))
@@ -200,7 +201,8 @@ async def _take_run(recording: _Recording, run: int, around: int) -> list[int]:
         for path in ("events?size=500&sort=-id", "lanes", "episodes?size=50", "examples", "errors"):
             await recording.ask(f"{here}/{path}")
         tasks = await recording.ask(f"{here}/tasks?size=25")
-        for path in ("annotations?size=100", "prompts", "critic-calls?size=20"):
+        searched = ("search",) if shown_run["run"]["kind"] == "search" else ()
+        for path in ("annotations?size=100", "prompts", "critic-calls?size=20", *searched):
             await recording.ask(f"{here}/{path}")
         await recording.ask(f"api/evals?measures={run}&size=200")
         await recording.ask("api/views")
@@ -287,6 +289,14 @@ def _episode(recording: _Recording, run: int, episode: int, beside: bool = False
             await recording.ask(f"api/runs/{run}/tasks/{first_page['task']['id']}")
 
     return work
+
+
+def _search(recording: _Recording, run: int) -> "Iterable[Callable[[], Awaitable[None]]]":
+    """Yield functions that each record a candidate of a search with its list of episodes, those on the best path first."""
+    tree = json.loads(recording.answers.get(f"api/runs/{run}/search", b'{"candidates": []}'))
+    for row in sorted(tree["candidates"], key=lambda row: (not row["is_best"], not row["on_path"])):
+        episodes = () if row["group"] is None else (f"api/runs/{run}/episodes?size=50&texts_of={row['group']}",)
+        yield _work(recording, f"api/runs/{run}/search/{row['number']}", *episodes)
 
 
 def _groups(recording: _Recording, run: int) -> "Iterable[Callable[[], Awaitable[None]]]":

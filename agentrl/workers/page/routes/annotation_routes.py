@@ -1,4 +1,4 @@
-"""Routes for annotations, prompts, and a search's requests to its critic."""
+"""Routes for annotations, prompts, the results of a prompt search, and its requests to its critic."""
 
 from datetime import datetime
 from typing import Annotated, Any
@@ -9,12 +9,12 @@ from pydantic import BaseModel
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import SHOWN_CHARS, cut_rows
-from agentrl.workflow.stats.paired_test import compare_paired
 from agentrl.workflow.store.driver_reader import DriverTransaction
-from agentrl.workflow.store.reads import event_rows, resource_rows, run_rows
+from agentrl.workflow.store.reads import event_rows, resource_rows, search_tree
 from agentrl.workflow.store.reads.event_rows import AnnotationFilter
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.resource_rows import CriticCallFilter
+from agentrl.workflow.store.reads.search_tree import SearchCandidate
 
 router = APIRouter(prefix="/api", tags=["annotations and prompts"])
 
@@ -50,7 +50,7 @@ class AnnotationsPage(BaseModel):
 
 
 class Gain(BaseModel):
-    """The gain of a prompt search on held-out tasks: `first` with the initial texts, `second` with the chosen ones."""
+    """The gain of a prompt search on the same tasks: `first` with the initial texts, `second` with the best ones."""
 
     first: float | None
     second: float | None
@@ -86,14 +86,47 @@ class PromptVersion(BaseModel):
 
 
 class PromptsAnswer(BaseModel):
-    """A page of prompt versions. `held_out` is null without an evaluation. `left_out` is the number of versions that have too
-    many groups to read their rewards.
-    """
+    """A page of prompt versions. `left_out` is the number of versions that have too many groups to read their rewards."""
 
     rows: list[PromptVersion]
     next: str
     left_out: int
-    held_out: Gain | None
+
+
+class TreeCandidate(BaseModel):
+    """A candidate of a search. `score` is its mean reward on `tasks` tasks, by which the search compared candidates; `held_out`
+    that on held-out tasks. `group` is its first group. `difference` is the beginning of what differs from the parent's text.
+    """
+
+    number: int
+    parent: int | None
+    label: str
+    note: str
+    status: str
+    is_best: bool
+    on_path: bool
+    group: int | None
+    episodes: int
+    score: float | None
+    tasks: int
+    held_out: float | None
+    difference: str
+
+
+class SearchAnswer(BaseModel):
+    """The results of a prompt search: what was gained, as sentences and numbers, and the candidates that it tried."""
+
+    sentences: str
+    gain: Gain | None
+    candidates: list[TreeCandidate]
+    left_out: int
+
+
+class CandidateAnswer(BaseModel):
+    """How a candidate came about: `texts` that differ from the parent's, and the requests to the `critic` that led to it."""
+
+    texts: list[dict[str, Any]]
+    critic: list[dict[str, Any]]
 
 
 class CriticCall(BaseModel):
@@ -139,22 +172,45 @@ def list_annotations(
 
 @router.get("/runs/{run}/prompts", response_model=PromptsAnswer)
 def list_prompts(store: Store, run: int, size: FewSize = 20, cursor: str = "") -> Response:
-    """Return the versions of the run's prompts, at most 50, and what a search gained."""
-
-    def page(tx: DriverTransaction, name: str) -> dict[str, Any]:
-        prompts = resource_rows.list_prompts(tx, name, size, cursor)
-        searched = run_rows.run_by_id(tx, run).kind == "search"
-        gain = _find_gain(tx, name) if searched and not cursor else None
-        rows = cut_rows(prompts.rows, SHOWN_CHARS)
-        return {"rows": rows, "next": prompts.next, "left_out": prompts.left_out, "held_out": gain}
-
-    return answer(store.ask_about_run(run, page))
+    """Return the versions of the run's prompts, at most 50."""
+    prompts = store.ask_about_run(run, lambda tx, name: resource_rows.list_prompts(tx, name, size, cursor))
+    return answer({"rows": cut_rows(prompts.rows, SHOWN_CHARS), "next": prompts.next, "left_out": prompts.left_out})
 
 
-def _find_gain(tx: DriverTransaction, run: str) -> dict[str, Any] | None:
-    measured = resource_rows.find_held_out(tx, run)
-    comparison = compare_paired(measured.seed, measured.chosen)
-    return {name: getattr(comparison, name) for name in GAIN} if comparison.tasks else None
+@router.get("/runs/{run}/search", response_model=SearchAnswer)
+def read_search(store: Store, run: int) -> Response:
+    """Return the results of a prompt search: what it gained, and the tree of the candidates that it tried."""
+    tree = store.ask_about_run(run, search_tree.load_search_tree)
+    gain = tree.gain and {name: getattr(tree.gain, name) for name in GAIN}
+    rows = cut_rows([_shown_candidate(one) for one in tree.candidates])
+    return answer({"sentences": tree.sentences, "gain": gain, "candidates": rows, "left_out": tree.left_out})
+
+
+@router.get("/runs/{run}/search/{number}", response_model=CandidateAnswer)
+def read_candidate(store: Store, run: int, number: int) -> Response:
+    """Return a candidate of a search: its texts, what differs from its parent's, and what the critic said."""
+    origin = store.ask_about_run(run, lambda tx, name: search_tree.load_candidate(tx, name, number))
+    texts = [
+        {
+            "name": one.name,
+            "version": one.version,
+            "text": one.text,
+            "diff": None if one.parent_text is None else "\n".join(search_tree.diff_lines(one.parent_text, one.text)[2:]),
+        }
+        for one in origin.texts
+    ]
+    return answer({"texts": cut_rows(texts, SHOWN_CHARS), "critic": cut_rows(origin.critic, SHOWN_CHARS)})
+
+
+def _shown_candidate(one: SearchCandidate) -> dict[str, Any]:
+    score, tasks = one.score(one.scored_on)
+    names = ("number", "parent", "label", "note", "status", "is_best", "on_path", "group", "episodes", "difference")
+    return {
+        **{name: getattr(one, name) for name in names},
+        "score": score,
+        "tasks": tasks,
+        "held_out": one.score("held_out")[0],
+    }
 
 
 @router.get("/runs/{run}/critic-calls", response_model=CriticCallsPage)

@@ -408,6 +408,7 @@ class AskedEpisodes:
     outcome: str | None = None
     truncated: bool | None = None
     fate: str | None = None
+    texts_of: int | None = None
     sort: str = ""
 
     def filter(self, run: str) -> EpisodeFilter:

@@ -1,3 +1,4 @@
+// @ts-check
 // What the page may do where it was started with --actions; elsewhere it shows what to type.
 
 import { html, useState } from "./vendor/preact.js";

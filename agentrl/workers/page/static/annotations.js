@@ -1,3 +1,4 @@
+// @ts-check
 // What agents, tools and hooks said of the episodes of a run.
 
 import { html } from "./vendor/preact.js";

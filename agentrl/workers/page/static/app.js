@@ -1,3 +1,4 @@
+// @ts-check
 // The page: its head, the view that the address names, the keyboard.
 
 import { html, render, useEffect, useRef, useState } from "./vendor/preact.js";
@@ -158,13 +159,16 @@ function focusOn(selector) {
 }
 
 function follow(rel) {
+  /** @type {HTMLElement | null} */
   const link = document.querySelector(`a[rel="${rel}"]`);
   link?.click();
   return Boolean(link);
 }
 
 function moveRow(by) {
-  const rows = [...document.querySelectorAll("main [data-row], main [data-part]")].filter((row) => row.offsetParent !== null);
+  /** @type {NodeListOf<HTMLElement>} */
+  const found = document.querySelectorAll("main [data-row], main [data-part]");
+  const rows = [...found].filter((row) => row.offsetParent !== null);
   if (!rows.length) return false;
   const now = rows.findIndex((row) => row.classList.contains("at"));
   const next = rows[Math.max(0, Math.min(rows.length - 1, now + by))];
@@ -177,6 +181,7 @@ function moveRow(by) {
 }
 
 function openRow() {
+  /** @type {HTMLElement | null} */
   const row = document.querySelector("main [data-row].at");
   if (!row || document.activeElement?.matches("a, button, summary")) return false;
   go(row.dataset.row);
@@ -184,7 +189,9 @@ function openRow() {
 }
 
 document.addEventListener("click", (event) => {
-  const row = event.target.closest?.("tr[data-row]");
+  if (!(event.target instanceof Element)) return;
+  /** @type {HTMLElement | null} */
+  const row = event.target.closest("tr[data-row]");
   if (!row || event.target.closest("a, button, input, label, summary") || String(getSelection())) return;
   go(row.dataset.row);
 });

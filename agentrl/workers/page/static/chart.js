@@ -1,3 +1,4 @@
+// @ts-check
 // Curves: lines with bands and marks over a common axis, whose hover is linked, drawn by uPlot.
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
@@ -55,7 +56,7 @@ export function Chart({ title, note, lines, marks = [], log = false, weight = 0,
 
   useLayoutEffect(() => {
     if (!width || !shown.length || !near) return undefined;
-    const plot = new uPlot(chartOptions({ width, height, log: usesLog, xIsTime, whole, sync, range, weight, state, told, picked }), data.columns, holder.current);
+    const plot = new /** @type {any} */ (uPlot)(chartOptions({ width, height, log: usesLog, xIsTime, whole, sync, range, weight, state, told, picked }), data.columns, holder.current);
     drawn.current = plot;
     tellValues(told.current, state.current, null);
     return () => {

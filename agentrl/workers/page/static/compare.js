@@ -1,3 +1,4 @@
+// @ts-check
 // Two evaluations, task by task: is the difference more than chance? And two runs: what differs in config, numbers, tasks, transcripts.
 
 import { html, useEffect } from "./vendor/preact.js";

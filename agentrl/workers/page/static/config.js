@@ -1,3 +1,4 @@
+// @ts-check
 // The config of a run, each value with where it came from; and the way to what differs from another run's.
 
 import { html } from "./vendor/preact.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // The curves of a run, or of several in the same charts; the events of the first on their axes.
 
 import { html, useEffect, useMemo, useState } from "./vendor/preact.js";

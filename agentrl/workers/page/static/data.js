@@ -1,3 +1,4 @@
+// @ts-check
 // What is asked of the service, or of the file that the page was exported into; and what is told live.
 
 const recorded = readRecorded();
@@ -33,7 +34,11 @@ export class Refused extends Error {
   }
 }
 
-/** The answer to a path; asks again while the store is busy. */
+/**
+ * The answer to a path; asks again while the store is busy.
+ * @param {string} asked
+ * @param {{signal?: AbortSignal, body?: unknown}} [how]
+ */
 export async function ask(asked, { signal, body } = {}) {
   if (recorded) return fromRecorded(asked);
   for (let tries = 0; ; tries += 1) {

@@ -1,3 +1,4 @@
+// @ts-check
 // An episode: its transcript, its tokens, why it has the reward and the advantage it has, where it came from and went.
 
 import { html, useEffect, useState } from "./vendor/preact.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // Evidence: the one table of episodes, of a run, of an iteration, of a task; and the way from one episode of it to the next.
 
 import { html } from "./vendor/preact.js";
@@ -15,7 +16,7 @@ const CHIPS = [
 ];
 const STATUSES = ["", "done", "failed", "infra_error", "running", "planned", "cancelled"];
 const FATES = ["", "trained", "no_variance", "strayed", "truncated", "too_few", "surplus", "skipped", "tainted", "no_reward", "failed", "infra_error", "cancelled", "waiting", "open"];
-const FILTERS = ["outcome", "tool_errors", "truncated", "error_class", "fate", "status", "min_reward", "max_reward", "text", "sort"];
+const FILTERS = ["outcome", "tool_errors", "truncated", "error_class", "fate", "status", "min_reward", "max_reward", "text", "texts_of", "sort"];
 const CELLS = {
   id: { number: true, cell: (row, to) => html`<${Link} to=${["episode", row.id]} query=${to}>${row.id}<//>` },
   iteration: { number: true, cell: (row) => html`<${Link} to=${["group", row.group_id]} title=${`group ${row.group_id}`}>${row.iteration}<//>` },
@@ -50,10 +51,12 @@ function Filters({ run, fixed }) {
   const [least, setLeast] = useChoice("min_reward");
   const [most, setMost] = useChoice("max_reward");
   const [kind, setKind] = useChoice("error_class");
+  const [group, setGroup] = useChoice("texts_of");
   const { data } = useData(path(`runs/${run}/errors`, { iteration: fixed.iteration }));
   const kinds = [...new Map((data || []).map((row) => [row.error_class, row.errors])).entries()];
   return html`<div class="controls">
     <${Chips} chips=${CHIPS} label="Filters" />
+    ${group && html`<button type="button" class="chip" aria-pressed="true" title="Episodes with the same texts as this group" onClick=${() => setGroup("")}>texts of group ${visible(group)}</button>`}
     ${kinds.length > 0 && html`<${Select} label="error" value=${kind} onChange=${setKind} options=${[["", "any"], ...kinds.map(([name, count]) => [name, `${visible(name)} (${number(count)})`])]} />`}
     <${Select} label="what became of it" value=${fate} onChange=${setFate} options=${FATES.map((each) => [each, each.replaceAll("_", " ") || "all"])} />
     <${Select} label="status" value=${status} onChange=${setStatus} options=${STATUSES.map((each) => [each, each.replace("_", " ") || "all"])} />
@@ -99,7 +102,7 @@ export function WithinList({ episode, list, keep }) {
   const link = (id, rel, text) => (id ? html`<${Link} to=${["episode", id]} query=${{ ...keep, list }} rel=${rel}>${text}<//>` : html`<span class="quiet">${text}</span>`);
   const { iteration, task_id: task, ...chosen } = filter;
   const place = iteration ? ["run", run, "iteration", iteration] : task ? ["run", run, "task", task] : ["run", run];
-  const words = Object.entries(chosen).filter(([name]) => name !== "sort").map(([name, value]) => (value === "1" || value === "true" ? name : value).replaceAll("_", " "));
+  const words = Object.entries(chosen).filter(([name]) => name !== "sort").map(([name, value]) => (value === "1" || value === "true" || name === "texts_of" ? name : value).replaceAll("_", " "));
   return html`<span class="within">${link(data?.previous, "list-prev", "← p")} <a href=${href(place, { ...(place.length === 2 ? { tab: "episodes" } : {}), ...chosen })} rel="list">list${words.length ? `: ${visible(words.join(", ")).slice(0, 60)}` : ""}</a> ${link(data?.next, "list-next", "n →")}</span>`;
 }
 

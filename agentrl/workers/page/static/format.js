@@ -1,3 +1,4 @@
+// @ts-check
 // Numbers, times and texts as they are shown.
 
 export function number(value, digits = 4) {
@@ -24,7 +25,7 @@ function grouped(value) {
 export function compact(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  for (const [unit, scale] of [["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
+  for (const [unit, scale] of /** @type {[string, number][]} */ ([["G", 1e9], ["M", 1e6], ["k", 1e3]])) {
     if (size >= scale) return `${minus(Number((value / scale).toPrecision(digits)))}${unit}`;
   }
   return number(value, digits);

@@ -1,3 +1,4 @@
+// @ts-check
 // A group: its siblings side by side, where they part, what each was worth.
 
 import { html } from "./vendor/preact.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // An iteration: its groups as a grid, its update, a scatter of any two columns of its episodes.
 
 import { html, useMemo, useRef, useState } from "./vendor/preact.js";
@@ -163,6 +164,7 @@ function apart(points, x, y) {
   });
 }
 
+/** @returns {[number, number]} */
 function rangeOf(points, key) {
   const values = points.map((each) => each[key]);
   const least = values.reduce((a, b) => Math.min(a, b), Infinity);

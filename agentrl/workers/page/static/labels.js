@@ -1,3 +1,4 @@
+// @ts-check
 // Tags and notes of a run.
 
 import { html, useEffect, useState } from "./vendor/preact.js";

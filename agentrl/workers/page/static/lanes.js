@@ -1,3 +1,4 @@
+// @ts-check
 // Workers and queues over time: what each held when; where a lane is empty it idled.
 
 import { html, useState } from "./vendor/preact.js";

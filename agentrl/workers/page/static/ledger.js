@@ -1,3 +1,4 @@
+// @ts-check
 // The ledger: what became of each planned episode, iteration by iteration, as bars.
 
 import { html, useEffect, useState } from "./vendor/preact.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // The overview of a run: how it learns, whether it is healthy, what went wrong, and episodes that show it.
 
 import { html } from "./vendor/preact.js";
@@ -5,12 +6,26 @@ import { RewardChart, columnsByName } from "./curves.js";
 import { askCurves, exported, path } from "./data.js";
 import { Examples } from "./evidence.js";
 import { number, percent, plural, seconds, visible } from "./format.js";
+import { SearchView } from "./search.js";
 import { Command, Link, Troubles, useData } from "./ui.js";
 
 const SOME_FLAT = 0.5;
 const SOME_FAILED = 0.25;
 
-export function Overview({ run, told, row, live, events }) {
+export function Overview(given) {
+  return given.row.kind === "search" ? html`<${SearchOverview} ...${given} />` : html`<${LearningOverview} ...${given} />`;
+}
+
+/** A search is one iteration, so that its curves are dots. */
+function SearchOverview({ run, told, live }) {
+  const errors = useData(path(`runs/${run}/errors`), live.version);
+  return html`<${SearchView} run=${run} version=${live.version}>
+    <${Troubles} of=${told.troubles} />
+    ${errors.data?.length > 0 && html`<h2>What went wrong</h2><${Errors} run=${run} typed=${told.typed} rows=${errors.data} />`}
+  <//>`;
+}
+
+function LearningOverview({ run, told, row, live, events }) {
   const version = live.version;
   const curves = useData(path(`runs/${run}/curves`), told.evaluations, askCurves);
   const examples = useData(path(`runs/${run}/examples`), version);
@@ -28,13 +43,14 @@ function Health({ run, of }) {
   const at = of.status.lastIndexOf("done");
   if (at < 0) return null;
   const now = (name) => of[name][at];
+  /** @type {[string, boolean][]} */
   const facts = [
     [`${number(now("flat_groups"))} of ${plural(now("groups"), "group")} without variance`, now("flat_groups") / now("groups") > SOME_FLAT],
     [`${percent(now("tool_error_rate"))} of the calls failed`, now("tool_error_rate") > SOME_FAILED],
     [`${number(now("trainable"))} of ${plural(now("episodes"), "episode")} usable`, now("trainable") < now("episodes")],
     [`staleness ${number(now("staleness"))}`, now("staleness") > 1],
     [`rollout ${seconds(now("rollout_seconds"))}, update ${seconds(now("update_seconds"))}`, false],
-    ...(now("skipped") ? [[`update skipped: ${visible(now("skipped"))}`, true]] : []),
+    ...(now("skipped") ? [/** @type {[string, boolean]} */ ([`update skipped: ${visible(now("skipped"))}`, true])] : []),
   ];
   return html`<p class="health" role="status"><${Link} to=${["run", run, "iteration", now("iteration")]}>iteration ${now("iteration")}:<//> ${facts.filter(([text]) => !text.includes("–")).map(([text, off]) => html`<span key=${text} class=${off ? "warn" : "quiet"}>${text}</span>`)}</p>`;
 }

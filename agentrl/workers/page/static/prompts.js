@@ -1,3 +1,4 @@
+// @ts-check
 // The texts that a run works with, version by version, what they earned, and what two versions differ in.
 
 import { html, useEffect, useRef } from "./vendor/preact.js";
@@ -26,18 +27,11 @@ export function PromptsView({ run, version }) {
       { key: "text", label: "begins", wide: true, cell: (row) => html`<${Fold} summary=${visible(row.text).slice(0, 100)}><${Text} value=${row.text} mono /><//>` },
       { key: "diff", label: "difference", cell: (row) => html`<button type="button" aria-pressed=${String(row.id) === a || String(row.id) === b} onClick=${() => pick(row)}>${String(row.id) === a ? "A" : String(row.id) === b ? "B" : a ? "as B" : "as A"}</button>` },
     ];
-    return html`${data.held_out && html`<${HeldOut} of=${data.held_out} />`}
-      <${Difference} many=${found.rows.length > 1} a=${byId.get(a)} b=${byId.get(b)} clear=${() => (setA(""), setB(""))} />
+    return html`<${Difference} many=${found.rows.length > 1} a=${byId.get(a)} b=${byId.get(b)} clear=${() => (setA(""), setB(""))} />
       <${Table} caption="Versions of its texts" columns=${columns} rows=${found.rows} rowKey=${(row) => row.id} /><${More} of=${found} />
       ${data.left_out > 0 && html`<p class="quiet">Of ${number(data.left_out)} of these versions the groups are too many to count here: SELECT * FROM v_resources.</p>`}
       <${Critic} run=${run} version=${version} />`;
   }}<//>`;
-}
-
-function HeldOut({ of }) {
-  const entries = Object.entries(of).filter(([, value]) => value !== null && typeof value !== "object");
-  if (!entries.length) return null;
-  return html`<h2>On tasks that no choice was made on</h2><dl class="facts">${entries.map(([name, value]) => html`<div key=${name}><dt>${name.replaceAll("_", " ")}</dt><dd>${typeof value === "number" ? number(value, 4) : visible(value)}</dd></div>`)}</dl>`;
 }
 
 /** What the two chosen versions differ in, above the table in which they are chosen; it is brought into sight when both are. */
@@ -61,7 +55,12 @@ function LineDiff({ one, other }) {
   const lines = (text) => visible(text).split("\n").slice(0, MAX_LINES);
   const found = diffLines(lines(one), lines(other));
   if (found.every(([sign]) => sign === " ")) return html`<p class="quiet">They are the same, line by line.</p>`;
-  return html`<div class="diff mono">${found.map(([sign, line], index) => html`<div key=${index} class=${SIGNS[sign]}>${`${sign} ${line}`}</div>`)}</div>`;
+  return html`<${DiffLines} lines=${found.map(([sign, line]) => `${sign} ${line}`)} />`;
+}
+
+/** Lines of a difference, each with its sign before it. */
+export function DiffLines({ lines }) {
+  return html`<div class="diff mono">${lines.map((line, index) => html`<div key=${index} class=${SIGNS[line[0]] || (line.startsWith("@@") ? "quiet" : "")}>${visible(line)}</div>`)}</div>`;
 }
 
 /** Lines of both, by their longest common subsequence: [" " | "-" | "+", line]. */
@@ -78,12 +77,15 @@ export function diffLines(one, other) {
   return found;
 }
 
+/** The requests to the critic, those with the same answer once. */
 function Critic({ run, version }) {
   const found = useMore(path(`runs/${run}/critic-calls`, { size: 20 }), version);
   if (!found.rows.length) return null;
-  return html`<h2>What the critic was asked, and said</h2>
-    ${found.rows.map((row) => html`<${Fold} key=${row.id} summary=${`${visible(row.model)}: ${visible(row.answer).slice(0, 140)}`}>
+  const byAnswer = new Map();
+  for (const row of found.rows) byAnswer.set(row.answer, [...(byAnswer.get(row.answer) || []), row]);
+  return html`<${Fold} summary="what the critic was asked, and said">
+    ${[...byAnswer.values()].map(([row, ...again]) => html`<${Fold} key=${row.id} summary=${`${visible(row.model)}${again.length ? `, ${again.length + 1} times` : ""}: ${visible(row.answer).slice(0, 140)}`}>
       ${(row.messages || []).map((message, index) => html`<div key=${index} class="message"><b>${visible(message.role)}</b><${Text} value=${message.content} lines=${12} /></div>`)}
       <div class="message"><b>answer</b><${Text} value=${row.answer} /></div>
-    <//>`)}<${More} of=${found} />`;
+    <//>`)}<${More} of=${found} /><//>`;
 }

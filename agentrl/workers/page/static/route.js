@@ -1,3 +1,4 @@
+// @ts-check
 // Where the page is: everything that can be chosen stands in the address, so that it can be sent, and gone back to.
 
 import { useEffect, useState } from "./vendor/preact.js";

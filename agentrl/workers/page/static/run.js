@@ -1,3 +1,4 @@
+// @ts-check
 // A run: what it is and what it waits for, its curves, iterations, episodes, tasks, ledger, workers, events, config.
 
 import { html, useEffect, useRef, useState } from "./vendor/preact.js";
@@ -71,7 +72,7 @@ function RunView({ run, told, live }) {
   const open = row.status === "running" || row.status === "planned";
   const tabs = [
     ["overview", "overview"],
-    ["curves", "curves"],
+    ...(row.kind === "search" ? [] : [["curves", "curves"]]),
     ["iterations", "iterations", row.iterations_done],
     ["episodes", "episodes", row.episodes_done || undefined],
     ["tasks", "tasks"],
@@ -138,9 +139,10 @@ function RunTab({ tab, run, told, live, row, events }) {
 /** What is seen of a run while its page is scrolled. */
 function ShortFacts({ row }) {
   const left = secondsLeft(row);
+  const isSearch = row.kind === "search";
   return html`<span class="short-facts">${[
-    `iteration ${number(row.iterations_done)} of ${number(row.iterations)}`,
-    `reward ${number(row.last_reward, 3)}`,
+    isSearch ? `search, ${plural(row.episodes_done, "episode")}` : `iteration ${number(row.iterations_done)} of ${number(row.iterations)}`,
+    isSearch ? "" : `reward ${number(row.last_reward, 3)}`,
     row.best_reward === null || row.best_reward === undefined ? "" : `held out ${number(row.eval_reward, 3)}, best ${number(row.best_reward, 3)} @${row.best_version}`,
     row.seconds === null ? "" : `took ${seconds(row.seconds)}`,
     left ? `about ${seconds(left)} left` : "",

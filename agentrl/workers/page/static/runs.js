@@ -1,3 +1,4 @@
+// @ts-check
 // The runs: a table that is filtered and sorted, from which several are chosen to be seen together.
 
 import { html, useEffect, useState } from "./vendor/preact.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // One SELECT over the views: a table or a chart, and an address that holds the question.
 
 import { html, useEffect, useState } from "./vendor/preact.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // The tasks of a run, each over the iterations: solved when, or never; its best and worst episodes.
 
 import { html } from "./vendor/preact.js";

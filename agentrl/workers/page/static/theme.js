@@ -1,3 +1,4 @@
+// @ts-check
 // Light and dark: what the machine says, unless a person chose; paper is light.
 
 import { useEffect, useState } from "./vendor/preact.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // The token strip: each token in the colour of a number, what was only read dimmed, with a chart by position.
 
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // What all views are made of: asked data, links, tables, tabs, folded texts, words for states.
 
 import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";

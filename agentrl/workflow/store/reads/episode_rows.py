@@ -55,6 +55,7 @@ class EpisodeFilter:
         outcome: one of OUTCOMES.
         truncated: whether the episode was cut off at a limit.
         fate: one of `ledger.FATES`: what became of the episode in this run.
+        texts_of: a group's id, to select the episodes that used the same versions of the run's texts.
     """
 
     run: str
@@ -73,6 +74,7 @@ class EpisodeFilter:
     outcome: str | None = None
     truncated: bool | None = None
     fate: str | None = None
+    texts_of: int | None = None
 
 
 _CONDITIONS = {
@@ -84,6 +86,11 @@ _CONDITIONS = {
     "min_reward": "reward >= :min_reward",
     "max_reward": "reward <= :max_reward",
     "tool_errors": "tool_errors >= :tool_errors",
+    "texts_of": """
+        group_id IN (SELECT l.group_id FROM group_resources l
+                     WHERE l.resource_id IN (SELECT resource_id FROM group_resources WHERE group_id = :texts_of)
+                     GROUP BY l.group_id
+                     HAVING count(*) = (SELECT count(*) FROM group_resources WHERE group_id = :texts_of))""",
 }
 _CALLS = "FROM tool_calls c WHERE c.episode_id = episodes.id AND c.attempt = episodes.attempt"
 _TEXTS = """

@@ -1,6 +1,4 @@
-"""Versions of the texts (such as prompts) that runs use, the page's list of them, and the improvement that a search measured
-for its chosen texts.
-"""
+"""Versions of the texts (such as prompts) that runs use, the page's list of them, and the requests of searches to critics."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,41 +55,6 @@ def list_critic_calls(tx: Any, chosen: CriticCallFilter, paging: Paging | None =
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
     return select_page(tx, CriticCallRow, conditions, values, paging or Paging(), BY_NUMBER, "id")
-
-
-@sql_read_transaction
-def count_critic_calls(tx: Any, run: str) -> int:
-    """Return the number of requests of a search run to its critic."""
-    (row,) = select_rows(tx, "SELECT count(*) AS count FROM critic_calls WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
-    return int(row["count"])
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """Mean rewards by held-out task: with a search's first texts (`seed`), and with those it chose (`chosen`)."""
-
-    seed: Mapping[int, float]
-    chosen: Mapping[int, float]
-
-
-@sql_read_transaction
-def find_held_out(tx: Any, run: str) -> HeldOut:
-    """Return the mean rewards of a search on held-out tasks. The search did not use these tasks for its choice.
-
-    `chosen` is empty if the search chose its first texts. `seed` and `chosen` are both empty if no held-out task was sampled.
-    """
-    query = """
-        SELECT e.task_id, w.seed, avg(CASE WHEN e.status = 'failed' THEN 0.0 ELSE e.reward END) AS mean
-        FROM (SELECT l.group_id, min(CASE WHEN v.version = 0 THEN 1 ELSE 0 END) AS seed,
-                     min(CASE WHEN v.chosen THEN 1 ELSE 0 END) AS chosen
-              FROM group_resources l JOIN resources v ON v.id = l.resource_id WHERE v.run_id = :id GROUP BY l.group_id) w
-        JOIN episodes e ON e.group_id = w.group_id
-        JOIN run_tasks m ON m.run_id = e.run_id AND m.task_id = e.task_id
-        WHERE m.role = 'held_out' AND e.status IN ('done', 'failed') AND (w.seed = 1 OR w.chosen = 1)
-        GROUP BY e.task_id, w.seed"""
-    rows = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
-    means = {seed: {row["task_id"]: row["mean"] for row in rows if row["seed"] == seed} for seed in (0, 1)}
-    return HeldOut(seed=means[1], chosen=means[0])
 
 
 KIND = "prompts"
