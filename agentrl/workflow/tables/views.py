@@ -589,7 +589,7 @@ class MachineRow(ViewRow, view="v_machine", source="machine_loads m"):
     waiting_rollout: int | None = column("m.waiting_rollout", "groups that wait for a worker, of all hosts")
     waiting_train: int | None = column("m.waiting_train", "updates that wait for a worker, of all hosts")
     waiting_tools: int | None = column("m.waiting_tools", "tool calls that wait for a worker, of all hosts")
-    tokens_per_second: float | None = column("m.tokens_per_second", "tokens sampled since the row before, of all hosts")
+    tokens_per_second: float | None = column("m.tokens_per_second", "tokens per second sampled since the row before, all hosts")
 
 
 VIEWS: Mapping[str, type[ViewRow]] = {kind.VIEW: kind for kind in ViewRow.__subclasses__()}
