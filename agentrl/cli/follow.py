@@ -57,6 +57,7 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
     from agentrl.workflow.store.reads import run_rows
     from agentrl.workflow.store.reads.eval_results import EvalFilter, list_evals
     from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
+    from agentrl.workflow.store.reads.machine_loads import FRESH_SECONDS, load_machines
     from agentrl.workflow.store.reads.paging import iterate_rows
     from agentrl.workflow.store.reads.run_seconds import load_run_seconds
     from agentrl.workflow.store.run_reports import list_reports
@@ -81,6 +82,7 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
         trackers=[
             f"{report.tracker}: {report.error or report.url}" for report in list_reports(db, run) if report.error or report.url
         ],
+        machines=load_machines(db, FRESH_SECONDS).newest() if is_open else [],
         seconds=[] if is_open else load_run_seconds(db, run),
     )
 

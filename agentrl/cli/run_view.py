@@ -23,6 +23,7 @@ class RunView:
         gained: lines about the gain of a prompt search.
         flat: lines that say why there is no training signal.
         trackers: lines with the run's pages in trackers.
+        machines: the newest row of `v_machine` of each host that reports its load at present.
         seconds: where the seconds of a run that has ended went. See `load_run_seconds`.
     """
 
@@ -37,6 +38,7 @@ class RunView:
     gained: list[str] = field(default_factory=list)
     flat: list[str] = field(default_factory=list)
     trackers: list[str] = field(default_factory=list)
+    machines: list[Row] = field(default_factory=list)
     seconds: list[Row] = field(default_factory=list)
 
     @property

@@ -52,6 +52,8 @@ without values is left out.
 """
 
 MAX_CURVES = 7
+MAX_HOSTS = 3
+"""The most hosts whose load is shown."""
 MAX_REASON_LINES = 3
 """The most lines for one remark, such as the reason why the run is waiting."""
 
@@ -100,6 +102,35 @@ def _head_lines(view: RunView) -> Iterator[str]:
         )
     if view.tokens_per_second is not None:
         yield f"{view.tokens_per_second:.0f} tokens/s"
+    for row in view.machines[:MAX_HOSTS]:
+        yield _load_line(row, len(view.machines) > 1)
+
+
+def _load_line(row: Row, is_one_of_several: bool) -> str:
+    """Return one line about the present load of a host."""
+    gpus = row["gpus"] or []
+    waiting = [
+        format_count(row[column], word)
+        for column, word in (("waiting_rollout", "group"), ("waiting_train", "update"), ("waiting_tools", "tool call"))
+        if row[column]
+    ]
+    parts = [
+        _share_text("cpu", row["cpu_share"]),
+        _memory_text("memory", row["memory_used"], row["memory_total"]),
+        *(_share_text("GPU", gpu["share"]) for gpu in gpus),
+        *(_memory_text("GPU memory", gpu["memory_used"], gpu["memory_total"]) for gpu in gpus),
+        f"sampling {row['tokens_per_second']:.0f} tokens/s" if row["tokens_per_second"] is not None else "",
+        f"waiting: {', '.join(waiting)}" if waiting else "",
+    ]
+    return f"{row['host'] if is_one_of_several else 'now'}: {'  '.join(filter(None, parts))}".rstrip()
+
+
+def _share_text(name: str, share: float | None) -> str:
+    return "" if share is None else f"{name} {share:.0%}"
+
+
+def _memory_text(name: str, used: int | None, total: int | None) -> str:
+    return "" if used is None or total is None else f"{name} {used / 2**30:.1f}/{total / 2**30:.1f} GiB"
 
 
 def _curve_lines(view: RunView, width: int, max_curves: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ def watch(run: NewestRun = None, as_json: Json = False) -> None:
         from agentrl.workflow.store.reads.run_seconds import load_run_seconds
 
         view = load_view(db, run)
-        fields = ("run", "iterations", "progress", "evals")
+        fields = ("run", "iterations", "progress", "evals", "machines")
         show_json({**{name: getattr(view, name) for name in fields}, "seconds": view.seconds or load_run_seconds(db, run)})
         return
     view = follow(db, run, sys.stdout.isatty(), show)

@@ -78,6 +78,9 @@ FIRST, WHOLE = Paging(20), Paging(MAX_SIZE)
 WITHOUT_IDS = ("v_ledger", "v_tool_sessions", "v_episode_resources")
 """An episode stands in the first once for each run that trained on it; a session is its episode's."""
 
+OF_NO_RUN = ("v_machine",)
+"""Views of what is no run's. They have neither a run nor an id."""
+
 OF_RUN = {"v_evals": "measures"}
 """View -> the column that names the run, where it is not `run`: that of an evaluation is the evaluation."""
 
@@ -118,7 +121,7 @@ def whole_database() -> dict[str, Read]:
     }
     for view in VIEWS:
         found[f"of no run: {view}"] = _query(f"SELECT * FROM {view} LIMIT 50")
-        if view not in WITHOUT_IDS:
+        if view not in (*WITHOUT_IDS, *OF_NO_RUN):
             found[f"of no run: {view}, newest"] = _query(f"SELECT * FROM {view} ORDER BY id DESC LIMIT 50")
     return found
 
@@ -161,7 +164,7 @@ def pages_of(run: Run) -> dict[str, Read]:
     for filters in ({}, {"iteration": 1}, {"min_reward": 1.0}):
         found[_shown(filters)] = _page(name, filters)
     for view in VIEWS:
-        found |= {} if view in LISTED else _view(view, name)
+        found |= {} if view in (*LISTED, *OF_NO_RUN) else _view(view, name)
     return {f"{name}: {what}": read for what, read in found.items()}
 
 
@@ -243,7 +246,7 @@ def sums(run: Run) -> dict[str, Read]:
         ),
         "candidates": lambda database: training_groups.load_candidates(database, run.id, range(1, 100), "default"),
     }
-    for view in VIEWS:
+    for view in (view for view in VIEWS if view not in OF_NO_RUN):
         found[f"count {view}"] = _query(f"SELECT count(*) FROM {view} WHERE {OF_RUN.get(view, 'run')} = '{run.name}'")
         found[f"count {view} of all runs"] = _query(f"SELECT count(*) FROM {view}")
     found["fates"] = _query(f"SELECT fate, count(*) FROM v_ledger WHERE run = '{run.name}' GROUP BY fate")

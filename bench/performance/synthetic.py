@@ -31,6 +31,8 @@ from sqlalchemy import (
     values,
 )
 
+from agentrl.workflow.store.machine_loads import KEPT_SLOTS
+from agentrl.workflow.store.reads.machine_loads import SLOT_SECONDS
 from agentrl.workflow.store.run_format import RUN_FORMAT
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
@@ -98,6 +100,7 @@ def fill(tx: Connection, shape: Mapping[str, int]) -> list[Run]:
     _again(tx, runs[0])
     _rescored(tx, runs[0])
     _events(tx)
+    _loads(tx)
     return runs
 
 
@@ -446,6 +449,15 @@ def _rescored(tx: Connection, run: Run) -> None:
     brevity = {"run_id": run.id, "name": "brevity", "code_hash": "d" * 32, "weights": {"brevity": 1.0}}
     tx.execute(schema.reward_sets.insert().values(brevity))
     _reward(tx, "brevity", "brevity", literal(WHOLE), select())
+
+
+def _loads(tx: Connection) -> None:
+    gpus = [{"name": "GPU", "share": 0.5, "memory_used": 2**30, "memory_total": 2**33}]
+    waiting = {"waiting_rollout": 3, "waiting_train": 1, "waiting_tools": 2, "tokens_per_second": 150.0}
+    load = {"host": "host", "cpu_share": 0.75, "memory_used": 2**32, "memory_total": 2**34, "gpus": gpus, **waiting}
+    first = int(STARTED.timestamp()) // SLOT_SECONDS
+    rows = [{**load, "slot": slot, "created_at": STARTED} for slot in range(first, first + KEPT_SLOTS)]
+    tx.execute(schema.machine_loads.insert(), rows)
 
 
 def _events(tx: Connection) -> None:

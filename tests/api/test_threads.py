@@ -28,7 +28,7 @@ from agentrl.workflow.store.migrate import open_database
 from tests.api.test_trainer import in_folder, own_environment
 from tests.support.small_models import tiny_calling
 
-OURS = ("endpoint", "control", "tools", "rollout-train", "agents", "agent", "heartbeat", "ThreadPoolExecutor")
+OURS = ("endpoint", "control", "tools", "rollout-train", "agents", "agent", "heartbeat", "machine", "ThreadPoolExecutor")
 ROWS = [{"question": f"What is {a} plus 1?", "answer": str(a + 1)} for a in range(2, 6)]
 
 

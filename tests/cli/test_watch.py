@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
+from sqlalchemy import text
 
 from agentrl.cli.follow import _Lines, load_view, summary
 from agentrl.cli.main import main
@@ -13,6 +14,7 @@ from agentrl.cli.run_view import RunView
 from agentrl.cli.screen import live_lines
 from agentrl.workflow.store import planning, run_reports, steps, tool_calls, train_commits
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.machine_loads import HostLoad, WorkLoad, record_load
 from tests.store.test_evals import measure, measured
 from tests.support.played_runs import (
     CALL,
@@ -92,6 +94,23 @@ def test_watch_names_the_pages_of_trackers(database: Database) -> None:
     expected = ["mlflow: mlflow did not answer.", "wandb: https://wandb.ai/me/agentrl/runs/abc"]
     assert [line.strip() for line, _ in summary(view) if line.strip() in expected] == expected
     assert [line for line in live_lines(view) if line in expected] == expected
+
+
+def test_watch_shows_present_load_of_hosts(database: Database) -> None:
+    start(database, submission("first", tasks=1))
+    assert load_view(database, "first").machines == []
+    gpu = {"name": "G", "share": 0.87, "memory_used": 12 * 2**30, "memory_total": 80 * 2**30}
+    work = WorkLoad({"rollout": 1, "tools": 3}, 0, 0)
+    record_load(database, "host-a", HostLoad(0.96, 3 * 2**30, 16 * 2**30, [gpu]), work, 152.4)
+    expected = "cpu 96%  memory 3.0/16.0 GiB  GPU 87%  GPU memory 12.0/80.0 GiB  sampling 152 tokens/s"
+    expected += "  waiting: 1 group, 3 tool calls"
+    assert f"now: {expected}" in live_lines(load_view(database, "first"), 140)
+    record_load(database, "host-b", HostLoad(None, None, None, None), None, None)
+    lines = live_lines(load_view(database, "first"), 140)
+    assert lines.index("host-b:") == lines.index(f"host-a: {expected}") + 1
+    with database.engine.begin() as tx:
+        tx.execute(text("UPDATE machine_loads SET slot = slot - 6"))
+    assert load_view(database, "first").machines == []
 
 
 def _play_with_calls(db: Database, group: int) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,12 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page
 from sqlalchemy import text
 
+from agentrl.workflow.store import planning
+from agentrl.workflow.store.machine_loads import HostLoad, WorkLoad, record_load
+from agentrl.workflow.store.migrate import open_database
+from tests.conftest import copy_store
 from tests.support.browser import Service, Watched, service, settle
+from tests.support.played_runs import submission
 from tests.support.real_stack import SMALL, Stack, embedded_stack
 from tests.support.small_models import tiny_calling
 
@@ -153,6 +159,39 @@ def test_browser_follows_run_from_first_iteration_to_end(lived: Stack, served: S
     assert watched.page.query_selector(".live") is None
     assert watched.page.locator("main tbody tr").count() == one(lived, "SELECT iterations FROM runs WHERE name = 'second'")
     assert watched.wrong == []
+
+
+def test_control_loop_of_stack_writes_load(lived: Stack) -> None:
+    assert one(lived, "SELECT max(cpu_share) FROM v_machine WHERE waiting_rollout IS NOT NULL") > 0
+
+
+def test_browser_shows_load_of_machine(tmp_path: Path, migrated_file: Path, context: BrowserContext) -> None:
+    """An open page of a store without runs, with a run that waits for workers, with workers, and when the run has stopped."""
+    copy_store(tmp_path, migrated_file)
+    watched, load = Watched(context.new_page()), "section.machine"
+    with service(tmp_path) as served, closing(open_database(f"sqlite:///{tmp_path / 'agentrl.db'}")) as database:
+        look_at(watched.page, served, "#/")
+        assert watched.page.inner_text(load) == ""
+        run = planning.submit(database, submission())
+        planning.start_iteration(database, planning.open_iterations(database, run.id)[0])
+        watched.page.wait_for_selector(f"{load} :text('No worker reports')")
+        assert watched.page.inner_text(f"{load} code") == "agentrl up"
+        gpu = {"name": "G", "share": 0.5, "memory_used": 2**30, "memory_total": 2**31}
+        record_load(database, "host", HostLoad(0.25, 2**30, 2**32, [gpu]), WorkLoad({"rollout": 7}, 0, 0), 152.0)
+        for address in ("#/", f"#/run/{run.id}"):
+            watched.page.goto(f"{served.url}{address}")
+            watched.page.wait_for_selector(f"{load} dt:text-is('GPU memory') + dd:text-is('1 of 2 GiB')")
+            shown = dict(zip(*(watched.page.locator(f"{load} {name}").all_inner_texts() for name in ("dt", "dd")), strict=True))
+            assert (shown["processors"], shown["tokens/s"], shown["waiting groups"]) == ("25 %", "152", "7")
+            assert [each for each in Axe().run(watched.page).response["violations"] if each["impact"] in SERIOUS] == []
+        look_at(watched.page, served, "#/")
+        planning.stop(database, "first", "paused", "by hand")
+        with database.engine.begin() as tx:
+            tx.execute(text("UPDATE machine_loads SET slot = slot - 12, created_at = datetime(created_at, '-60 seconds')"))
+        watched.page.wait_for_selector(f"{load} :text('No run is running')")
+        watched.page.wait_for_selector(f"{load} dt:has-text('until ')")
+        assert watched.page.inner_text(f"{load} code").startswith("agentrl submit ")
+        assert watched.wrong == []
 
 
 def test_browser_config_shows_origin_of_value(lived: Stack, served: Service, context: BrowserContext) -> None:

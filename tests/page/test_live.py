@@ -21,6 +21,7 @@ from agentrl.workers.page.service import application
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import planning, train_commits
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.machine_loads import HostLoad, record_load
 from agentrl.workflow.store.reads import changes
 from agentrl.workflow.store.train_claims import IterationWork
 from tests.support.played_runs import claim_training, play, start, submission, update_of
@@ -65,8 +66,8 @@ class Listener:
         return found
 
     def event(self, kind: str = "change") -> dict[str, Any]:
-        """The next event, which is of that kind: its data and its id."""
-        while "event" not in (block := self.block()):
+        """The next event, which is of that kind: its data and its id. New loads of hosts are passed over, unless asked for."""
+        while (block := self.block()).get("event", "machine") == "machine" != kind or "event" not in block:
             assert block, "the stream ended"
         assert block["event"] == kind, block
         return {"id": block.get("id"), **json.loads(block["data"])}
@@ -162,6 +163,16 @@ def test_live_stream_of_runs_reports_submission_and_end(database: Database, serv
     while (ended := page.event())["id"] == submitted["id"]:
         pass
     assert ended["id"] != submitted["id"]
+    page.close()
+
+
+@pytest.mark.parametrize("run", [None, 1])
+def test_live_stream_reports_new_load_without_change(database: Database, served: Served, run: int | None) -> None:
+    planning.submit(database, submission())
+    page = served.listen(run)
+    page.event()
+    assert record_load(database, "host", HostLoad(0.5, 1, 2, None), None, None)
+    assert page.event("machine") == {"id": None}
     page.close()
 
 

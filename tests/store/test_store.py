@@ -316,7 +316,16 @@ def test_status_requires_its_fields(database: Database, status: str) -> None:
 
 
 RESOURCES = ("v_resources", "v_episode_resources")
-EMPTY = ("v_tool_calls", "v_tool_sessions", "v_agent_attempts", "v_annotations", "v_evals", "v_critic_calls", *RESOURCES)
+EMPTY = (
+    "v_tool_calls",
+    "v_tool_sessions",
+    "v_agent_attempts",
+    "v_annotations",
+    "v_evals",
+    "v_critic_calls",
+    "v_machine",
+    *RESOURCES,
+)
 
 
 def test_views_are_readable_with_plain_values(database: Database) -> None:

@@ -6,12 +6,14 @@ in attributes, in SVG, in URLs and styles; formulas; characters that are not see
 
 import json
 import math
+import time
 from array import array
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import JSON, CheckConstraint, Column, Connection, Float, String, Table, Text, text
 
+from agentrl.workflow.store.reads.machine_loads import SLOT_SECONDS
 from agentrl.workflow.tables import schema
 from bench.performance import synthetic
 
@@ -65,6 +67,9 @@ def poison(tx: Connection, model: Path) -> None:
     update = "UPDATE step_tokens SET prompt_ids = :prompt, sampled_ids = :sampled, behavior_logprobs = :numbers"
     tx.execute(text(update), packed)
     tx.execute(text("DROP TABLE attacks"))
+    loads = {"now": int(time.time()) // SLOT_SECONDS, "gpus": json.dumps([{"name": said, "share": said} for said in ATTACKS])}
+    insert = text("INSERT INTO machine_loads (slot, host, cpu_share, gpus) VALUES (:now, :host, 0.5, :gpus)")
+    tx.execute(insert, [loads | {"host": said} for said in ATTACKS])
 
 
 def _packed(kind: str, values: list[Any], many: int) -> bytes:

@@ -21,13 +21,13 @@ from agentrl.workers.page.read_only import Busy, ReadOnlyStore
 from agentrl.workers.page.shown.whole_run import list_shown_runs
 from agentrl.workflow.errors import AgentRLError, NotFoundError
 from agentrl.workflow.store.driver_reader import DriverTransaction
-from agentrl.workflow.store.reads import changes, curves, run_rows
+from agentrl.workflow.store.reads import changes, curves, machine_loads, run_rows
 
 LOOK_SECONDS = 0.5
 """The time between two readings of a run, in seconds."""
 WORK_SECONDS = 2.0
-"""The shortest time between two events that are only about turns and calls, in seconds. These change often. Other changes are
-sent at once.
+"""The shortest time between two events that are only about turns, calls and the load of hosts, in seconds. These change often.
+Other changes are sent at once.
 """
 COMMENT_SECONDS = 15.0
 """The time without an event, in seconds, after which a comment is sent. The comment makes proxies keep the connection open."""
@@ -49,6 +49,7 @@ class Seen:
         stamp: a hash that changes with the page's contents, except turns and calls (see `live_state`).
         work: a hash that changes with the turns and calls.
         closed: the number of finished iterations.
+        machine: a text that changes with the load of the hosts.
         gone: whether the run does not exist any more.
         busy: the reason why the run could not be read; empty if it could.
     """
@@ -56,6 +57,7 @@ class Seen:
     stamp: str = ""
     work: str = ""
     closed: int = 0
+    machine: str = ""
     gone: bool = False
     busy: str = ""
 
@@ -143,7 +145,7 @@ class Live:
         while True:
             seen = await asyncio.to_thread(_see, self._store, run)
             at = time.monotonic()
-            only_work = watch.seen is not None and replace(seen, work=watch.seen.work) == watch.seen
+            only_work = watch.seen is not None and replace(seen, work=watch.seen.work, machine=watch.seen.machine) == watch.seen
             if seen != watch.seen and (not only_work or at - last_change >= WORK_SECONDS):
                 last_change = at
                 moved, watch.seen, watch.moved = watch.moved, seen, asyncio.Event()
@@ -162,13 +164,13 @@ async def _next(watch: _Watch, last: Seen | None) -> Seen | None:
 def _see(store: ReadOnlyStore, run: int | None) -> Seen:
     try:
         if run is None:
-            return Seen(_short(changes.find_list_stamp(store)))
-        state = changes.find_state(store, run)
+            return store.ask(lambda tx: Seen(_short(changes.find_list_stamp(tx)), machine=machine_loads.mark_machines(tx)))
+        state, machine = store.ask(lambda tx: (changes.find_state(tx, run), machine_loads.mark_machines(tx)))
     except AgentRLError as error:
         return Seen(busy=error.message)
     except Exception as error:  # noqa: BLE001 - whoever listens is told, and the next look is taken
         return Seen(busy=f"The store cannot be read: {type(error).__name__}.")
-    return Seen(gone=True) if state is None else Seen(_short(state.stamp), _short(state.work), state.closed)
+    return Seen(gone=True) if state is None else Seen(_short(state.stamp), _short(state.work), state.closed, machine)
 
 
 def _short(stamp: str) -> str:
@@ -182,11 +184,11 @@ async def follow(
     since: Annotated[str, Query(max_length=100)] = "",
     last_event_id: Annotated[str, Header(max_length=100)] = "",
 ) -> Response:
-    """Return the changes of a run, or of the list of runs, as server-sent events: `change`, `busy`, `gone`.
+    """Return the changes of a run, or of the list of runs, as server-sent events: `change`, `machine`, `busy`, `gone`.
 
     A run's `change` has `iterations` (rows of its curves that are new or may have changed), `run_row` and `progress`. A
-    `change` of the list is empty: the client requests the list again. `since` or `Last-Event-ID` is the id of the last event
-    that the client received.
+    `change` of the list is empty: the client requests the list again. `machine` is empty too: the load of the hosts is new.
+    `since` or `Last-Event-ID` is the id of the last event that the client received.
     """
     live: Live = request.app.state.live
     if live.listeners >= MAX_LISTENERS:
@@ -196,6 +198,7 @@ async def follow(
 
 async def _events(live: Live, run: int | None, last: str) -> AsyncGenerator[str]:
     closed, mark = _parse_id(last)
+    machine: str | None = None
     yield f"retry: {RETRY_MS}\n\n"
     if live.listeners >= MAX_LISTENERS:  # others came in while this one did
         yield _event("busy", {"error": _TOO_MANY.message})
@@ -204,11 +207,14 @@ async def _events(live: Live, run: int | None, last: str) -> AsyncGenerator[str]
         async for seen in looks:
             if seen is None:
                 yield ": still here\n\n"
-            elif seen.gone:
-                yield _event("gone", {})
-            elif seen.busy:
-                yield _event("busy", {"error": seen.busy})
-            elif mark != seen.mark:
+                continue
+            if seen.gone or seen.busy:
+                yield _event("gone", {}) if seen.gone else _event("busy", {"error": seen.busy})
+                continue
+            if machine not in (None, seen.machine):  # what the client asked for at first may be older than the first look
+                yield _event("machine", {})
+            machine = seen.machine
+            if mark != seen.mark:
                 since = seen.closed if closed is None else min(closed, seen.closed)
                 async for read in _read(live, run, since, seen.mark):
                     if isinstance(read, AgentRLError):

@@ -8,6 +8,7 @@ workers, a lost Redis and a lost control loop in the same way.
 from logging import getLogger
 
 from agentrl.workers.stack.dispatch import dispatch, send_rollouts, send_train
+from agentrl.workers.stack.machine import MachineRecorder
 from agentrl.workers.stack.notify import Notifier
 from agentrl.workers.stack.process import database, stopping, worker_name
 from agentrl.workers.stack.readiness import readiness
@@ -23,7 +24,8 @@ log = getLogger("agentrl.control")
 
 def run() -> None:
     """Call `tick` at each interval until the process is asked to stop."""
-    processes, notifier = ReportProcesses(), Notifier(settings())
+    processes, notifier, recorder = ReportProcesses(), Notifier(settings()), MachineRecorder()
+    recorder.start()
     try:
         while not stopping.is_set():
             try:
@@ -38,6 +40,7 @@ def run() -> None:
             stopping.wait(settings().tick_seconds)
     finally:
         processes.stop(database)
+        recorder.join()
 
 
 def tick() -> int | None:

@@ -93,6 +93,8 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
     elif roles == ["endpoint"]:
         import_module(MODULES["endpoint"]).run(**listening)
     else:
+        if SHARED_ROLES.intersection(roles):
+            _record_load()
         _run_queues(roles, concurrency or sum(CONCURRENCY.get(role, settings().agents) for role in roles))
 
 
@@ -102,6 +104,12 @@ def _serve_metrics(where: Settings, roles: list[str]) -> None:
         from agentrl.workers.stack.process import database
 
         serve_metrics(where, roles, database)
+
+
+def _record_load() -> None:
+    from agentrl.workers.stack.machine import MachineRecorder
+
+    MachineRecorder().start()
 
 
 def _describe_servers(where: Settings) -> str:

@@ -10,6 +10,7 @@ DOCUMENTS = frozenset(
         "asked",
         "config",
         "data",
+        "gpus",
         "manifest",
         "messages",
         "metadata",

@@ -625,6 +625,26 @@ service_leases = Table(
 )
 
 
+machine_loads = Table(
+    "machine_loads",
+    metadata,
+    Column("slot", Id, primary_key=True, autoincrement=False),
+    Column("host", String(64), primary_key=True),
+    float_column("cpu_share"),
+    Column("memory_used", Id, nullable=True),
+    Column("memory_total", Id, nullable=True),
+    Column("gpus", JSON(none_as_null=True), nullable=True),
+    Column("waiting_rollout", Id, nullable=True),
+    Column("waiting_train", Id, nullable=True),
+    Column("waiting_tools", Id, nullable=True),
+    float_column("tokens_per_second"),
+    created_column(),
+)
+"""The load of each host, for an hour. `slot` is the time in units of `reads.machine_loads.SLOT_SECONDS` since 1970, by the
+database's clock. Only the host of the control loop counts the waiting work and the tokens, of all hosts.
+"""
+
+
 TABLES_FOR_READERS = tuple(table for table in metadata.tables if table != "service_leases")
 """The tables that the role `agentrl_reader` may read. It may also read all views."""
 

@@ -1,6 +1,9 @@
-"""Routes for the store: where it is, its views, and any numeric column of a view as a series over a run's iterations."""
+"""Routes for the store: where it is, the load of its hosts, its views, and any numeric column of a view as a series over a
+run's iterations.
+"""
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -11,7 +14,8 @@ from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.routes import Store
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.store.connect import database_url
-from agentrl.workflow.store.reads import run_rows, series
+from agentrl.workflow.store.reads import machine_loads, run_rows, series
+from agentrl.workflow.tables.views import MachineRow
 
 router = APIRouter(prefix="/api", tags=["store"])
 
@@ -51,6 +55,33 @@ def describe_place(store: ReadOnlyStore) -> dict[str, str]:
     is_file = url.get_backend_name() == "sqlite"
     place = str(url.database) if is_file else url.set(drivername="postgresql").render_as_string(hide_password=True)
     return {"place": place, "backend": "sqlite" if is_file else "postgresql"}
+
+
+@dataclass(frozen=True, slots=True)
+class MachineAnswer:
+    """The load of the hosts over the last ten minutes.
+
+    Args:
+        rows: the rows of `v_machine`, oldest first.
+        clock: the database's time.
+        running: the number of running runs.
+        fresh: whether some host reports its load at present.
+        start: the command that starts workers.
+    """
+
+    rows: list[MachineRow]
+    clock: datetime
+    running: int
+    fresh: bool
+    start: str
+
+
+@router.get("/machine", response_model=MachineAnswer)
+def read_machine(store: Store) -> Response:
+    """Return the load of the hosts over the last ten minutes."""
+    loads = machine_loads.load_machines(store)
+    start = "docker compose up -d" if store.settings.image else "agentrl up"
+    return answer({"rows": loads.rows, "clock": loads.clock, "running": loads.running, "fresh": loads.fresh, "start": start})
 
 
 class PartialSum(BaseModel):

@@ -353,13 +353,13 @@ function tellValues(place, { title, shown, marks, data, xLabel, xIsTime }, index
   );
 }
 
-/** A small line without axes. */
-export function Sparkline({ points, band = [], width = 120, height = 26, label }) {
+/** A small line without axes. `within`: points that are not drawn, but for which the scales have room. */
+export function Sparkline({ points, band = [], within = [], width = 120, height = 26, label }) {
   const known = points.filter(([, value]) => Number.isFinite(value));
   if (known.length < 2) return html`<span class="quiet">${known.length ? number(known[0][1]) : ""}</span>`;
-  const xs = known.map(([x]) => x);
+  const xs = [...known, ...within].map(([x]) => x);
   const ys = known.map(([, y]) => y);
-  const bounds = [...ys, ...band.flatMap(([, low, high]) => [low, high])];
+  const bounds = [...ys, ...within.map(([, y]) => y), ...band.flatMap(([, low, high]) => [low, high])];
   const [left, right, least, most] = [Math.min(...xs), Math.max(...xs), Math.min(...bounds), Math.max(...bounds)];
   const at = (x, y) => `${(((x - left) / (right - left || 1)) * (width - 6) + 3).toFixed(1)},${(height - 3 - ((y - least) / (most - least || 1)) * (height - 6)).toFixed(1)}`;
   const [lastX, lastY] = at(...known[known.length - 1]).split(",");

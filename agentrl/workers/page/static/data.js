@@ -95,7 +95,7 @@ function pause(ms, signal) {
 export function listen(run, told, connected) {
   if (recorded || !("EventSource" in window)) return () => {};
   const source = new EventSource(path("live", run ? { run } : {}));
-  for (const kind of ["change", "gone", "busy"]) {
+  for (const kind of ["change", "machine", "gone", "busy"]) {
     source.addEventListener(kind, (event) => told(kind, event.data ? JSON.parse(event.data) : {}));
   }
   source.addEventListener("gone", () => source.close()); // or it would connect again for ever

@@ -6,6 +6,7 @@ import { RewardChart, columnsByName } from "./curves.js";
 import { askCurves, exported, path } from "./data.js";
 import { Examples } from "./evidence.js";
 import { number, percent, plural, seconds, visible } from "./format.js";
+import { Machine } from "./machine.js";
 import { SearchView } from "./search.js";
 import { Command, Link, Troubles, useData } from "./ui.js";
 
@@ -32,6 +33,7 @@ function LearningOverview({ run, told, row, live, events }) {
   const errors = useData(path(`runs/${run}/errors`), version);
   return html`<${Troubles} of=${told.troubles} />
     <${RewardChart} run=${run} name=${row.run} version=${told.evaluations} fresh=${live.fresh} events=${events} />
+    ${["planned", "running"].includes(row.status) && html`<${Machine} version=${live.loads} />`}
     ${curves.data && html`<${Health} run=${run} of=${columnsByName(curves.data, live.fresh)} />`}
     ${errors.data?.length > 0 && html`<h2>What went wrong</h2><${Errors} run=${run} typed=${told.typed} rows=${errors.data} />`}
     ${examples.data?.best.length > 0 && html`<h2>Episodes of the newest iteration</h2>

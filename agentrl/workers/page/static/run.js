@@ -34,11 +34,12 @@ export function RunPage({ run }) {
 
 /** What comes while the run is looked at. `version` changes with what is not sent along and must be asked for again. */
 function useLiveRun(run) {
-  const [live, setLive] = useState({ version: 0, fresh: [], connected: null, progress: null, gone: false });
+  const [live, setLive] = useState({ version: 0, loads: 0, fresh: [], connected: null, progress: null, gone: false });
   const timer = useRef(0);
   useEffect(() => {
     const told = (kind, data) => {
       if (kind === "gone") setLive((now) => ({ ...now, gone: true }));
+      if (kind === "machine") setLive((now) => ({ ...now, loads: now.loads + 1 }));
       if (kind !== "change") return;
       setLive((now) => ({ ...now, fresh: joinFresh(now.fresh, data.iterations || []), progress: data.progress ?? now.progress, row: data.run_row ?? now.row }));
       clearTimeout(timer.current);

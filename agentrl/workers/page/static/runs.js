@@ -6,6 +6,7 @@ import { Sparkline } from "./chart.js";
 import { listen, path } from "./data.js";
 import { compact, json, lastPart, number, seconds, visible } from "./format.js";
 import { ListedLabels } from "./labels.js";
+import { Machine } from "./machine.js";
 import { go, href, useChoice } from "./route.js";
 import { Asked, Badge, Fold, Link, More, Search, Select, Table, useData, useMore, When } from "./ui.js";
 
@@ -19,21 +20,25 @@ export function RunsPage() {
   const [tag, setTag] = useChoice("tag");
   const [sort, setSort] = useChoice("sort");
   const [version, setVersion] = useState(0);
+  const [loads, setLoads] = useState(0);
   const [connected, setConnected] = useState(null);
   const [chosen, setChosen] = useState([]);
   useEffect(() => {
     document.title = "agentrl: runs";
-    return listen("", (what) => what === "change" && setVersion((now) => now + 1), setConnected);
+    const told = { change: () => setVersion((now) => now + 1), machine: () => setLoads((now) => now + 1) };
+    return listen("", (kind) => told[kind]?.(), setConnected);
   }, []);
   const [cols, setCols] = useChoice("cols");
   const [group, setGroup] = useChoice("group");
   const names = cols.split(",").filter((name) => /^-?[\w.]+$/.test(name));
   const keys = names.filter((name) => !name.startsWith("-"));
   const found = useMore(path("runs", { text, status, kind, tag, sort, config: keys.join(","), size: 50 }), version);
+  const filtered = Boolean(text || status || kind || tag);
   const toggle = (ids) => setChosen((now) => (ids.every((id) => now.includes(id)) ? now.filter((each) => !ids.includes(each)) : [...new Set([...now, ...ids])]));
   const all = runColumns(chosen, toggle, setTag);
   all.splice(all.findIndex(({ key }) => key === "eval") + 1, 0, ...keys.map(configColumn));
   return html`<div class="row base"><h1>Runs</h1><${Connection} is=${connected} /></div>
+    <${Machine} version=${loads} hint=${filtered || found.rows?.length > 0} />
     <div class="controls">
       <${Search} value=${text} onChange=${setText} label="Name" />
       <${Select} label="status" value=${status} onChange=${setStatus} options=${STATES.map((each) => [each, each || "all"])} />
@@ -54,7 +59,7 @@ export function RunsPage() {
           to=${runAddress}
           sort=${sort || "-id"}
           onSort=${(next) => setSort(next === "-id" ? "" : next)}
-          empty=${text || status || kind || tag ? "No run matches." : "There is no run yet. Make one: agentrl submit --dataset arithmetic --model tiny"}
+          empty=${filtered ? "No run matches." : "There is no run yet. Make one: agentrl submit --dataset arithmetic --model tiny"}
         /><${More} of=${found} />`}
     <//>`;
 }

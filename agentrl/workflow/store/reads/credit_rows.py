@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
-from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, in_parts, shape_value
+from agentrl.workflow.store.reads.episode_shape import asked_column, in_parts, shape_value, step_columns
 from agentrl.workflow.trajectory import WHOLE, Episode
 
 MAX_STEPS = 5000
@@ -63,7 +63,8 @@ def _count_tokens(tx: Any, rows: Sequence[Row]) -> dict[int, int]:
     for some in in_parts([row["id"] for row in rows]):
         query = f"""
             SELECT e.id, CAST(sum(
-              s.sampled_tokens - coalesce(json_array_length(s.asked -> 'grammar' -> 'guided'), 0)) AS BIGINT) AS tokens
+              s.sampled_tokens - coalesce(json_array_length({asked_column(tx)} -> 'grammar' -> 'guided'), 0)
+            ) AS BIGINT) AS tokens
             FROM episodes e
             JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt
             WHERE e.id IN ({among(some)}) AND s.number >= coalesce(e.fork_step, 0) AND NOT s.side_call
@@ -115,7 +116,7 @@ def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None
     left = MAX_STEPS
     for some in in_parts([*steps]):
         query = f"""
-            SELECT {STEP_COLUMNS} FROM episodes e JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt
+            SELECT {step_columns(tx)} FROM episodes e JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt
             WHERE e.id IN ({among(some)}) ORDER BY s.episode_id, s.number LIMIT {left + 1}"""
         step_rows = select_rows(tx, query)
         left -= len(step_rows)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
+from agentrl.workflow.store.driver_reader import Row, is_sqlite, select_rows, sql_read_transaction
 from agentrl.workflow.store.row_codecs import MAX_ID, no_episode_error
 from agentrl.workflow.trajectory import ROOT, Episode, Message, Step, Task
 
@@ -60,14 +60,21 @@ _EPISODE = """
 
 
 def _own_steps(tx: Any, episode: Row) -> list[Row]:
-    query = f"SELECT {STEP_COLUMNS} FROM steps s WHERE s.episode_id = :id AND s.attempt = :attempt ORDER BY s.number"
+    query = f"SELECT {step_columns(tx)} FROM steps s WHERE s.episode_id = :id AND s.attempt = :attempt ORDER BY s.number"
     return select_rows(tx, query, id=episode["id"], attempt=episode["attempt"])
 
 
-STEP_COLUMNS = """
-    s.id, s.episode_id, s.number AS step, s.chain, s.parent_step, s.shared_tokens, s.delivered, s.side_call, s.prompt_tokens,
-    s.sampled_tokens, CASE WHEN s.new_row IS NULL THEN 0 ELSE 1 END AS begins, s.asked -> 'grammar' ->> 'guided' AS guided"""
-"""The columns of a step that `shape_value` needs."""
+def step_columns(tx: Any) -> str:
+    """Return the SQL of the columns of a step `s` that `shape_value` needs."""
+    return f"""
+        s.id, s.episode_id, s.number AS step, s.chain, s.parent_step, s.shared_tokens, s.delivered, s.side_call,
+        s.prompt_tokens, s.sampled_tokens, CASE WHEN s.new_row IS NULL THEN 0 ELSE 1 END AS begins,
+        {asked_column(tx)} -> 'grammar' ->> 'guided' AS guided"""
+
+
+def asked_column(tx: Any) -> str:
+    """Return the SQL of the JSON column `asked` of a step `s`. Damaged JSON, which only SQLite can hold, counts as NULL."""
+    return "CASE WHEN json_valid(s.asked) THEN s.asked END" if is_sqlite(tx) else "s.asked"
 
 
 def shape_value(row: Row, steps: Sequence[Row]) -> Episode:

@@ -7,7 +7,7 @@ from typing import Any
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.changes import run_conditions
-from agentrl.workflow.store.reads.episode_shape import STEP_COLUMNS, EpisodeShape, in_parts, load_shape, shape_value
+from agentrl.workflow.store.reads.episode_shape import EpisodeShape, in_parts, load_shape, shape_value, step_columns
 from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page, select_values, storable_value
 from agentrl.workflow.store.reads.turn_rows import cut_column
 from agentrl.workflow.tables.views import EpisodeRow, GroupRow
@@ -90,7 +90,7 @@ def load_sibling_shapes(tx: Any, group: GroupOf) -> dict[int, EpisodeShape]:
     steps: dict[int, list[Row]] = {episode.id: [] for episode in plain}
     for some in in_parts([*steps]):
         query = f"""
-            SELECT {STEP_COLUMNS} FROM episodes e JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt
+            SELECT {step_columns(tx)} FROM episodes e JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt
             WHERE e.id IN ({among(some)}) ORDER BY s.episode_id, s.number"""
         for row in select_rows(tx, query):
             steps[row["episode_id"]].append(row)

@@ -110,9 +110,13 @@ _SANDBOX = f"""
     WHERE c.sandbox IS NOT NULL GROUP BY r.name, c.sandbox, c.exit_status"""
 
 
+def count_queues(tx: Connection) -> list[Row]:
+    """Count the work of each queue. See `WorkCounts.queues`."""
+    return select_rows(tx, _QUEUES, now=tx.execute(select(now_ms())).scalar_one())
+
+
 @read_transaction
 def count_work(tx: Connection) -> WorkCounts:
     """Count waiting work, claimed work and lost workers. Leases are compared with the database's clock."""
-    now = tx.execute(select(now_ms())).scalar_one()
     others = (select_rows(tx, query) for query in (_RUNS, _EVENTS, _RUNNING, _SANDBOX))
-    return WorkCounts(select_rows(tx, _QUEUES, now=now), *others)
+    return WorkCounts(count_queues(tx), *others)
