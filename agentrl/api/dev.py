@@ -173,7 +173,8 @@ def try_agent(
         hooks: objects, classes or import paths.
     """
     if isinstance(agent, str) and agent.startswith(PROGRAM):
-        raise ConfigError("dev cannot run a program: it calls agents in this process.", "Submit it with one task.")
+        hint = "To try a program: agentrl submit --iterations 1 --agent 'cmd:PROGRAM'"
+        raise ConfigError("`dev` runs only Python functions, not programs.", hint)
     agent, env = _object("agents", agent), _object("envs", env)
     rewards = {name: (_object("rewards", reward), weight) for name, (reward, weight) in rewards.items()}
     hooks = [hook() if isinstance(hook, type) else hook for hook in (_object("hooks", hook) for hook in hooks)]

@@ -162,7 +162,8 @@ class GRPOTrainer:
 
     Args:
         policy: an open policy, which each update changes.
-        algorithm: the name of an algorithm, as in a run's config, or a `GRPO(...)` object, whose model must be the open one.
+        algorithm: the name of an algorithm, as in a run's config, or a `GRPO(...)` object. Options of the
+            model in this object must equal those of the open policy.
         options: options as in a run: `learning_rate`, `kl_coef`. Options of the model are set when the policy is opened.
 
     Raises:

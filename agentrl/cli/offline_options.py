@@ -145,7 +145,7 @@ class StoredEpisodes:
 
     @property
     def name(self) -> str:
-        """The name of the first run."""
+        """The name of the run whose stored groups come first."""
         return str(self.groups.sources[0].row["name"])
 
     @property

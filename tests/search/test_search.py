@@ -324,7 +324,7 @@ SETTLED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a group's size": ({"rollout.group_size": 4}, "rollout.group_size has no effect with apo. Set search.group_size"),
     "a length": ({"iterations": 4}, "apo sets its own length"),
-    "a clip": ({"algorithm.clip_low": 0.1}, "Only algorithm.name has an effect with apo"),
+    "a clip": ({"algorithm.clip_low": 0.1}, "With apo, no option algorithm.* has an effect except algorithm.name"),
     "rounds of what has none": (
         {"algorithm.name": "fast", "search.rounds": 2},
         "search.rounds has no effect with fast. It takes none",

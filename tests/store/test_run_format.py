@@ -29,8 +29,9 @@ from tests.support.typed import agentrl
 DUMP = Path(__file__).with_name("older_store.sql.xz")
 POSTGRES_DUMP = Path(__file__).with_name("older_store_postgres.sql.xz")
 REFUSAL = re.compile(
-    rf"Run '[a-z-]+' has format 2 and this agentrl can (\w+) only format {RUN_FORMAT}: use agentrl at commit [0-9a-f]{{7}}, "
-    r"on a copy of the store from before its upgrade\.\n  Read it here: agentrl episodes [a-z-]+\n"
+    rf"Run '[a-z-]+' has format 2\. This agentrl can (\w+) only runs of format {RUN_FORMAT}\. Use agentrl at commit "
+    r"[0-9a-f]{7}, on a copy of the store from before its upgrade\.\n"
+    r"  To read the run with this agentrl: agentrl episodes [a-z-]+\n"
 )
 
 

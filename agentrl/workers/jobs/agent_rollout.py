@@ -226,10 +226,11 @@ class AgentRollout:
         return None if conversation is None else conversation.response(request_id)
 
     def constrain(self, ask: Ask) -> Ask:
-        """Return the request with its constraint enforced, or taken as a wish if nothing here can enforce it. Thread-safe.
+        """Return the request with the constraint that will be enforced. If nothing here can enforce the constraint, the system
+        message asks the model to keep it. Thread-safe.
 
         Raises:
-            RequestError: no text satisfies the constraint, or `agent.strict_api` refuses wishes.
+            RequestError: no text satisfies the constraint, or `agent.strict_api` refuses constraints that are not enforced.
         """
         return self.sampling.constrain(ask, self.chat)
 

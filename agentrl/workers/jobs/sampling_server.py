@@ -82,7 +82,9 @@ class EpisodeServer(Protocol):
         """Cancel the request because its client disconnected."""
 
     def constrain(self, ask: Ask) -> Ask:
-        """Return the request with its constraint enforced or taken as a wish. Raise RequestError if that is impossible."""
+        """Return the request with the constraint that will be enforced, or that the model is asked to keep. Raise
+        RequestError if the request is refused.
+        """
 
     def recorded(self, episode: int, request_id: str) -> RecordedResponse | None:
         """Return the response to an earlier request of the episode's current attempt; None if there is no such response."""

@@ -110,8 +110,8 @@ def _comparable_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_one_iteration(db: "Database | None", config: RunConfig) -> RunConfig:
-    """Return the config with one iteration for all tasks. Raise ConfigError if there are more than MAX_TASKS. `db` is the
-    database of the run whose prompts the tasks may be; None if there is none.
+    """Return the config with one iteration for all tasks. Raise ConfigError if there are more than MAX_TASKS. The tasks
+    may be prompts of a served run. `db` is then the database of the served run; otherwise it may be None.
     """
     from agentrl.workers.requests.served_prompts import load_run_tasks  # `compare` needs no database connection of SQLAlchemy
 

@@ -78,7 +78,9 @@ def load_prompts(db: Database | None, dataset: DatasetConfig) -> LoadedTasks:
         raise NotFoundError(f"There is no run {run!r}.", "List them with `agentrl runs`.")
     row = find_run(db, run)
     if row["kind"] != "serve":
-        raise DatasetError(f"{row['name']} is not a served run.", f"Train on its episodes: --from-episodes {row['name']}")
+        name = row["name"]
+        message = f"The run {name} was not made by `agentrl serve`, so it has no prompts of clients."
+        raise DatasetError(message, f"To train on the stored episodes of {name}, pass --from-episodes {name}")
     tasks, skipped, repeated = dict[object, Task](), list[str](), 0
     for episode, step, messages in served_runs.load_prompts(db, row["id"]):
         if not messages or messages[-1].role != "user" or {message.role for message in messages} - PROMPT_ROLES:

@@ -135,7 +135,8 @@ def resolve_search(config: RunConfig) -> RunConfig:
         if getattr(config, section) != getattr(untouched, section):
             raise ConfigError(f"{section}.* has no effect with {name}: it changes no weights.", "Leave it out.")
     if config.algorithm.model_copy(update={"name": "grpo"}) != untouched.algorithm:
-        raise ConfigError(f"Only algorithm.name has an effect with {name}.", "Its options are search.*: agentrl config show")
+        message = f"With {name}, no option algorithm.* has an effect except algorithm.name."
+        raise ConfigError(message, f"The options of {name} are search.*: agentrl config show")
     for key, instead in (("group_size", "search.group_size"), ("max_staleness", ""), ("dynamic_sampling", "")):
         value = getattr(config.rollout, key)
         if value not in (getattr(untouched.rollout, key), search.group_size if instead else None):

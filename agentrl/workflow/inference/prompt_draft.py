@@ -131,7 +131,8 @@ def continuing(lines: "Lines", parent: int, new: tuple[Message, ...], ids: Ids, 
 def opening(lines: "Lines", messages: tuple[Message, ...], ids: Ids, reason: str | None) -> Draft:
     """Return the prompt of a request whose messages were all rendered.
 
-    If the prompt begins with the tokens of an earlier line, the prompt only refers to these tokens.
+    A step's line is all tokens from the start of its prompt to the end of the step (`Lines`). If the prompt begins with the
+    tokens of a line, the draft refers to these tokens instead of repeating them.
 
     Args:
         lines: the lines of the episode.

@@ -323,7 +323,7 @@ def _translate_faults(folder: Path, part: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):  # a hub model, whose code was not fetched
-            raise ModelError(f"The {part} in {str(folder)!r} needs its own code.", TRUST) from error
+            raise ModelError(f"The {part} in {str(folder)!r} needs its own code: Python files of the model.", TRUST) from error
         raise ModelError(f"The files in {str(folder)!r} are not a valid {part}: {_sentence(error)}.") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):

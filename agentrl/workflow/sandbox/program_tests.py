@@ -55,7 +55,7 @@ The arguments are the `exact_json` text of a list. If some of them are not plain
 
 
 class CallFailed(Exception):
-    """The error for a call of the function that did not return a value."""
+    """The error if a test calls the model's function and there is no value of this call."""
 
 
 class CannotJudge(BaseException):

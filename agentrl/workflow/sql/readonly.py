@@ -120,8 +120,8 @@ def allow_reads(action: int, first: str | None, second: str | None, database: st
 
 @contextmanager
 def translate_sqlite_errors(over: Over, stopped: AgentRLError, hint: str) -> Iterator[None]:
-    """Convert errors of SQLite in the `with` block to agentrl's: to `stopped` if `over()` says that a limit was exceeded, else
-    to one with `hint`.
+    """Convert errors of SQLite in the `with` block to errors of agentrl. If `over()` is true, a limit was exceeded, and the
+    error is `stopped`. Otherwise, the error has SQLite's message and `hint`.
     """
     try:
         yield

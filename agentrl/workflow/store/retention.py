@@ -55,9 +55,14 @@ def find_needs(tx: Connection, run_id: int, present: Collection[str], keep_last:
 
 @transaction
 def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: int | None) -> Needs:
-    """Mark the run's unneeded policies as collected. Return which checkpoints are still needed, and why. `present` is the names
-    of the checkpoint folders on this disk. Only these are marked. `keep_last` is the number of newest adapters to keep of an
-    ended run, even if stored episodes refer to more; None to keep all to which episodes refer.
+    """Mark the run's unneeded policies as collected. Return which checkpoints are still needed, and why.
+
+    Args:
+        tx: the transaction.
+        run_id: the id of the run.
+        present: the names of the checkpoint folders on this disk. Only these are marked.
+        keep_last: the number of newest adapters that stay if the run has ended. Older adapters are then marked, also those with
+            which stored episodes were sampled. None: all adapters with which stored episodes were sampled stay.
     """
     needs, unneeded = _find_needs(tx, run_id, present, keep_last)
     if unneeded:

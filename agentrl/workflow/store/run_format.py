@@ -23,6 +23,6 @@ def check_format(run: str, number: int, verb: str) -> None:
     commit = LAST_COMMITS.get(number)
     last = f"commit {commit}, on a copy of the store from before its upgrade" if commit else "the version that made it"
     raise StateError(
-        f"Run {run!r} has format {number} and this agentrl can {verb} only format {RUN_FORMAT}: use agentrl at {last}.",
-        f"Read it here: agentrl episodes {run}",
+        f"Run {run!r} has format {number}. This agentrl can {verb} only runs of format {RUN_FORMAT}. Use agentrl at {last}.",
+        f"To read the run with this agentrl: agentrl episodes {run}",
     )
