@@ -57,7 +57,7 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
     from agentrl.workflow.store.reads import run_rows
     from agentrl.workflow.store.reads.eval_results import EvalFilter, list_evals
     from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
-    from agentrl.workflow.store.reads.machine_loads import FRESH_SECONDS, load_machines
+    from agentrl.workflow.store.reads.load_rows import FRESH_SECONDS, load_machines
     from agentrl.workflow.store.reads.paging import iterate_rows
     from agentrl.workflow.store.reads.run_seconds import load_run_seconds
     from agentrl.workflow.store.run_reports import list_reports

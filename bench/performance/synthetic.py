@@ -32,7 +32,7 @@ from sqlalchemy import (
 )
 
 from agentrl.workflow.store.machine_loads import KEPT_SLOTS
-from agentrl.workflow.store.reads.machine_loads import SLOT_SECONDS
+from agentrl.workflow.store.reads.load_rows import SLOT_SECONDS
 from agentrl.workflow.store.run_format import RUN_FORMAT
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import JSON, CheckConstraint, Column, Connection, Float, String, Table, Text, text
 
-from agentrl.workflow.store.reads.machine_loads import SLOT_SECONDS
+from agentrl.workflow.store.reads.load_rows import SLOT_SECONDS
 from agentrl.workflow.tables import schema
 from bench.performance import synthetic
 

@@ -19,7 +19,7 @@ from agentrl.workflow.errors import ServiceError
 from agentrl.workflow.store import leases, machine_loads, planning
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.machine_loads import KEPT_SLOTS, HostLoad, record_load
-from agentrl.workflow.store.reads.machine_loads import SLOT_SECONDS, load_machines, mark_machines
+from agentrl.workflow.store.reads.load_rows import SLOT_SECONDS, load_machines, mark_machines
 from tests.conftest import missing
 from tests.support.hostile_rows import ATTACKS
 from tests.support.page_answers import PageOver

@@ -21,7 +21,7 @@ from agentrl.workers.page.read_only import Busy, ReadOnlyStore
 from agentrl.workers.page.shown.whole_run import list_shown_runs
 from agentrl.workflow.errors import AgentRLError, NotFoundError
 from agentrl.workflow.store.driver_reader import DriverTransaction
-from agentrl.workflow.store.reads import changes, curves, machine_loads, run_rows
+from agentrl.workflow.store.reads import changes, curves, load_rows, run_rows
 
 LOOK_SECONDS = 0.5
 """The time between two readings of a run, in seconds."""
@@ -164,8 +164,8 @@ async def _next(watch: _Watch, last: Seen | None) -> Seen | None:
 def _see(store: ReadOnlyStore, run: int | None) -> Seen:
     try:
         if run is None:
-            return store.ask(lambda tx: Seen(_short(changes.find_list_stamp(tx)), machine=machine_loads.mark_machines(tx)))
-        state, machine = store.ask(lambda tx: (changes.find_state(tx, run), machine_loads.mark_machines(tx)))
+            return store.ask(lambda tx: Seen(_short(changes.find_list_stamp(tx)), machine=load_rows.mark_machines(tx)))
+        state, machine = store.ask(lambda tx: (changes.find_state(tx, run), load_rows.mark_machines(tx)))
     except AgentRLError as error:
         return Seen(busy=error.message)
     except Exception as error:  # noqa: BLE001 - whoever listens is told, and the next look is taken

@@ -18,7 +18,7 @@ from typing import Any
 from agentrl.workers.stack.process import database, stopping, worker_name
 from agentrl.workflow.store import leases, machine_loads
 from agentrl.workflow.store.machine_loads import HostLoad
-from agentrl.workflow.store.reads.machine_loads import SLOT_SECONDS
+from agentrl.workflow.store.reads.load_rows import SLOT_SECONDS
 
 log = getLogger("agentrl.machine")
 NVML = "libnvidia-ml.so.1"

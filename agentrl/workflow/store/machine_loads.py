@@ -9,7 +9,7 @@ from sqlalchemy import Connection, delete, func, select
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.driver_reader import select_rows
 from agentrl.workflow.store.planning import IS_AT_WORK
-from agentrl.workflow.store.reads.machine_loads import SLOT_SECONDS
+from agentrl.workflow.store.reads.load_rows import SLOT_SECONDS
 from agentrl.workflow.store.reads.open_work import count_queues
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms

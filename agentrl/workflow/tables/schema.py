@@ -640,7 +640,7 @@ machine_loads = Table(
     float_column("tokens_per_second"),
     created_column(),
 )
-"""The load of each host, for an hour. `slot` is the time in units of `reads.machine_loads.SLOT_SECONDS` since 1970, by the
+"""The load of each host, for an hour. `slot` is the time in units of `reads.load_rows.SLOT_SECONDS` since 1970, by the
 database's clock. Only the host of the control loop counts the waiting work and the tokens, of all hosts.
 """
 

@@ -580,16 +580,16 @@ class FateRow(
 class MachineRow(ViewRow, view="v_machine", source="machine_loads m"):
     """The load of a host at one moment, while runs run; the last hour."""
 
-    host: str = column("m.host", "the name of the host")
+    host: str = column("m.host")
     created_at: datetime = column("m.created_at")
-    cpu_share: float | None = column("m.cpu_share", "share of the host's processors that were busy, 0 to 1")
-    memory_used: int | None = column("m.memory_used", "memory in use, in bytes")
-    memory_total: int | None = column("m.memory_total", "memory of the host, in bytes")
-    gpus: Any = column("m.gpus", "name, busy share and memory of each GPU; NULL: none")
-    waiting_rollout: int | None = column("m.waiting_rollout", "groups that wait for a worker, of all hosts")
-    waiting_train: int | None = column("m.waiting_train", "updates that wait for a worker, of all hosts")
-    waiting_tools: int | None = column("m.waiting_tools", "tool calls that wait for a worker, of all hosts")
-    tokens_per_second: float | None = column("m.tokens_per_second", "tokens per second sampled since the row before, all hosts")
+    cpu_share: float | None = column("m.cpu_share")
+    memory_used: int | None = column("m.memory_used")
+    memory_total: int | None = column("m.memory_total")
+    gpus: Any = column("m.gpus")
+    waiting_rollout: int | None = column("m.waiting_rollout")
+    waiting_train: int | None = column("m.waiting_train")
+    waiting_tools: int | None = column("m.waiting_tools")
+    tokens_per_second: float | None = column("m.tokens_per_second")
 
 
 VIEWS: Mapping[str, type[ViewRow]] = {kind.VIEW: kind for kind in ViewRow.__subclasses__()}

@@ -14,7 +14,7 @@ from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.routes import Store
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.store.connect import database_url
-from agentrl.workflow.store.reads import machine_loads, run_rows, series
+from agentrl.workflow.store.reads import load_rows, run_rows, series
 from agentrl.workflow.tables.views import MachineRow
 
 router = APIRouter(prefix="/api", tags=["store"])
@@ -79,7 +79,7 @@ class MachineAnswer:
 @router.get("/machine", response_model=MachineAnswer)
 def read_machine(store: Store) -> Response:
     """Return the load of the hosts over the last ten minutes."""
-    loads = machine_loads.load_machines(store)
+    loads = load_rows.load_machines(store)
     start = "docker compose up -d" if store.settings.image else "agentrl up"
     return answer({"rows": loads.rows, "clock": loads.clock, "running": loads.running, "fresh": loads.fresh, "start": start})
 
