@@ -220,13 +220,13 @@ release: .venv/.twine
 	@mkdir -p work
 	@echo 'Wrote .env. Next: $(COMPOSE) up -d --build'
 
-# The whole stack in a project of its own (another stack of this folder keeps its volumes): runs with a reward of one's own, with
-# math_answer, with agents (a function, a program), with programs in the tools service's sandbox; two rollout workers; a lost Redis.
 # The engine vllm with a real vLLM (3 GB, once), without a GPU too.
 vllm-test: env
 	test -f build/vllm/engines/vllm/installed || AGENTRL_HOME=build/vllm $(BIN)/agentrl engine install vllm
 	AGENTRL_VLLM_HOME=build/vllm $(BIN)/pytest tests/inference/test_real_vllm.py
 
+# The whole stack in a project of its own (another stack of this folder keeps its volumes): runs with a reward of one's own, with
+# math_answer, with agents (a function, a program), with programs in the tools service's sandbox; two rollout workers; a lost Redis.
 compose-test: .env
 	COMPOSE='$(COMPOSE)' .ci/compose
 

@@ -10,23 +10,20 @@ import subprocess
 import sys
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from agentrl.workflow.engines import Backend
+from agentrl.workflow.engines.openai import openai
 from agentrl.workflow.errors import ConfigError, ServiceError
 from agentrl.workflow.settings import Settings
 
-vllm = Backend(
+vllm = replace(
+    openai,
     name="vllm",
     start="agentrl.workflow.inference.vllm_engine:start",
     check="agentrl.workflow.engines.vllm:check_installed",
-    keyed=False,
-    logprobs=True,
-    weights=frozenset({"lora"}),
-    quantised=False,
     options=frozenset({"temperature", "stop"}),
-    local=False,
-    top_logprobs=True,
+    at_url=False,
 )
 
 VERSION = "0.32.0"

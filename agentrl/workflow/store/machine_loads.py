@@ -9,14 +9,13 @@ from sqlalchemy import Connection, delete, func, select
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.driver_reader import select_rows
 from agentrl.workflow.store.planning import IS_AT_WORK
-from agentrl.workflow.store.reads.load_rows import SLOT_SECONDS
+from agentrl.workflow.store.reads.load_rows import MAX_HOST_CHARS, SLOT_SECONDS
 from agentrl.workflow.store.reads.open_work import count_queues
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
 
 KEPT_SLOTS = 720
 """The number of slots whose rows are kept: one hour."""
-MAX_HOST_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
