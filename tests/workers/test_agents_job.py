@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ from agentrl.workers.agents import agents_job, processes
 from agentrl.workers.jobs import pending_agents
 from agentrl.workers.jobs.sampling_server import sampling_server
 from agentrl.workers.stack.dispatch import NO_REPLY
+from agentrl.workers.stack.listening import bind, url_of
 from agentrl.workflow.agents import CLOCK, LLM
 from agentrl.workflow.agents.agent_limits import check_held
 from agentrl.workflow.config import AgentConfig
-from agentrl.workflow.errors import ConfigError, InfraError
-from agentrl.workflow.store import agent_holds
+from agentrl.workflow.errors import ConfigError, InfraError, ServiceError
+from agentrl.workflow.store import agent_holds, leases
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.endpoint_reads import ENDPOINT
 from tests.support.agents_stage import AGENT, Stage, group_of, staged, wait_for
 from tests.support.played_runs import value, values
 from tests.support.scripted_engine import ScriptedEngine
@@ -113,3 +118,19 @@ def wake(stage: Stage) -> None:
     from agentrl.workers.jobs.inbox import InboxEvent
 
     stage.driver.inbox.put(InboxEvent(stage.group, 1, woken=True))
+
+
+def test_agent_waits_for_endpoint_that_accepts_connections(own_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart of the stack, the stored URL is that of the endpoint before, until its successor stores its own."""
+    monkeypatch.setattr(agents_job, "database", lambda: own_database)
+    with closing(bind("127.0.0.1", 0)) as ended:
+        old = url_of(ended)
+    leases.publish_service(own_database, ENDPOINT, old, 60.0)
+    with closing(bind("127.0.0.1", 0)) as successor:
+        url = url_of(successor)
+        store = partial(leases.publish_service, own_database, ENDPOINT, url, 60.0)
+        threading.Timer(0.5, store).start()
+        assert agents_job._endpoint_url() == url
+    monkeypatch.setattr(agents_job, "URL_SECONDS", 0.1)
+    with pytest.raises(ServiceError, match=f"Nothing listens at {url}"):
+        agents_job._endpoint_url()

@@ -18,6 +18,7 @@ from agentrl.workers.agents.kept_output import hide_keys
 from agentrl.workers.agents.processes import AgentUnready
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import NO_REPLY
+from agentrl.workers.stack.listening import accepts_connections
 from agentrl.workers.stack.presence import find_endpoint_url
 from agentrl.workers.stack.process import claim_name, database, heartbeat, stopping, threaded, write_when_possible
 from agentrl.workers.stack.replies import Waker
@@ -66,7 +67,9 @@ def agent(episode: int, attempt: int, reply_to: str) -> None:
 
 
 def _endpoint_url() -> str:
-    """Return the URL at which agents reach the endpoint, after waiting up to URL_SECONDS for an endpoint.
+    """Return the URL at which agents reach the endpoint, after waiting up to URL_SECONDS until it accepts connections.
+
+    After a restart of the stack, the stored URL is that of the previous endpoint until the new one stores its own.
 
     Raises:
         ServiceError: no endpoint is running.
@@ -74,10 +77,11 @@ def _endpoint_url() -> str:
     deadline = time.monotonic() + URL_SECONDS
     while True:
         url = find_endpoint_url(database())
-        if url is not None:
+        if url is not None and accepts_connections(url):
             return url
         if stopping.wait(0.2) or time.monotonic() > deadline:
-            raise ServiceError("No endpoint is running for the agents to call.", "Start one: agentrl worker endpoint")
+            where = "" if url is None else f" Nothing listens at {url}."
+            raise ServiceError(f"No endpoint is running for the agents to call.{where}", "Start one: agentrl worker endpoint")
 
 
 def _run_claimed(work: AgentWork, claim: str, llm: LLM, emit_key: str) -> AgentEnd | None:

@@ -2,6 +2,7 @@
 
 import socket
 from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from agentrl.workflow.errors import ServiceError
 
@@ -10,6 +11,7 @@ LISTENER = "AGENTRL_ENDPOINT_LISTENER"
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
+CONNECT_SECONDS = 5.0
 
 
 def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free port, or to 0.") -> socket.socket:
@@ -49,3 +51,15 @@ def url_of(listening: socket.socket) -> str:
     if address.is_unspecified:
         return f"http://{socket.gethostname()}:{port}"
     return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
+
+
+def accepts_connections(url: str) -> bool:
+    """Return whether the server at the URL accepts a TCP connection within CONNECT_SECONDS."""
+    parts = urlsplit(url)
+    try:
+        socket.create_connection(
+            (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), CONNECT_SECONDS
+        ).close()
+    except OSError:
+        return False
+    return True
