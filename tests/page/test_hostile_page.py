@@ -212,8 +212,8 @@ def test_hostile_text_runs_in_no_view(hostile: Path, served: Service, context: B
         unfold(watched.page)
         problem = watched.page.query_selector("main .problem")
         if name in ("search run", "candidate"):
-            assert watched.page.query_selector(".candidate .diff .removed"), watched.page.inner_text("main")[:2000]
-            assert watched.page.query_selector(".candidate .message"), watched.page.inner_text("main")[:2000]
+            watched.page.wait_for_selector(".candidate .diff .removed")
+            watched.page.wait_for_selector(".candidate .message")
         found = watched.page.evaluate(INNOCENT)
         shown += "pwned" in watched.page.inner_text("main")
         found += [f"problem: {problem.inner_text()[:300]}"] if problem and name not in REFUSED else []

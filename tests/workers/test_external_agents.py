@@ -199,7 +199,7 @@ def test_poller_that_never_returns_ends_episode(own_database: Database) -> None:
 
 
 def test_renewed_task_ends_at_its_time_limit(own_database: Database) -> None:
-    with elsewhere(own_database, agent={**EXTERNAL, "timeout_seconds": 0.3}) as there:
+    with elsewhere(own_database, agent={**EXTERNAL, "timeout_seconds": 2.0}) as there:
         task = there.next()
         assert there.call(task).status_code == 200
         assert there.post(f"{task['id']}/renew").status_code == 200
