@@ -113,7 +113,7 @@ class NoiseBounds:
 
     @classmethod
     def of(cls, noises: Sequence[TokenNoise]) -> "NoiseBounds":
-        """Return the bounds for these tokens."""
+        """Return the bounds for the tokens with these noises."""
         count = max(1, len(noises))
         spread, shift = (sqrt(sum(getattr(noise, name) ** 2 for noise in noises) / count) for name in ("spread", "shift"))
         return cls(spread, shift, 1 + 10 / count)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The state of the lease and the message of a job.
+    """The state of a job's lease and of its message.
 
     Args:
-        held: True if a live worker holds the row's lease.
+        held: True if a live worker holds the job's lease.
         expired_ago: the time since the lease expired or was returned, in seconds; None if the lease is held, was never held, or
             this is unknown.
         sent_ago: the time since the job's message was last sent, in seconds; None if it was never sent, negative if the clock
@@ -64,7 +64,7 @@ class IterationState:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """A run that is running: its open iterations, in order, and the median time of one of its groups, in seconds.
+    """A running run: its open iterations, in order, and the median time that one of its groups takes, in seconds.
 
     `broken` is True if a checkpoint of the run must be rebuilt before the run continues.
     """

@@ -5,9 +5,9 @@ all processes with this folder, so a restarted process does not fail at the same
 separated by commas. `name:n:action` runs the action when the point `name` is reached for the n-th time.
 
 - `kill`   the process sends itself SIGKILL: nothing is flushed, no handler runs
-- `raise`  InjectedFault
-- `sleep`  stops the whole process, with its heartbeat, for `AGENTRL_FAULT_SLEEP` seconds (5). The process then continues,
-    although its leases may be lost
+- `raise`  raises InjectedFault
+- `sleep`  stops the whole process, including its heartbeat, for `AGENTRL_FAULT_SLEEP` seconds (default: 5). The process then
+    continues, although its leases may be lost
 """
 
 import fcntl

@@ -11,7 +11,7 @@ from agentrl.workflow.runtime.wait_budget import waiting
 
 
 class Lasting(Protocol):
-    """A long-lived process, or a session in one. It may end unexpectedly."""
+    """A long-lived process, or a session in such a process. Both may end unexpectedly."""
 
     @property
     def alive(self) -> bool:

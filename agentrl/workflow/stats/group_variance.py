@@ -46,7 +46,9 @@ def groups_to_plan(varied: int, max_groups: int, planned: int, limit: int) -> in
 
 
 def choose_groups(groups: Sequence[Group], max_groups: int) -> tuple[list[Group], dict[int, str]]:
-    """Return at most `max_groups` groups with variance, by slot, and for each dropped group the reason, by slot."""
+    """Return at most `max_groups` groups with variance, in the order of their slots (their numbers in the iteration). Also
+    return a mapping from the slot of each other group to the reason why it was dropped.
+    """
     chosen_groups: list[Group] = []
     dropped = {}
     for group in sorted(groups, key=lambda group: group.slot):

@@ -1,7 +1,7 @@
 """A paired test of two policies on the same tasks: the difference of their rewards, and whether chance explains it.
 
 Each task is compared with itself, so the difficulty of tasks has no influence. The test is the sign-flip permutation test: if
-the two policies were equally good, the difference on each task could equally well have the other sign. A world is one
+the two policies were equally good, the difference on each task could equally well have the other sign. A "world" is one
 combination of signs. The p-value is the share of all worlds in which the mean is at least as far from 0 as the observed mean.
 It is exact if the differences have few values, as with rewards of 0 and 1. Otherwise it is estimated from `DRAWS` worlds, drawn
 with a seed.

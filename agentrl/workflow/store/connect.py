@@ -88,7 +88,9 @@ def database_url(text: str) -> URL:
     if url.drivername not in ("sqlite", "sqlite+pysqlite"):
         raise ConfigError(f"AGENTRL_DATABASE_URL has an unknown scheme, {url.drivername!r}: use SQLite or Postgres.", URL_HINT)
     if url.database in (None, "", ":memory:"):
-        raise ConfigError("AGENTRL_DATABASE_URL needs a file: several processes share the database.", URL_HINT)
+        raise ConfigError(
+            "AGENTRL_DATABASE_URL names no SQLite file. A database in memory cannot be shared by processes.", URL_HINT
+        )
     return url
 
 
@@ -126,7 +128,7 @@ class Database:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             message = f"Cannot create the database's folder {str(folder)!r}: {error.strerror}."
-            raise ServiceError(message, "Set AGENTRL_HOME, or AGENTRL_DATABASE_URL, to another.") from error
+            raise ServiceError(message, "Set AGENTRL_HOME, or AGENTRL_DATABASE_URL, to another folder.") from error
         if not _may_be_sqlite(file):  # SQLite takes a short file for an empty one, and writes over it
             message = f"The database {str(file)!r} cannot be used: file is not a database."
             raise ServiceError(message, "Use another database. This one was not changed.")

@@ -37,7 +37,7 @@ def add_annotations(tx: Connection, episode: int, attempt: int, annotations: Seq
     mine = (_ROWS.episode_id == episode) & (_ROWS.attempt == attempt)
     count = tx.execute(select(func.count()).select_from(schema.annotations).where(mine)).scalar_one()
     if count + len(annotations) > MAX_OF_ATTEMPT:
-        raise ConflictError(f"An episode has at most {MAX_OF_ATTEMPT} annotations.")
+        raise ConflictError(f"An episode has at most {MAX_OF_ATTEMPT} annotations; this request would exceed that.")
     newest = select(func.max(_STEPS.number)).where(_STEPS.episode_id == episode, _STEPS.attempt == attempt)
     step = tx.execute(newest).scalar_one()
     for annotation in annotations:

@@ -243,7 +243,7 @@ def _resolve(
     sort = paging.sort or own
     column, way = find_order(orders, sort)
     if not (1 <= paging.size <= MAX_SIZE and 0 <= paging.offset <= MAX_ID):
-        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows, not {paging.size} (offset {paging.offset}).")
+        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows and an offset of 0 or more, not {paging.size} and {paging.offset}.")
     digest = blake2s(repr((kind.VIEW, sort, sorted(parameters.items()))).encode(), digest_size=6).hexdigest()
     return column, way, digest, _parse_cursor(paging.cursor, digest, column) if paging.cursor else None
 
@@ -292,7 +292,7 @@ def find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
     """Return the column of a list's order, and ASC or DESC. Raise ConfigError if there is no such order."""
     word = sort.removeprefix("-")
     if word not in orders:
-        raise ConfigError(f"The list is not sorted by {word!r:.60}.", did_you_mean(word[:60], orders))
+        raise ConfigError(f"The list cannot be sorted by {word!r:.60}.", did_you_mean(word[:60], orders))
     return orders[word], "DESC" if sort.startswith("-") else "ASC"
 
 

@@ -186,6 +186,6 @@ def _find_iteration(tx: Connection, run: Mapping[str, Any], number: int | None) 
     query = query if number is None else query.where(iterations.number == number - 1)
     rows = tx.execute(query.order_by(iterations.number.desc())).all()
     if not rows:
-        which = "No iteration" if number is None else f"Iteration {number}"
-        raise StateError(f"{which} of {name!r} is {'' if number is None else 'not '}trained yet.", f"agentrl watch {name}")
+        missing = f"No iteration of {name!r} is" if number is None else f"Iteration {number} of {name!r} is not"
+        raise StateError(f"{missing} trained yet.", f"agentrl watch {name}")
     return next((row for row in rows if not row.skipped), rows[0])

@@ -80,9 +80,9 @@ def read_series(tx: Any, run: str, view: str, column: str, cursor: str = "") -> 
     series.
     """
     if view not in WINDOWS:
-        raise ConfigError(f"{view!r:.60} is not a view of numbers by iteration.", did_you_mean(view[:60], WINDOWS))
+        raise ConfigError(f"{view!r:.60} is not a view that has numbers by iteration.", did_you_mean(view[:60], WINDOWS))
     if column not in _numbers(view):
-        raise ConfigError(f"{column!r:.60} is not a number of {view}.", did_you_mean(column[:60], _numbers(view)))
+        raise ConfigError(f"{column!r:.60} is not a numeric column of {view}.", did_you_mean(column[:60], _numbers(view)))
     run_row = run_id_and_name(tx, run)
     of = [run_row["id"], view, column]
     values = {"id": run_row["id"]} if ":id" in WINDOWS[view] else {"run": run_row["name"]}

@@ -123,7 +123,7 @@ def _order(sort: str) -> str:
     if not sort:
         return "first_group"
     if word not in TASK_ORDERS:
-        raise ConfigError(f"The list is not sorted by {word!r:.60}.", did_you_mean(word[:60], TASK_ORDERS))
+        raise ConfigError(f"The list cannot be sorted by {word!r:.60}.", did_you_mean(word[:60], TASK_ORDERS))
     return f"{TASK_ORDERS[word]} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, first_group"
 
 

@@ -165,7 +165,10 @@ def load_text(tx: Any, episode: int, path: str) -> str:
     shape = load_shape(tx, episode)
     value = _find(tx, shape, path.split("/")) if len(path) <= MAX_PATH else None
     if value is None:
-        raise NotFoundError(f"Episode {episode} has no text {path[:60]!r}.", "Use the paths that its answer lists under `of`.")
+        raise NotFoundError(
+            f"Episode {episode} has no text at the path {path[:60]!r}.",
+            "Pass a path from an `of` field in the response for the episode.",
+        )
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

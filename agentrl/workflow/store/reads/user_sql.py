@@ -123,7 +123,7 @@ def rl_f4(blob: bytes | None) -> str | None:
 
 def _ask_process(file: Path, sql: str, limit: int, seconds: float) -> Table:
     if not file.exists():
-        raise NotFoundError(f"There is no database {str(file)!r} yet.", "agentrl runs")
+        raise NotFoundError(f"There is no database {str(file)!r} yet.", "Create it with any other command: agentrl runs")
     request = {"file": str(file.absolute()), "sql": sql, "limit": limit, "seconds": seconds}
     with readers.one() as reader:
         return reader.ask(request, seconds + GRACE_SECONDS)
