@@ -1,5 +1,5 @@
-"""Annotations of episodes. An annotation is written once per attempt and never changed. If it names no step, it is assigned to
-the newest step.
+"""Annotations of episodes. An annotation is written once per attempt and never changed. An annotation that names no step is
+assigned to the newest step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,7 +77,9 @@ def insert_annotations(
 
 @read_transaction
 def load_annotations(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
-    """Return the annotations of current attempts by episode id, in order; only of episodes that have some."""
+    """Return the annotations of the episodes' current attempts, in order, by episode id. Episodes without annotations are left
+    out.
+    """
     return annotations_of(tx, episodes)
 
 

@@ -1,4 +1,4 @@
-"""Extension of a run: more iterations are planned, as if the run had been submitted with them.
+"""Extension of a run: more iterations are planned, as if the run had been submitted with the larger number.
 
 An iteration's number alone decides its tasks, its random draws and its sampling version. So an extended run equals, bit for
 bit, a run that was submitted with the final length. A run whose learning rate decays until the end is an exception, and cannot

@@ -24,7 +24,7 @@ from agentrl.workflow.trajectory import CallRecord, Step, StepRecord, ToolCall, 
 
 @dataclass(frozen=True, slots=True)
 class JudgeQuestions:
-    """The calls to the judges after an episode's last step. `questions` has the arguments by judge."""
+    """The calls to the judges after an episode's last step. `questions` has the arguments of each call, by the judge's name."""
 
     episode: int
     step: int
@@ -210,7 +210,9 @@ def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisod
 
 @transaction
 def restart_episode(tx: Connection, fence: Fence, episode: int) -> None:
-    """Start the episode again with the next attempt; old steps stay. Raise Fenced if another worker holds the group."""
+    """Start the episode again with the next attempt number. The steps of earlier attempts stay stored. Raise Fenced if another
+    worker holds the group.
+    """
     check_claim(tx, fence)
     fresh = dict.fromkeys(("steps", "prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors"), 0)
     tx.execute(

@@ -1,8 +1,8 @@
 """Commits that end an update, an evaluation or a run. Each commit happens completely or not at all, and only once.
 
 The claim increments a token (`train_claims`), and the commit checks that token, so the commit of an outdated trainer is
-rejected. A policy is published by the commit alone. The checkpoint's files are written before the commit, and no process uses
-them without it.
+rejected. Only the commit publishes a policy. The checkpoint's files are written before the commit, and no process uses them
+until then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class UpdateRecord:
 
 @dataclass(frozen=True, slots=True)
 class PublishedUpdate:
-    """The policy version that the commit published, and the work that can start next.
+    """The policy version that the commit of an update published, and the work that can start next.
 
     `next_iteration` can be rolled out, and `trains` is an iteration that can be trained. Without staleness `trains` is None,
     because the next iteration must be rolled out first. `measured_by` has the ids of the iterations that evaluate the version.
@@ -281,7 +281,7 @@ def find_optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str 
     """Return the path of the checkpoint whose optimizer state no later update can need; None if there is no such checkpoint.
 
     The optimizer state is kept for the newest version, and for the versions with which rollouts may still sample. It is also
-    kept for the version before the oldest of these, from which that one can be rebuilt.
+    kept for one version before these, because the oldest of them is rebuilt from it.
     """
     trained = select(schema.policies.c.path).where(schema.policies.c.run_id == run, schema.policies.c.kind == "trained")
     trained = trained.where(schema.policies.c.version > 0)  # which a run that starts from another's policy has from there
