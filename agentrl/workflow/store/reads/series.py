@@ -45,7 +45,9 @@ class Window:
 
 
 def list_views() -> list[dict[str, Any]]:
-    """Return all views with their columns, their meanings, and whether `read_series` can chart a column."""
+    """Return all views, with the meanings of views and columns, and for each column whether `read_series` can read it
+    (`chartable`).
+    """
     return [
         {
             "view": view,

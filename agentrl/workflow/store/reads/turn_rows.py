@@ -41,7 +41,7 @@ _STEPS = f"""
 def load_steps(tx: Any, ids: Sequence[int]) -> list[Row]:
     """Return the steps with these row ids, ordered by step number.
 
-    If several turns match the step's history, `equal` is the number of matching turns; else it is None.
+    If a step could continue several earlier turns, `equal` is the number of these turns; else `equal` is None.
     """
     steps: list[Mapping[str, Any]] = []
     for some in in_parts(ids):
@@ -109,7 +109,7 @@ whole episode.
 
 
 def load_annotations(tx: Any, episode: int, attempt: int, steps: Sequence[int], max_rows: int) -> tuple[list[Row], int]:
-    """Return at most `max_rows` annotations, and the number of further annotations.
+    """Return at most `max_rows` annotations, and the number of those that are left out.
 
     They are the annotations of the steps in `steps` or, if `steps` is empty, those of the whole episode.
     """
