@@ -1,9 +1,9 @@
 """Counterfactual updates: other algorithms on the same episodes and the same weights. Nothing is stored.
 
-Each algorithm computes advantages for the episodes, and takes one step on all of them. It starts from exactly the weights,
-critic and optimizer state that the run's own update started from. The step is measured and undone. Before the step, every ratio
-is 1 by definition, so the effect of a clip is visible only after the step. (In a run on stored episodes, the ratio compares
-with the policy that sampled them, so it may differ from 1 before the step.)
+Each algorithm computes advantages for the episodes, and takes one step on all of them. The step starts from exactly the
+weights, critic and optimizer state that the run's own update started from. The step is measured and undone. Before the step,
+every ratio is 1 by definition, so the effect of a clip is visible only after the step. (In a run on stored episodes, the ratio
+compares with the policy that sampled them, so it may differ from 1 before the step.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence

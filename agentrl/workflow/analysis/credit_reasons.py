@@ -55,8 +55,8 @@ class Credit:
 def explain_credit(credit: Credit) -> dict[str, Any]:
     """Explain an episode's advantage. Return the recorded advantage (`value`), the explanation (`how`) and its inputs.
 
-    The result also has `computed`, the advantage that follows from the inputs, and `agrees`, whether it equals the recorded
-    one. Both are None if the advantage cannot be computed.
+    The result also has `computed`, the advantage that follows from the inputs, and `agrees`, True if `computed` equals the
+    recorded advantage. Both values are None if the advantage cannot be computed.
     """
     rewards = [member.reward for member in credit.group]
     explanation: dict[str, Any] = {

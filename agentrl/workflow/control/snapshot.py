@@ -1,5 +1,5 @@
-"""The input of the control loop: the unfinished work of all runs as plain values. `store.control_reads` reads it from the
-database.
+"""The input of the control loop: the unfinished work of all runs as plain values. `store.control_reads` reads these values from
+the database.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ class Claim:
 
     Args:
         held: True if a live worker holds the job's lease.
-        expired_ago: the time since the lease expired or was returned, in seconds; None if the lease is held, was never held, or
-            this is unknown.
+        expired_ago: the time since the lease expired or was returned, in seconds; None if the lease is held, if it was never
+            held, or if the time is unknown.
         sent_ago: the time since the job's message was last sent, in seconds; None if it was never sent, negative if the clock
             was set back.
         sends: the number of times that the job's message was sent.

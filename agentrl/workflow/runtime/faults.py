@@ -1,4 +1,4 @@
-"""Fault points: named places in the code at which a test can kill, fail or stop the process. Without a test, they do nothing.
+"""Fault points: named places in the code at which a test can kill, fail or stop the process. Outside of tests they do nothing.
 
 `AGENTRL_FAULT_DIR` names a folder in which every point counts how often it was reached. The count is permanent and shared by
 all processes with this folder, so a restarted process does not fail at the same place again. `AGENTRL_FAULT` lists the faults,

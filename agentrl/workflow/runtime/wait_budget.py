@@ -57,8 +57,8 @@ class Patience:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Use this object for all waits of the current thread in the `with` block: they are counted here, and end if the call
-        is given up.
+        """Use this object for all waits of the current thread in the `with` block: it counts their time, and they raise
+        InfraError once the call is given up.
         """
         before: Patience | None = getattr(_this, "patience", None)
         _this.patience = self

@@ -35,7 +35,7 @@ class PairedComparison:
         difference: the mean of second - first.
         low, high: the ends of the 95% interval of the difference, by Student's t from the variance between tasks. The interval
             is wide for few tasks and infinite for one task. It may exceed -1 to 1, because a difference is not a share.
-        p_value: the two-sided p-value; NaN without a task.
+        p_value: the two-sided p-value; NaN if no task was compared.
         method: `exact` if all worlds were enumerated, else `drawn`.
         won, lost, tied: the numbers of tasks on which the second policy's reward is higher, lower or equal.
     """

@@ -1,7 +1,8 @@
 """The start and the end of an agent's attempt in the table `agent_attempts`. Agents workers call these queries, and the
 endpoint calls them for external agents.
 
-Rollout workers use the queries of `agent_holds` instead. They insert the rows, and mark an agent as lost if its worker is lost.
+Rollout workers use the queries of `agent_holds` instead. The queries of `agent_holds` insert the rows, and mark an agent as
+lost if its worker is lost.
 """
 
 from collections.abc import Collection, Mapping, Sequence

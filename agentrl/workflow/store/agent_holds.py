@@ -53,7 +53,9 @@ def publish_address(tx: Connection, fence: Fence, address: str) -> None:
 
 @transaction
 def open_attempts(tx: Connection, fence: Fence, episodes: Sequence[int]) -> None:
-    """Insert a pending row for each attempt that has none. Raise Fenced if another worker holds the group."""
+    """Insert a pending row for the current attempt of each of these episodes, if the attempt has no row yet. Raise Fenced if
+    another worker holds the group.
+    """
     held = check_claim(tx, fence)
     rows = [{"episode_id": episode, "attempt": held.attempts[episode], "run": held.run} for episode in episodes]
     if rows:

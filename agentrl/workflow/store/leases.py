@@ -1,9 +1,9 @@
 """Leases of services, groups and iterations, and the handling of lost workers.
 
-A holder renews its lease. If the lease of a claim expires, another worker may claim the row (`rollout_claims`, `train_claims`).
-The previous worker is then recorded as lost. A supervisor that sees a worker end records the loss and ends the worker's leases
-at once. A worker whose GPU failed hands its claims back, which does not count as a loss. A run fails after `MAX_DEVICE_LOSSES`
-failed devices without progress.
+A holder renews its lease. If the lease of a claim expires, another worker may claim the same group or iteration
+(`rollout_claims`, `train_claims`). The previous worker is then recorded as lost. A supervisor that sees a worker end records
+the loss and ends the worker's leases at once. A worker whose GPU failed hands its claims back, which does not count as a loss.
+A run fails after `MAX_DEVICE_LOSSES` failed devices without progress.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -178,7 +178,8 @@ def _count_open_calls(run: int) -> Any:
 
 @transaction
 def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> None:
-    """Release all claims of the worker `host:pid` because its device failed. This counts neither as a loss nor as an attempt.
+    """Release all claims of the worker `host:pid` because its device failed. The release counts neither as a loss nor as an
+    attempt.
 
     Other workers may claim the work after `EXIT_MS`. A run fails if devices of its workers fail `MAX_DEVICE_LOSSES` times
     without progress; otherwise the same work would fail forever. `reason` is the device's error.

@@ -1,4 +1,4 @@
-"""Writes the load of hosts: one row per host and slot of `SLOT_SECONDS`, for the last `KEPT_SLOTS` slots."""
+"""Writes the load of hosts: one row per host and time slot of `SLOT_SECONDS` seconds, for the last `KEPT_SLOTS` slots."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class HostLoad:
         cpu_share: the share of the host's processors that were busy since the last measurement, 0 to 1; None if unknown.
         memory_used, memory_total: in bytes; None if unknown.
         gpus: for each GPU its `name`, `share` (the share of the time in which the GPU was busy, 0 to 1), `memory_used` and
-            `memory_total` (in bytes); None without a GPU.
+            `memory_total` (in bytes); None if the host has no GPU.
     """
 
     cpu_share: float | None

@@ -92,8 +92,9 @@ class Submission:
     def iterations(self) -> int:
         """The number of iterations.
 
-        It is 1 for a fork and for the kinds in GROWING. Else it is `length`. Without a length it is epochs x ceil(n /
-        tasks_per_iteration); n is the number of stored groups or, without them, of tasks.
+        A fork and a run of a kind in GROWING have 1 iteration. Other runs have `length` iterations. If `length` is missing,
+        they have epochs x ceil(n / tasks_per_iteration), where n is the number of stored groups, or of tasks if there are no
+        stored groups.
         """
         return 1 if self._is_one else self.length or (self.epochs or 1) * self._per_epoch
 

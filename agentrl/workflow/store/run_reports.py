@@ -1,7 +1,7 @@
 """Reports of runs to trackers: which reports are due, and what has been written.
 
-A report is due while its run is running. After that it stays due until the tracker has the run's final status, for at most one
-hour after the run's end. `agentrl report` writes an older report.
+A report is due while its run is running. After the run's end, the report stays due until the tracker has the run's final
+status, but for at most one hour. `agentrl report` writes an older report.
 """
 
 from collections.abc import Mapping, Sequence

@@ -117,7 +117,9 @@ def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGrou
 
 @transaction
 def finish_search(tx: Connection, work: IterationWork, chosen: Mapping[str, str] | None) -> None:
-    """End the search and mark the chosen texts. Raise Fenced if another process holds the iteration, or it has ended."""
+    """End the search and mark the chosen texts. Raise Fenced if another process holds the iteration, or the iteration has
+    ended.
+    """
     close_iteration(tx, work, UpdateRecord((), {}))
     ids = [
         version_of(tx, work.run_id, name, text, VersionOrigin("chosen without a trial"))

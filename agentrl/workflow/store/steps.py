@@ -79,7 +79,8 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[StepRecord]) 
 
 def insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisodes, options: int | None = None) -> None:
     """Write the rows of sampled steps, their tokens and their calls, and update the counts in their episodes. `options` is the
-    id of the row in `request_options` with the tools and template options of the steps' requests; None without them.
+    id of the row in `request_options` with the tools and template options of the steps' requests; None if the requests have
+    neither.
     """
     _NEW_STEP.run(tx, *(step_row(record, held.run, held.attempts[record.episode], options) for record in records))
     _NEW_TOKENS.run(tx, *(step_key(record.episode, record.step.index, held) | token_row(record.step) for record in records))

@@ -88,7 +88,9 @@ def leave(tx: Connection, owner: str) -> None:
 
 @transaction
 def taint(tx: Connection, key: SessionKey, what: str) -> None:
-    """Mark the episode as tainted, so that it never trains. `what` describes how the result of a repeated cell differs."""
+    """Mark the episode as tainted, so that it is never trained on. `what` describes how the result of a repeated cell
+    differs.
+    """
     tx.execute(update(schema.tool_sessions).where(_matches(key)).values(differs=what))
     same = (_EPISODES.id == key.episode) & (_EPISODES.attempt == key.attempt)
     tx.execute(update(schema.episodes).where(same).values(tainted=True))

@@ -71,8 +71,8 @@ class MoreGroupsPlanned:
 def claim_iteration(
     tx: Connection, iteration: int, worker: str, lease_seconds: float
 ) -> IterationWork | MoreGroupsPlanned | None:
-    """Claim the iteration and load its episodes. Return None if it is not ready, has ended or is claimed, or if its run is not
-    running.
+    """Claim the iteration and load its episodes. Return None if the iteration is not ready, has ended or is claimed, or if its
+    run is not running.
 
     An iteration is ready if all of its groups have ended and the policy with which its update starts is published. With dynamic
     sampling, more groups are planned if too few have variance, even before that policy is published.

@@ -35,7 +35,7 @@ class UpdateRecord:
     Args:
         metrics: one mapping per optimizer step. Only `rows`, `tokens` and the names in `schema.UPDATE_METRICS` are stored.
         advantages: the advantage of each consumed episode, by episode id.
-        dropped: the reason why a group did not train, by the group's slot.
+        dropped: the reason why a group was not trained on, by the group's slot.
         path, sha256: the path and hash of the new checkpoint; empty if the update was skipped.
         skipped: the reason why no optimizer step was taken; empty if a step was taken.
         bad: True if a NaN or Inf caused the skip. Repeated bad updates fail the run.
@@ -71,8 +71,8 @@ class PublishedUpdate:
 @transaction
 def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> PublishedUpdate:
     """Commit an update: end the iteration, consume its episodes, publish the policy, and plan the iteration that samples with
-    that policy. Raise Fenced if another trainer holds the iteration, or the iteration has ended. The result of the update is
-    discarded.
+    that policy. Raise Fenced if another trainer holds the iteration, or the iteration has ended; the result of the update is
+    then discarded.
     """
     committed = _find_own_commit(tx, work)
     if committed is not None:
@@ -126,7 +126,7 @@ def _load_published(tx: Connection, work: IterationWork) -> PublishedUpdate:
 
 
 def close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
-    """End the iteration, and store its sums. Raise Fenced if another worker holds it, or it has ended."""
+    """End the iteration, and store its sums. Raise Fenced if another worker holds the iteration, or the iteration has ended."""
     closed = tx.execute(
         update(schema.iterations)
         .where(
@@ -243,7 +243,9 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
 
 @transaction
 def finish_fork(tx: Connection, work: IterationWork) -> None:
-    """End a fork run; its group can then train. Raise Fenced if another worker holds the iteration, or it has ended."""
+    """End a fork run; its group can then be trained on. Raise Fenced if another worker holds the iteration, or the iteration
+    has ended.
+    """
     close_iteration(tx, work, UpdateRecord((), {}))
     set_run_status(tx, work.run_id, "done", "")
 

@@ -3,7 +3,7 @@
 SQLite gets no statistics. Each query and view is written so that SQLite chooses the right plan without them. With statistics,
 SQLite's planner ignores the LIMIT, and sorts whole tables to show a page.
 
-The command is safe at any time. SQLite compacts in one transaction. On Postgres others can read and write meanwhile.
+The command is safe at any time. SQLite compacts in one transaction. On Postgres, other processes can read and write meanwhile.
 """
 
 import os

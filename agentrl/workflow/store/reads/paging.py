@@ -2,7 +2,8 @@
 
 A cursor identifies the last returned row by its sort value and its id. So each row is returned once, even if rows are added
 meanwhile. If the sort value of a row changes between two reads, the row may be returned twice or be missed. In a list by id
-this cannot happen. A cursor belongs to one list with one filter and one order. Other lists reject it.
+this cannot happen. A cursor belongs to one list with one filter and one order. With another list, filter or order, it raises
+ConfigError.
 """
 
 import json
