@@ -1,3 +1,3 @@
-"""The analysis of stored episodes: verification, the comparison of two episodes, and what other algorithms would have done with
-them.
+"""The analysis of stored episodes: their verification, the comparison of two episodes, and the updates that other algorithms
+would have computed from the same episodes.
 """

@@ -1,4 +1,6 @@
-"""The alignment of the episodes of a group: which tokens they share from the first one on, and where each differs."""
+"""The alignment of the token sequences of a group's episodes: how many first tokens they share, and at which token each differs
+from the others.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ BLOCK = 4096
 class TokenBranch:
     """The tokens from `start` to before `end` that all lines in `members` share.
 
-    Every other line with the same tokens before `start` differs at `start`, or ends there.
+    A line is the token sequence of one episode; `members` has the keys of lines. Every other line with the same tokens before
+    `start` has another token at `start`, or ends there.
     """
 
     start: int
@@ -22,14 +25,14 @@ class TokenBranch:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The shared beginnings of several lines, as a prefix tree.
+    """The shared beginnings of several lines (token sequences), as a prefix tree.
 
     Args:
         common: the number of tokens that all lines share.
         branches: the branches of the tree. A branch comes after the branch that it continues. A branch without tokens is the
             end of a line.
         alone_from: for each line, the index of its first token that no other line shares: every other line differs there or
-            before. If another line begins with all tokens of this line, it is the length of this line.
+            before. The value is the length of the line if another line begins with all of its tokens.
     """
 
     common: int
@@ -38,7 +41,7 @@ class Alignment:
 
 
 def align(lines: Mapping[int, bytes]) -> Alignment:
-    """Align packed lines, beginning with their first tokens."""
+    """Align lines from their first tokens on. Each line is packed: 4 bytes per token id."""
     branches: list[TokenBranch] = []
     alone: dict[int, int] = {}
     waiting: list[tuple[int, list[int]]] = [(0, [*lines])] if lines else []

@@ -1,9 +1,9 @@
 """Counterfactual updates: other algorithms on the same episodes and the same weights. Nothing is stored.
 
-Each algorithm computes advantages for the episodes, and takes one step on all of them. It starts from exactly the weights,
-critic and optimizer state that the run's own update started from. The step is measured and undone. Before the step, every ratio
-is 1 by definition, so the effect of a clip is visible only after the step. (For stored episodes this differs: their ratio is
-relative to the sampler.)
+Each algorithm computes advantages for the episodes, and takes one step on all of them. The step starts from exactly the
+weights, critic and optimizer state that the run's own update started from. The step is measured and undone. Before the step,
+every ratio is 1 by definition, so the effect of a clip is visible only after the step. (In a run on stored episodes, the ratio
+compares with the policy that sampled them, so it may differ from 1 before the step.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ class Finding:
     """The results of one algorithm on the episodes.
 
     Args:
-        own: whether this is the algorithm of the run itself.
+        own: True if this is the run's own algorithm, not an alternative.
         skipped: why the algorithm takes no step; None if it takes one.
         advantages: the mean advantage over an episode's tokens, by episode id.
         spread: the unbiased standard deviation of the advantages; None for fewer than two advantages.
@@ -42,7 +42,7 @@ class Finding:
         cosine: the cosine between the policy's gradient and that of the run's own algorithm; None if one of the two is missing
             or 0.
         after: `ratio`, `clip_fraction` and `policy_kl` of the same tokens after the step.
-        blank: the names, among `critic` and `optimizer`, of the parts that have not been trained yet.
+        blank: which of the parts `critic` and `optimizer` have not been trained yet.
     """
 
     options: AlgorithmConfig
@@ -70,9 +70,9 @@ def whatif(
     """Repeat the update with each of the configs, and yield the results for each. The first config is that of the run.
 
     Args:
-        policy: the base of the run. Afterwards its trained weights are those of `start`.
+        policy: the run's base model. The function leaves its trained weights at those of `start`.
         start: the checkpoint that the update started from.
-        borrowed: whether `start` is a checkpoint of another run.
+        borrowed: True if `start` is a checkpoint of another run.
         groups: the groups that the update trained on.
         iteration: the number of the update's iteration.
         iterations: the run's number of iterations.

@@ -39,8 +39,8 @@ class Credit:
         algorithm: the name of the algorithm; None if the run's config has none.
         options: the keys `algorithm.*` of the config.
         recorded: the advantage that the update recorded; None if no update used the episode.
-        own: the episode; None if it cannot train.
-        group: the episodes of its group that can train.
+        own: the episode itself; None if the episode cannot be trained on.
+        group: the episodes of its group that can be trained on.
         update: a function that returns all episodes of the update; called only if the algorithm needs them.
     """
 
@@ -55,8 +55,8 @@ class Credit:
 def explain_credit(credit: Credit) -> dict[str, Any]:
     """Explain an episode's advantage. Return the recorded advantage (`value`), the explanation (`how`) and its inputs.
 
-    The result also has `computed`, the advantage that follows from the inputs, and `agrees`, whether it equals the recorded
-    one. Both are None if the advantage cannot be computed.
+    The result also has `computed`, the advantage that follows from the inputs, and `agrees`, True if `computed` equals the
+    recorded advantage. Both values are None if the advantage cannot be computed.
     """
     rewards = [member.reward for member in credit.group]
     explanation: dict[str, Any] = {
@@ -260,7 +260,9 @@ BY_EPISODE = ("grpo", "dapo", "dr_grpo", "cispo", "gspo", "sapo", "rloo", "pass_
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Adjacent tokens of a step. `value` is the return of the last; earlier ones are discounted once more per token."""
+    """Adjacent trained tokens of a step. `value` is the return of the last token. The return of each earlier token is that of
+    the next one, times the discount.
+    """
 
     step: int
     tokens: int
@@ -268,10 +270,11 @@ class Stretch:
 
 
 def returns_of(episode: Episode, discount: float) -> list[Stretch]:
-    """Return, by step, the returns of the episode's tokens that train: the discounted sum of the rewards from each token on.
+    """Return, by step, the returns of the episode's trained tokens. A token's return is the discounted sum of the rewards from
+    that token on.
 
-    The steps are in the order of the episode's training rows. `episode` is the episode with its reward and the rewards of its
-    steps. See `training.training_rows`, which assigns rewards to tokens.
+    The steps are in the order of the episode's training rows. `episode` must have its reward and the rewards of its steps. See
+    `training.training_rows`, which assigns rewards to tokens.
     """
     read, numbers = as_read(episode)
     idle = reasons_not_to_train(read)
@@ -294,7 +297,8 @@ def credit_by_returns(
     episodes: Sequence[Episode], episode: int, discount: float, whitened: bool
 ) -> Mapping[int, Sequence[float]]:
     """Return the advantage of each token of one episode, by step, for an algorithm that uses discounted sums of later rewards.
-    Without whitening, `episodes` may be the one episode.
+    `episodes` are all episodes of the update, from which whitening takes mean and deviation. If `whitened` is False, it may
+    have only the one episode.
     """
     returns = {member.id: returns_of(member, discount) for member in episodes}
     move, scale = _whitening([*returns.values()], discount) if whitened else (0.0, 1.0)

@@ -22,13 +22,13 @@ class TokenDifference:
     """The first position at which two token sequences differ.
 
     Args:
-        step: the index of the step with the token: in the episode in which this part has more tokens, or in the left one if
-            both have the same number.
+        step: the index of the step that has the token, in the episode whose `part` is longer; in the left episode if both parts
+            have the same length.
         part: whether the token is a new prompt token of the step or a sampled one. In the first step of a chain, all prompt
             tokens count as new.
         index: the index of the token in that part, from 0.
-        ids: the token ids at that position in both sequences; None if a sequence has ended before it.
-        texts: the texts of the ids; empty without a tokenizer.
+        ids: the token ids at that position, left and right; None for a sequence that ends before the position.
+        texts: the texts of the ids; empty if there is no tokenizer.
     """
 
     step: int
@@ -51,7 +51,9 @@ Chain = Sequence[Step]
 
 @dataclass(frozen=True, slots=True)
 class ResultDifference:
-    """Two different results of the same call. Its position is the left episode's. A side without a result is None."""
+    """Two different results of the same call. `step` and `call` are the call's position in the left episode. `left` or `right`
+    is None if that episode has no result of the call.
+    """
 
     step: int
     call: int
@@ -64,7 +66,8 @@ class EpisodeComparison:
     """The comparison of two episodes.
 
     Args:
-        common, tokens: the numbers of tokens before the first difference, and of all tokens (left and right).
+        common: the number of tokens before the first difference.
+        tokens: the numbers of all tokens, left and right.
         rewards: (part, left, right) of the reward parts that differ; the weighted sum is the part `reward`.
         stop_reasons, tasks: left and right, if they differ.
     """

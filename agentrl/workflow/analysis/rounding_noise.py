@@ -6,8 +6,8 @@ each sampled token is read a second time, in the sampler's way and in a batch of
 readings measures the rounding noise on this device, with these weights, for these tokens.
 
 The logprob of a token with probability p has the noise (1 - p) * e, where e is the noise of the logits. At a position, e is the
-root mean square of (difference of logprobs) / (1 - p) over all tokens that could be drawn there. It is at least the root mean
-square over all positions of the episode. A few tokens measure the noise badly, so for N tokens it is multiplied by 1 + 10 / N.
+root mean square of (difference of logprobs) / (1 - p) over all tokens that could be drawn there. e is at least the root mean
+square over all positions of the episode. A few tokens measure the noise badly, so for N tokens e is multiplied by 1 + 10 / N.
 This noise is the unit of the bounds below (one "deviation").
 
 The bound of a draw is a multiple of the largest distance between the two readings' cumulative distributions. No token's
@@ -113,7 +113,7 @@ class NoiseBounds:
 
     @classmethod
     def of(cls, noises: Sequence[TokenNoise]) -> "NoiseBounds":
-        """Return the bounds for these tokens."""
+        """Return the bounds for the tokens with these noises."""
         count = max(1, len(noises))
         spread, shift = (sqrt(sum(getattr(noise, name) ** 2 for noise in noises) / count) for name in ("spread", "shift"))
         return cls(spread, shift, 1 + 10 / count)

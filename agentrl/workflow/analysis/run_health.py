@@ -1,4 +1,6 @@
-"""What is off in a run or in an update, in sentences with the command to type. The page and the terminal say the same."""
+"""The problems of a run or an update, as sentences, each with a command that helps. The web page and the terminal show the same
+sentences.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ FLAT_ITERATIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Something that is off: a sentence, and the command to type; empty if there is none."""
+    """A problem: a sentence that describes it, and the command that helps; `command` is empty if no command helps."""
 
     text: str
     command: str = ""
@@ -75,9 +77,9 @@ def _more_variance(parts: Sequence[Row]) -> str:
 
 
 def list_update_troubles(run: str, iteration: Row, updates: Sequence[Row], groups: int, flat: int) -> list[Trouble]:
-    """Return what is off in an iteration's update: the ratio, clipped tokens, the mismatch of sampler and trainer, the
-    effective sample size, the gradient; and in the episodes that it could train on. `flat` of the `groups` have equal rewards.
-    `run` names the run in commands.
+    """Return the problems of an iteration: those of its update (the ratio, clipped tokens, the mismatch of sampler and trainer,
+    the effective sample size, the gradient) and those of its episodes (equal rewards, failed tool calls). `groups` is the
+    number of groups, and `flat` the number of groups with equal rewards. `run` is the run's name in the commands.
     """
     troubles = []
     if iteration["skipped"]:

@@ -27,7 +27,7 @@ class TokenPiece:
         step: the index of the step that stores the tokens.
         chain: the number of the chain to which this part of the line belongs.
         first: the index of the first token among the step's tokens of this kind.
-        shared: whether the tokens are those of another chain, with which this chain begins.
+        shared: True if the tokens are those that this chain shares with another chain at its beginning.
     """
 
     start: int
@@ -63,7 +63,9 @@ def place_chains(episode: Episode) -> list[ChainPlace]:
 
 
 def list_pieces(episode: Episode, places: Sequence[ChainPlace], start: int, end: int) -> list[TokenPiece]:
-    """Return the pieces with a token at a position from `start` to before `end`. The pieces are not cut there."""
+    """Return the pieces with a token at a position from `start` to before `end`. A piece is returned completely, even if it
+    begins before `start` or ends after `end`.
+    """
     lengths = _line_lengths(episode)
     near = (place for place in places if place.start < end and place.end > start)
     return [

@@ -43,7 +43,9 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
 
 
 def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterator[Line]:
-    """Yield the lines of turns without a database. `of_agent` says whether an agent ran their calls itself."""
+    """Yield the transcript of steps that are not in a database. `of_agent` is True if an agent ran the steps' tool calls
+    itself.
+    """
     earlier_results: set[str] = set()
     for step in steps:
         row = {"policy_version": step.policy_version, "generate_seconds": step.seconds}

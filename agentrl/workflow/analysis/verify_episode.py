@@ -108,8 +108,8 @@ def check_tools(
     Args:
         calls: the episode's rows of `v_tool_calls`, in order.
         run: the function that runs a call.
-        effects: the present effects of the env's tools, by name. A call is also not run if its tool's effect is `once` only
-            now.
+        effects: the present effects of the env's tools, by name. A call is not run if its tool's effect is `once` in the record
+            or now.
         reads: the function that returns the env's messages for the recorded results.
     """
     own = [(call, _why_not_run(call, effects)) for call in calls if call["step"] >= episode.inherited]
@@ -199,7 +199,9 @@ class StepScore:
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
-    """A token whose recorded logprob differs from that under the weights. `token` is its index in the step."""
+    """A token whose recorded logprob differs from the logprob that the recorded weights give. `token` is the token's index in
+    the step.
+    """
 
     step: int
     token: int
@@ -320,7 +322,9 @@ class TokensReport:
 
 
 def missing_weights(policies: Mapping[int, PolicyRef], collected: Mapping[int, datetime]) -> dict[int, str]:
-    """Return, by step, why its weights can no longer be read: removed at the time in `collected`, or lost."""
+    """Return, for each step whose weights can no longer be read, the reason: they were removed at the time in `collected`, or
+    their file is missing.
+    """
     reasons = {}
     for step, ref in policies.items():
         if step in collected:
@@ -353,7 +357,7 @@ class RewardsReport:
     Args:
         parts: the number of parts that were computed.
         hooks: the parts that hooks added; they are taken from the record.
-        same_code: whether the rewards' code is the code that scored the episode.
+        same_code: True if the code of the rewards is the same as when the reward set was written.
         error: why the rewards could not be computed; empty if they were computed.
     """
 
@@ -383,8 +387,8 @@ def check_rewards(
     because of the system.
 
     Args:
-        reward_set: the name of the set; only `default` contains the episode's own `reward`.
-        env: the env whose own rewards belong to that set; for any other set, an env without rewards.
+        reward_set: the name of the set. Only for the set `default` the weighted sum is compared with the episode's `reward`.
+        env: the env, if its own rewards belong to this set; else an env without rewards.
         weights: the weights of the set.
         recorded: the parts in the set, including those of hooks, in the order in which they were recorded.
         code: the result of `envs.scoring_hash` at the time when the set was made.

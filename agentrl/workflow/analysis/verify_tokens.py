@@ -6,8 +6,9 @@ which is also the sampler's code.
 
 The sampler read the same tokens one by one, in a batch with other rows. Sums in another order give slightly different
 probabilities. A draw close to a boundary may then fall on its other side: this is a *tie*, not a mismatch. These differences
-were measured over 5,000 tokens of a warmed-up tiny model (150 words) and 1,000 to 2,000 of a random one with 151,936 words and
-8 layers, on a CPU. Where a cell has two numbers, they are those of the two models:
+were measured on a CPU over 5,000 tokens of a warmed-up tiny model (vocabulary: 150 tokens), and over 1,000 to 2,000 tokens of a
+random model with 8 layers (vocabulary: 151,936 tokens). If a cell has two numbers, they belong to these two models, in this
+order:
 
     computed in   greatest |difference|   draws that give another token   the greatest distance of one
     exact         0, 7e-7                 none, none
@@ -19,12 +20,12 @@ were measured over 5,000 tokens of a warmed-up tiny model (150 words) and 1,000 
 `TOLERANCES` are wider than these, for models, lengths and devices that were not measured. `coarse` is 16 bits, or a base
 quantised to 4 or 8 bits.
 
-For `coarse`, a constant proves little: a tolerance of 1 nat accepts a token that was recorded as 2.7 times as likely as it was.
-So the constant is used only for an 8-bit base, and for samplers of other programs. For 16 and 4 bits, the tolerances follow
-from the noise that is measured on the episode (`analysis.rounding_noise`).
+For `coarse`, a constant tolerance proves little: with 1 nat, a recorded probability may be 2.7 times the true one. So the
+constant is used only for an 8-bit base, and for samplers of other programs. For 16 and 4 bits, the tolerances follow from the
+noise that is measured on the episode (`analysis.rounding_noise`).
 
-With top_k, top_p or min_p, a token may be drawn only up to a limit. Rounding may put the limit on the other side of a token. So
-the limit is also moved by the tolerances, up and down.
+With top_k, top_p or min_p, only the tokens above a limit can be drawn. Rounding may put a token on the other side of the limit.
+So each draw is also repeated with the limit moved up, and moved down, by the tolerances.
 
 The draws of a turn with a grammar are repeated if the same version of the library is installed: the grammar is built again from
 its record, and its masks limit the draws as in the sampler.
@@ -157,23 +158,24 @@ def check_tokens(
     clock: datetime | None = None,
     constraints: Mapping[int, Mapping[str, Any]] = NO_CONSTRAINTS,
 ) -> TokensReport:
-    """Verify the prompts, the sampled tokens and the ends of turns of the steps that the episode sampled itself.
+    """Verify the prompts, the sampled tokens and the ends of turns, for the steps that the episode sampled itself (not for
+    those that a fork inherits).
 
-    Every prompt is rendered again. Every sampled token is scored and drawn again. Raise CheckpointError if weights have
-    changed, or do not fit the base.
+    Every prompt is rendered again. Every sampled token is scored and drawn again. Raise CheckpointError if the recorded weights
+    have changed, or do not fit the base model.
 
     Args:
         policies: the policy with which each of these steps was sampled, by the step's index.
-        gone: why the weights can no longer be read (`analysis.verify_episode.missing_weights`), by the step's index.
-        policy: the run's base. Its published weights are changed.
+        gone: why the weights of a step can no longer be read (`analysis.verify_episode.missing_weights`), by the step's index.
+        policy: the run's base model. Its trained weights are replaced by the recorded ones.
         schemas: the schemas of the env's tools.
         key: the key of the episode's draws.
         rollout: the run's options for sampling.
         requests: the tools and options of an agent's request, by the index of the step that answered it.
         sampling: a function from a step's index to its sampling options and key, if clients could set them; None: `rollout` and
             `key`.
-        clock: the time that chat templates got for the prompts; None: that of the policy's chat.
-        constraints: what `steps.asked` stores of the constraints of turns with a grammar, by the step's index.
+        clock: the time that chat templates read; None: the time of the policy's own chat.
+        constraints: the constraints that the column `steps.asked` stores, by the step's index; only for turns with a grammar.
     """
     precision = policy.precision
     own = [step for step in episode.steps if step.index >= episode.inherited]
@@ -342,7 +344,9 @@ def _context(before: Sequence[int], row: Sequence[Step], steps: Sequence[Step], 
     vocabulary = policy.vocabulary
     if not 0 <= min(ids) <= max(ids) < vocabulary:
         outside = max(ids) if min(ids) >= 0 else min(ids)
-        raise ModelError(f"Token {outside} of the record is outside of the model's vocabulary of {vocabulary} tokens.")
+        raise ModelError(
+            f"The record has the token id {outside}, which is not in the model's vocabulary of {vocabulary} tokens."
+        )
     return ids, places
 
 

@@ -1,1 +1,1 @@
-"""Decides from the database rows which messages to send next."""
+"""Decides from the database rows which Celery messages to send next."""

@@ -1,9 +1,9 @@
-"""`plan(snapshot)` decides from the database rows which messages to send. It is a pure function, and resuming a run uses it
-too.
+"""`plan(snapshot)` decides from the database rows which messages to send. It is a pure function. It is also used when a run is
+resumed.
 
 The database holds the state, and a message only wakes a worker. So any process may compute a plan at any time, even twice: if a
-message is sent twice, the second worker finds that the row is claimed or done. A chord is sent once per iteration. If its work
-is still missing long after the message was sent, the work is sent again in a single message.
+message is sent twice, the second worker finds that the group or iteration is already claimed or done. A chord is sent once per
+iteration. If some of its work is still not done long after the chord was sent, that work is sent again outside of a chord.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""The input of the control loop: the unfinished work of all runs as plain values. `store.control_reads` reads it from the
-database.
+"""The input of the control loop: the unfinished work of all runs as plain values. `store.control_reads` reads these values from
+the database.
 """
 
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The state of the lease and the message of a job.
+    """The state of a job's lease and of its message.
 
     Args:
-        held: True if a live worker holds the row's lease.
-        expired_ago: the time since the lease expired or was returned, in seconds; None if the lease is held, was never held, or
-            this is unknown.
+        held: True if a live worker holds the job's lease.
+        expired_ago: the time since the lease expired or was returned, in seconds; None if the lease is held, if it was never
+            held, or if the time is unknown.
         sent_ago: the time since the job's message was last sent, in seconds; None if it was never sent, negative if the clock
             was set back.
         sends: the number of times that the job's message was sent.
@@ -64,7 +64,7 @@ class IterationState:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """A run that is running: its open iterations, in order, and the median time of one of its groups, in seconds.
+    """A running run: its open iterations, in order, and the median time that one of its groups takes, in seconds.
 
     `broken` is True if a checkpoint of the run must be rebuilt before the run continues.
     """

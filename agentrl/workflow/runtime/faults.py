@@ -1,13 +1,13 @@
-"""Fault points: named places in the code at which a test can kill, fail or stop the process. Without a test, they do nothing.
+"""Fault points: named places in the code at which a test can kill, fail or stop the process. Outside of tests they do nothing.
 
 `AGENTRL_FAULT_DIR` names a folder in which every point counts how often it was reached. The count is permanent and shared by
 all processes with this folder, so a restarted process does not fail at the same place again. `AGENTRL_FAULT` lists the faults,
 separated by commas. `name:n:action` runs the action when the point `name` is reached for the n-th time.
 
 - `kill`   the process sends itself SIGKILL: nothing is flushed, no handler runs
-- `raise`  InjectedFault
-- `sleep`  stops the whole process, with its heartbeat, for `AGENTRL_FAULT_SLEEP` seconds (5). The process then continues,
-    although its leases may be lost
+- `raise`  raises InjectedFault
+- `sleep`  stops the whole process, including its heartbeat, for `AGENTRL_FAULT_SLEEP` seconds (default: 5). The process then
+    continues, although its leases may be lost
 """
 
 import fcntl

@@ -1,5 +1,5 @@
-"""Requests to the hub with a time limit. Without it, the hub's client retries for half a minute, and a name server that does
-not respond delays it further.
+"""Requests to the Hugging Face hub with a time limit. Without a limit, the hub's client retries for half a minute, and longer
+if the name server does not respond.
 """
 
 import os

@@ -57,7 +57,9 @@ class Patience:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Limit the waits of the current thread by this object during the `with` block."""
+        """Use this object for all waits of the current thread in the `with` block: it counts their time, and they raise
+        InfraError once the call is given up.
+        """
         before: Patience | None = getattr(_this, "patience", None)
         _this.patience = self
         try:

@@ -11,7 +11,7 @@ from agentrl.workflow.runtime.wait_budget import waiting
 
 
 class Lasting(Protocol):
-    """A long-lived process, or a session in one. It may end unexpectedly."""
+    """A long-lived process, or a session in such a process. Both may end unexpectedly."""
 
     @property
     def alive(self) -> bool:
@@ -23,7 +23,9 @@ Kept = TypeVar("Kept", bound=Lasting)
 
 
 class Warm(Generic[Kept]):
-    """A pool with one process per core. A process is started when it is first needed, and started again if it was lost."""
+    """A pool with one process per core. A process is started when it is first needed. A lost process is replaced by a new
+    one.
+    """
 
     def __init__(self, opened: Callable[[], Kept]) -> None:
         self._opened = opened

@@ -1,5 +1,5 @@
-"""OpenTelemetry spans. They are decoded within limits, read by the names of several conventions, and stored as annotations of
-an episode.
+"""OpenTelemetry spans. Spans are decoded within limits, read with the attribute names of several conventions, and stored as
+annotations of an episode.
 """
 
 from collections.abc import Mapping

@@ -33,10 +33,11 @@ class Bounds:
     """The limits of an export.
 
     Args:
-        bytes: the most bytes after decompression.
-        values: the most values in all attributes.
-        fields: the most protobuf fields, summed over all passes over the message. For JSON, the most objects, lists and
-            members.
+        bytes: the maximum number of bytes after decompression.
+        spans: the maximum number of spans.
+        values: the maximum number of attribute values in the whole export.
+        fields: the maximum number of protobuf fields; a field that is read twice counts twice. For JSON, the maximum number of
+            objects, lists and members.
     """
 
     bytes: int = 16 * 2**20
@@ -50,7 +51,7 @@ POSTED = Bounds()
 
 
 class OtlpError(ValueError):
-    """A request body that is not an export of traces. The text says why."""
+    """A request body that is not an export of traces, or exceeds a limit. The error message is the reason, as a phrase."""
 
 
 def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = POSTED) -> list[Span]:
@@ -69,7 +70,9 @@ def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = 
 
 
 def inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Decompress the body. Raise OtlpError if it is compressed in another way, or larger than `max_bytes`."""
+    """Decompress the body. Raise OtlpError if the body is not compressed as `encoding` says, or has more than `max_bytes` bytes
+    after decompression.
+    """
     if encoding not in ("", "identity", "gzip", "deflate"):
         raise OtlpError(f"it is encoded as {encoding[:40]!r}; only gzip is supported")
     if encoding in ("", "identity"):
@@ -281,7 +284,7 @@ class _Budget:
     def spend_span(self) -> None:
         self._spans -= 1
         if self._spans < 0:
-            raise OtlpError(f"more than {self._bounds.spans} spans come at once")
+            raise OtlpError(f"there are more than {self._bounds.spans} spans")
 
     def spend_value(self, depth: int) -> None:
         self._values -= 1
@@ -298,7 +301,7 @@ def _few(events: Iterator[Any]) -> list[Any]:
     """Return the events of a span. Raise OtlpError if there are more than `MAX_EVENTS` events."""
     few = list(islice(events, MAX_EVENTS + 1))
     if len(few) > MAX_EVENTS:
-        raise OtlpError(f"a span has at most {MAX_EVENTS} events")
+        raise OtlpError(f"a span has more than {MAX_EVENTS} events")
     return few
 
 
@@ -307,7 +310,7 @@ def _named(pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         attributes[name] = value
         if len(attributes) > MAX_ATTRIBUTES:
-            raise OtlpError(f"a span has at most {MAX_ATTRIBUTES} attributes")
+            raise OtlpError(f"a span, an event or a resource has more than {MAX_ATTRIBUTES} attributes")
     return attributes
 
 
@@ -325,7 +328,7 @@ def _signed(value: Any) -> int:
     if isinstance(value, str) and len(value) <= 20 and value.lstrip("-").isdecimal():
         return int(value)
     if type(value) is not int or abs(value) >= 2**64:
-        raise OtlpError("expected an integer")
+        raise OtlpError("a value that must be an integer is not an integer")
     return value
 
 
@@ -341,5 +344,5 @@ def _id(text: str, digits: int, empty: bool = False) -> str:
     except (binascii.Error, ValueError):
         whole = False
     if not whole:
-        raise OtlpError(f"the id of a trace or span has {digits} hexadecimal digits, not all of them 0")
+        raise OtlpError(f"the id of a trace or span is not {digits} hexadecimal digits, or all its digits are 0")
     return text

@@ -17,15 +17,15 @@ _REWARD = re.compile(span_names.REWARD)
 
 
 def annotations_of_span(span: Span) -> list[Annotation]:
-    """Convert a span to annotations. Their ids contain the span's id, so a span that is exported twice is stored once. Raise
-    ValueError if the span cannot be stored; the message says why.
+    """Convert a span to annotations. The annotation ids contain the span's id, so a span that is exported twice is stored once.
+    Raise ValueError if the span cannot be stored; the message says why.
     """
     kind = span_names.KINDS.get(span.name, "span")
     annotations = list(_rewards(span)) if kind == "reward" or any(map(_REWARD.fullmatch, span.attributes)) else []
     if kind != "reward":
         annotations.append(_annotation(span, kind))
     if not annotations:
-        raise ValueError("a span of a reward has agentlightning.reward.0.name and agentlightning.reward.0.value")
+        raise ValueError("a span of a reward lacks agentlightning.reward.0.name or agentlightning.reward.0.value")
     for annotation in annotations:
         check(annotation)
     return annotations
@@ -142,10 +142,10 @@ def _varint(value: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The annotations for one episode in an export.
+    """The annotations that an export has for one episode.
 
     Args:
-        parts: the bodies for `/v1/annotations`, each within the limits of one request.
+        parts: the request bodies to send to `/v1/annotations`, each within the limits of one request.
         rejected: the number of spans that cannot be stored.
         why: the reason why the first rejected span cannot be stored.
     """
@@ -156,13 +156,15 @@ class Export:
 
 
 def read_export(body: bytes, content_type: str, encoding: str, episode: str) -> Export:
-    """Return an export's annotations. Raise OtlpError if it is no export, or a span names another episode."""
+    """Return the annotations in an export. Raise OtlpError if the body is not an export, or if a span names another episode
+    than `episode`.
+    """
     documents: list[bytes] = []
     rejected, why = 0, ""
     for span in decode(body, content_type, encoding):
         span_episode = episode_named(span)
         if span_episode.isdecimal() and span_episode != episode:
-            raise OtlpError(f"a span belongs to episode {span_episode[:20]}, but the key belongs to another")
+            raise OtlpError(f"a span belongs to episode {span_episode[:20]}, but the key belongs to another episode")
         try:
             documents += [_document(annotation) for annotation in annotations_of_span(span)]
         except ValueError as error:

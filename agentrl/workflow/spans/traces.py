@@ -1,7 +1,7 @@
 """Traces: reads the spans of a file, and groups spans by rollout.
 
-A file has exporter requests as one JSON document, as one JSON document per line, or as protobuf, with or without gzip. The key
-of a rollout is the rollout id, or else the conversation id, or else the trace id.
+A file contains exporter requests as one JSON document, as one JSON document per line, or as protobuf, with or without gzip. The
+key of a rollout is the rollout id, or else the conversation id, or else the trace id.
 """
 
 import io
@@ -20,7 +20,9 @@ _GZIP = b"\x1f\x8b"
 
 
 def read_traces(path: Path) -> list[Span]:
-    """Return the spans of a file. Raise DatasetError with the line if the file cannot be read or has no traces."""
+    """Return the spans of a file. Raise DatasetError if the file cannot be read or is not an export of traces; for a file with
+    one document per line, the error names the line.
+    """
     if path.exists() and not path.is_file():  # opening a pipe would wait for who writes into it
         raise DatasetError(f"{str(path)!r} is not a file, but a folder, a pipe or a device.", "Write the traces into a file.")
     try:
@@ -81,7 +83,7 @@ class Trace:
     spans: tuple[Span, ...]
 
     def told(self, name: str) -> str:
-        """Return the first non-empty value of this attribute in the spans and their resources; empty if there is none."""
+        """Return the first non-empty value of the attribute `name` in the spans and their resources; empty if there is none."""
         return next((str(value) for span in self.spans if (value := span.attributes.get(name, span.resource.get(name)))), "")
 
     @property

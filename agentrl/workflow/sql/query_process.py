@@ -66,7 +66,9 @@ class QueryProcess:
         return self._process.poll() is None
 
     def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Table:
-        """Send a query to the process and return its result. Raise as `read` does. The default is `WALL_SECONDS`."""
+        """Send a query to the process and return its result. Raise the same errors as `read`. After `seconds` (None:
+        `WALL_SECONDS`) the process is killed, and AccessDenied is raised.
+        """
         timer = threading.Timer(WALL_SECONDS if seconds is None else seconds, self._process.kill)
         timer.start()
         try:
@@ -92,8 +94,10 @@ class QueryProcess:
             return line
         status = self._process.wait()
         if status < 0:
-            raise AccessDenied("The query takes too much work and was stopped.", "Narrow it.")
-        raise ServiceError(f"The process that reads the database ended with {status}.", "Its output is in the worker's log.")
+            raise AccessDenied("The query takes too much work and was stopped.", "Read fewer rows.")
+        raise ServiceError(
+            f"The process that reads the database ended with exit code {status}.", "Its output is in the worker's log."
+        )
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -39,13 +39,15 @@ Over = Callable[[], bool]
 
 
 def check_text(sql: str) -> None:
-    """Raise AccessDenied if the query's text is too long or has a NUL, ConfigError for an unpaired surrogate."""
+    """Raise AccessDenied if the query's text is too long or contains a NUL character. Raise ConfigError if it contains an
+    unpaired surrogate.
+    """
     if len(sql) > MAX_SQL:
-        raise AccessDenied(f"The query has {len(sql)} characters, and {MAX_SQL} are allowed.", "Ask for less at a time.")
+        raise AccessDenied(f"The query has {len(sql)} characters, and {MAX_SQL} are allowed.", "Shorten the query.")
     if "\0" in sql:
-        raise AccessDenied("The query holds a NUL character.", "Leave it out.")
+        raise AccessDenied("The query contains a NUL character.", "Remove the character.")
     if any("\ud800" <= letter <= "\udfff" for letter in sql):
-        raise ConfigError("The query holds half a surrogate pair, which is no text.", "Leave it out.")
+        raise ConfigError("The query contains an unpaired surrogate, which is not valid text.", "Remove it.")
 
 
 def deadline(seconds: float) -> Over:
@@ -55,15 +57,15 @@ def deadline(seconds: float) -> Over:
 
 
 def instructions(count: int) -> Over:
-    """Return a function that returns True after `count` SQLite instructions. Unlike a time limit, it does not depend on the
-    load.
+    """Return a function that returns True after `count` SQLite instructions. Unlike a time limit, this limit does not depend on
+    the machine's load.
     """
     left = iter(range(count // STEP))
     return lambda: next(left, None) is None
 
 
 def collect_rows(rows: Iterable[tuple[Any, ...]], limit: int, size: int = MAX_ANSWER) -> list[tuple[Any, ...]]:
-    """Return `limit` rows of at most `size` characters and bytes. Raise AccessDenied if they are too large."""
+    """Return the first `limit` rows. Raise AccessDenied if together they have more than `size` characters and bytes."""
     collected, total = [], 0
     for row in itertools.islice(rows, limit):
         collected.append(row)
@@ -84,9 +86,9 @@ def open_sqlite(file: Path, seconds: float = 5.0) -> sqlite3.Connection:
 def sqlite_url(file: Path, mode: str) -> str:
     """Return the URL with which to open a SQLite file for reading: with the given mode, or as an immutable file.
 
-    To read a file in WAL mode, SQLite creates files next to it. This fails in a read-only folder. It must not happen next to
-    another user's file, because that user could not write the new files. If such a file has no WAL file, no process writes the
-    database, so it is opened as immutable.
+    To read a database in WAL mode, SQLite creates files next to it. That fails in a read-only folder. It is also wrong for a
+    database that this user may only read, because the owner could not write the new files. In both cases, a database without a
+    `-wal` file is opened as immutable: no process is writing it.
     """
     own = os.access(file.parent, os.W_OK) and os.access(file, os.W_OK)
     sealed = not own and not Path(f"{file}-wal").exists()

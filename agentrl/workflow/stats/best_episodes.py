@@ -9,7 +9,7 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An episode that can be selected: it is done, untainted and has a reward. `group` and `task` are ids of rows."""
+    """An episode that can be selected: it is done, untainted and has a reward. `group` and `task` are database ids."""
 
     id: int
     group: int

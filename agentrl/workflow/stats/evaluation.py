@@ -2,8 +2,8 @@
 errors.
 
 An episode is right if all decisive parts of its reward have their full value, 1. The decisive parts are those that the env
-names in `correct`, or else the env's own parts with the largest weight (see `is_right`). So neither a tenth for a well-formed
-answer nor a penalty makes an episode right or wrong. The rewards that a run adds have no influence.
+names in `correct`, or else the env's own parts with the largest weight (see `is_right`). So an episode does not become right by
+a part of 0.1 for a well-formed answer, or wrong by a penalty. The rewards that a run adds have no influence.
 """
 
 import math

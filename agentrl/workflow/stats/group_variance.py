@@ -30,7 +30,7 @@ def varies(rewards: Collection[float]) -> bool:
 def mean_and_deviation(rewards: Sequence[float]) -> tuple[float | None, float | None]:
     """Return the mean and the sample standard deviation of a group's rewards, as the group's row stores them.
 
-    Without a reward, the mean is None. With fewer than two rewards, the deviation is None.
+    If there are no rewards, the mean is None. If there are fewer than two rewards, the deviation is None.
     """
     mean = sum(rewards) / len(rewards) if rewards else None
     if mean is None or len(rewards) < 2:
@@ -39,14 +39,17 @@ def mean_and_deviation(rewards: Sequence[float]) -> tuple[float | None, float | 
 
 
 def groups_to_plan(varied: int, max_groups: int, planned: int, limit: int) -> int:
-    """Return the number of further groups to plan, if `varied` of the `planned` groups have variance. `max_groups` were planned
-    at first, and at most this many train. At most `limit` x `max_groups` are planned in total.
+    """Return the number of further groups to plan, if `varied` of the `planned` groups have variance. `max_groups` groups were
+    planned at first; this is also the maximum number of groups to train on. At most `limit` x `max_groups` groups are planned
+    in total.
     """
     return max(0, min(max_groups - varied, limit * max_groups - planned))
 
 
 def choose_groups(groups: Sequence[Group], max_groups: int) -> tuple[list[Group], dict[int, str]]:
-    """Return at most `max_groups` groups with variance, by slot, and for each dropped group the reason, by slot."""
+    """Return at most `max_groups` groups with variance, in the order of their slots (their numbers in the iteration). Also
+    return a mapping from the slot of each other group to the reason why it was dropped.
+    """
     chosen_groups: list[Group] = []
     dropped = {}
     for group in sorted(groups, key=lambda group: group.slot):

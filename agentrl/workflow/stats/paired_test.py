@@ -1,7 +1,7 @@
 """A paired test of two policies on the same tasks: the difference of their rewards, and whether chance explains it.
 
 Each task is compared with itself, so the difficulty of tasks has no influence. The test is the sign-flip permutation test: if
-the two policies were equally good, the difference on each task could equally well have the other sign. A world is one
+the two policies were equally good, the difference on each task could equally well have the other sign. A "world" is one
 combination of signs. The p-value is the share of all worlds in which the mean is at least as far from 0 as the observed mean.
 It is exact if the differences have few values, as with rewards of 0 and 1. Otherwise it is estimated from `DRAWS` worlds, drawn
 with a seed.
@@ -35,7 +35,7 @@ class PairedComparison:
         difference: the mean of second - first.
         low, high: the ends of the 95% interval of the difference, by Student's t from the variance between tasks. The interval
             is wide for few tasks and infinite for one task. It may exceed -1 to 1, because a difference is not a share.
-        p_value: the two-sided p-value; NaN without a task.
+        p_value: the two-sided p-value; NaN if no task was compared.
         method: `exact` if all worlds were enumerated, else `drawn`.
         won, lost, tied: the numbers of tasks on which the second policy's reward is higher, lower or equal.
     """

@@ -1,7 +1,8 @@
 """The start and the end of an agent's attempt in the table `agent_attempts`. Agents workers call these queries, and the
 endpoint calls them for external agents.
 
-Rollout workers use the queries of `agent_holds` instead. They insert the rows, and mark an agent as lost if its worker is lost.
+Rollout workers use the queries of `agent_holds` instead. The queries of `agent_holds` insert the rows, and mark an agent as
+lost if its worker is lost.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,9 +31,9 @@ class AgentWork:
     Args:
         id: the id of the agent's row in `agent_attempts`.
         run: the run's name, which the agent passes as the model's name.
-        reference: the task's reference if the run's config shows it to agents; else None.
+        reference: the task's reference answer if the run's config shows it to agents; else None.
         resources: the run's texts that the agent uses, by name.
-        began: the time at which the first attempt at the episode began, or at that of the parent of a fork.
+        began: the time at which the first attempt at the episode began. For a fork, it is the time of the parent.
     """
 
     id: int
@@ -118,8 +119,8 @@ def claim_agent(
     Return None if the episode has ended, or if another worker has claimed the agent.
 
     Args:
-        worker: a name that is unique to this claim. If the reply of the commit was lost and the claim is repeated, this name
-            identifies it.
+        worker: a name that is unique to this claim. If the reply of the commit is lost and the caller repeats the claim, the
+            name shows that both are the same claim.
         key_hash: the sha256 of the key with which the agent will call its model.
         lease_seconds: the length of the lease, in seconds.
     """
@@ -263,8 +264,8 @@ because the attempt after it begins without a record.
 
 @transaction
 def give_up_agent(tx: Connection, agent: int, worker: str, why: str, error_class: str = STOPPED) -> bool:
-    """Mark a running agent as lost, so the episode restarts. It counts as a loss unless it is STOPPED. Return False if this
-    worker no longer holds the agent.
+    """Mark a running agent as lost, so that its episode restarts. The episode's count of losses grows, unless `error_class` is
+    STOPPED. Return False if this worker no longer holds the agent.
     """
     values = {
         "status": "lost",

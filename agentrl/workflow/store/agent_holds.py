@@ -53,7 +53,9 @@ def publish_address(tx: Connection, fence: Fence, address: str) -> None:
 
 @transaction
 def open_attempts(tx: Connection, fence: Fence, episodes: Sequence[int]) -> None:
-    """Insert a pending row for each attempt that has none. Raise Fenced if another worker holds the group."""
+    """Insert a pending row for the current attempt of each of these episodes, if the attempt has no row yet. Raise Fenced if
+    another worker holds the group.
+    """
     held = check_claim(tx, fence)
     rows = [{"episode_id": episode, "attempt": held.attempts[episode], "run": held.run} for episode in episodes]
     if rows:
@@ -63,7 +65,9 @@ def open_attempts(tx: Connection, fence: Fence, episodes: Sequence[int]) -> None
 
 @transaction
 def count_sent(tx: Connection, agents: Sequence[int]) -> None:
-    """Add one to the number of messages of each of these agents that is still pending, and store the time of sending."""
+    """Record that a message was sent to each of these agents that is still pending: add one to its number of messages, and
+    store the time.
+    """
     mine = update(schema.agent_attempts).where(_AGENTS.id.in_(agents), _AGENTS.status == "pending")
     tx.execute(mine.values(sends=_AGENTS.sends + 1, sent_ms=now_ms()))
 
@@ -114,7 +118,8 @@ def lose_agent(tx: Connection, fence: Fence, agent: AgentState, lease_seconds: f
 
 @transaction
 def end_replay(tx: Connection, fence: Fence, episode: int, attempt: int, reason: str) -> None:
-    """Mark the agent of a replayed attempt as lost because it contradicted the record, and write an event with the reason.
+    """Mark the agent of a replayed attempt as lost because one of its requests contradicted the record, and write an event with
+    the reason.
 
     Raise Fenced if another worker holds the group.
     """
@@ -149,7 +154,9 @@ def find_key(tx: Connection, key_hash: str) -> tuple[int, int] | None:
 
 @transaction
 def note_asked(tx: Connection, run_id: int, names: str) -> None:
-    """Write an event that an agent requested sampling options which the run ignores, at most once per run."""
+    """Write an event that an agent requested sampling options which the run ignores. `names` has the options' names. At most
+    one such event is written per run.
+    """
     tx.execute(
         select(schema.runs.c.id).where(schema.runs.c.id == run_id).with_for_update()
     )  # of two at once one sees the other

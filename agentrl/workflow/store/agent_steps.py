@@ -1,7 +1,7 @@
-"""Steps of external agents: one model request is one step. The commit gives the step its number and its chain.
+"""Steps of external agents: one request to the model is one step. The commit gives the step its number and its chain.
 
 Several requests of one episode may run at the same time, so no request knows its step's number in advance. A request has an id:
-if it is committed again, the stored step is returned.
+if a request with the same id is committed again, the stored step is returned.
 
 The agent runs its tools itself. Its tool calls are rows of the kind `agent`, which are never sent to a tools worker. A later
 request that contains a call's result completes the call's row. A call whose result no request contains becomes unobserved.
@@ -68,8 +68,8 @@ _DELIVER = PreparedStatement(update(schema.steps).where(THE_STEP))
 
 @transaction
 def commit_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[Step]:
-    """Commit steps, and the results of earlier calls that the steps' requests contain; return the steps in the order of
-    `records`.
+    """Commit the steps, and the results of earlier tool calls: an agent runs its calls itself, so the messages of its next
+    request contain the results. Return the steps in the order of `records`.
 
     The returned steps have their index, parent and chain. A step whose request id is already stored is not written again. Raise
     Fenced if another worker holds the group.
@@ -186,8 +186,8 @@ def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, i
 
 @read_transaction
 def load_requests(tx: Connection, episodes: Sequence[int]) -> dict[int, dict[int, StepRequest]]:
-    """Return the requests of current attempts: episode id -> step number -> request, in order of steps. Those of the steps that
-    a fork inherits are included.
+    """Return the requests of the episodes' current attempts: episode id -> step number -> request, in order of steps. For a
+    fork, the requests of the inherited steps are included.
     """
     return _requests_of(tx, episodes)
 
@@ -220,8 +220,8 @@ def _request_of(row: Row[Any]) -> StepRequest:
 
 @dataclass(frozen=True, slots=True)
 class EarlierAttempt:
-    """A lost attempt at an episode: its steps, and the request that each step answered, by the step's index. In a fork, the
-    inherited steps come first, and have no request.
+    """A lost attempt at an episode: its steps, and by the step's index the request that the step answered. In a fork, the
+    inherited steps come first, and they have no request.
     """
 
     steps: tuple[Step, ...]
@@ -232,7 +232,8 @@ class EarlierAttempt:
 def load_earlier(tx: Connection, episode: Episode, attempt: int) -> list[EarlierAttempt]:
     """Return the lost attempts from which the attempt with this number may be replayed, the oldest first.
 
-    An attempt that contradicted its record (`MISMATCH`) began without a record, and so do the attempts after it.
+    If an attempt contradicted the record (`MISMATCH`), that attempt and all earlier ones are left out, because the attempt
+    after it began without a record.
     """
     agents = schema.agent_attempts.c
     strayed = select(func.max(agents.attempt)).where(agents.episode_id == episode.id, agents.error_class == MISMATCH)

@@ -1,4 +1,4 @@
-"""The reasons why the rollouts of a run wait. Either a server is unreachable, which an event records, or another run rebuilds a
+"""The reasons why the rollouts of a run wait. Either a server is unreachable (an event records this), or another run rebuilds a
 checkpoint that the run needs.
 """
 

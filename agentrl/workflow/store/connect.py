@@ -2,7 +2,7 @@
 
 A write transaction acquires SQLite's lock when it begins. A deferred transaction could fail in the middle, because another
 writer has the lock (measured: 38,081 failures in 5 s with four writers). A transaction that loses its connection is run again.
-This is safe because every query is idempotent by its keys.
+A repetition is safe, because every write is idempotent by its keys.
 """
 
 import threading
@@ -88,7 +88,9 @@ def database_url(text: str) -> URL:
     if url.drivername not in ("sqlite", "sqlite+pysqlite"):
         raise ConfigError(f"AGENTRL_DATABASE_URL has an unknown scheme, {url.drivername!r}: use SQLite or Postgres.", URL_HINT)
     if url.database in (None, "", ":memory:"):
-        raise ConfigError("AGENTRL_DATABASE_URL needs a file: several processes share the database.", URL_HINT)
+        raise ConfigError(
+            "AGENTRL_DATABASE_URL names no SQLite file. A database in memory cannot be shared by processes.", URL_HINT
+        )
     return url
 
 
@@ -126,7 +128,7 @@ class Database:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             message = f"Cannot create the database's folder {str(folder)!r}: {error.strerror}."
-            raise ServiceError(message, "Set AGENTRL_HOME, or AGENTRL_DATABASE_URL, to another.") from error
+            raise ServiceError(message, "Set AGENTRL_HOME, or AGENTRL_DATABASE_URL, to another folder.") from error
         if not _may_be_sqlite(file):  # SQLite takes a short file for an empty one, and writes over it
             message = f"The database {str(file)!r} cannot be used: file is not a database."
             raise ServiceError(message, "Use another database. This one was not changed.")
@@ -151,16 +153,18 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Open a read transaction that sees one state of the database. Fail at once if it is unreachable."""
+        """Open a read transaction that sees one state of the database. Raise ServiceError at once if the database is
+        unreachable.
+        """
         with self._translate_errors(), self._connect_for_reading() as connection, connection.begin():
             yield connection
 
     def ask(self, query: Callable[[Connection], T]) -> T:
-        """Run `query` in a read transaction, again if the connection is lost. After RETRY_SECONDS raise ServiceError."""
+        """Run `query` in a read transaction; repeat it if the connection is lost. After RETRY_SECONDS raise ServiceError."""
         return self._retry(lambda: self._read_once(query))
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a write transaction, again if the connection is lost. After RETRY_SECONDS raise ServiceError."""
+        """Run `work` in a write transaction; repeat it if the connection is lost. After RETRY_SECONDS raise ServiceError."""
         return self._retry(lambda: self._write_once(work))
 
     def _read_once(self, query: Callable[[Connection], T]) -> T:

@@ -79,7 +79,7 @@ def _group_seconds(tx: Connection, run_id: int) -> float:
 
 def count_running_runs(database: Database) -> int:
     """Return the number of running runs. The embedded stack stops some time after this number becomes 0. Raise ServiceError if
-    the database is unreachable. There is no retry, because the caller also supervises workers.
+    the database is unreachable; do not retry, because the caller also has to supervise workers.
     """
     with database.read() as tx:
         return int(tx.execute(select(func.count()).where(*IS_AT_WORK)).scalar_one())
@@ -87,8 +87,8 @@ def count_running_runs(database: Database) -> int:
 
 @read_transaction
 def load_run_to_serve(tx: Connection, run: str) -> Row:
-    """Return the run's row with two additional values: `weights`, the weights of its rewards, and `stored`, True if it trains
-    on stored groups. Raise NotFoundError if there is no such run.
+    """Return the run's row with two additional values: `weights`, the weights of the run's rewards, and `stored`, True if the
+    run trains on stored groups. Raise NotFoundError if there is no such run.
     """
     row = find_run(tx, run)
     sets, groups = schema.reward_sets.c, schema.run_groups.c

@@ -2,7 +2,7 @@
 longer than listing rows.
 
 A query of plain SQL (`select_rows`) accepts a `DriverTransaction`. It also accepts a transaction of SQLAlchemy, and then uses
-the driver's connection in it.
+the driver connection of that transaction.
 """
 
 import json
@@ -140,7 +140,7 @@ def sqlite_transaction(
 
 @contextmanager
 def postgres_transaction(parts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[DriverTransaction]:
-    """Open a read transaction of a Postgres database. See `connect_postgres`."""
+    """Open a read transaction of a Postgres database. For the arguments see `connect_postgres`."""
     import psycopg
 
     with connect_postgres(parts, settings) as connection:
@@ -214,9 +214,9 @@ def sql_read_transaction(query: Callable[Concatenate[Any, P], T]) -> "Callable[C
 def select_rows(tx: Any, query: str, /, **parameters: Any) -> list[Row]:
     """Run a query of plain SQL and return its rows. The query names its parameters as `:name`.
 
-    SQLite returns times, booleans and JSON as text and numbers. So each result column is converted like the column of the same
-    name in `tables.schema`, where a name has the same type in all tables. A computed column of such a type must therefore have
-    such a name.
+    SQLite returns times, booleans and JSON as text and numbers. So each result column is converted to the type that the column
+    of the same name has in `tables.schema`, in which a name has the same type in all tables. A query that computes a time, a
+    boolean or JSON must therefore give the result the name of a column of that type.
     """
     if isinstance(tx, DriverTransaction):
         return tx.rows(query, parameters)
@@ -233,7 +233,9 @@ def is_sqlite(tx: Any) -> bool:
 
 @contextmanager
 def driver_cursor(tx: "Connection", text: str) -> Iterator[Any]:
-    """Open the driver's cursor in a transaction of SQLAlchemy, to run `text`. Errors are SQLAlchemy's."""
+    """Open the driver's cursor in a transaction of SQLAlchemy, to run `text`. Errors of the driver are raised as errors of
+    SQLAlchemy.
+    """
     cursor: Any = tx.connection.cursor()
     try:
         yield cursor

@@ -1,5 +1,5 @@
-"""Database queries of the endpoint: the attempt of a key, and the process that samples for that attempt. The endpoint writes
-nothing but its lease.
+"""Database queries of the endpoint: the attempt of a key, and the process that samples for that attempt. The endpoint writes no
+row except its own lease.
 """
 
 from collections.abc import Collection
@@ -79,10 +79,11 @@ def _why_over(status: str, attempt: int, newest: int, episode_status: str) -> st
 
 def some_run_has_agent(database: Database, elsewhere: bool = True) -> bool:
     """Return whether a running run has an agent instead of the built-in loop. The embedded stack needs an endpoint only in this
-    case. With `elsewhere` False, agents that run elsewhere (`--agent external`) do not count: they need no agents worker.
+    case. If `elsewhere` is False, agents that run elsewhere (`--agent external`) are not counted, because they need no agents
+    worker.
 
     Return False for the login of a tools or agents worker, because that login may not read runs. Raise ServiceError if the
-    database is unreachable. There is no retry, because the caller also supervises workers.
+    database is unreachable. Do not retry, because the caller also has to supervise workers.
     """
     has_agent = func.coalesce(schema.runs.c.config["agent"].as_string(), "null") != "null"
     try:

@@ -1,5 +1,5 @@
-"""Annotations of episodes. An annotation is written once per attempt and never changed. If it names no step, it is assigned to
-the newest step.
+"""Annotations of episodes. An annotation is written once per attempt and never changed. An annotation that names no step is
+assigned to the newest step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def add_annotations(tx: Connection, episode: int, attempt: int, annotations: Seq
     mine = (_ROWS.episode_id == episode) & (_ROWS.attempt == attempt)
     count = tx.execute(select(func.count()).select_from(schema.annotations).where(mine)).scalar_one()
     if count + len(annotations) > MAX_OF_ATTEMPT:
-        raise ConflictError(f"An episode has at most {MAX_OF_ATTEMPT} annotations.")
+        raise ConflictError(f"An episode has at most {MAX_OF_ATTEMPT} annotations; this request would exceed that.")
     newest = select(func.max(_STEPS.number)).where(_STEPS.episode_id == episode, _STEPS.attempt == attempt)
     step = tx.execute(newest).scalar_one()
     for annotation in annotations:
@@ -77,7 +77,9 @@ def insert_annotations(
 
 @read_transaction
 def load_annotations(tx: Connection, episodes: Sequence[int]) -> dict[int, tuple[Annotation, ...]]:
-    """Return the annotations of current attempts by episode id, in order; only of episodes that have some."""
+    """Return the annotations of the episodes' current attempts, in order, by episode id. Episodes without annotations are left
+    out.
+    """
     return annotations_of(tx, episodes)
 
 

@@ -17,13 +17,15 @@ MAX_ITERATIONS = 2**31 - 2
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """A reference to the policy version at the end of an epoch. `number` is the epoch's number, counted from 1."""
+    """A reference to the policy version at the end of an epoch. `number` is the number of the epoch, counted from 1."""
 
     number: int
 
 
 def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
-    """Return the version at the end of an epoch (from 1). Raise NotFoundError if the epoch has not ended."""
+    """Return the policy version at the end of an epoch. `epoch` is counted from 1. Raise NotFoundError if the epoch has not
+    ended.
+    """
     versions = _epoch_end_versions(tx, run, min(epoch, MAX_ITERATIONS) - 1)
     newest = select_rows(tx, "SELECT max(version) AS version FROM policies WHERE run_id = :run", run=run["id"])
     if not versions or versions[epoch] > newest[0]["version"]:
@@ -34,7 +36,9 @@ def version_after(tx: Any, run: Mapping[str, Any], epoch: int) -> int:
 
 @sql_read_transaction
 def may_end_epoch(tx: Any, run_id: int, version: int) -> bool:
-    """Return whether the version may be the last one of an epoch, judged by the iterations that are planned so far."""
+    """Return whether the policy version may be the last one of an epoch. Only the iterations that are planned so far are known,
+    so the answer may be True although the epoch continues.
+    """
     query = "SELECT epoch FROM iterations WHERE run_id = :run AND number IN (:last, :next)"
     epochs = [row["epoch"] for row in select_rows(tx, query, run=run_id, last=version - 1, next=version)]
     return len(epochs) == 1 or len(set(epochs)) == 2

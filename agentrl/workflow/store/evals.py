@@ -2,7 +2,8 @@
 
 Each evaluation is a separate run, which samples with one version and updates nothing. So it is claimed, sent, resumed and
 replayed like any run, and no update waits for it. The evaluation of version 0 is written at submission. Each later evaluation
-is a copy of it with the same tasks and the same random draws. Its result therefore differs only because the weights differ.
+is a copy of that one, with the same tasks and the same random draws. So two results of a run differ only because the weights
+differ.
 """
 
 from collections.abc import Mapping
@@ -23,9 +24,9 @@ Row = Mapping[str, Any]
 def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
     """Plan the evaluation of the version that the run has just published, if an evaluation of that version is due.
 
-    It is due every `eval.every` versions, and at the end of the run. The evaluation of a paused run is paused too, until the
-    run is resumed or done. If the run's first evaluation is missing (for example after a downgrade of the database), an event
-    says so, and the run continues without this evaluation.
+    An evaluation is due every `eval.every` versions, and at the end of the run. The evaluation of a paused run is paused too,
+    until the run is resumed or done. If the run's first evaluation is missing (for example after a downgrade of the database),
+    an event says so, and the run continues without this evaluation.
     """
     every = run["config"].get("eval", {}).get("every")
     if not every or (version % every and version < run["iterations"]):

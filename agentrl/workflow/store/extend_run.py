@@ -1,4 +1,4 @@
-"""Extension of a run: more iterations are planned, as if the run had been submitted with them.
+"""Extension of a run: more iterations are planned, as if the run had been submitted with the larger number.
 
 An iteration's number alone decides its tasks, its random draws and its sampling version. So an extended run equals, bit for
 bit, a run that was submitted with the final length. A run whose learning rate decays until the end is an exception, and cannot
@@ -49,7 +49,7 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
     of_an_epoch = epoch_length(tx, row)
     total = row["iterations"] + (iterations or 0) + (epochs or 0) * of_an_epoch
     if total > MAX_INT:
-        raise ConfigError(f"{row['name']!r} would have {total} iterations; the maximum is {MAX_INT}.", "Name fewer.")
+        raise ConfigError(f"{row['name']!r} would have {total} iterations; the maximum is {MAX_INT}.", "Add fewer.")
     going = {"status": "running", "reason": "", "bad_updates": 0, "finished_at": None} if row["status"] == "done" else {}
     length = {"iterations": total, "epochs": epochs_of(total, of_an_epoch)}
     config = _with_length(row["config"], total, of_an_epoch)
@@ -70,7 +70,10 @@ def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
         raise StateError(f"{name!r} is of kind {row['kind']} and does not train.", "Use a training run: agentrl runs")
     check_format(row["name"], row["format"], "resume")
     if stored:
-        raise StateError(f"{name!r} trains on stored episodes, each of them once.", "agentrl submit --from-episodes RUN")
+        raise StateError(
+            f"{name!r} trains on stored episodes, each of them once, so it cannot be extended.",
+            "Train on stored episodes in a new run: agentrl submit --from-episodes RUN",
+        )
     if row["status"] not in EXTENDABLE:
         raise StateError(f"Run {name!r} is {row['status']} and cannot be extended.", _fresh_run_hint(row))
     if decay != "none":

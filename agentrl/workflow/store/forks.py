@@ -1,8 +1,8 @@
 """Forks, which are new episodes that branch off a stored episode at a step; and runs that train on stored groups.
 
 The first steps of a fork are read from its parent and never copied. The fork samples its steps from `fork_step` on. The forks
-of one request form one group of the kind `fork`, so they share a baseline. The parent may be in the group too. It is then
-represented by a row that has no steps, because its steps are inherited from the parent.
+of one request form one group of the kind `fork`, so they share a baseline. The parent may be in the group too. A row of
+`episodes` without steps then represents the parent: this row inherits all of the parent's steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class Fork:
     Args:
         step: the number of the first step that the forks sample themselves.
         opening: the messages that this step reads instead of the env's messages; None for the env's messages.
-        with_parent: True if the parent is in the group too, and trains from this step on.
+        with_parent: True if the parent is in the group too. Its steps from this one on are then trained on.
     """
 
     parent: int
@@ -37,8 +37,8 @@ class Fork:
 
 @dataclass(frozen=True)
 class ForkPoint:
-    """The data of a fork: the episode, its run's row, the run and version of the policy that sampled the step, and the weights
-    and code hash of the run's rewards.
+    """The data that a fork needs: the episode, the row of its run, the run and version of the policy that sampled the step, and
+    the weights and code hash of the run's rewards.
     """
 
     episode: Episode
@@ -168,8 +168,8 @@ def _insert_stand_in(tx: Connection, shared: Mapping[str, Any], parent: Mapping[
 class StoredRun:
     """A run on whose groups another run trains.
 
-    Its row, the version of its first policy, its usable groups, the number of requested groups, and the weights and code hash
-    of one reward set.
+    It has the run's row, the version of the run's first policy, the usable groups, the number of requested groups (`planned`),
+    and the weights and code hash of one reward set.
     """
 
     row: Mapping[str, Any]
@@ -215,9 +215,10 @@ def load_stored_run(tx: Connection, run_id: int, only: Sequence[int], name: str,
 
 @read_transaction
 def find_episode_counted_twice(tx: Connection, groups: Sequence[int]) -> int | None:
-    """Return the id of an episode that would train twice; None if there is no such episode.
+    """Return the id of an episode that would be trained on twice; None if there is no such episode.
 
-    An episode would train twice if `groups` contains both its own group and a fork's group that includes it as the parent.
+    This would happen if `groups` contains both the episode's own group and the group of a fork that includes the episode as the
+    parent.
     """
     parents, forks = schema.episodes.alias(), schema.episodes
     stood_in = forks.c.inherited_steps > forks.c.fork_step  # a fork has just those before it

@@ -38,7 +38,7 @@ def task_order(seed: int, epoch: int | str, keys: Sequence[str], difficulties: S
 
 
 def iterations_per_epoch(tasks: int, tasks_per_iteration: int) -> int:
-    """Return the number of iterations that use each task once."""
+    """Return the number of iterations in an epoch, in which each task is used once."""
     return -(-tasks // tasks_per_iteration)
 
 
@@ -49,7 +49,7 @@ def epoch_length(tx: Connection, run: Mapping[Any, Any]) -> int:
 
 
 def epochs_of(iterations: int, of_an_epoch: int) -> int:
-    """Return the number of epochs that this many iterations start. `of_an_epoch` is the number of iterations in an epoch."""
+    """Return how many epochs begin within this many iterations. `of_an_epoch` is the number of iterations in an epoch."""
     return -(-iterations // of_an_epoch)
 
 
@@ -64,7 +64,9 @@ def dynamic_sampling_of(config: Mapping[str, Any]) -> int:
 
 
 def wanted_groups(tx: Connection, iteration: int, config: Mapping[str, Any]) -> int:
-    """Return how many groups may train with dynamic sampling: as many as were planned first. 0 without it."""
+    """Return the number of groups on which the iteration may train at most. With dynamic sampling, this is the number of groups
+    that were planned at first. It is 0 if dynamic sampling is off: then all groups are trained on.
+    """
     if dynamic_sampling_of(config) == 1:
         return 0
     planned = select(func.count()).where(schema.groups.c.iteration_id == iteration).scalar_subquery()
@@ -160,7 +162,7 @@ def _count_episodes(tx: Connection, groups: Sequence[int]) -> int:
 def insert_groups(tx: Connection, run: Mapping[Any, Any], iteration_id: int, slots: Sequence[Slot]) -> dict[int, int]:
     """Plan a group with its episodes for each slot; return the groups' ids by slot number.
 
-    The episodes use the texts in the run's config. A search run is an exception, because it chooses the texts itself.
+    The episodes use the texts in the run's config. A search run is an exception: the search chooses the texts.
     """
     of_iteration = {"run_id": run["id"], "iteration_id": iteration_id}
     tx.execute(

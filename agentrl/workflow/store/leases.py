@@ -1,9 +1,9 @@
 """Leases of services, groups and iterations, and the handling of lost workers.
 
-A holder renews its lease. If the lease of a claim expires, another worker may claim the row (`rollout_claims`, `train_claims`).
-The previous worker is then recorded as lost. A supervisor that sees a worker end records the loss and ends the worker's leases
-at once. A worker whose GPU failed hands its claims back, which does not count as a loss. A run fails after `MAX_DEVICE_LOSSES`
-failed devices without progress.
+A holder renews its lease. If the lease of a claim expires, another worker may claim the same group or iteration
+(`rollout_claims`, `train_claims`). The previous worker is then recorded as lost. A supervisor that sees a worker end records
+the loss and ends the worker's leases at once. A worker whose GPU failed hands its claims back, which does not count as a loss.
+A run fails after `MAX_DEVICE_LOSSES` failed devices without progress.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -71,7 +71,7 @@ def publish_service(tx: Connection, name: str, holder: str, seconds: float) -> N
 
 @read_transaction
 def service_holder(tx: Connection, name: str) -> str | None:
-    """Return the holder of the service's live lease; None if there is none."""
+    """Return the holder of the service's live lease; None if no lease is live."""
     leases = schema.service_leases
     return tx.execute(
         select(leases.c.holder).where(leases.c.name == name, leases.c.lease_until >= now_ms())
@@ -117,16 +117,17 @@ def _end_leases(tx: Connection, worker: str) -> None:
 
 
 def note_takeover(tx: Connection, run: int, claim: str, what: str, heir: str, seen_ms: int) -> None:
-    """Write the event that a worker is lost. The lease of its claim has expired, and the claim `heir` continues its work.
+    """Write the event that a worker is lost: the lease of its claim `claim` has expired, and the claim `heir` continues the
+    work.
 
     Nothing is written if the loss has already been recorded.
 
     Args:
-        claim: the name of the lost claim, which starts with its worker's `host:pid`.
+        claim: the name of the lost claim, which starts with the lost worker's `host:pid`.
         what: the claimed work, in words.
         heir: the name of the new claim.
-        seen_ms: the time at which the lost worker last renewed its lease, in ms since 1970. Older events are ignored: they are
-            about an earlier process with the same host and pid, because a restarted container keeps both.
+        seen_ms: the time at which the lost worker last renewed its lease, in ms since 1970. Events before that time are
+            ignored: they are about an earlier process with the same host and pid (a restarted container keeps both).
     """
     worker, events = claim.partition("/")[0], schema.events.c
     seen = datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=seen_ms - 1000)  # SQLite's events have whole seconds
@@ -177,10 +178,11 @@ def _count_open_calls(run: int) -> Any:
 
 @transaction
 def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> None:
-    """Release all claims of the worker `host:pid` because its device failed. This counts neither as a loss nor as an attempt.
+    """Release all claims of the worker `host:pid` because its device failed. The release counts neither as a loss nor as an
+    attempt.
 
-    Other workers may claim the work after `EXIT_MS`. A run fails if its devices fail `MAX_DEVICE_LOSSES` times without
-    progress; otherwise it would repeat forever. `reason` is the device's error.
+    Other workers may claim the work after `EXIT_MS`. A run fails if devices of its workers fail `MAX_DEVICE_LOSSES` times
+    without progress; otherwise the same work would fail forever. `reason` is the device's error.
     """
     holds = union(*(select(table.c.run_id).where(*is_held_by(table, worker)) for table in (schema.groups, schema.iterations)))
     for run in tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK, schema.runs.c.id.in_(holds))).scalars().all():
@@ -195,7 +197,7 @@ def hand_back_claims(tx: Connection, worker: str, role: str, reason: str) -> Non
 
 @transaction
 def record_cpu_after_loss(tx: Connection, run: int, worker: str) -> str:
-    """If a device failed in this run, write an event that the worker uses the CPU. Return its text, or ""."""
+    """If a device failed in this run, write an event that the worker uses the CPU. Return the event's text, else ""."""
     events = schema.events.c
     losses = select(func.count()).select_from(schema.events).where(events.run_id == run, events.kind == "device_lost")
     if not tx.execute(losses).scalar_one():

@@ -1,4 +1,4 @@
-"""Writes the load of hosts: one row per host and slot of `SLOT_SECONDS`, for the last `KEPT_SLOTS` slots."""
+"""Writes the load of hosts: one row per host and time slot of `SLOT_SECONDS` seconds, for the last `KEPT_SLOTS` slots."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ class HostLoad:
     """The load of a host, as the host itself measured it.
 
     Args:
-        cpu_share: the share of its processors that were busy since the last measurement, 0 to 1; None if unknown.
+        cpu_share: the share of the host's processors that were busy since the last measurement, 0 to 1; None if unknown.
         memory_used, memory_total: in bytes; None if unknown.
-        gpus: for each GPU its `name`, `share` (of the time that it was busy, 0 to 1), `memory_used` and `memory_total` (in
-            bytes); None without a GPU.
+        gpus: for each GPU its `name`, `share` (the share of the time in which the GPU was busy, 0 to 1), `memory_used` and
+            `memory_total` (in bytes); None if the host has no GPU.
     """
 
     cpu_share: float | None
@@ -42,7 +42,8 @@ class WorkLoad:
     Args:
         waiting: the number of groups, updates and tool calls that wait for a worker, by queue.
         last_step: the id of the newest turn.
-        tokens: the tokens that were sampled in the turns after the one that the caller named; None if it named none.
+        tokens: the number of tokens that were sampled in the turns after the turn `last_step` of the caller; None if the caller
+            passed None.
     """
 
     waiting: Mapping[str, int]
@@ -52,13 +53,13 @@ class WorkLoad:
 
 @read_transaction
 def is_some_run_at_work(tx: Connection) -> bool:
-    """Return whether workers work for some run."""
+    """Return whether any run is running that workers execute (`serve` runs do not count)."""
     return tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK).limit(1)).first() is not None
 
 
 @read_transaction
 def count_load(tx: Connection, last_step: int | None) -> WorkLoad:
-    """Count the waiting work, and the tokens of the turns with an id above `last_step`."""
+    """Count the waiting work, and the sampled tokens of the turns with an id above `last_step`."""
     waiting = {row["queue"]: row["waiting"] for row in count_queues(tx)}
     newest = tx.execute(select(func.coalesce(func.max(schema.steps.c.id), 0))).scalar_one()
     if last_step is None:
@@ -71,9 +72,11 @@ def count_load(tx: Connection, last_step: int | None) -> WorkLoad:
 
 @transaction
 def record_load(tx: Connection, host: str, load: HostLoad, work: WorkLoad | None, tokens_per_second: float | None) -> bool:
-    """Write the host's row of the present slot, and delete the rows that are too old. Return False if the host has the row.
+    """Write the host's row of the present time slot, and delete the rows that are too old. Return False if the host already has
+    a row of this slot.
 
-    Rows of the future are deleted too: the database's clock was set back. `work` is None if another process counts the work.
+    Rows of later slots are deleted too: they exist only if the database's clock was set back. `work` is None if another process
+    counts the work.
     """
     loads = schema.machine_loads
     slot = int(tx.execute(select(now_ms())).scalar_one()) // (1000 * SLOT_SECONDS)

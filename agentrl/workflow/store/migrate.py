@@ -62,7 +62,7 @@ def _is_foreign(tx: Connection) -> bool:
 
 def open_database(url: str) -> Database:
     """Open the database, ready to use. A SQLite database is upgraded at once. Raise ServiceError if the database does not
-    answer, a newer agentrl or another program wrote it, or it is a Postgres database of another revision.
+    answer, if a newer agentrl or another program wrote it, or if it is a Postgres database of another revision.
     """
     database = Database(url)
     with database.read() as tx:
@@ -108,7 +108,7 @@ def upgrade(database: Database, revision: str = "head") -> None:
 
 
 def downgrade(database: Database, revision: str) -> None:
-    """Downgrade the database to `revision`. The revision `base` empties the database."""
+    """Downgrade the database to `revision`. Downgrading to the revision `base` deletes all tables."""
     from alembic import command
 
     with _migration_lock(database):

@@ -1,8 +1,8 @@
 """Runs: their submission, and the planning, sending, pausing and cancelling of their iterations.
 
 One transaction inserts all rows of an iteration (the iteration, its groups and their episodes). The same transaction publishes
-the policy with which the iteration samples. The first iteration is inserted at submission; with max_staleness n, the first n +
-1 iterations are. A message may be lost or sent twice, but the planned rows are never lost.
+the policy with which the iteration samples. At submission the first iteration is inserted; with max_staleness n, the first n +
+1 iterations. A message may be lost or sent twice, but the planned rows are never lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,7 +84,7 @@ class Submission:
     difficulties: Mapping[str, float] = field(default_factory=dict)
 
     def with_name(self, name: str) -> "Submission":
-        """Return a copy with another name. The name in the copy's config and in its output folder changes too."""
+        """Return a copy with another name. The name also changes in the copy's config and in its output folder."""
         output = f"{self.root}/{name}" if self.root else self.output_dir
         return replace(self, name=name, config={**self.config, "name": name}, output_dir=output)
 
@@ -92,8 +92,9 @@ class Submission:
     def iterations(self) -> int:
         """The number of iterations.
 
-        It is 1 for a fork and for the kinds in GROWING. Else it is `length`. Without a length it is epochs x ceil(n /
-        tasks_per_iteration); n is the number of stored groups or, without them, of tasks.
+        A fork and a run of a kind in GROWING have 1 iteration. Other runs have `length` iterations. If `length` is missing,
+        they have epochs x ceil(n / tasks_per_iteration), where n is the number of stored groups, or of tasks if there are no
+        stored groups.
         """
         return 1 if self._is_one else self.length or (self.epochs or 1) * self._per_epoch
 
@@ -104,7 +105,7 @@ class Submission:
 
     @property
     def episodes(self) -> int:
-        """The number of new episodes, without those that dynamic sampling adds. It is 0 for a run on stored groups."""
+        """The number of episodes to sample, without those that dynamic sampling adds. It is 0 for a run on stored groups."""
         if self.kind in GROWING:
             return 0
         whole, rest = divmod(self.iterations, self._per_epoch) if self.tasks else (0, 0)
@@ -137,9 +138,9 @@ def submit(tx: Connection, submission: Submission, failed: str = "") -> Submitte
     run.
 
     If a generated name is taken, the next free name is used. If the reply of an earlier commit of this submission was lost, the
-    committed run is returned, even if it has another name. `failed` is the reason why the run cannot start. If given, the run
-    is stored as failed, and its evaluation as paused. Raise ConflictError if a run of that name exists, with another config or
-    other starting weights. Raise CheckpointError if the run's starting weights have just been removed.
+    committed run is returned, even if it has another name. `failed` is the reason why the run cannot start. If `failed` is not
+    empty, the run is stored as failed, and its evaluation as paused. Raise ConflictError if a run of that name exists, with
+    another config or other starting weights. Raise CheckpointError if the run's starting weights have just been removed.
     """
     return insert_submission(tx, submission, failed)
 
@@ -395,7 +396,7 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 
 
 def check_resumable(row: Mapping[str, Any]) -> None:
-    """Raise StateError if the run is done or cancelled, has another format, or is of the kind `serve`."""
+    """Raise StateError if the run cannot be resumed: it is done or cancelled, has another format, or is of the kind `serve`."""
     if row["kind"] == "serve":
         raise StateError(f"Run {row['name']!r} was served by a process, and only that process could continue it.", _SERVE_HINT)
     if row["status"] not in RESUMABLE:
@@ -409,7 +410,7 @@ def check_resumable(row: Mapping[str, Any]) -> None:
 def resume(tx: Connection, run: str) -> Mapping[str, Any]:
     """Resume a paused or failed run and its paused evaluations. Work without a live lease is sent again at once.
 
-    If the run was paused because too few episodes of an iteration were done, the iteration trains with those that are done.
+    If the run was paused because too few episodes of an iteration were done, the iteration then trains on those that are done.
     Raise StateError if the run cannot be resumed. See `check_resumable`.
     """
     row = find_run(tx, run)
@@ -495,8 +496,8 @@ def _is_unheld(table: Any) -> Any:
 def stop(tx: Connection, run: str, status: str, reason: str = "") -> Mapping[str, Any]:
     """Pause, cancel or fail a run. Workers finish or drop their current work, and no more messages are sent. Idempotent.
 
-    If the run is paused or cancelled, its own evaluations are too. Raise StateError if the run has already ended, or it is a
-    `serve` run, which cannot be paused.
+    If the run is paused or cancelled, its own evaluations are paused or cancelled too. Raise StateError if the run has already
+    ended, or it is a `serve` run, which cannot be paused.
     """
     row = find_run(tx, run)
     if row["status"] == status:

@@ -60,14 +60,16 @@ class PreparedStatement:
     _compiled: dict[str, _CompiledStatement] = field(default_factory=dict)
 
     def rows(self, tx: Connection, values: Values) -> list[Any]:
-        """Run the statement once; return its rows as tuples of values of the columns' types."""
+        """Run the statement once; return the result rows as tuples, with values of the columns' types."""
         compiled = self._compiled_for(tx, values)
         with driver_cursor(tx, compiled.text) as cursor:
             rows: list[Any] = cursor.execute(compiled.text, compiled.values(values)).fetchall()
         return [compiled.typed(row) for row in rows] if compiled.read else rows
 
     def run(self, tx: Connection, *rows: Values) -> int:
-        """Run the statement for each element of `rows`; return the number of changed rows. Postgres pipelines them."""
+        """Run the statement for each element of `rows`; return the number of changed table rows. On Postgres the executions are
+        pipelined.
+        """
         compiled = self._compiled_for(tx, rows[0])
         with driver_cursor(tx, compiled.text) as cursor:
             if len(rows) == 1:

@@ -2,7 +2,7 @@
 with its path are changed to the path of the rebuilt checkpoint.
 
 Version k was made from version k - 1 and the recorded episodes of iteration k, so the same update makes version k again. The
-fence is the train token of the run's open iteration. No episode, consumption or iteration changes its state.
+fence is the train token of the run's open iteration. The state of episodes, consumptions and iterations does not change.
 """
 
 from collections.abc import Mapping
@@ -148,8 +148,8 @@ def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tupl
 
 @transaction
 def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path: str, sha256: str) -> None:
-    """Store the path and hash of the rebuilt checkpoint in every row that has the broken one, and release the iteration. Raise
-    Fenced if another trainer holds the iteration.
+    """Store the path and hash of the rebuilt checkpoint in every row of `policies` that has the path of the broken one, and
+    release the iteration. Raise Fenced if another trainer holds the iteration.
     """
     handed_back = tx.execute(
         update(schema.iterations)

@@ -29,7 +29,7 @@ rebuilt. With max_staleness n, the run keeps n more, with which its rollouts sam
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """A run's checkpoint folder, and the key that is the end of each of its checkpoints' names."""
+    """A run's checkpoint folder, and the run's `key`, with which the name of each checkpoint of the run ends."""
 
     run_id: int
     run: str
@@ -39,7 +39,7 @@ class Checkpoints:
 
 @read_transaction
 def list_checkpoint_folders(tx: Connection, runs: Sequence[str] = ()) -> list[Checkpoints]:
-    """Return the checkpoint folders of these runs (none: all). Raise NotFoundError for an unknown run."""
+    """Return the checkpoint folders of these runs; of all runs if `runs` is empty. Raise NotFoundError for an unknown run."""
     if runs:
         rows: Sequence[Any] = [find_run(tx, run) for run in runs]
     else:
@@ -60,9 +60,9 @@ def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: in
     Args:
         tx: the transaction.
         run_id: the id of the run.
-        present: the names of the checkpoint folders on this disk. Only these are marked.
-        keep_last: the number of newest adapters that stay if the run has ended. Older adapters are then marked, also those with
-            which stored episodes were sampled. None: all adapters with which stored episodes were sampled stay.
+        present: the names of the checkpoint folders on this disk. Only policies of these checkpoints are marked.
+        keep_last: the number of newest adapters to keep if the run has ended; all older adapters are then marked, even those
+            that sampled stored episodes. None: keep all adapters that sampled stored episodes.
     """
     needs, unneeded = _find_needs(tx, run_id, present, keep_last)
     if unneeded:

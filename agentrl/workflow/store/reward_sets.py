@@ -54,8 +54,9 @@ def add_reward_set(
     weights: Mapping[str, float],
     scored: Mapping[int, Mapping[str, Part]],
 ) -> None:
-    """Write the reward set with the reward parts of each episode. `scored` has the parts by episode id. Raise ConflictError if
-    the run has a reward set of that name with other code or weights.
+    """Write the reward set with the reward parts of each episode. If the set exists, episodes that it does not have yet are
+    added. `scored` has the parts by episode id. Raise ConflictError if the run has a reward set of that name with other code or
+    weights.
     """
     statement = (
         insert(tx, schema.reward_sets)

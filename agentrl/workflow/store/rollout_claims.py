@@ -1,4 +1,4 @@
-"""Claims of groups for rollouts: how a group is claimed, handed back and failed, and how its episodes end.
+"""Claims of groups for rollouts: a group is claimed, handed back or failed, and its episodes are ended.
 
 Every write of a rollout is accepted only if the group still has the rollout's attempt number. If a worker that was considered
 lost returns, its attempt number is outdated, and its writes are rejected. Results of tool calls have no such condition: the
@@ -35,7 +35,7 @@ episodes end as infra_error. When this many were lost while holding an iteration
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A claim on a group. Its writes are accepted only while the group has this attempt number."""
+    """A claim on a group. A write that passes this claim is accepted only while the group has the same attempt number."""
 
     group: int
     attempt: int
@@ -43,7 +43,9 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class HeldEpisodes:
-    """The episodes of a claimed group: their attempt numbers and numbers of steps, by id, and the run's name."""
+    """The episodes of a claimed group: the number of the current attempt and the number of steps of each, by episode id; and
+    the run's name.
+    """
 
     run: str
     attempts: Mapping[int, int]
@@ -155,9 +157,10 @@ _TAKE_GROUP = (
 def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -> GroupWork | None:
     """Claim the group and load its work.
 
-    Return None if the group has ended or another worker holds a live lease on it. Also return None if the run is not running or
-    waits for a broken checkpoint. `worker` is a name that is unique to this claim. If the reply of the commit was lost and the
-    claim is repeated, this name identifies it. `lease_seconds` is the length of the lease, in seconds.
+    Return None if the group has ended or another worker holds a live lease on it. Also return None if the run is not running,
+    or if it waits until a broken checkpoint is rebuilt. `worker` is a name that is unique to this claim. If the reply of the
+    commit is lost and the caller repeats the claim, the name shows that both are the same claim. `lease_seconds` is the length
+    of the lease, in seconds.
     """
     before = tx.execute(_free_group(lease_seconds), {"wanted": group, "claimant": worker}).one_or_none()
     if before is None or before.status != "running":
@@ -375,7 +378,9 @@ _OPEN_GROUP = PreparedStatement(
 def finish_episodes(
     tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
 ) -> CompletedWork:
-    """End episodes with their rewards. The group ends with its last episode. Raise Fenced if another worker holds the group."""
+    """End episodes, and store their rewards. When the last open episode of the group ends, the group ends too. Raise Fenced if
+    another worker holds the group.
+    """
     return end_episodes(tx, fence, outcomes, reward_set, weights)
 
 

@@ -67,7 +67,7 @@ steps before it.
 
 
 def step_row(record: StepRecord, run: str, attempt: int, options: int | None = None) -> dict[str, Any]:
-    """Return the row of a step for the table `steps`. `step_value` is the inverse. `attempt` is the attempt number of the
+    """Return the row of a step for the table `steps`. `step_value` does the reverse. `attempt` is the attempt number of the
     step's episode. `options` is the id of the row in `request_options` with the request's tools and template options; None if
     the request has neither.
     """
@@ -219,7 +219,7 @@ def annotation_value(row: Mapping[Any, Any]) -> Annotation:
 
 
 def reward_rows(parts: Mapping[str, "Part"]) -> list[dict[str, Any]]:
-    """Return a row (part, step, value) for each value of the reward parts."""
+    """Return a row with the keys `part`, `step` and `value` for each value of the reward parts."""
     return [
         {"part": name, "step": step, "value": value}
         for name, part in parts.items()

@@ -1,4 +1,4 @@
-"""Events about which users are notified: a run has ended or waits."""
+"""The events about which users are notified: a run has ended, or a run waits."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,8 +1,8 @@
 """The format of a run: a number that identifies the rules of sampling, scoring, training and verification.
 
 A change of these rules increases the number, in a migration that pauses the running runs. A run with another number can still
-be read, but it cannot be resumed, forked, rescored or verified. The code of its rules no longer exists, and new rules would mix
-two experiments.
+be read, but it cannot be resumed, forked, rescored or verified. The code of its rules no longer exists, and with the new rules
+its results would mix two experiments.
 """
 
 from agentrl.workflow.errors import StateError
@@ -16,7 +16,7 @@ LAST_COMMITS = {1: "1db31d1", 2: "1db31d1", 3: "e1be674", 4: "2287f9b", 5: "d799
 def check_format(run: str, number: int, verb: str) -> None:
     """Check that this agentrl supports the run's format. `number` is the number of the run's format. `verb` says what the
     caller wants to do with the run, for the error message. Raise StateError if the run has another format. The message names
-    the commit of agentrl that supports it.
+    the commit of agentrl that supports the run's format.
     """
     if number == RUN_FORMAT:
         return

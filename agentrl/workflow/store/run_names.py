@@ -91,9 +91,9 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
 
 
 def require_weights(run: str, version: int, collected_at: datetime | None, purpose: str = "") -> None:
-    """Check that the weights of a run's policy version were not removed. `collected_at` is the time at which they were removed;
-    None if they were not. `purpose` says what needs the weights, for the error message; empty if the user named the version.
-    Raise CheckpointError if they were removed.
+    """Raise CheckpointError if the weights of a run's policy version were removed. `collected_at` is the time of the removal;
+    None if the weights exist. `purpose` says what needs the weights, for the error message; empty if the user named the
+    version.
     """
     if collected_at is not None:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Reports of runs to trackers: which reports are due, and what has been written.
 
-A report is due while its run is running. After that it stays due until the tracker has the run's final status, for at most one
-hour after the run's end. `agentrl report` writes an older report.
+A report is due while its run is running. After the run's end, the report stays due until the tracker has the run's final
+status, but for at most one hour. `agentrl report` writes an older report.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,9 @@ class TrackerReport:
 
 @transaction
 def add_reports(tx: Connection, run: str, trackers: Sequence[str], samples: int) -> int:
-    """Add trackers to a run, or make their reports due; return its id. Raise NotFoundError if there is no such run."""
+    """Add trackers to a run; if the run already has a tracker, its report becomes due again. Return the run's id. Raise
+    NotFoundError if there is no such run.
+    """
     number = int(find_run(tx, run, "id")["id"])
     again = {"samples": samples, "status": "", "error": ""}
     for tracker in dict.fromkeys(trackers):
@@ -115,7 +117,7 @@ def _change(tx: Connection, report: TrackerReport, **values: Any) -> None:
 
 
 def lease_name(run_id: int, tracker: str) -> str:
-    """Return the name of the lease whose holder alone writes this report (`leases.take_service_lease`)."""
+    """Return the name of the report's lease (`leases.take_service_lease`). Only the holder of the lease writes the report."""
     return f"report {run_id} {tracker}"[:64]
 
 
@@ -135,8 +137,8 @@ def load_run_status(tx: Any, run_id: int) -> str:
 
 @sql_read_transaction
 def load_own_evals(tx: Any, run_id: int, after: int) -> list[Row]:
-    """Return the evaluations that the run planned itself of versions above `after`, ordered by version, with `status` and
-    results.
+    """Return the evaluations that the run planned itself, for policy versions above `after`, ordered by version, with `status`
+    and results.
 
     The results are None if the evaluation is not done.
     """

@@ -1,5 +1,5 @@
 """The texts of a run (such as prompts). Each version of a text is stored once, and is linked to the groups whose episodes use
-it.
+that version.
 """
 
 from collections.abc import Mapping, Sequence

@@ -28,7 +28,7 @@ _ITERATIONS, _GROUPS, _CRITIC = schema.iterations.c, schema.groups.c, schema.cri
 
 @dataclass(frozen=True)
 class SearchTasks:
-    """The tasks of a search run: for each role, the tasks by id."""
+    """The tasks of a search run: for each role of tasks (`train`, `choose` or `held_out`), the tasks by id."""
 
     train: Mapping[int, Task]
     choose: Mapping[int, Task]
@@ -85,7 +85,7 @@ def load_answers(tx: Connection, run_id: int) -> dict[str, str]:
 def record_answer(
     tx: Connection, run_id: int, model: str, key: str, messages: Sequence[Mapping[str, Any]], answer: str, seconds: float
 ) -> str:
-    """Store a critic's answer unless the request has one. Return the stored answer."""
+    """Store the critic's answer to a request, unless an answer is already stored. Return the stored answer."""
     cleaned = [{name: storable(str(text)) for name, text in message.items()} for message in messages]
     values = {"run_id": run_id, "key": key, "model": model, "messages": cleaned, "answer": storable(answer), "seconds": seconds}
     tx.execute(insert(tx, schema.critic_calls).values(values).on_conflict_do_nothing(index_elements=["run_id", "key"]))
@@ -117,7 +117,9 @@ def add_round(tx: Connection, work: IterationWork, planned: Sequence[PlannedGrou
 
 @transaction
 def finish_search(tx: Connection, work: IterationWork, chosen: Mapping[str, str] | None) -> None:
-    """End the search and mark the chosen texts. Raise Fenced if another process holds the iteration, or it has ended."""
+    """End the search and mark the chosen texts. Raise Fenced if another process holds the iteration, or the iteration has
+    ended.
+    """
     close_iteration(tx, work, UpdateRecord((), {}))
     ids = [
         version_of(tx, work.run_id, name, text, VersionOrigin("chosen without a trial"))

@@ -1,8 +1,8 @@
 """Runs of the kind `serve`: one process serves a policy, and adds an episode for each of its clients.
 
 The process holds the lease of the run's only iteration. Every episode is a separate group. Like any episode of an agent, it has
-a row in `agent_attempts`; here the client is the agent. An episode ends with a request of its client, after a time without
-requests, or with the process.
+a row in `agent_attempts`; here the client is the agent. An episode ends when its client requests the end, when no request came
+for some time, or when the process ends.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -106,7 +106,7 @@ def open_episode(tx: Connection, run: ServedRun, client: str, key_hash: str, lea
 
 def load_prompts(db: Database, run_id: int) -> Iterator[tuple[int, int, tuple[Message, ...]]]:
     """Yield each conversation that a client of the run began: the ids of the episode and of the step, and all messages of that
-    step's prompt. The episodes are loaded some at a time.
+    step's prompt. The episodes are loaded in portions.
     """
     after = 0
     while episodes := _load_some(db, run_id, after):
@@ -190,7 +190,7 @@ def _end(tx: Connection, run: int, status: str, reason: str) -> None:
 
 @read_transaction
 def find_kept(tx: Connection) -> dict[int, float]:
-    """Return the number of days for which each run keeps its episodes, by run id. Runs without such a limit are left out."""
+    """Return the days for which each `serve` run keeps its episodes, by run id. Runs without a limit are left out."""
     days = _RUNS.manifest[KEEP_DAYS].as_float()
     rows = tx.execute(select(_RUNS.id, days.label("days")).where(_RUNS.kind == "serve", days.is_not(None)))
     return {row.id: row.days for row in rows}

@@ -24,7 +24,7 @@ from agentrl.workflow.trajectory import CallRecord, Step, StepRecord, ToolCall, 
 
 @dataclass(frozen=True, slots=True)
 class JudgeQuestions:
-    """The calls to the judges after an episode's last step. `questions` has the arguments by judge."""
+    """The calls to the judges after an episode's last step. `questions` has the arguments of each call, by the judge's name."""
 
     episode: int
     step: int
@@ -79,7 +79,8 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[StepRecord]) 
 
 def insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisodes, options: int | None = None) -> None:
     """Write the rows of sampled steps, their tokens and their calls, and update the counts in their episodes. `options` is the
-    id of the row in `request_options` with the tools and template options of the steps' requests; None without them.
+    id of the row in `request_options` with the tools and template options of the steps' requests; None if the requests have
+    neither.
     """
     _NEW_STEP.run(tx, *(step_row(record, held.run, held.attempts[record.episode], options) for record in records))
     _NEW_TOKENS.run(tx, *(step_key(record.episode, record.step.index, held) | token_row(record.step) for record in records))
@@ -210,7 +211,9 @@ def _question_row(one: JudgeQuestions, judge: str, number: int, held: HeldEpisod
 
 @transaction
 def restart_episode(tx: Connection, fence: Fence, episode: int) -> None:
-    """Start the episode again with the next attempt; old steps stay. Raise Fenced if another worker holds the group."""
+    """Start the episode again with the next attempt number. The steps of earlier attempts stay stored. Raise Fenced if another
+    worker holds the group.
+    """
     check_claim(tx, fence)
     fresh = dict.fromkeys(("steps", "prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors"), 0)
     tx.execute(

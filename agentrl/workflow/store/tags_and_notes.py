@@ -32,7 +32,9 @@ def change_tags(tx: Connection, run: str, add: Sequence[str], remove: Sequence[s
         tx.execute(insert(tx, schema.run_tags).on_conflict_do_nothing(index_elements=["run_id", "tag"]), rows)
     tags = [*tx.execute(select(_TAGS.tag).where(_TAGS.run_id == number)).scalars()]
     if len(tags) > MAX_TAGS:
-        raise ConflictError(f"A run has at most {MAX_TAGS} tags.", f"Remove some: agentrl tag {number} -r WORD")
+        raise ConflictError(
+            f"A run has at most {MAX_TAGS} tags; this one would have {len(tags)}.", f"Remove some: agentrl tag {number} -r WORD"
+        )
     return sorted(tags)
 
 
@@ -44,10 +46,15 @@ def add_note(tx: Connection, run: str, text: str) -> int:
     number = find_run(tx, run, "id")["id"]
     note = storable(text.strip())
     if not 0 < len(note) <= MAX_NOTE_CHARS:
-        raise ConfigError(f"A note has 1 to {MAX_NOTE_CHARS} characters; this one has {len(note)}.", "Write another.")
+        raise ConfigError(
+            f"A note has 1 to {MAX_NOTE_CHARS} characters; this one has {len(note)}.", "Write a text of that length."
+        )
     count = tx.execute(select(func.count()).select_from(schema.run_notes).where(_NOTES.run_id == number)).scalar_one()
     if count >= MAX_NOTES:
-        raise ConflictError(f"A run has at most {MAX_NOTES} notes.", f"Remove some: agentrl note {number} -r NUMBER")
+        raise ConflictError(
+            f"A run has at most {MAX_NOTES} notes; this one has {count} already.",
+            f"Remove some: agentrl note {number} -r NUMBER",
+        )
     inserted = tx.execute(insert(tx, schema.run_notes).values(run_id=number, text=note).returning(_NOTES.id))
     return int(inserted.scalar_one())
 

@@ -21,7 +21,7 @@ UNKNOWN_OUTCOME = ToolResult(
 
 @dataclass(frozen=True, slots=True)
 class CallWork:
-    """The data that a tools worker needs of a call. `kind` is `grade` for a reward that judges, else `call`."""
+    """The data of a call that a tools worker needs. `kind` is `grade` for a call to a judge, else `call`."""
 
     id: int
     env: str
@@ -47,7 +47,7 @@ _CALL = (
 
 @read_transaction
 def find_call(tx: Connection, call: int) -> CallWork | None:
-    """Return the call. Return None if it has a result, its episode is not running, or an external agent runs it."""
+    """Return the call. Return None if the call has a result, its episode is not running, or an external agent runs the call."""
     row = tx.execute(_CALL, {"wanted": call}).one_or_none()
     return CallWork(*row) if row else None
 

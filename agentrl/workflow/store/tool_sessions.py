@@ -1,8 +1,8 @@
 """Sessions of tools: the worker that runs an episode's interpreter, and the cells with which the interpreter can be rebuilt.
 
 A session belongs to one attempt of an episode. Its cells are the episode's calls of the session's tool, in order. In a fork,
-the cells of the inherited steps come first. The worker that owns the session holds a lease in the session's row. The result of
-a call is stored also if it comes from a worker that has lost the session. The first result counts.
+the cells of the inherited steps come first. The worker that owns the session holds a lease in the session's row. The first
+result of a call is stored, even if it comes from a worker that has lost the session.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,9 @@ class SessionKey:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A call in a session. `result` is None if the call has none. `result.exit` is None if it did not reach the session."""
+    """A call in a session. `result` is None if the call has no result yet. `result.exit` is None if the call did not reach the
+    session.
+    """
 
     id: int
     step: int
@@ -66,7 +68,9 @@ def take(tx: Connection, key: SessionKey, owner: str, lease_seconds: float) -> s
 
 @transaction
 def keep(tx: Connection, owner: str, lease_seconds: float) -> set[SessionKey]:
-    """Renew the owner's sessions, and release those of ended episodes. Return those that the owner holds."""
+    """Renew the leases of the owner's sessions, and release the sessions of ended episodes. Return the sessions that the owner
+    still holds.
+    """
     its = (_EPISODES.id == _SESSIONS.episode_id) & (_EPISODES.attempt == _SESSIONS.attempt)
     goes_on = exists(_EPISODES.id).where(its, _EPISODES.status == "running")
     mine = update(schema.tool_sessions).where(_SESSIONS.owner == owner)
@@ -84,7 +88,9 @@ def leave(tx: Connection, owner: str) -> None:
 
 @transaction
 def taint(tx: Connection, key: SessionKey, what: str) -> None:
-    """Mark the episode as tainted, so that it never trains. `what` describes how the result of a repeated cell differs."""
+    """Mark the episode as tainted, so that it is never trained on. `what` describes how the result of a repeated cell
+    differs.
+    """
     tx.execute(update(schema.tool_sessions).where(_matches(key)).values(differs=what))
     same = (_EPISODES.id == key.episode) & (_EPISODES.attempt == key.attempt)
     tx.execute(update(schema.episodes).where(same).values(tainted=True))

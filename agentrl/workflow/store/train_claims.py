@@ -29,8 +29,8 @@ class IterationWork:
 
     `policy` is the policy with which the update starts, including its optimizer state. `key` distinguishes the checkpoints of
     this run from those of other runs. If `rebuilds` is True, the run's broken checkpoint must be rebuilt first, and `groups` is
-    empty. With dynamic sampling, only groups with variance train (`choose_groups`), and `max_groups` is the maximum number of
-    them. Without dynamic sampling, all groups train, and `max_groups` is 0. `iterations` is the run's number of iterations.
+    empty. With dynamic sampling, only groups with variance are trained on (`choose_groups`), at most `max_groups` of them.
+    Without dynamic sampling, all groups are trained on, and `max_groups` is 0. `iterations` is the run's number of iterations.
     """
 
     id: int
@@ -57,8 +57,8 @@ class IterationWork:
 
 @dataclass(frozen=True, slots=True)
 class MoreGroupsPlanned:
-    """The iteration cannot be claimed yet, because too few groups have different rewards. More groups were planned, and must be
-    sent to workers.
+    """The result of a claim that failed because too few groups have different rewards. More groups were planned; the caller
+    must send them to workers.
     """
 
     iteration: int
@@ -71,11 +71,11 @@ class MoreGroupsPlanned:
 def claim_iteration(
     tx: Connection, iteration: int, worker: str, lease_seconds: float
 ) -> IterationWork | MoreGroupsPlanned | None:
-    """Claim the iteration and load its episodes. Return None if it is not ready, has ended or is claimed, or if its run is not
-    running.
+    """Claim the iteration and load its episodes. Return None if the iteration is not ready, has ended or is claimed, or if its
+    run is not running.
 
     An iteration is ready if all of its groups have ended and the policy with which its update starts is published. With dynamic
-    sampling, more groups are planned if too few have variance; this does not wait for the policy.
+    sampling, more groups are planned if too few have variance, even before that policy is published.
 
     If fewer than half of the planned episodes are done, the run is paused with that reason, and None is returned.
     """
@@ -214,7 +214,7 @@ def _load_newest_policy(tx: Connection, run_id: int, base: str, base_hash: str) 
 
 @transaction
 def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
-    """Renew the trainer's lease. Return False if it no longer holds the iteration, or that has ended."""
+    """Renew the trainer's lease. Return False if the trainer no longer holds the iteration, or if the iteration has ended."""
     extended = tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration, schema.iterations.c.train_token == token, schema.iterations.c.worker != "")

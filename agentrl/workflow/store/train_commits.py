@@ -1,8 +1,8 @@
 """Commits that end an update, an evaluation or a run. Each commit happens completely or not at all, and only once.
 
 The claim increments a token (`train_claims`), and the commit checks that token, so the commit of an outdated trainer is
-rejected. A policy is published by the commit alone. The checkpoint's files are written before the commit, and no process uses
-them without it.
+rejected. Only the commit publishes a policy. The checkpoint's files are written before the commit, and no process uses them
+until then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class UpdateRecord:
     Args:
         metrics: one mapping per optimizer step. Only `rows`, `tokens` and the names in `schema.UPDATE_METRICS` are stored.
         advantages: the advantage of each consumed episode, by episode id.
-        dropped: the reason why a group did not train, by the group's slot.
+        dropped: the reason why a group was not trained on, by the group's slot.
         path, sha256: the path and hash of the new checkpoint; empty if the update was skipped.
         skipped: the reason why no optimizer step was taken; empty if a step was taken.
         bad: True if a NaN or Inf caused the skip. Repeated bad updates fail the run.
@@ -56,7 +56,7 @@ class UpdateRecord:
 
 @dataclass(frozen=True, slots=True)
 class PublishedUpdate:
-    """The policy version that the commit published, and the work that can start next.
+    """The policy version that the commit of an update published, and the work that can start next.
 
     `next_iteration` can be rolled out, and `trains` is an iteration that can be trained. Without staleness `trains` is None,
     because the next iteration must be rolled out first. `measured_by` has the ids of the iterations that evaluate the version.
@@ -71,8 +71,8 @@ class PublishedUpdate:
 @transaction
 def commit_update(tx: Connection, work: IterationWork, record: UpdateRecord, max_bad_updates: int) -> PublishedUpdate:
     """Commit an update: end the iteration, consume its episodes, publish the policy, and plan the iteration that samples with
-    that policy. Raise Fenced if another trainer holds the iteration, or the iteration has ended. The result of the update is
-    discarded.
+    that policy. Raise Fenced if another trainer holds the iteration, or the iteration has ended; the result of the update is
+    then discarded.
     """
     committed = _find_own_commit(tx, work)
     if committed is not None:
@@ -126,7 +126,7 @@ def _load_published(tx: Connection, work: IterationWork) -> PublishedUpdate:
 
 
 def close_iteration(tx: Connection, work: IterationWork, record: UpdateRecord) -> None:
-    """End the iteration, and store its sums. Raise Fenced if another worker holds it, or it has ended."""
+    """End the iteration, and store its sums. Raise Fenced if another worker holds the iteration, or the iteration has ended."""
     closed = tx.execute(
         update(schema.iterations)
         .where(
@@ -243,7 +243,9 @@ def finish_eval(tx: Connection, work: IterationWork, score: Score) -> None:
 
 @transaction
 def finish_fork(tx: Connection, work: IterationWork) -> None:
-    """End a fork run; its group can then train. Raise Fenced if another worker holds the iteration, or it has ended."""
+    """End a fork run; its group can then be trained on. Raise Fenced if another worker holds the iteration, or the iteration
+    has ended.
+    """
     close_iteration(tx, work, UpdateRecord((), {}))
     set_run_status(tx, work.run_id, "done", "")
 
@@ -281,7 +283,7 @@ def find_optimizer_to_drop(tx: Connection, run: int, staleness: int = 0) -> str 
     """Return the path of the checkpoint whose optimizer state no later update can need; None if there is no such checkpoint.
 
     The optimizer state is kept for the newest version, and for the versions with which rollouts may still sample. It is also
-    kept for the version before the oldest of these, from which that one can be rebuilt.
+    kept for one version before these, because the oldest of them is rebuilt from it.
     """
     trained = select(schema.policies.c.path).where(schema.policies.c.run_id == run, schema.policies.c.kind == "trained")
     trained = trained.where(schema.policies.c.version > 0)  # which a run that starts from another's policy has from there

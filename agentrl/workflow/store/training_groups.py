@@ -97,7 +97,9 @@ def load_candidates(tx: Connection, run_id: int, groups: Collection[int], reward
 
 @read_transaction
 def load_chosen_episodes(tx: Connection, ids: Sequence[int]) -> list[Episode]:
-    """Return the episodes with these ids and all tokens, in the order of `ids`, repeated if an id is."""
+    """Return the episodes with these ids, with all tokens, in the order of `ids`. If an id is repeated, its episode is
+    repeated.
+    """
     by_id: dict[int, Episode] = {}
     for part in split_in_parts(ids):
         some = schema.episodes.c.id.in_(part)

@@ -3,7 +3,7 @@
 SQLite gets no statistics. Each query and view is written so that SQLite chooses the right plan without them. With statistics,
 SQLite's planner ignores the LIMIT, and sorts whole tables to show a page.
 
-The command is safe at any time. SQLite compacts in one transaction. On Postgres others can read and write meanwhile.
+The command is safe at any time. SQLite compacts in one transaction. On Postgres, other processes can read and write meanwhile.
 """
 
 import os
@@ -26,7 +26,9 @@ BUSY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class VacuumResult:
-    """The database's sizes before and after, in bytes. `left`: a reader kept SQLite from emptying its log."""
+    """The database's sizes before and after, in bytes. `left` is True if SQLite could not empty its write-ahead log, because
+    another process was reading.
+    """
 
     before: int
     after: int
@@ -35,7 +37,7 @@ class VacuumResult:
 
 def vacuum(database: Database) -> VacuumResult:
     """Compact the database while others use it, and update the planner's statistics on Postgres. Raise ServiceError if another
-    process writes or locks a table for too long, or the disk has not enough space for SQLite's copy.
+    process writes, or locks a table, for too long, or if the disk has too little space for SQLite's copy.
     """
     return _vacuum_sqlite(Path(str(database.url.database))) if database.is_sqlite else _vacuum_postgres(database)
 

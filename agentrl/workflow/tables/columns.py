@@ -45,7 +45,7 @@ class Utc(TypeDecorator[datetime]):
 
 
 class now_ms(FunctionElement[int]):  # noqa: N801 - reads as a SQL function
-    """The SQL for the database's time in ms since 1970. Leases use this, never a worker's clock."""
+    """The SQL for the database's time in ms since 1970. Leases use this time, never a worker's clock."""
 
     type = BigInteger()
     inherit_cache = True
@@ -130,10 +130,12 @@ def is_lease_free(lease_until: Column[int], seconds: "float | ColumnElement[floa
 
 
 def is_one_of(column: Column[str], values: Iterable[str]) -> ColumnElement[bool]:
-    """Return the SQL condition that the column has one of the values, without an IN, which cannot be compiled in advance."""
+    """Return the SQL condition that the column has one of the values. It does not use IN, because a statement with IN cannot be
+    compiled in advance.
+    """
     return or_(*(column == value for value in values))
 
 
 def first_time(column: Column[datetime], moment: datetime) -> ColumnElement[datetime]:
-    """Return the SQL for the column's timestamp; if the column is NULL, for `moment`."""
+    """Return the SQL for the column's timestamp, or for `moment` if the column is NULL."""
     return func.coalesce(column, literal(moment, Utc()))

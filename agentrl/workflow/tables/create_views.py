@@ -1,7 +1,7 @@
 """Creation of the views and functions, and of the triggers that protect final statuses. Every migration creates them again.
 
 The triggers reject every update that changes the final status of an episode, group, iteration or run, no matter who sends it.
-One exception is in LENGTHENED.
+The only exceptions are the conditions in LENGTHENED.
 """
 
 from typing import TYPE_CHECKING

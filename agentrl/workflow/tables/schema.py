@@ -1,11 +1,12 @@
 """The tables of agentrl with their constraints and indexes, for SQLite and Postgres.
 
-Values by which rows are filtered or grouped are typed columns. Only `step_tokens` has blobs, which are packed little-endian
-int32 and float32 values. So no list and no view reads a blob. The blobs also contain the action mask: `prompt_ids` are tokens
-that the policy read, and `sampled_ids` are tokens that the policy sampled.
+Values by which rows are filtered or grouped are typed columns. Only `step_tokens` has blobs: packed little-endian int32 and
+float32 values. No list and no view reads a blob. The blobs also contain the action mask: `prompt_ids` are tokens that the
+policy read, and `sampled_ids` are tokens that the policy sampled.
 
-The database enforces the invariants by constraints; they do not depend on code. Unique keys make every job idempotent. Check
-constraints tie a status to the columns that it requires. Triggers (`create_views`) reject a change of a final status.
+Constraints of the database enforce the invariants, so the invariants do not depend on code. Unique keys make every job
+idempotent. Check constraints tie a status to the columns that it requires. Triggers (`create_views`) reject a change of a final
+status.
 """
 
 from sqlalchemy import (

@@ -1,4 +1,4 @@
-"""Views as classes: the class declares a view's columns, and an instance is a row of that view."""
+"""Database views as classes: a class declares the columns of one view, and an instance is a row of that view."""
 
 from abc import ABCMeta
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,8 +45,7 @@ class ViewRow(Mapping[str, Any], metaclass=_ViewType):
     """An immutable row of a view. It has an attribute for each column, and is also a mapping from column names to values.
 
     A subclass declares a view: `class RunRow(ViewRow, view="v_runs", source="runs r")`. The view selects its columns from this
-    source. If a view has several sources, it contains the rows of all of them. The docstring of the class is the meaning of the
-    view.
+    source. A view with several sources contains the rows of all sources. The docstring of the class is the meaning of the view.
     """
 
     __slots__: tuple[str, ...]

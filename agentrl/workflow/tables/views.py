@@ -1,13 +1,16 @@
 """The views: for each its columns with their types and SQL, and its rows as Python values.
 
-A view joins the tables that a question needs, with a researcher's names; none reads a blob. A table that carries the run's name
-comes first, by CROSS JOIN, because SQLite keeps that order whatever its statistics say. An episode's attempt equals that of its
-newest rows; `<=` is written because Postgres, without statistics, expects next to no rows of `=`. It would also begin with the
-index on a status, which is therefore asked in a FILTER where groups lead to the episodes. `staleness` is the number of versions
-by which the trainer was ahead of the policy that sampled (NULL where nothing was sampled for an update of the run).
-Iterations and epochs are counted from 1, so that iteration k makes policy version k; the tables, and the keys of all draws,
-count them from 0. `eval_reward` is the mean on the held-out split: for an iteration, of the version it sampled with
-(`policy_version`); for a run, of the newest version evaluated.
+A view joins the tables that a question needs; its columns have names that a researcher knows. No view reads a blob.
+
+Notes on the SQL: a table that has the run's name comes first, with CROSS JOIN, because SQLite keeps this order whatever its
+statistics say. Rows of an episode's current attempt have the attempt number of the episode, but the condition is written with
+`<=`: for `=`, Postgres without statistics expects almost no rows, and chooses a bad plan. A status is tested in a FILTER if the
+episodes are found by their groups: otherwise Postgres would begin with the index on the status.
+
+`staleness` is the number of versions by which the trainer was ahead of the policy that sampled (NULL if nothing was sampled for
+an update of the run). Iterations and epochs are counted from 1, so that iteration k makes policy version k; the tables, and the
+keys of all draws, count them from 0. `eval_reward` is the mean reward on the held-out split: for an iteration, that of the
+version with which it sampled (`policy_version`); for a run, that of the newest evaluated version.
 """
 
 from collections.abc import Mapping
@@ -169,7 +172,7 @@ class GroupRow(
         JOIN iterations i ON i.id = g.iteration_id
         JOIN tasks t ON t.id = g.task_id""",
 ):
-    """The episodes of one task in one iteration, which share a baseline."""
+    """A group: the episodes of one task in one iteration, which share a baseline."""
 
     id: int = column("g.id")
     run: str = column("r.name")
@@ -203,7 +206,7 @@ class EpisodeRow(
         JOIN policies p ON p.id = i.policy_id
         LEFT JOIN consumptions c ON c.episode_id = e.id AND c.run_id = e.run_id AND c.stage = 'train'""",
 ):
-    """One attempt at one task."""
+    """An episode: the turns of the policy on one task, and the reward."""
 
     id: int = column("e.id")
     run: str = column("r.name")
@@ -379,12 +382,12 @@ class AnnotationRow(
     iteration: int = column(_ITERATION)
     episode_id: int = column("a.episode_id")
     attempt: int = column("a.attempt")
-    step: int | None = column("a.step", "the newest turn when it was said, or the one it names")
+    step: int | None = column("a.step", "the turn it names, else the newest when it was written")
     source: str = column("a.source")
     kind: str = column("a.kind", "reward, message, object, exception, operation, ...")
     name: str = column("a.name")
     data: Mapping[str, Any] = column("a.data")
-    seconds: float | None = column("a.seconds", "how long the operation took; NULL: it is none")
+    seconds: float | None = column("a.seconds", "seconds that the operation took; NULL: not an operation")
     created_at: datetime = column("a.created_at")
 
 
@@ -395,7 +398,7 @@ class ResourceRow(
         resources v
         JOIN runs r ON r.id = v.run_id""",
 ):
-    """A version of a prompt or another text that a run works with."""
+    """A version of a prompt or another text that a run uses."""
 
     id: int = column("v.id")
     run: str = column("r.name")
@@ -424,7 +427,7 @@ class EpisodeResourceRow(
         JOIN runs r ON r.id = e.run_id
         JOIN run_tasks m ON m.run_id = e.run_id AND m.task_id = e.task_id""",
 ):
-    """Which versions of its run's texts an episode worked with."""
+    """A version of a text that an episode used."""
 
     run: str = column("r.name")
     episode_id: int = column("e.id")
@@ -442,14 +445,14 @@ class CriticCallRow(
         critic_calls c
         JOIN runs r ON r.id = c.run_id""",
 ):
-    """What a search asked its critic, and was answered."""
+    """A request of a search to its critic, and the answer."""
 
     id: int = column("c.id")
     run: str = column("r.name")
     model: str = column("c.model", "the critic's model")
     messages: list[Mapping[str, str]] = column("c.messages")
-    answer: str = column("c.answer", "what it answered")
-    seconds: float = column("c.seconds", "how long it took")
+    answer: str = column("c.answer", "the critic's answer")
+    seconds: float = column("c.seconds", "seconds until the answer")
     created_at: datetime = column("c.created_at")
 
 
@@ -492,7 +495,7 @@ class UpdateRow(
     iteration: int = column(_ITERATION)
     minibatch: int = column("u.minibatch")
     rows: int = column("u.rows")
-    tokens: int = column("u.tokens", "tokens that trained")
+    tokens: int = column("u.tokens", "tokens that were trained on")
     loss: float | None = column("u.loss", "the loss of this step")
     kl: float | None = column("u.kl")
     entropy: float | None = column("u.entropy")
@@ -563,7 +566,7 @@ class FateRow(
     view="v_ledger",
     source=[f"{members} {_FATE_OF}" for members in (_OWN_EPISODES, _STORED_EPISODES)],
 ):
-    """What became of each planned episode, in each run."""
+    """The outcome of a planned episode in one run."""
 
     run: str = column("r.name")
     iteration: int = column(_ITERATION)
@@ -578,7 +581,7 @@ class FateRow(
 
 
 class MachineRow(ViewRow, view="v_machine", source="machine_loads m"):
-    """The load of a host at one moment, while runs run; the last hour."""
+    """The load of a host at one moment while a run was running; kept for an hour."""
 
     host: str = column("m.host")
     created_at: datetime = column("m.created_at")

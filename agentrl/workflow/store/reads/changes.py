@@ -1,10 +1,10 @@
 """Changes of a run, for live views. A cursor selects the rows that changed after an earlier read. A stamp is a text that
 changes with every relevant commit.
 
-`mark_changes` returns the cursor. If a later filter has this cursor as `since`, it selects only rows that may be new or
-changed. Take the cursor before reading the lists. The next read then includes all changes that happen meanwhile. Some unchanged
-rows may be returned again, but no change is missed. When an iteration has ended, its row, its groups and its episodes no longer
-change. The only exception is `eval_reward`, which is written later.
+`mark_changes` returns the cursor. A later filter that has this cursor as `since` selects only rows that may be new or changed.
+Call `mark_changes` before reading the lists. The read after that then includes all changes that happen meanwhile. Some
+unchanged rows may be returned again, but no change is missed. When an iteration has ended, its row, its groups and its episodes
+no longer change. The only exception is the iteration's `eval_reward`, which is written later.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class OfRun(Protocol):
 
     @property
     def since(self) -> str | None:
-        """A cursor of `mark_changes`, to select only rows that may have changed since then; None for all rows."""
+        """A cursor of `mark_changes`, to select only rows that may have changed since that call; None for all rows."""
 
 
 def run_conditions(tx: Any, chosen: OfRun) -> tuple[list[str], dict[str, Any]]:
@@ -93,7 +93,7 @@ class RunState:
     Args:
         stamp: a text that changes with each commit of an iteration, an event, an evaluation or a new status.
         work: a text that changes with each turn, call and episode of the open iterations.
-        closed: the number of iterations that have ended. Their groups and episodes have ended too.
+        closed: the number of iterations that have ended. The groups and episodes of these iterations have ended too.
     """
 
     stamp: str
@@ -103,7 +103,7 @@ class RunState:
 
 @sql_read_transaction
 def find_state(tx: Any, run_id: int) -> RunState | None:
-    """Return the state of the run; None if it does not exist."""
+    """Return the state of the run; None if the run does not exist."""
     query = "SELECT status, reason, iterations FROM runs WHERE id = :id"
     runs = select_rows(tx, query, id=run_id) if abs(run_id) <= MAX_ID else []
     if not runs:

@@ -23,7 +23,7 @@ _EPISODE = """
 class Member:
     """An episode of a group or update.
 
-    `row` is the episode's row, `reward` its reward in the reward set (None without a reward), and `tokens` the number of
+    `row` is the episode's row. `reward` is its reward in the reward set; None if it has none there. `tokens` is the number of
     trainable tokens that the episode sampled itself.
     """
 
@@ -111,7 +111,9 @@ def _find_sets(tx: Any, runs: set[int], reward_set: str) -> list[int]:
 
 
 def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None:
-    """Return each episode's shape without inherited steps, by id. Return None if there are more than MAX_STEPS steps in all."""
+    """Return each episode's shape without inherited steps, by id. Return None if the episodes have more than MAX_STEPS steps in
+    total.
+    """
     steps: dict[int, list[Row]] = {member.row["id"]: [] for member in members}
     left = MAX_STEPS
     for some in in_parts([*steps]):
@@ -128,6 +130,8 @@ def load_shapes(tx: Any, members: Sequence[Member]) -> dict[int, Episode] | None
 
 
 def load_algorithm(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the algorithm's name in a run's config (None without one) and its options."""
+    """Return the algorithm's name in a run's config, and the algorithm's options. The name is None if the config has no
+    algorithm.
+    """
     options = config.get("algorithm")
     return (str(options["name"]), options) if isinstance(options, Mapping) and options.get("name") else (None, {})

@@ -1,5 +1,5 @@
-"""The curves of a run: one row per iteration with all values that a chart shows, and the run's evaluations. A few queries
-compute the sums of all iterations, so hundreds of iterations are read at once.
+"""The curves of a run: one row per iteration with all values that the charts show, and the run's evaluations. A few queries
+compute the values of all iterations together, so hundreds of iterations can be read at once.
 """
 
 import math

@@ -20,7 +20,7 @@ def load_row(tx: Any, episode: int) -> EpisodeRow:
 
 
 def load_run_of(tx: Any, run_id: int) -> Row:
-    """Return the columns of an episode's run that explain the episode."""
+    """Return the columns of an episode's run that are needed to explain the episode."""
     query = "SELECT id, name, kind, base, base_hash, reward_set, config, manifest FROM runs WHERE id = :id"
     return select_rows(tx, query, id=run_id)[0]
 
@@ -95,7 +95,9 @@ def load_fate(tx: Any, row: EpisodeRow) -> dict[str, Any]:
 
 
 def load_readers(tx: Any, episode: int) -> list[Mapping[str, Any]]:
-    """Return the updates that used the episode, those of its own run first, each with the reason if it was skipped."""
+    """Return the updates that used the episode, those of the episode's own run first, each with the reason if the update was
+    skipped.
+    """
     query = """
         SELECT c.run_id, r.name AS run, c.iteration_id, i.number + 1 AS iteration, c.advantage, i.skipped
         FROM consumptions c JOIN runs r ON r.id = c.run_id JOIN iterations i ON i.id = c.iteration_id

@@ -51,10 +51,10 @@ class EpisodeFilter:
         task_id: the task's number.
         tool_errors: the minimum number of failed tool calls.
         error_class: the class of the episode's error, or of a failed tool call.
-        text: a text that a message, a call's arguments or result, the final answer or the error contains.
+        text: a text to search for in messages, calls' arguments and results, final answers and errors.
         outcome: one of OUTCOMES.
         truncated: whether the episode was cut off at a limit.
-        fate: one of `ledger.FATES`: what became of the episode in this run.
+        fate: one of `ledger.FATES`: the episode's outcome in this run.
         texts_of: a group's id, to select the episodes that used the same versions of the run's texts.
     """
 
@@ -115,8 +115,8 @@ def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) 
     """Return the episodes that the run sampled, ordered by id or by one of EPISODE_ORDERS. Raise ConfigError if there is no
     such order, outcome or fate.
 
-    A text, an outcome, a class of errors and a fate are searched for in pieces: a page may have few rows, or none, and still be
-    followed by another (see `paging.search_page`).
+    With one of the fields `text`, `outcome`, `error_class` and `fate`, the list is searched in pieces: a page may have few
+    rows, or none, and still be followed by another page (see `paging.search_page`).
     """
     conditions, tests, values = _conditions(tx, chosen)
     paging, orders = paging or Paging(), _orders(tx)
@@ -127,7 +127,7 @@ def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) 
 
 @sql_read_transaction
 def count_episodes(tx: Any, chosen: EpisodeFilter) -> int:
-    """Return the number of episodes that a search by this filter has to check."""
+    """Return the number of episodes that a search with this filter checks in total."""
     conditions, _, values = _conditions(tx, chosen)
     count: int = select_rows(tx, f"SELECT count(*) AS n FROM episodes WHERE {' AND '.join(conditions)}", **values)[0]["n"]
     return count
@@ -135,7 +135,9 @@ def count_episodes(tx: Any, chosen: EpisodeFilter) -> int:
 
 @sql_read_transaction
 def find_episodes_beside(tx: Any, chosen: EpisodeFilter, sort: str, episode: int) -> tuple[int | None, int | None]:
-    """Return the ids of the episodes before and after this one in the list; None at an end, or if none was found in time."""
+    """Return the ids of the episodes before and after this one in the list. An id is None at an end of the list, or if the
+    search for it took too long.
+    """
     conditions, tests, values = _conditions(tx, chosen)
     order = find_order(_orders(tx), sort or "id")
     return find_beside(tx, conditions, tests, values, order, "episodes", max(-MAX_ID, min(MAX_ID, episode)))
@@ -278,7 +280,9 @@ def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
 
 
 def load_episode(tx: Any, episode: int) -> Episode:
-    """Return the episode with annotations and the steps of its current attempt; a fork's first are its parent's."""
+    """Return the episode with annotations and the steps of its current attempt. The first steps of a fork are those of its
+    parent.
+    """
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", id=row["task_id"])
     before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]

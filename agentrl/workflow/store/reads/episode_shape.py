@@ -19,7 +19,7 @@ IDS_AT_ONCE = 500
 
 @dataclass(frozen=True, slots=True)
 class EpisodeShape:
-    """An episode without its texts and tokens. `value` is the episode as a value. Every token id is 0; the task and the
+    """An episode without its texts and tokens. `value` is an `Episode` in which every token id is 0, and the task and the
     messages are empty. `rows` are the rows of the episode's steps: id, episode_id, step, chain, parent_step, prompt_tokens,
     sampled_tokens.
     """
@@ -73,7 +73,9 @@ def step_columns(tx: Any) -> str:
 
 
 def asked_column(tx: Any) -> str:
-    """Return the SQL of the JSON column `asked` of a step `s`. Damaged JSON, which only SQLite can hold, counts as NULL."""
+    """Return the SQL of the JSON column `asked` of a step `s`. Damaged JSON, which only a SQLite database can contain, is read
+    as NULL.
+    """
     return "CASE WHEN json_valid(s.asked) THEN s.asked END" if is_sqlite(tx) else "s.asked"
 
 

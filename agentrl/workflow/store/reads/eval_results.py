@@ -66,7 +66,9 @@ def count_evals(tx: Any, run_id: int) -> int:
 
 @sql_read_transaction
 def find_result(tx: Any, run: str) -> Row:
-    """Return the result of an eval run. Raise NotFoundError if there is no such run, or it is not a finished evaluation."""
+    """Return the result of an eval run. Raise NotFoundError if there is no such run, or if the run is not a finished
+    evaluation.
+    """
     evals = select_rows(tx, "SELECT * FROM evals WHERE run_id = :id", id=run_id_and_name(tx, run)["id"])
     if not evals:
         raise NotFoundError(f"Run {run!r} has no evaluation result.", f"agentrl watch {run}")
@@ -143,7 +145,7 @@ def list_measured_datasets(tx: Any) -> list[str]:
 
 @sql_read_transaction
 def find_right_episodes(tx: Any, iteration: int) -> set[int] | None:
-    """Return the ids of the correct episodes of an evaluation, judged by their final rewards.
+    """Return the ids of an evaluation's correct episodes, as decided by the rewards of the set `default`.
 
     Return None if no reward decides whether an episode is correct. `iteration` is the id of the evaluation's iteration.
     """

@@ -13,7 +13,7 @@ from agentrl.workflow.tables.views import AnnotationRow
 
 
 class EventRow(ViewRow, view="events"):
-    """An event of a run: its kind, the part it concerns, and a text."""
+    """An event of a run: its kind, the part of the run that it concerns, and a text."""
 
     id: int
     run_id: int | None
@@ -25,7 +25,9 @@ class EventRow(ViewRow, view="events"):
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """A filter of a run's events. The cursor `since` selects the events that may be new since then."""
+    """A filter of a run's events. With a cursor of `mark_changes` as `since`, it selects only events that may be newer than the
+    cursor.
+    """
 
     run: str
     kind: str | None = None
@@ -59,7 +61,7 @@ _CONDITIONS = {"episode": "episode_id = :episode", "source": "source = :source",
 
 @sql_read_transaction
 def list_annotations(tx: Any, chosen: AnnotationFilter, paging: Paging | None = None) -> Page[AnnotationRow]:
-    """Return annotations in the order of writing."""
+    """Return annotations in the order in which they were written."""
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]

@@ -1,5 +1,5 @@
-"""Evidence: a list of episodes with all that shows what happened in each: the question, the answer, the parts of the reward,
-the error of the failed call, and what became of the episode. The page and the terminal show the same columns.
+"""Evidence: a list of episodes with the facts that show what happened in each: the question, the answer, the parts of the
+reward, the error of the failed call, and the episode's outcome. The web page and the terminal show the same columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,9 @@ ERROR_CHARS = 400
 
 
 class EvidenceColumn(NamedTuple):
-    """A column of the list: its title, its meaning, and the order that sorts by it (see `episode_rows.EPISODE_ORDERS`)."""
+    """A column of the list: its title, its meaning, and the name of the order by this column (see
+    `episode_rows.EPISODE_ORDERS`).
+    """
 
     title: str
     meaning: str
@@ -35,7 +37,7 @@ COLUMNS: Mapping[str, EvidenceColumn] = {
     "reference": EvidenceColumn("reference", "the task's reference", "reference"),
     "reward": EvidenceColumn("reward", "the reward and its parts", "reward"),
     "failed_call": EvidenceColumn("error", "the episode's error, or that of its first failed call", "errors"),
-    "fate": EvidenceColumn("what became of it", "its status, and whether an update trained on it", "status"),
+    "fate": EvidenceColumn("what became of it", "the episode's status, and whether an update trained on it", "status"),
     "steps": EvidenceColumn("turns", "turns of the policy", "steps"),
     "calls": EvidenceColumn("calls", "tool calls", "calls"),
     "tokens": EvidenceColumn("tokens", "tokens sampled", "tokens"),
@@ -50,10 +52,11 @@ class Evidence:
 
     Args:
         rows: the columns of `EpisodeRow`, with `task_id`, `question`, `parts` (part, value and weight of each part of the
-            reward), `failed_call` (tool, error_class and the beginning of the result; None without one) and `fate`.
+            reward), `failed_call` (tool, error_class and the beginning of the first failed call's result; None if no call
+            failed) and `fate`.
         next: the cursor of the following page; empty on the last page.
-        searched: the number of episodes that were checked for this page; None if all of the list match.
-        total: the number of episodes to check in all; None if all of the list match.
+        searched: the number of episodes that were checked for this page; None if the filter needs no search.
+        total: the number of episodes that the complete search checks; None if the filter needs no search.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -103,9 +106,11 @@ def _load_failed_calls(tx: Any, episodes: Sequence[int]) -> dict[int, Row]:
 
 @sql_read_transaction
 def count_error_classes(tx: Any, run: str, iteration: int | None = None) -> list[Row]:
-    """Return the classes of failed calls and failed episodes of a run, or of one iteration (counted from 1), the most frequent
-    first: `error_class`, `tool` (None for an episode's own error, empty for an unreadable call) and the numbers of `errors` and
-    `episodes`.
+    """Return the classes of errors of a run's calls and episodes, the most frequent first. `iteration` (counted from 1) selects
+    one iteration.
+
+    Each row has `error_class`, `tool`, the number of `errors`, and the number of `episodes` with such an error. `tool` is None
+    if the episode itself failed, and empty if the call could not be parsed.
     """
     run_row = run_id_and_name(tx, run)
     args: dict[str, Any] = {"run_id": run_row["id"]} | ({} if iteration is None else {"number": iteration - 1})
@@ -129,7 +134,9 @@ EXAMPLES = 3
 
 @sql_read_transaction
 def load_run_examples(tx: Any, run: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the `best` and the `worst` episodes of the newest of the run's iterations that has rewards, one for each task."""
+    """Return the `best` and the `worst` EXAMPLES episodes of the run's newest iteration that has rewards, at most one episode
+    per task in each list.
+    """
     run_row = run_id_and_name(tx, run)
     query = """
         SELECT e.id, e.task_id FROM episodes e WHERE e.status = 'done' AND e.iteration_id = (

@@ -60,7 +60,9 @@ MAX_PARTS = 5000
 
 @dataclass(frozen=True, slots=True)
 class GroupOf:
-    """A group: row, ids of run and task, its first MAX_SIBLINGS episodes. `left_out` counts the others."""
+    """A group: its row, the ids of its run and task, and its first MAX_SIBLINGS episodes. `left_out` is the number of further
+    episodes.
+    """
 
     row: GroupRow
     run_id: int
@@ -130,7 +132,7 @@ def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]
     """Return the reward parts of these episodes, by episode id: those of the whole episode and of single steps, of all reward
     sets.
 
-    At most `MAX_PARTS` in all.
+    At most `MAX_PARTS` parts are returned in total.
     """
     query = f"""
         SELECT w.episode_id, s.name AS reward_set, w.part, CASE WHEN w.step >= 0 THEN w.step END AS step, w.value, w.weight
@@ -151,8 +153,8 @@ def load_sibling_fates(tx: Any, run: str, episodes: Sequence[int]) -> dict[int, 
 def load_sibling_readers(tx: Any, episodes: Sequence[int], run_id: int) -> list[Row]:
     """Return the updates that trained on these episodes, all from one run.
 
-    If updates of the run `run_id` trained on an episode, return these. Otherwise, return those of the first run that trained on
-    one.
+    If updates of the run `run_id` trained on one of the episodes, these updates are returned; otherwise those of the first run
+    that trained on one of the episodes.
     """
     query = f"""
         SELECT run_id, iteration_id, episode_id, advantage FROM consumptions

@@ -1,5 +1,5 @@
-"""What changed in an iteration: against the iteration before it by reward part and class of errors, and by task against the
-last time that the task was sampled; with the episodes that show it.
+"""The changes from one iteration of a run to the next. Reward parts and errors are compared with the iteration before. Tasks
+are compared with the last time that the same task was sampled. Example episodes are included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,17 @@ class IterationChanges:
     """What changed in an iteration.
 
     Args:
-        before: the number of the iteration before it, from 1; None for the first.
-        numbers: name, `now` and `before` of each sum of the episodes: reward, truncated, failed calls, tokens, turns.
-        parts: part, `now` and `before`: the mean of each part of the reward.
-        errors: error_class, tool, `now` and `before`: the number of errors of each class.
-        tasks: the tasks that changed most against their last group, the worst first: task_id, task, question, `now` and
-            `before` (mean rewards), `since` (the iteration of the last group), `group_id` and `worst` (its worst episode).
+        before: the number of the previous iteration, counted from 1; None for the first iteration.
+        numbers: `name`, and the values `now` and `before`, of each mean or share over the episodes: reward, truncated and
+            failed episodes, failed calls, tokens, turns.
+        parts: `part`, and the means `now` and `before`, of each part of the reward.
+        errors: `error_class`, `tool`, and the numbers of errors `now` and `before`, of each class and tool.
+        tasks: the tasks whose mean reward changed most since their previous group, the greatest loss first: task_id, task,
+            question, `now` and `before` (mean rewards), `since` (the iteration of the previous group), `group_id` (the present
+            group) and `worst` (the id of the present group's worst episode).
         again: the number of the iteration's tasks that were sampled before.
-        examples: as evidence the `best` and the `worst` episode, and the worst one of the task that changed most (`changed`);
-            None without one.
+        examples: as evidence, the `best` and the `worst` episode of the iteration, and the worst episode of the task that
+            changed most (`changed`). A value is None if there is no such episode.
     """
 
     before: int | None
@@ -45,7 +47,9 @@ class IterationChanges:
 
 @sql_read_transaction
 def load_iteration_changes(tx: Any, run: str, number: int) -> IterationChanges:
-    """Return what changed in an iteration, by its number from 1. Raise NotFoundError if there is no such run or iteration."""
+    """Return the changes of an iteration. `number` is the iteration's number, counted from 1. Raise NotFoundError if there is
+    no such run or iteration.
+    """
     run_row = run_id_and_name(tx, run)
     numbers = {"now": find_iteration(tx, run_row, number)["id"]}
     if number > 1:

@@ -60,7 +60,7 @@ def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = No
 
 @dataclass(frozen=True, slots=True)
 class UpdateFilter:
-    """A filter of optimizer steps: of all iterations (None), or of one, counted from 1."""
+    """A filter of a run's optimizer steps. `iteration` selects one iteration, counted from 1; None for all iterations."""
 
     run: str
     iteration: int | None = None
@@ -82,7 +82,9 @@ returned.
 
 @dataclass(frozen=True, slots=True)
 class IterationDetails:
-    """An iteration with optimizer steps and groups. `left_out` counts groups beyond MAX_EPISODES episodes."""
+    """An iteration with its optimizer steps and groups. `left_out` is the number of groups that are missing because of the
+    limit MAX_EPISODES.
+    """
 
     iteration: IterationRow
     updates: Sequence[UpdateRow]

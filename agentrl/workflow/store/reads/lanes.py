@@ -41,7 +41,8 @@ class Lanes:
 def load_lanes(tx: Any, run: str, first: int | None = None, last: int | None = None) -> Lanes:
     """Return the timeline of at most MAX_ITERATIONS iterations of a run, from `first` to `last`, counted from 1.
 
-    Without `first` and `last`, these are the NEWEST last started iterations. Raise NotFoundError if there is no such run.
+    If `first` and `last` are None, these are the NEWEST iterations that were started last. Raise NotFoundError if there is no
+    such run.
     """
     run_id = run_id_and_name(tx, run)["id"]
     newest = (

@@ -36,7 +36,7 @@ def count_fates(tx: Any, run: str) -> list[dict[str, Any]]:
 def count_fates_after(tx: Any, run: str, after: int, size: int, episodes: int = WINDOW_EPISODES) -> list[dict[str, Any]]:
     """Return the counts of `count_fates` for the iterations with a number above `after`. Iterations are counted from 1. `size`
     is the maximum number of iterations. `episodes` is the approximate maximum number of episodes. At least one iteration is
-    returned, even if it has more.
+    returned, even if that iteration has more episodes.
     """
     run_row = run_id_and_name(tx, run)
     planned = """

@@ -31,7 +31,7 @@ class Relative:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A run that is derived from another run: its id, name and kind, and the part that it uses of the other run."""
+    """A run that is derived from another run: its id, name and kind, and the part of the other run that it uses."""
 
     id: int
     run: str
@@ -41,7 +41,9 @@ class Child:
 
 @sql_read_transaction
 def load_family(tx: Any, limit: int) -> list[Relative]:
-    """Return the newest `limit` runs and their sources, oldest first, without a run's own evaluations."""
+    """Return the newest `limit` runs and their sources, oldest first. The evaluations that a run planned itself are left
+    out.
+    """
     relatives: dict[int, Relative] = {}
     rows = list(list_runs(tx, RunFilter(), Paging(limit)).rows)
     while rows:

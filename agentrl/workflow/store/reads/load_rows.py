@@ -29,10 +29,10 @@ class MachineLoads:
     """The load of hosts over some minutes.
 
     Args:
-        rows: the rows of `v_machine`, oldest first, those of one moment by host.
-        clock: the database's time when they were read.
+        rows: the rows of `v_machine`, oldest first; rows of the same time are ordered by host.
+        clock: the database's time when the rows were read.
         running: the number of running runs.
-        fresh: whether a row is at most FRESH_SECONDS old.
+        fresh: True if the newest row is at most FRESH_SECONDS old.
     """
 
     rows: list[Row]
@@ -41,7 +41,7 @@ class MachineLoads:
     fresh: bool
 
     def newest(self) -> list[Row]:
-        """Return each host's newest row that shows its present load, ordered by host."""
+        """Return the newest row of each host, ordered by host. Hosts without a row in the last FRESH_SECONDS are left out."""
         oldest = self.clock.timestamp() - FRESH_SECONDS
         newest = {row["host"]: row for row in self.rows if row["created_at"].timestamp() >= oldest}
         return [newest[host] for host in sorted(newest)]
@@ -61,7 +61,9 @@ def load_machines(tx: Any, seconds: float = 600.0) -> MachineLoads:
 
 @sql_read_transaction
 def mark_machines(tx: Any) -> str:
-    """Return a text that changes with each new row, and when a host that had one is silent for FRESH_SECONDS."""
+    """Return a text that changes when hosts write rows of a new time slot, when no host has written a row for FRESH_SECONDS,
+    and when the first run starts or the last one ends.
+    """
     _, running, newest, now = _state(tx)
     return f"{newest}|{running > 0}|{_is_fresh(newest, now)}"
 

@@ -1,4 +1,4 @@
-"""Open work of the running runs: work that workers hold, work that waits in queues, and counts for monitoring."""
+"""The open work of running runs: the work that workers hold, the work that waits in queues, and counts for monitoring."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

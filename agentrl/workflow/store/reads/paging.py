@@ -1,8 +1,9 @@
 """Pages of a list: their size, order and start.
 
 A cursor identifies the last returned row by its sort value and its id. So each row is returned once, even if rows are added
-meanwhile. If the sort value of a row changes between two pages, the row may be returned twice or be missed; ids never change. A
-cursor belongs to one list with one filter and one order. Other lists reject it.
+meanwhile. If the sort value of a row changes between two reads, the row may be returned twice or be missed. In a list by id
+this cannot happen. A cursor belongs to one list with one filter and one order. With another list, filter or order, it raises
+ConfigError.
 """
 
 import json
@@ -60,8 +61,8 @@ class Paging:
 class Page(Generic[R]):
     """Some rows of a list. `next` is the cursor of the following page; it is empty on the last page.
 
-    A search returns after PIECE_SECONDS, with the rows found so far. `searched` is the number of rows that it checked for this
-    page; None if the list was not searched.
+    A search returns after PIECE_SECONDS, with the rows found so far. `searched` is the number of rows that were checked for
+    this page; None if the list is read without a search.
     """
 
     rows: tuple[R, ...]
@@ -131,11 +132,12 @@ def search_page(
     own: str,
     table: str,
 ) -> Page[R]:
-    """Return a page as `select_page` does, of the rows that also meet `tests`: SQL conditions that are slow to check. In them,
-    `{ids}` stands for the ids of the rows that are checked.
+    """Return a page like `select_page`, but only with rows that also meet `tests`: SQL conditions that are slow to check. In
+    `tests`, `{ids}` stands for the ids of the rows that are being checked.
 
     The rows are checked in the list's order, window after window, until the page is full or PIECE_SECONDS have passed. So a
-    page may have few rows, or none, and still be followed by another. Rows to skip are always skipped, however long it takes.
+    page may have few rows, or none, and still be followed by another page. The time limit does not apply until `paging.offset`
+    rows have been found and skipped.
     """
     column, way, digest, place = _resolve(kind, parameters, paging, orders, own)
     search = _Search(tx, table, conditions, tests, parameters, column, way)
@@ -155,7 +157,8 @@ def find_beside(
     table: str,
     id: int,
 ) -> tuple[int | None, int | None]:
-    """Return the ids of the rows before and after the row `id` in a list; None at an end, or if none was found in time.
+    """Return the ids of the rows before and after the row `id` in a list. An id is None at an end of the list, or if the search
+    for it took too long.
 
     Args:
         order: the column of the list's order, and ASC or DESC.
@@ -243,7 +246,7 @@ def _resolve(
     sort = paging.sort or own
     column, way = find_order(orders, sort)
     if not (1 <= paging.size <= MAX_SIZE and 0 <= paging.offset <= MAX_ID):
-        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows, not {paging.size} (offset {paging.offset}).")
+        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows and an offset of 0 or more, not {paging.size} and {paging.offset}.")
     digest = blake2s(repr((kind.VIEW, sort, sorted(parameters.items()))).encode(), digest_size=6).hexdigest()
     return column, way, digest, _parse_cursor(paging.cursor, digest, column) if paging.cursor else None
 
@@ -267,8 +270,8 @@ def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], colu
 def choose_conditions(filter_: object, conditions: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
     """Return SQL conditions for the fields that are set in a filter, and the values of the conditions' parameters.
 
-    The values are converted so that every database accepts them. `conditions` has the condition of each
-    field, by the field's name. The condition of `text` is a LIKE with `!` as its escape character.
+    The values are converted to values that every database accepts. `conditions` has the condition of each field, by the field's
+    name. The condition of `text` is a LIKE with `!` as its escape character.
     """
     values = {name: storable_value(value) for name in conditions if (value := getattr(filter_, name)) is not None}
     if "text" in values:
@@ -282,7 +285,7 @@ def escape_like(text: str) -> str:
 
 
 def storable_value(value: Any) -> Any:
-    """Limit an integer, and replace characters of a text, so that every database accepts the value."""
+    """Make a value acceptable to every database: limit an integer, or replace characters of a text."""
     if isinstance(value, str):
         return storable(value)
     return max(-MAX_ID, min(MAX_ID, value)) if isinstance(value, int) else value
@@ -292,12 +295,14 @@ def find_order(orders: Mapping[str, str], sort: str) -> tuple[str, str]:
     """Return the column of a list's order, and ASC or DESC. Raise ConfigError if there is no such order."""
     word = sort.removeprefix("-")
     if word not in orders:
-        raise ConfigError(f"The list is not sorted by {word!r:.60}.", did_you_mean(word[:60], orders))
+        raise ConfigError(f"The list cannot be sorted by {word!r:.60}.", did_you_mean(word[:60], orders))
     return orders[word], "DESC" if sort.startswith("-") else "ASC"
 
 
 def text_order(column: str) -> str:
-    """Return the SQL by which a list is sorted by a text of any length: its first characters, so that a cursor holds them."""
+    """Return the SQL by which a list is sorted by a text of any length. It takes only the first characters, because the sort
+    value must fit into a cursor.
+    """
     return f"substr({column}, 1, 40)"
 
 
@@ -326,7 +331,9 @@ def encode_cursor(*parts: Any) -> str:
 
 
 def decode_cursor(cursor: str, of: str) -> list[Any]:
-    """Return a cursor's parts after the first. Raise ConfigError if it is invalid, or the first is not `of`."""
+    """Return the parts of a cursor after the first part. Raise ConfigError if the cursor is invalid, or its first part is not
+    `of`.
+    """
     try:
         parts = json.loads(urlsafe_b64decode(cursor.encode("ascii") + b"==")) if len(cursor) <= MAX_CURSOR_CHARS else None
     except (ValueError, RecursionError):

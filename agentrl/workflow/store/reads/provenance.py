@@ -38,12 +38,13 @@ class Origin:
     """A complete episode, and the inputs that are needed to repeat it.
 
     Args:
-        run, format, config, manifest, base, base_hash: the name of the episode's run, and columns of the run's row.
+        run, format, config, manifest, base, base_hash: the name of the episode's run (`run`), and columns of the run's row.
         key: the key of the episode's random draws.
         policies: the policy of each step that the episode sampled itself, by step number.
         collected: for each step whose policy's files were removed, the time of the removal, by step number.
         reward_sets: the reward sets of the run, by name.
-        opening: for a fork, the messages that its first own step read; None if these are the env's messages.
+        opening: for a fork, the messages that the first step which the fork sampled itself read; None if these are the env's
+            messages.
         clock: the time that the chat template read when it rendered the prompts.
         resources: the texts that the episode used, by name.
     """
@@ -127,7 +128,7 @@ class UpdateInputs:
 
     Args:
         run: the run's row.
-        number: the iteration's number, counted from 0; `iteration` is the number counted from 1.
+        number: the iteration's number, counted from 0. (The property `iteration` counts from 1.)
         policy: the policy with which the update started.
         groups, max_groups: see `train_claims.IterationWork`.
         advantages: the advantages that the update recorded, by episode id.
@@ -147,7 +148,9 @@ class UpdateInputs:
 
     @property
     def is_borrowed(self) -> bool:
-        """True if the update started with another run's checkpoint, without its optimizer and critic."""
+        """True if the update started with another run's checkpoint. Then it did not use that run's optimizer state and
+        critic.
+        """
         return not self.policy.path.endswith(self.run["manifest"].get("id", "")[:8])
 
 
@@ -186,6 +189,6 @@ def _find_iteration(tx: Connection, run: Mapping[str, Any], number: int | None) 
     query = query if number is None else query.where(iterations.number == number - 1)
     rows = tx.execute(query.order_by(iterations.number.desc())).all()
     if not rows:
-        which = "No iteration" if number is None else f"Iteration {number}"
-        raise StateError(f"{which} of {name!r} is {'' if number is None else 'not '}trained yet.", f"agentrl watch {name}")
+        missing = f"No iteration of {name!r} is" if number is None else f"Iteration {number} of {name!r} is not"
+        raise StateError(f"{missing} trained yet.", f"agentrl watch {name}")
     return next((row for row in rows if not row.skipped), rows[0])

@@ -1,4 +1,4 @@
-"""Versions of the texts (such as prompts) that runs use, the page's list of them, and the requests of searches to critics."""
+"""Lists of the versions of the texts (such as prompts) that runs use, and of the requests of searches to critics."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from agentrl.workflow.tables.views import CriticCallRow, ResourceRow
 
 @dataclass(frozen=True, slots=True)
 class ResourceFilter:
-    """A filter of texts: by run (name or number), name, and whether a search chose the version."""
+    """A filter of versions of texts: by run (name or number), name of the text, and whether a search chose the version."""
 
     run: str | None = None
     name: str | None = None
@@ -68,8 +68,8 @@ MAX_GROUPS = 2500
 class PromptsPage:
     """A page of versions of texts.
 
-    `next` is the cursor of the following page. `left_out` is the number of versions on this page whose episodes were not read,
-    because there are too many groups. The rewards of these versions are None.
+    `next` is the cursor of the following page. `left_out` is the number of versions on this page whose episodes were not read
+    because the versions have too many groups. The rewards of these versions are None.
     """
 
     rows: Sequence[Mapping[str, Any]]

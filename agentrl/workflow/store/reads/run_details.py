@@ -20,8 +20,8 @@ PARTS_FROM = 1000
 
 @dataclass(frozen=True, slots=True)
 class StoredConfig:
-    """The stored config of a run. `origins` has the source (such as a flag) of each
-    value that was set, by its dotted key; None if the sources were not stored.
+    """The stored config of a run. `origins` has the source of each value that was set (such as a command-line flag), by the
+    value's dotted key; None if the sources were not stored.
     """
 
     values: Mapping[str, Any]
@@ -37,7 +37,7 @@ def find_config(tx: Any, run_id: int) -> StoredConfig:
 
 
 def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
-    """Return the manifest, reward sets, folder, first and newest policy. Call this inside a transaction."""
+    """Return the run's manifest, reward sets, output folder, first policy and newest policy. Call this inside a transaction."""
     query = "SELECT manifest, base, base_hash, output_dir, seed, format, reward_set FROM runs WHERE id = :id"
     (run,) = select_rows(tx, query, id=run_id)
     query = "SELECT name, code_hash, weights FROM reward_sets WHERE run_id = :id ORDER BY id"
@@ -52,7 +52,7 @@ def load_manifest(tx: Any, run_id: int) -> dict[str, Any]:
 
 
 def find_what_it_has(tx: Any, run_id: int, name: str) -> dict[str, bool]:
-    """Return for some kinds of rows whether the run has any. Call this inside a transaction."""
+    """Return, for some kinds of rows (such as annotations), whether the run has any. Call this inside a transaction."""
     queries = {
         "annotations": "SELECT 1 AS one FROM annotations WHERE run = :name LIMIT 1",
         "prompts": "SELECT 1 AS one FROM resources WHERE run_id = :id LIMIT 1",
@@ -86,16 +86,17 @@ LEARNING_KINDS = ("train", "search")
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The values of a run in a list of runs that are not in the run's row.
+    """The values that a list of runs shows, but that are not in the run's row.
 
     Args:
         algorithm: the algorithm's name; None if the run does not learn.
-        spark: [iteration, mean reward] of at most SPARK_POINTS iterations and of the newest iteration.
+        spark: the points of the run's sparkline: [iteration, mean reward] of at most SPARK_POINTS iterations and of the newest
+            iteration.
         tokens: the number of tokens that were read and sampled in the finished iterations; None if it is zero or unknown.
         waits_for: what the run's rollouts wait for; empty if no reason to wait is recorded.
         active_at: the time of the newest write for this run.
-        measured: `run_id`, `version` and `reward` of the newest evaluation of its policies that a person started; None without
-            one.
+        measured: `run_id`, `version` and `reward` of the newest evaluation of the run's policies that a person started; None if
+            there is none.
     """
 
     algorithm: str | None

@@ -22,15 +22,17 @@ NUMBERS = ["status", "iterations_done", "episodes_done", "last_reward", "eval_re
 
 @dataclass(frozen=True, slots=True)
 class RunDifferences:
-    """How two runs differ. The values of the two runs are called `one` and `other`.
+    """The differences between two runs. Their values are called `one` and `other`.
 
     Args:
-        runs: the `id` and the `run` (name) of the two.
-        config: key, `one` and `other` of each value that differs. A key that an old run does not have has its default value.
-        numbers: name, `one` and `other`: the status, the final rewards, tokens, and the seconds of each part of the run.
+        runs: the `id` and the name (`run`) of both runs.
+        config: `key`, `one` and `other` of each value that differs. If an old run does not have a key, the key's default value
+            is used.
+        numbers: `name`, `one` and `other`: the status, the final rewards, tokens, and the seconds that each part of the run
+            took.
         tasks: the tasks whose last groups in the two runs have different mean rewards, those that differ most first: task_id,
-            task, question, `one` and `other` (mean rewards), `one_episode` and `other_episode`: of the run with the lower
-            reward its worst episode, of the other one its best.
+            task, question, `one` and `other` (mean rewards), `one_episode` and `other_episode` (the worst episode in the run
+            with the lower reward, the best episode in the other run).
         shared: the number of tasks that both runs sampled.
     """
 
@@ -43,7 +45,9 @@ class RunDifferences:
 
 @sql_read_transaction
 def load_run_differences(tx: Any, one: str, other: str) -> RunDifferences:
-    """Return how two runs differ, by their names or numbers. Raise NotFoundError if one does not exist."""
+    """Return the differences between two runs, given by name or number. Raise NotFoundError if one of the runs does not
+    exist.
+    """
     rows = [describe_run(tx, run) for run in (one, other)]
     configs = [flat_config(find_config(tx, row.id).values) for row in rows]
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -74,8 +78,8 @@ SEED_KEYS = ("seed", "name")
 
 
 def load_config_columns(tx: Any, ids: Sequence[int], keys: Sequence[str]) -> dict[int, dict[str, Any]]:
-    """Return for each run `config`, its values of the keys (None for an unknown key), and `alike`, a text that runs share whose
-    configs differ in nothing but SEED_KEYS. Call this inside a transaction.
+    """Return two values for each run, by run id: `config` has the run's values of `keys` (None for an unknown key). `alike` is
+    a text that is equal for two runs if their configs differ only in SEED_KEYS. Call this inside a transaction.
     """
     columns = {}
     for row in select_rows(tx, f"SELECT id, config FROM runs WHERE id IN ({among(ids)})"):

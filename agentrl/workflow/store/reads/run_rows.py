@@ -107,11 +107,11 @@ SAME_WORK = (
 
 @sql_read_transaction
 def find_similar_iterations(tx: Any, model: str, config: Mapping[str, Any]) -> tuple[str, list[float]] | None:
-    """Find the newest training run whose iterations should take as long as those of this config.
+    """Find the newest training run whose iterations should take as long as iterations with this config.
 
-    It has this model, the same values of the keys SAME_WORK, and done iterations. Only the last 50 training runs with this
-    model are searched. Return the run's name and the durations of its last 20 done iterations, in seconds; None if there is no
-    such run. `model` is the base model's path or name. `config` is a run's full config, as it is stored.
+    That run has the same model, the same values of the keys SAME_WORK, and done iterations. Only the last 50 training runs with
+    this model are searched. Return the run's name and the durations of its last 20 done iterations, in seconds; None if there
+    is no such run. `model` is the base model's path or name. `config` is a run's full config, as it is stored.
     """
     runs = select_rows(
         tx, "SELECT name, config FROM runs WHERE kind = 'train' AND base = :base ORDER BY id DESC LIMIT 50", base=model
@@ -154,7 +154,9 @@ def count_progress(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def why_sampling_on(tx: Any, run: str) -> str:
-    """Return why an open iteration samples more groups, and how many; empty if it does not."""
+    """Return a text that says why, and how many, further groups an open iteration samples; empty if no open iteration samples
+    further groups.
+    """
     query = """
         SELECT detail FROM events WHERE run_id = :id AND kind = 'sampling_on' AND subject IN (
           SELECT 'iteration ' || (i.number + 1) FROM iterations i JOIN groups g ON g.iteration_id = i.id
@@ -196,7 +198,7 @@ def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
 def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
     """Return figures that may explain why all rewards are equal.
 
-    They cover the run's done episodes in its done iterations, from the iteration `since` (counted from 1) on.
+    The figures cover the done episodes of the run's done iterations, from the iteration `since` (counted from 1) on.
 
     Returns:
         episodes: the number of these episodes.

@@ -1,4 +1,4 @@
-"""Where the seconds of a run went."""
+"""How long the parts of a run took."""
 
 from typing import Any
 
@@ -18,11 +18,12 @@ _QUERIES = {
 
 @sql_read_transaction
 def load_run_seconds(tx: Any, run: str, episodes: bool = True) -> list[Row]:
-    """Return where the seconds of a run went, as rows of `of`, `part` and `seconds`. Raise NotFoundError if it does not exist.
+    """Return how long the parts of a run took, as rows with `of`, `part` and `seconds`. Raise NotFoundError if there is no such
+    run.
 
-    With `of` = "run" these are the parts of its iterations. With "episodes" they are the parts of its episodes, added up.
-    Episodes run at the same time, so that their sum may be greater than the run's. The part "waiting" is what no other part
-    explains.
+    Rows with `of` = "run" are the parts of the run's iterations. Rows with `of` = "episodes" are the parts of its episodes,
+    added up. Episodes run at the same time, so the sum of their seconds may exceed that of the run. The part "waiting" is the
+    time that is in no other part.
 
     Args:
         episodes: False to leave out the parts of episodes, whose sums take a while in a large run.

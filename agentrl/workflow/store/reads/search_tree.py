@@ -1,8 +1,8 @@
-"""The results of a prompt search: what it gained, the tree of the candidates that it tried, and how one of them came about.
+"""The results of a prompt search: the gain in reward, the tree of tried candidates, and the origin of each candidate.
 
-A candidate is a combination of versions of the run's texts, one version per text. Its groups are those whose episodes used
-exactly these versions. Its mean reward on a task is computed as the search does: a failed episode counts as 0, and an episode
-that the system failed does not count.
+A candidate is a combination of versions of the run's texts, one version per text. The groups of a candidate are those whose
+episodes used exactly these versions. A mean reward on a task is computed as in the search: a failed episode counts as 0, and an
+episode that ended because of a system failure is left out.
 """
 
 from collections import defaultdict
@@ -47,17 +47,19 @@ class SearchCandidate:
     """A candidate of a search.
 
     Args:
-        number: its place in the order of the first trials, from 0. Candidate 0 has the texts with which the search started.
-        parent: the number of the candidate from which it was made; None if there is none, or it is not known.
+        number: the candidate's place in the order of first trials, from 0. Candidate 0 has the texts with which the search
+            started.
+        parent: the number of the candidate from which this one was made; None if there is none, or if it is not known.
         label: the versions that differ from the parent's, such as `prompt @3`.
         versions: the id of the version of each text, by name.
         changed: the names of the texts whose version differs from the parent's.
-        group: its first group; None if it was not tried.
+        group: the id of the candidate's first group; None if the candidate was not tried.
         status: `untried`; `running` while a group is open; `failed` if no episode is done; else `tried`.
         is_best: True for the candidate that the search chose; in a search without a choice, for the best one so far.
         on_path: True for the best candidate and all candidates from which it was made.
         rewards: the mean reward on each task, by the task's id, for each role of tasks.
-        difference: the beginning of what differs from the parent's text; of a candidate without a parent, of its text.
+        difference: the beginning of the part of the text that differs from the parent's text; if there is no parent, the
+            beginning of the text.
     """
 
     number: int
@@ -75,7 +77,7 @@ class SearchCandidate:
     difference: str = ""
 
     def score(self, role: Role) -> tuple[float | None, int]:
-        """Return the mean reward over the tasks of a role, and their number."""
+        """Return the mean reward over the tasks of a role, and the number of these tasks."""
         rewards = self.rewards.get(role, {})
         return (_mean(rewards.values()), len(rewards)) if rewards else (None, 0)
 
@@ -90,11 +92,12 @@ class SearchTree:
     """The results of a search.
 
     Args:
-        candidates: in the order of their first trials. A parent comes before its children.
+        candidates: the candidates in the order of their first trials. A parent comes before its children.
         left_out: the number of candidates that are left out.
-        gain: the first candidate against the best one, on the tasks that both tried; None if there is no such task.
+        gain: the comparison of the first candidate with the best one, on the tasks that were tried with both; None if there is
+            no such task.
         gain_on: the role of these tasks.
-        sentences: what was gained, in one or two sentences.
+        sentences: one or two sentences that say what the search gained.
     """
 
     candidates: Sequence[SearchCandidate]
@@ -106,7 +109,7 @@ class SearchTree:
 
 @sql_read_transaction
 def load_search_tree(tx: Any, run: str) -> SearchTree:
-    """Return the results of a search so far. Raise NotFoundError if the run does not exist, or is no search."""
+    """Return the results of a search so far. Raise NotFoundError if the run does not exist, or is not a search."""
     run_row = _find_search(tx, run)
     candidates = _mark_best(*_list_candidates(tx, run_row["id"]))
     best = next((one for one in candidates if one.is_best), None)
@@ -342,7 +345,7 @@ def _mean(values: Collection[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CandidateText:
-    """A text of a candidate. `parent_text` is that of the parent; None if the candidate has no parent."""
+    """A text of a candidate. `parent_text` is the parent's text of the same name; None if the candidate has no parent."""
 
     name: str
     version: int
@@ -352,12 +355,12 @@ class CandidateText:
 
 @dataclass(frozen=True, slots=True)
 class CandidateOrigin:
-    """How a candidate of a search came about.
+    """The origin of a candidate of a search.
 
     Args:
-        texts: its texts that differ from those of its parent; of a candidate without a parent all.
-        critic: the requests to the critic whose answers led to it, the last one first: that whose answer has the new text, and
-            that whose answer is part of that request.
+        texts: the candidate's texts that differ from those of its parent; all of its texts if it has no parent.
+        critic: the requests to the critic that led to the candidate, the last one first: the request whose answer contains the
+            new text, and before it the request whose answer is quoted in that request.
     """
 
     texts: Sequence[CandidateText]
@@ -366,7 +369,9 @@ class CandidateOrigin:
 
 @sql_read_transaction
 def load_candidate(tx: Any, run: str, number: int) -> CandidateOrigin:
-    """Return how a candidate of a search came about. Raise NotFoundError if the run has no such candidate, or is no search."""
+    """Return the origin of a candidate of a search. Raise NotFoundError if the run has no such candidate, or is not a
+    search.
+    """
     run_id = _find_search(tx, run)["id"]
     candidates, _ = _list_candidates(tx, run_id)
     if not 0 <= number < len(candidates):
@@ -422,8 +427,8 @@ def _iterate_calls(tx: Any, run_id: int, until: Any) -> Iterator[Row]:
 
 
 def diff_lines(before: str, after: str, before_title: str = "", after_title: str = "") -> list[str]:
-    """Return the unified difference of two texts, without control characters. Of long texts, only the first lines are compared,
-    and a last line says so.
+    """Return the lines of a unified diff of two texts, without control characters. Only the first lines of long texts are
+    compared; the last line of the result then says so.
     """
     one, other = (clean(text).splitlines() for text in (before, after))
     left_out = max(len(one), len(other)) - MAX_DIFF_LINES

@@ -45,7 +45,9 @@ class Window:
 
 
 def list_views() -> list[dict[str, Any]]:
-    """Return all views with their columns, their meanings, and whether `read_series` can chart a column."""
+    """Return all views, with the meanings of views and columns, and for each column whether `read_series` can read it
+    (`chartable`).
+    """
     return [
         {
             "view": view,
@@ -80,9 +82,9 @@ def read_series(tx: Any, run: str, view: str, column: str, cursor: str = "") -> 
     series.
     """
     if view not in WINDOWS:
-        raise ConfigError(f"{view!r:.60} is not a view of numbers by iteration.", did_you_mean(view[:60], WINDOWS))
+        raise ConfigError(f"{view!r:.60} is not a view that has numbers by iteration.", did_you_mean(view[:60], WINDOWS))
     if column not in _numbers(view):
-        raise ConfigError(f"{column!r:.60} is not a number of {view}.", did_you_mean(column[:60], _numbers(view)))
+        raise ConfigError(f"{column!r:.60} is not a numeric column of {view}.", did_you_mean(column[:60], _numbers(view)))
     run_row = run_id_and_name(tx, run)
     of = [run_row["id"], view, column]
     values = {"id": run_row["id"]} if ":id" in WINDOWS[view] else {"run": run_row["name"]}

@@ -1,8 +1,8 @@
 """The rule by which an episode counts as right, and its group and task as solved, as SQL.
 
 An episode is right if all decisive parts of its reward have their full value. `stats.evaluation.is_right`, which evaluations
-use too, says which parts are decisive. If none is, an episode is right if its reward is 1 or more. A group is solved if one of
-its episodes is right.
+use too, says which parts are decisive. If no part is decisive, an episode is right if its reward is 1 or more. A group is
+solved if one of its episodes is right.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,12 @@ class SolvedRule:
 
     Args:
         reward_set: the name of the reward set that decides.
-        reward_sets: the ids of the sets of this name, of the run and of the runs whose groups it took.
+        reward_sets: the ids of the reward sets of this name: that of the run, and those of the runs whose stored groups the run
+            trains on.
         weights: the weights of the env's named rewards.
         correct: the parts that the env names as decisive.
-        gives: True if the env computes further parts itself.
-        own: the parts of the run's reward set. All other parts are the env's.
+        gives: True if the env computes further reward parts itself.
+        own: the parts that have a weight in the run's reward set. All other parts belong to the env.
     """
 
     reward_set: str
@@ -66,8 +67,9 @@ class SolvedRule:
         return f"(CASE WHEN EXISTS (SELECT 1 {of_env}) THEN {is_full} ELSE {verdict} END)"
 
     def solved_groups(self, condition: str = "1 = 1") -> str:
-        """Return the SQL of the run's groups that have rewards, with `solved`: 1 or 0. `condition` is a condition on the
-        groups, in which they are called `m`. MATERIALIZED, or SQLite would judge a group again for each use of `solved`.
+        """Return the SQL of the run's groups that have rewards, with the column `solved`: 1 or 0. `condition` is an SQL
+        condition on the groups, whose alias is `m`. The SQL has MATERIALIZED, because SQLite would otherwise judge a group
+        again for each use of `solved`.
         """
         return f"""
             WITH judged AS MATERIALIZED (SELECT m.id, m.task_id, m.iteration, CASE WHEN EXISTS (
@@ -76,7 +78,9 @@ class SolvedRule:
             FROM ({MEMBERS}) m WHERE m.mean_reward IS NOT NULL AND {condition}) SELECT * FROM judged"""
 
     def lost_groups(self, condition: str = "1 = 1") -> str:
-        """Return the SQL of the ids of the groups that are not solved, although the task's group before was."""
+        """Return the SQL of the ids of the groups that are not solved, although the previous group of the same task was
+        solved.
+        """
         return f"""
             SELECT id FROM (SELECT id, solved, lag(solved) OVER (PARTITION BY task_id ORDER BY iteration, id) AS before
                             FROM ({self.solved_groups(condition)}) judged) following

@@ -1,7 +1,7 @@
 """The tasks of a run over its iterations: their rewards, when each task was first solved, and its best and its worst episode.
 
-`solved_rule` says which groups count as solved. A task was unlearned if a group of it was solved, and its newest one is not.
-The number of times that a task was solved in all runs is counted in the same way.
+`solved_rule` says which groups count as solved. A task counts as unlearned if one of its groups was solved, but its newest
+group is not. The number of times that a task was solved in all runs is counted in the same way.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,7 +123,7 @@ def _order(sort: str) -> str:
     if not sort:
         return "first_group"
     if word not in TASK_ORDERS:
-        raise ConfigError(f"The list is not sorted by {word!r:.60}.", did_you_mean(word[:60], TASK_ORDERS))
+        raise ConfigError(f"The list cannot be sorted by {word!r:.60}.", did_you_mean(word[:60], TASK_ORDERS))
     return f"{TASK_ORDERS[word]} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, first_group"
 
 
@@ -251,7 +251,7 @@ class SolvedCount:
 
 @dataclass(frozen=True, slots=True)
 class SampledGroups:
-    """The numbers of a run's groups with done episodes, and of those whose rewards are all equal."""
+    """The number of a run's groups with done episodes, and how many of these groups have equal rewards."""
 
     groups: int
     equal: int
@@ -285,7 +285,9 @@ def _add_run(tx: Any, run_id: int, counts: dict[str, SolvedCount]) -> None:
 
 @sql_read_transaction
 def count_equal_groups(tx: Any, run: str) -> SampledGroups:
-    """Count the run's groups with done episodes, and those with equal rewards. Raise NotFoundError if there is no such run."""
+    """Count the run's groups with done episodes, and those of them whose rewards are all equal. Raise NotFoundError if there is
+    no such run.
+    """
     query = """
         SELECT count(*) AS groups, coalesce(sum(CASE WHEN low = high THEN 1 ELSE 0 END), 0) AS equal FROM
           (SELECT min(reward) AS low, max(reward) AS high FROM episodes

@@ -41,7 +41,7 @@ _STEPS = f"""
 def load_steps(tx: Any, ids: Sequence[int]) -> list[Row]:
     """Return the steps with these row ids, ordered by step number.
 
-    If several turns match the step's history, `equal` is the number of matching turns; else it is None.
+    If a step could continue several earlier turns, `equal` is the number of these turns; else `equal` is None.
     """
     steps: list[Mapping[str, Any]] = []
     for some in in_parts(ids):
@@ -109,7 +109,7 @@ whole episode.
 
 
 def load_annotations(tx: Any, episode: int, attempt: int, steps: Sequence[int], max_rows: int) -> tuple[list[Row], int]:
-    """Return at most `max_rows` annotations, and the number of further annotations.
+    """Return at most `max_rows` annotations, and the number of those that are left out.
 
     They are the annotations of the steps in `steps` or, if `steps` is empty, those of the whole episode.
     """
@@ -165,7 +165,10 @@ def load_text(tx: Any, episode: int, path: str) -> str:
     shape = load_shape(tx, episode)
     value = _find(tx, shape, path.split("/")) if len(path) <= MAX_PATH else None
     if value is None:
-        raise NotFoundError(f"Episode {episode} has no text {path[:60]!r}.", "Use the paths that its answer lists under `of`.")
+        raise NotFoundError(
+            f"Episode {episode} has no text at the path {path[:60]!r}.",
+            "Pass a path from an `of` field in the response for the episode.",
+        )
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

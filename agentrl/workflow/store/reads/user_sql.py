@@ -1,8 +1,8 @@
 """`agentrl sql`: run a user's SELECT on a connection that can only read (see `sql.readonly`).
 
-SQLite runs in a separate process, which can be killed, because a single long SQLite instruction cannot be interrupted. Postgres
-is used only with the reader role. With a more powerful login, a query could leave the read-only transaction with `commit; ...`.
-On both databases a query has a timeout and a maximum number of rows.
+SQLite runs in a separate process, which can be killed, because a single long SQLite instruction cannot be interrupted. On
+Postgres only the reader role is used: with a more powerful login, a query could end the read-only transaction by a `commit` and
+then write. On both databases a query has a timeout and a maximum number of rows.
 
 On both databases, `rl_i4(blob)` and `rl_f4(blob)` return the packed int32 and float32 values of `step_tokens` as a JSON array.
 """
@@ -123,7 +123,7 @@ def rl_f4(blob: bytes | None) -> str | None:
 
 def _ask_process(file: Path, sql: str, limit: int, seconds: float) -> Table:
     if not file.exists():
-        raise NotFoundError(f"There is no database {str(file)!r} yet.", "agentrl runs")
+        raise NotFoundError(f"There is no database {str(file)!r} yet.", "Create it with any other command: agentrl runs")
     request = {"file": str(file.absolute()), "sql": sql, "limit": limit, "seconds": seconds}
     with readers.one() as reader:
         return reader.ask(request, seconds + GRACE_SECONDS)
