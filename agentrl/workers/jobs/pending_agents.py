@@ -23,13 +23,14 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import Fence
 
 RESEND_SECONDS = 30.0
-"""The longest time, in seconds, after which an agent that no worker has started is sent again. If a lease is shorter, the agent
-is sent again after a lease. While an agents worker is busy, the agent may be waiting in its queue: then the time is ten
-times this number.
+"""The time, in seconds, after which an agent that no worker has started is sent again. If a lease is shorter, the agent is sent
+again after a lease. While an agents worker is busy, the agent may be waiting in its queue, so the time is ten times as long.
 """
 
 RESENDS = 5
-"""The most times that unstarted agents are sent again. After that, no worker seems to run agents, and the group is released."""
+"""The most times that unstarted agents are sent again. After that, it is assumed that no worker runs agents, and the group is
+released.
+"""
 
 _AGENTS_WORKER_HINT = "Is an agents worker running? Start one: agentrl worker agents"
 

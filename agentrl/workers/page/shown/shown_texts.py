@@ -1,5 +1,5 @@
-"""Shortens texts and values to a size that a page can show, and records the full length of each. `ShownTexts` limits the length
-of all texts in a response together.
+"""Shortens texts and values to a size that a page can show, and records the full length of each. `ShownTexts` limits the total
+length of all texts in a response.
 """
 
 import json
@@ -59,8 +59,8 @@ LEAST_CHARS = 200
 
 
 class ShownTexts:
-    """A writer of texts into a response. `cut` has the full length of each shortened text, and `of` the URL path of the full
-    text.
+    """A writer of texts into a response. In the response, `cut` has the full length of each shortened text, and `of` has the
+    path of the full text.
     """
 
     def __init__(self, max_chars: int = SHOWN_CHARS, max_total_chars: int = ANSWER_CHARS) -> None:
@@ -68,8 +68,9 @@ class ShownTexts:
         self._max_chars, self._left = max_chars, max_total_chars
 
     def put(self, target: dict[str, Any], name: str, text: str | None, chars: int | None = None, path: str = "") -> None:
-        """Write a text to `target[name]`, shortened if necessary; None as null. If `text` is only the beginning, `chars` is the
-        length of the full text. `path` is where `/api/episodes/{id}/text` returns it.
+        """Write a text to `target[name]`, shortened if necessary; write None as null. If `text` is only the beginning of a
+        text, `chars` is the length of the full text. `path` is the address at which `/api/episodes/{id}/text` returns the full
+        text.
         """
         if text is None:
             target[name] = None
