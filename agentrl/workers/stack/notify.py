@@ -1,7 +1,8 @@
-"""Notifications when a run ends and when it waits: a request to AGENTRL_NOTIFY_URL, a start of AGENTRL_NOTIFY_COMMAND, or both.
+"""Notifications when a run ends or waits. A notification is a request to AGENTRL_NOTIFY_URL, a start of AGENTRL_NOTIFY_COMMAND,
+or both.
 
-The control loop reads them from the runs' events, and sends them in a thread. The database records the last event that was
-sent, so each event is sent at least once. After MAX_ATTEMPTS failures, an event is skipped.
+The control loop reads the events of the runs, and sends the notifications in a thread. The database records the last event that
+was sent, so each event is sent at least once. After MAX_ATTEMPTS failures, an event is skipped.
 """
 
 import json

@@ -96,8 +96,8 @@ def list_evals(
     size: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: str = "",
 ) -> Response:
-    """Return evaluations, ordered by the measured version. With `measures`, the name or number of a run, return only the
-    evaluations of that run's policies.
+    """Return evaluations, by default ordered by the measured version. With `measures`, the name or number of a run, return only
+    the evaluations of that run's policies.
     """
     chosen = EvalFilter(of_policies=measures or None, dataset=dataset, split=split, status=status)
     page = eval_results.list_evals(store, chosen, Paging(size=size, cursor=cursor, sort=sort))
