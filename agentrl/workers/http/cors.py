@@ -30,7 +30,7 @@ def read_origins(text: str) -> frozenset[str]:
     origins = [origin.strip() for origin in text.split(",") if origin.strip()]
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
-            raise ValueError(f"{origin!r} is not an origin, which has a scheme, a host and a port, in lower case, and no path")
+            raise ValueError(f"{origin!r} is not an origin: write scheme, host and port, in lower case, without a path")
     return frozenset(origins)
 
 

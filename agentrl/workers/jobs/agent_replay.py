@@ -4,13 +4,13 @@ If an agent is lost, the next attempt at its episode begins with a new agent. Th
 with their turns. As long as the new agent sends the same requests, it gets the recorded turns, and nothing is sampled. At the
 first request that the record does not have, sampling goes on.
 
-Two requests are the same if their messages, tools, template options and numbers of choices are equal. Text that the patterns of
-`agent.replay_ignore` match does not count, and neither do the differences that `agent_conversation` ignores. Equal requests
-get their turns in the order of their draws.
+Two requests are the same if their messages, tools, template options and numbers of choices are equal. The comparison ignores
+text that the patterns of `agent.replay_ignore` match, and the differences that `agent_conversation` ignores. If several
+recorded requests are equal, their turns are used in the order of their draws (`agent_conversation`).
 
 The steps of a recorded turn become steps of the new attempt, with the recorded messages and tokens. If the new agent's messages
 differ from the recorded ones in ignored text, its later requests are rewritten: they begin with the recorded messages. So the
-rows are those of an agent that was never lost.
+rows are the same as those of an agent that was never lost.
 
 An agent contradicts the record if it continues a recorded conversation with another request than the recorded one. Agents may
 send several requests at once, in any order. So a request only contradicts the record if the agent does not send the recorded

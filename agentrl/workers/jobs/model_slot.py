@@ -29,7 +29,9 @@ log = getLogger("agentrl.models")
 
 @dataclass
 class LoadedModel:
-    """A loaded base with its engine and its trainer. The trainable weights of the base have the trainer's state."""
+    """A loaded base with its engine and its trainer. The base's trainable weights have the values that are in the trainer's
+    state.
+    """
 
     policy: Policy
     backend: Backend

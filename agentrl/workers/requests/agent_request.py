@@ -25,8 +25,9 @@ def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
     """Check the run's agent, if there is one, and return the run's config.
 
     If neither the env, the rewards nor the hooks score an episode, the returned config sets `own_rewards`: the rewards that the
-    agent returns or emits then have weight 1. Raise ConfigError if the agent cannot be imported or called, or the env must
-    decide what follows a turn. Raise DatasetError if a task has no messages, because the agent would receive nothing.
+    agent returns or emits then have weight 1. Raise ConfigError if the agent cannot be imported or called, or if the env
+    decides what follows a turn, which an agent must decide itself. Raise DatasetError if a task has no messages, because the
+    agent would receive nothing.
     """
     agent = experiment.config.agent
     if agent is None:

@@ -247,7 +247,9 @@ def _load_tasks(db: Database | None, config: RunConfig, policy: PolicyRef | None
             faults.append(other)
         raise join_faults(*faults) from fault
     if not (config.env or loaded.env):
-        raise ConfigError(f"The datasets {config.dataset.name!r} have different envs.", "Pass one for all: --env math")
+        raise ConfigError(
+            f"The datasets {config.dataset.name!r} have different envs.", "Pass one env for all of them: --env math"
+        )
     return loaded
 
 

@@ -52,7 +52,7 @@ Sample = Callable[[ForwardedRequest, Begin, Write], Awaitable[None]]
 
 
 class Broken(Exception):
-    """The error that the connection to the worker failed. The request may be forwarded again."""
+    """The error for a failed connection to the worker. The request may be forwarded again."""
 
 
 class _NotHeld(Exception):
@@ -327,7 +327,7 @@ class _WorkerError(ApiError):
 
     @property
     def document(self) -> dict[str, Any] | None:
-        """The worker's error as a document; None if the worker sent no valid error."""
+        """The JSON object of the worker's error; None if the worker sent no valid error."""
         try:
             document = json.loads(self.response)
         except (ValueError, RecursionError):

@@ -14,8 +14,8 @@ from agentrl.workers.page.shown.whole_episode import load_episode_answer
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads.turn_rows import MAX_PATH, load_text
 
-CUT = "The characters, in all, of those of its texts that are cut, by name"
-OF = "The path of each cut text, for /api/episodes/{id}/text"
+CUT = "The full lengths of the shortened texts, in characters, by name"
+OF = "The paths of the shortened texts, by name. /api/episodes/{id}/text returns the full text of a path."
 
 
 class ShownRow(BaseModel):

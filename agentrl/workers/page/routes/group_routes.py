@@ -18,7 +18,7 @@ router = APIRouter(prefix="/api", tags=["groups"])
 
 
 class Extreme(BaseModel):
-    """An episode and its reward."""
+    """The episode with a task's highest or lowest reward, and this reward."""
 
     episode: int
     reward: float

@@ -83,7 +83,7 @@ class Note(BaseModel):
 
 
 class SourceRun(BaseModel):
-    """A run from which this run comes."""
+    """A run from which this run is derived. `what` says what this run uses of the other run."""
 
     id: int
     run: str
@@ -91,7 +91,7 @@ class SourceRun(BaseModel):
 
 
 class ChildRun(SourceRun):
-    """A run that comes from this run."""
+    """A run that is derived from this run. `what` says what the other run uses of this run."""
 
     kind: str
 
@@ -404,7 +404,7 @@ def read_changes(store: Store, run: int, number: int) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class AskedEpisodes:
-    """The filter of a list of episodes, and its order, as parameters of a request."""
+    """The filter and the order of a list of episodes, as parameters of a request."""
 
     iteration: int | None = None
     group: int | None = None

@@ -109,9 +109,9 @@ MAX_KEY = 10_000
 
 
 def new_messages(prompt: Any, results: Sequence[Row]) -> tuple[int, list[tuple[int, Any]]]:
-    """Return two values: the number of messages that a step's prompt shares with another chain, and its other messages, each
-    with its position. `prompt` is the messages of the prompt. `results` are the calls of the turn before, with `result` and
-    `result_chars`. Messages that repeat such a result are left out.
+    """Return two values: the number of messages that a step's prompt shares with another chain, and the prompt's other
+    messages, each with its position. `prompt` is the messages of the prompt. `results` are the calls of the turn before, with
+    `result` and `result_chars`. Messages that repeat such a result are left out.
     """
     messages = prompt if isinstance(prompt, list) else []
     head = messages[0].get(SHARED, 0) if messages and isinstance(messages[0], Mapping) else 0
