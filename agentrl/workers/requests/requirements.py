@@ -321,7 +321,7 @@ def _check_engine(experiment: Experiment, base: str) -> None:
 
 def _check_model(config: RunConfig, base: str) -> None:
     if Path(base).is_absolute() and not Path(base).is_dir():
-        raise ModelError(f"There is no folder {base!r} on this machine.")
+        raise ModelError(f"There is no folder {base!r} here.")
     folder = local_folder(base)
     if folder is None:
         check_on_hub(base)

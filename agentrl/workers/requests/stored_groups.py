@@ -121,7 +121,7 @@ def _left_out_remark(source: StoredRun, reward_set: str) -> str:
 def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
     ignored = [key for key in chosen if not key.startswith(TRAINING_KEYS) and key not in (*ALLOWED_KEYS, "iterations")]
     if ignored:
-        raise ConfigError(f"{', '.join(ignored)}: fixed by the stored episodes, and cannot be set now.", "Leave this out.")
+        raise ConfigError(f"{', '.join(ignored)}: fixed by the stored episodes, and cannot be set now.", "Leave it out.")
     if chosen.get("epochs", 1) != 1 or "iterations" in chosen:
         message = "Stored episodes give exactly one epoch: a run trains on an episode at most once."
         raise ConfigError(message, "Leave --epochs and --iterations out.")
