@@ -112,7 +112,9 @@ class EpisodeRecorder:
         self._change_step(number, replace(self.episodes[number].steps[index], delivered=delivered))
 
     def commit_results(self, answered: Mapping[int, tuple[ToolResult, ...]]) -> list[int]:
-        """Commit results of calls (T2), and end the episodes whose judges have answered. Return the other episodes' ids."""
+        """Commit results of calls (T2), and end the episodes whose judges have answered. Return the ids of the episodes in
+        `answered` that have not ended.
+        """
         judged = answered.keys() & self._judged.keys()
         self.finish([self._score(*self._judged[episode], answered[episode]) for episode in sorted(judged)])
         going_on = [episode for episode in answered if episode not in judged]

@@ -109,11 +109,11 @@ class SamplingServer:
     _keys: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def hold(self, episode: int, attempt: int, holder: EpisodeServer) -> None:
-        """Send requests for this attempt at the episode to the holder."""
+        """From now on, pass the requests for this attempt at the episode to `holder`."""
         self._held[episode] = (attempt, holder)
 
     def drop(self, episode: int, holder: EpisodeServer) -> None:
-        """Stop sending the episode's requests to the holder."""
+        """Stop passing the episode's requests to `holder`."""
         if self._held.get(episode, (0, None))[1] is holder:
             del self._held[episode]
 

@@ -21,12 +21,12 @@ TRAINING_KEYS = ("algorithm.", "update.", "critic.", "source.", "eval.", "report
 """Prefixes of config keys that do not affect how episodes are sampled."""
 
 NEUTRAL_ROLLOUT_KEYS = ("group_size", "tasks_per_iteration", "max_attempts", "max_staleness", "dynamic_sampling")
-"""Keys of the section `rollout` that affect the number of episodes and the time at which they are sampled, but not the contents
-of an episode.
+"""Config keys of the section `rollout` that affect the number of episodes and the time at which they are sampled, but not the
+contents of an episode.
 """
 
 LOOP_KEYS = ("tools", "served_tools", *(f"rollout.{name}" for name in LOOP_LIMITS))
-"""Keys that the built-in loop uses and an agent does not."""
+"""Config keys that only the built-in loop uses, not an agent."""
 
 SINGLE_PASS = {
     **{"epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1},

@@ -90,8 +90,8 @@ def prepare_import(
     exact_only: bool = False,
 ) -> PreparedImport:
     """Read the traces and build the import. Nothing is written. Raise ConfigError if an adapter does not exist. Raise
-    ModelError if the model is not here, has no usable chat template, or did not sample these tokens. Raise DatasetError if no
-    trace is left to import, or there are too many episodes.
+    ModelError if the model is not on this machine, has no usable chat template, or did not sample these tokens. Raise
+    DatasetError if no trace is left to import, or there are too many episodes.
 
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.

@@ -74,7 +74,7 @@ class EndBody(_Body):
 
 
 class ReleaseBody(_Body):
-    """The body of a request that gives a task back. With an `error`, the attempt counts as lost."""
+    """The body of a request that gives a task back. If it has an `error`, the attempt counts as lost."""
 
     error: str = ""
 
@@ -282,7 +282,8 @@ def find_tasks_key(where: Settings, create: bool) -> str:
         create: True to write a random key if there is none.
 
     Raises:
-        ConfigError: there is no key, its file cannot be read or written, or no HTTP header can carry a key.
+        ConfigError: there is no key, the file of the key cannot be read or written, or a key has characters that no HTTP header
+            can carry.
     """
     for name in ("tasks_key", "rewards_key"):
         if not all("!" <= letter <= "~" for letter in getattr(where, name)):

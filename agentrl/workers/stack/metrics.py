@@ -132,7 +132,7 @@ def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Databa
     collectors = [collect_process, *((lambda: collect_work(db()),) if "control" in roles else ())]
 
     class Handler(_Handler):
-        """A handler for this process."""
+        """The HTTP handler for `/metrics` of this process."""
 
         def collect(self) -> str:
             return render(metric for collect in (*collectors, *_collectors) for metric in collect())

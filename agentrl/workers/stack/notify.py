@@ -26,7 +26,7 @@ URL_SECONDS, COMMAND_SECONDS = 10.0, 60.0
 
 
 class Notifier:
-    """The sender of notifications. It sends new events one after the other."""
+    """The sender of notifications. It sends the notifications of new events one after the other."""
 
     def __init__(self, where: Settings) -> None:
         self._url, self._command = where.notify_url, shlex.split(where.notify_command)

@@ -110,7 +110,8 @@ class Waker:
         return connect_redis(self._where)
 
     def wake(self, address: str, call: int, reason: str = "") -> None:
-        """Wake the rollout process that waits for the call. With a `reason`, report why this worker cannot run the call.
+        """Wake the rollout process that waits for the call. If `reason` is not empty, it says why this worker cannot run the
+        call.
 
         If the broker does not answer, nothing is lost, because the rollout process also polls the row. Raise ConfigError if the
         address is not that of a reply list. The check is needed because anyone can write a message, and Redis has other lists

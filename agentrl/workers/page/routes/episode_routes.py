@@ -19,7 +19,7 @@ OF = "The paths of the shortened texts, by name. /api/episodes/{id}/text returns
 
 
 class ShownRow(BaseModel):
-    """A row whose long texts are shortened."""
+    """An object made from a database row. Its long texts are shortened."""
 
     model_config = ConfigDict(extra="allow")
     cut: dict[str, int] | None = Field(None, description=CUT)

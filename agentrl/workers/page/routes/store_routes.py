@@ -25,7 +25,7 @@ class StoreAnswer:
     """The store of the page.
 
     Args:
-        place: its file, or its URL without a password.
+        place: the file of the store, or its URL without a password.
         backend: "sqlite" or "postgresql".
         version: this agentrl's version.
         newest_run: the name of the run that was submitted last; null if there is none.
